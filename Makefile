@@ -1,0 +1,76 @@
+# Tandem's gates, one command each. `make` prints this list.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NODE_INSTALLED := node_modules/.installed
+PYTEST := $(BIN)/python -m pytest
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install run check lint types imports protos-check test test-slow test-gpu protos format bench clean
+
+help: ## Print this list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Make .venv with everything to run, check and test (once; again when the pins change).
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Tandem needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "This Python has no venv. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(NODE_INSTALLED): package.json package-lock.json
+	@command -v npm >/dev/null || { \
+	  echo "buf, which checks the protos, comes by npm. On Debian and Ubuntu: apt-get install npm" >&2; exit 1; }
+	npm ci --no-progress --loglevel=error
+	@touch $@
+
+run: $(INSTALLED) ## Start the whole stack on this machine, with the demo model.
+	$(BIN)/tandem up $(ARGS)
+
+check: lint types imports protos-check ## Format, lint, types, import layers, protos: all the static gates.
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+imports: $(INSTALLED)
+	$(BIN)/lint-imports --no-logo
+
+protos-check: $(INSTALLED) $(NODE_INSTALLED)
+	$(BIN)/python protos/generate.py --check
+	node_modules/.bin/buf lint
+	node_modules/.bin/buf format --diff --exit-code
+
+test: $(INSTALLED) ## Run the tests (minutes; no GPU needed).
+	$(PYTEST) $(ARGS)
+
+test-slow: $(INSTALLED) ## Run the full counts, which `make test` leaves out.
+	$(PYTEST) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
+
+test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device.
+	$(PYTEST) -m gpu $(ARGS)
+
+protos: $(INSTALLED) $(NODE_INSTALLED) ## Format the protos and generate their stubs.
+	node_modules/.bin/buf format --write
+	$(BIN)/python protos/generate.py
+
+format: $(INSTALLED) ## Format the Python code and mend what ruff can mend.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED) ## Measure this machine: make bench ARGS="serve --help".
+	$(BIN)/tandem bench $(ARGS)
+
+clean: ## Remove caches and builds; .venv and node_modules stay.
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -not -path './node_modules/*' -prune -exec rm -rf {} +

@@ -1,0 +1,24 @@
+"""`python -m decode_service --model FOLDER --kv-folder FOLDER --listen HOST:PORT`: one decode instance."""
+
+from __future__ import annotations
+
+import sys
+
+from instance.process import run_instance
+from decode_service.config import DecodeSettings
+from decode_service.service import ROLE
+from serving.settings import settings_options
+
+
+@settings_options(DecodeSettings)
+def main(settings: DecodeSettings) -> None:
+    """One decode instance: generates, from KV that a prefill instance computed or from its own.
+
+    Prints one line `ready address=HOST:PORT instance=NAME` when it serves. SIGTERM drains, a second one stops at once.
+    Exit status: 0 stopped, 1 the engine core died (restart it), 2 it could not start.
+    """
+    sys.exit(run_instance(settings, ROLE))
+
+
+if __name__ == "__main__":
+    main()

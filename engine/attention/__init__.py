@@ -1,0 +1,43 @@
+"""Attention backends: one seam (`backend`), a slow reference, and what is fast on each kind of device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.errors import UnsupportedModel, shown
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.attention.backend import AttentionBackend
+
+BACKENDS = ("cpu", "reference")
+
+
+def select_backend(
+    name: str, *, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
+    """The backend called `name`, or with "auto" the fastest that supports these sizes on this device.
+
+    Raises UnsupportedModel if there is none of that name or if it cannot run with these sizes here.
+    """
+    if name not in (*BACKENDS, "auto"):
+        raise UnsupportedModel(f"attention backend {shown(name)} is not known; known: auto, {', '.join(BACKENDS)}")
+    for candidate in BACKENDS if name == "auto" else (name,):
+        backend = _backend(candidate)
+        if backend.supports(block_size=block_size, head_dim=head_dim, dtype=dtype, device=device):
+            return backend
+    raise UnsupportedModel(
+        f"attention backend {name} does not support block_size {block_size}, head_dim {head_dim}, {dtype} on {device}"
+    )
+
+
+def _backend(name: str) -> AttentionBackend:
+    """Imports lazily: compiled backends cost start-up time."""
+    if name == "cpu":
+        from engine.attention.cpu import CpuAttention
+
+        return CpuAttention()
+    from engine.attention.reference import ReferenceAttention
+
+    return ReferenceAttention()

@@ -1,0 +1,59 @@
+"""The seam between a model and whatever computes paged attention for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the tokens of one step live. A step is a flat run of tokens, request after request, each request
+    contributing its next `query_len` tokens, whether that is a prefill chunk or a single decode token.
+
+    All tensors are on the model's device.
+    """
+
+    query_start_loc: torch.Tensor
+    """int32 [num_requests + 1]: request i owns tokens query_start_loc[i]:query_start_loc[i + 1]."""
+    seq_lens: torch.Tensor
+    """int32 [num_requests]: tokens in the KV cache after this step, the step's own included. The last query token of
+    request i is at position seq_lens[i] - 1, and its queries are the last query_len positions."""
+    block_tables: torch.Tensor
+    """int32 [num_requests, max_blocks]: physical block ids; entries past the request's blocks are 0 and not read."""
+    slot_mapping: torch.Tensor
+    """int64 [num_tokens]: block_id * block_size + offset, where each token's key and value are written."""
+    max_query_len: int
+    max_seq_len: int
+
+
+class AttentionBackend(Protocol):
+    """Writes the step's keys and values into the pages, then attends over the pages, causally.
+
+    kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous.
+    """
+
+    name: str
+
+    @staticmethod
+    def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether this backend can run with these sizes here."""
+        ...
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        *,
+        layer: int,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """query [num_tokens, num_heads, head_dim], key/value [num_tokens, num_kv_heads, head_dim] ->
+        [num_tokens, num_heads, head_dim] in query's dtype. `sliding_window` w: position p sees (p - w, p]."""
+        ...

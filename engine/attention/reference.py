@@ -1,0 +1,78 @@
+"""Paged attention as its definition reads: gather the pages, softmax in float32. Slow, and what the others are held to."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.backend import AttentionMetadata
+
+
+class ReferenceAttention:
+    """Runs on any device, block size and dtype; holds no state."""
+
+    name = "reference"
+
+    @staticmethod
+    def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Always: this is the backend that has no conditions."""
+        return True
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        *,
+        layer: int,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        write_kv(kv_cache, key, value, layer=layer, slot_mapping=metadata.slot_mapping)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        starts = metadata.query_start_loc.tolist()
+        for index, seq_len in enumerate(metadata.seq_lens.tolist()):
+            rows = slice(starts[index], starts[index + 1])
+            keys, values = gather_kv(kv_cache, metadata.block_tables[index], layer=layer, seq_len=seq_len)
+            output[rows] = _attend(query[rows], keys, values, scale=scale, sliding_window=sliding_window)
+        return output
+
+
+def write_kv(
+    kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, layer: int, slot_mapping: torch.Tensor
+) -> None:
+    """Puts key and value [num_tokens, num_kv_heads, head_dim] into the slots of `layer`."""
+    block_size = kv_cache.shape[4]
+    block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
+    kv_cache[block_ids, layer, 0, :, offsets] = key
+    kv_cache[block_ids, layer, 1, :, offsets] = value
+
+
+def gather_kv(
+    kv_cache: torch.Tensor, block_table: torch.Tensor, *, layer: int, seq_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """keys, values, each [seq_len, num_kv_heads, head_dim]: the request's tokens in order, copied out of its pages."""
+    block_size = kv_cache.shape[4]
+    num_blocks = -(-seq_len // block_size)
+    pages = kv_cache[block_table[:num_blocks].long(), layer]  # [blocks, 2, heads, block_size, head_dim]
+    tokens = pages.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :seq_len]
+    return tokens[0], tokens[1]
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, sliding_window: int | None
+) -> torch.Tensor:
+    """query [q, num_heads, d] at the last q positions of keys/values [s, num_kv_heads, d] -> [q, num_heads, d]."""
+    group = query.shape[1] // keys.shape[1]
+    keys = keys.float().repeat_interleave(group, dim=1)
+    values = values.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,shd->hqs", query.float(), keys) * scale
+    key_positions = torch.arange(keys.shape[0], device=query.device)
+    query_positions = key_positions[-query.shape[0] :, None] if query.shape[0] else key_positions[:0, None]
+    hidden = key_positions > query_positions
+    if sliding_window is not None:
+        hidden |= key_positions <= query_positions - sliding_window
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqs,shd->qhd", weights, values).to(query.dtype)

@@ -1,0 +1,286 @@
+"""Sixteen floats as one value inside numba kernels, and memory by raw address.
+
+numba has no vector type and turns only simple loops into vector code; attention's loops are not simple. `Floats` is
+LLVM's <16 x float>: one AVX-512 register, or two or four narrower ones elsewhere, LLVM sees to it. Written with the usual
+operators; a multiplication and an addition that follow each other may become one rounding.
+
+bfloat16 in memory is uint16: the upper half of a float32. Kernels are generic over the element, `kind` being an example
+value of it: `BFLOAT16` or `FLOAT32`.
+
+numba does not notice that a cached kernel depends on this file: after changing it, delete `__pycache__`.
+"""
+
+# Functions that numba calls with types have no useful annotations of their own.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-unimported"
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.datamodel import models, register_default
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import intrinsic
+
+WIDTH = 16
+SIGNATURE = types.void(types.CPointer(types.int64))
+"""Of every kernel: it gets the address of its int64 arguments."""
+BFLOAT16 = np.uint16(0)
+FLOAT32 = np.float32(0)
+INT32 = np.int32(0)
+INT64 = np.int64(0)
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F32 = ir.FloatType()
+_VECTOR = ir.VectorType(_F32, WIDTH)
+_INTEGERS = ir.VectorType(_I32, WIDTH)
+_HALVES = ir.VectorType(_I16, WIDTH)
+
+
+class Floats(types.Type):
+    """The numba type of a vector."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Floats")
+
+
+floats = Floats()
+
+
+@register_default(Floats)
+class _FloatsModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type) -> None:
+        super().__init__(dmm, fe_type, _VECTOR)
+
+
+def _define_operator(symbol, instruction: str) -> None:
+    @infer_global(symbol)
+    class _Typing(ConcreteTemplate):
+        cases = (signature(floats, floats, floats),)
+
+    @lower_builtin(symbol, floats, floats)
+    def _lower(context, builder, sig, args):
+        return getattr(builder, instruction)(*args, flags=("contract",))
+
+
+for _symbol, _instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _define_operator(_symbol, _instruction)
+
+
+def _constant(value: float | int, integer: bool = False):
+    kind = _INTEGERS if integer else _VECTOR
+    return ir.Constant(kind, [ir.Constant(kind.element, value)] * WIDTH)
+
+
+def _call(builder, name: str, result, args, fastmath=()):
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
+    return builder.call(function, args, fastmath=fastmath)
+
+
+@intrinsic
+def pointer(typingctx, address, kind):
+    """int64 address -> pointer to elements of `kind`'s type."""
+    result = types.CPointer(kind)
+
+    def codegen(context, builder, sig, args):
+        return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
+
+    return result(types.int64, kind), codegen
+
+
+@intrinsic
+def next_task(typingctx, arguments):
+    """Draws the next task number from arguments[0], atomically among the threads."""
+
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", args[0], ir.Constant(_I64, 1), "monotonic")
+
+    return types.int64(arguments), codegen
+
+
+@intrinsic
+def as_double(typingctx, bits):
+    """The double whose bits are this int64: how a float travels among integer arguments."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), codegen
+
+
+def _vector_pointer(builder, base, index, vector):
+    return builder.bitcast(builder.gep(base, [index]), vector.as_pointer())
+
+
+@intrinsic
+def load(typingctx, base, index):
+    """Elements [index, index + 16) as floats."""
+    is_bfloat16 = base.dtype == types.uint16
+
+    def codegen(context, builder, sig, args):
+        memory = _HALVES if is_bfloat16 else _VECTOR
+        value = builder.load(_vector_pointer(builder, *args, memory), align=2 if is_bfloat16 else 4)
+        if is_bfloat16:
+            wide = builder.zext(value, _INTEGERS)
+            value = builder.bitcast(builder.shl(wide, _constant(16, integer=True)), _VECTOR)
+        return value
+
+    return floats(base, types.int64), codegen
+
+
+@intrinsic
+def store(typingctx, base, index, value):
+    """Writes elements [index, index + 16); bfloat16 rounds to nearest, ties to even, and NaN stays NaN."""
+    is_bfloat16 = base.dtype == types.uint16
+
+    def codegen(context, builder, sig, args):
+        target, offset, vector = args
+        if not is_bfloat16:
+            builder.store(vector, _vector_pointer(builder, target, offset, _VECTOR), align=4)
+        else:
+            halves = builder.trunc(builder.lshr(_round(builder, vector), _constant(16, integer=True)), _HALVES)
+            builder.store(halves, _vector_pointer(builder, target, offset, _HALVES), align=2)
+        return context.get_dummy_value()
+
+    return types.void(base, types.int64, floats), codegen
+
+
+def _round(builder, vector):
+    """Bits of each float, rounded so that the upper half is the nearest bfloat16."""
+    bits = builder.bitcast(vector, _INTEGERS)
+    odd = builder.and_(builder.lshr(bits, _constant(16, integer=True)), _constant(1, integer=True))
+    rounded = builder.add(bits, builder.add(odd, _constant(0x7FFF, integer=True)))
+    magnitude = builder.and_(bits, _constant(0x7FFFFFFF, integer=True))
+    is_nan = builder.icmp_unsigned(">", magnitude, _constant(0x7F800000, integer=True))
+    return builder.select(is_nan, _constant(0x7FC00000, integer=True), rounded)
+
+
+@intrinsic
+def rounded_to(typingctx, value, kind):
+    """The vector after a store to `kind` and a load back, without the memory."""
+
+    def codegen(context, builder, sig, args):
+        if sig.args[1] != types.uint16:
+            return args[0]
+        upper = builder.and_(_round(builder, args[0]), _constant(0xFFFF0000, integer=True))
+        return builder.bitcast(upper, _VECTOR)
+
+    return floats(floats, kind), codegen
+
+
+@intrinsic
+def splat(typingctx, number):
+    """Sixteen times the same float32."""
+
+    def codegen(context, builder, sig, args):
+        one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), args[0], ir.Constant(_I32, 0))
+        return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_INTEGERS, [0] * WIDTH))
+
+    return floats(types.float32), codegen
+
+
+@intrinsic
+def total(typingctx, value):
+    """Sum of the sixteen."""
+
+    def codegen(context, builder, sig, args):
+        arguments = [ir.Constant(_F32, 0.0), args[0]]
+        return _call(builder, f"llvm.vector.reduce.fadd.v{WIDTH}f32", _F32, arguments, fastmath=("reassoc",))
+
+    return types.float32(floats), codegen
+
+
+@intrinsic
+def largest(typingctx, value):
+    """Maximum of the sixteen."""
+
+    def codegen(context, builder, sig, args):
+        return _call(builder, f"llvm.vector.reduce.fmax.v{WIDTH}f32", _F32, list(args), fastmath=("nnan",))
+
+    return types.float32(floats), codegen
+
+
+@intrinsic
+def maximum(typingctx, left, right):
+    """Element by element."""
+
+    def codegen(context, builder, sig, args):
+        return _call(builder, f"llvm.maxnum.v{WIDTH}f32", _VECTOR, list(args), fastmath=("nnan",))
+
+    return floats(floats, floats), codegen
+
+
+@intrinsic
+def minimum(typingctx, left, right):
+    """Element by element."""
+
+    def codegen(context, builder, sig, args):
+        return _call(builder, f"llvm.minnum.v{WIDTH}f32", _VECTOR, list(args), fastmath=("nnan",))
+
+    return floats(floats, floats), codegen
+
+
+@intrinsic
+def floor(typingctx, value):
+    """Element by element."""
+
+    def codegen(context, builder, sig, args):
+        return _call(builder, f"llvm.floor.v{WIDTH}f32", _VECTOR, list(args))
+
+    return floats(floats), codegen
+
+
+@intrinsic
+def power_of_two(typingctx, exponent):
+    """2**n for whole n in [-126, 127], put together as exponent bits."""
+
+    def codegen(context, builder, sig, args):
+        biased = builder.add(builder.fptosi(args[0], _INTEGERS), _constant(127, integer=True))
+        return builder.bitcast(builder.shl(biased, _constant(23, integer=True)), _VECTOR)
+
+    return floats(floats), codegen
+
+
+@intrinsic
+def prefetch(typingctx, base, index):
+    """Asks for the cache line of base[index]; never faults."""
+
+    def codegen(context, builder, sig, args):
+        address = builder.bitcast(builder.gep(args[0], [args[1]]), _I8.as_pointer())
+        flags = [ir.Constant(_I32, flag) for flag in (0, 3, 1)]
+        arguments = [address, *flags]
+        function_type = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        builder.call(function, arguments)
+        return context.get_dummy_value()
+
+    return types.void(base, types.int64), codegen
+
+
+@njit
+def exp(x):
+    """e**x within 2 ulp for x in [-87, 88], and that of the nearest end outside.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2; Taylor to r**7 leaves 5e-9.
+    """
+    x = minimum(maximum(x, splat(np.float32(-87.0))), splat(np.float32(88.0)))
+    n = floor(x * splat(np.float32(1.4426950408889634)) + splat(np.float32(0.5)))
+    r = x - n * splat(np.float32(0.693359375)) + n * splat(np.float32(2.12194440e-4))
+    p = splat(np.float32(1 / 5040))
+    p = p * r + splat(np.float32(1 / 720))
+    p = p * r + splat(np.float32(1 / 120))
+    p = p * r + splat(np.float32(1 / 24))
+    p = p * r + splat(np.float32(1 / 6))
+    p = p * r + splat(np.float32(0.5))
+    p = p * r + splat(np.float32(1.0))
+    p = p * r + splat(np.float32(1.0))
+    return p * power_of_two(n)

@@ -1,0 +1,58 @@
+"""What one KV block looks like in memory, on disk and on the wire.
+
+The KV memory of one rank is one contiguous array, block-major:
+
+    [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]
+
+so the span of one block, the *page*, is contiguous: one file write, one Redis value, one NIXL descriptor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+LAYOUT_VERSION = 1
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shape of a page. Two instances may exchange pages only if their layouts have equal digests.
+
+    `num_planes` is 2 (keys, values); latent attention would have 1.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    num_planes: int = 2
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"KV dtype {self.dtype!r} is not one of {sorted(DTYPE_BYTES)}")
+        if min(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.num_planes) < 1:
+            raise ValueError(f"every size in a KV layout is at least 1: {self}")
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]:
+        """(num_layers, num_planes, num_kv_heads, block_size, head_dim)."""
+        return (self.num_layers, self.num_planes, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV that one token takes over all layers."""
+        return self.num_layers * self.num_planes * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one page."""
+        return self.bytes_per_token * self.block_size
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that are equal exactly when the layouts are."""
+        fields = (LAYOUT_VERSION, *self.page_shape, self.dtype)
+        return hashlib.sha256(":".join(map(str, fields)).encode()).digest()

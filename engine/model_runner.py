@@ -1,0 +1,104 @@
+"""Turns a scheduler's decision into tensors, runs the model, draws the tokens."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import torch
+
+from engine.attention.backend import AttentionMetadata
+from engine.config import EngineConfig
+from engine.kv_cache_manager import KVCacheManager
+from engine.models.llama import LlamaModel
+from engine.request import Request
+from engine.sampler import NonFiniteLogits, SamplingRow, sample
+from engine.scheduler import ScheduledRequest, SchedulerOutput
+
+
+class ModelRunner:
+    """Owns the model and the KV memory of one rank."""
+
+    def __init__(self, config: EngineConfig, model: LlamaModel, kv_cache: torch.Tensor, kv: KVCacheManager) -> None:
+        self._device = torch.device(config.device)
+        self._model = model
+        self._kv_cache = kv_cache
+        self._kv = kv
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> dict[str, int]:
+        """Run one step. Returns request id -> next token for the shares that sample; a request whose logits are not finite is
+        missing from it."""
+        shares = output.scheduled
+        token_ids, positions, metadata = self._inputs(shares)
+        hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
+        sampling = [index for index, share in enumerate(shares) if share.samples]
+        if not sampling:
+            return {}
+        rows = metadata.query_start_loc[1:][sampling].long() - 1
+        logits = self._model.compute_logits(hidden[rows])
+        requests = [shares[index].request for index in sampling]
+        return _draw(logits, requests)
+
+    def _inputs(self, shares: list[ScheduledRequest]) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+        block_size = self._kv.block_size
+        lens = np.array([share.num_tokens for share in shares], np.int64)
+        starts = np.array([share.start for share in shares], np.int64)
+        query_start_loc = np.zeros(len(shares) + 1, np.int64)
+        np.cumsum(lens, out=query_start_loc[1:])
+        num_tokens = int(query_start_loc[-1])
+        seq_lens = starts + lens
+        positions = np.repeat(starts - query_start_loc[:-1], lens) + np.arange(num_tokens)
+        table_rows = np.array([self._kv.rows[share.request.request_id] for share in shares])
+        max_seq_len = int(seq_lens.max())
+        block_tables = self._kv.block_tables[table_rows, : -(-max_seq_len // block_size)]
+        owners = np.repeat(np.arange(len(shares)), lens)
+        slots = block_tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        token_ids = np.fromiter(chain.from_iterable(_known_tokens(share) for share in shares), np.int64, num_tokens)
+        metadata = AttentionMetadata(
+            query_start_loc=self._tensor(query_start_loc.astype(np.int32)),
+            seq_lens=self._tensor(seq_lens.astype(np.int32)),
+            block_tables=self._tensor(block_tables),
+            slot_mapping=self._tensor(slots),
+            max_query_len=int(lens.max()),
+            max_seq_len=max_seq_len,
+        )
+        return self._tensor(token_ids), self._tensor(positions), metadata
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _known_tokens(share: ScheduledRequest) -> list[int]:
+    return share.request.token_ids[share.start : share.start + share.num_tokens]
+
+
+def _draw(logits: torch.Tensor, requests: list[Request]) -> dict[str, int]:
+    rows = [_sampling_row(request) for request in requests]
+    try:
+        tokens = sample(logits, rows)
+    except NonFiniteLogits as error:
+        good = [index for index in range(len(rows)) if index not in error.rows]
+        if not good:
+            return {}
+        tokens = sample(logits[good], [rows[index] for index in good])
+        requests = [requests[index] for index in good]
+    return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
+
+
+def _sampling_row(request: Request) -> SamplingRow:
+    params = request.spec.params
+    forbidden: tuple[int, ...] = ()
+    if request.num_output_tokens < params.min_tokens:
+        eos = () if params.ignore_eos else request.spec.eos_token_ids
+        forbidden = (*eos, *params.stop_token_ids)
+    return SamplingRow(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=request.spec.seed,
+        choice=request.spec.choice,
+        position=request.num_tokens,
+        forbidden_ids=forbidden,
+    )

@@ -1,0 +1,123 @@
+"""Where a model's tensors come from: safetensors files, or lively random numbers. Never a pickle.
+
+A source hands out each tensor once, by name and expected shape, so that a missing, mis-shaped or left-over tensor is
+found and named. Tensors of files are mapped, not read, until they are taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import InvalidCheckpoint, shown
+from engine.models.config_fields import read_json
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_READABLE = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_NAMED = 5
+
+
+class WeightSource(Protocol):
+    """Gives each tensor of a model once."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor called `name`, of this shape, on the source's device and of its dtype."""
+        ...
+
+    def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
+        """Raises InvalidCheckpoint if tensors are left that nobody took; `ignored` are ends of names that may be."""
+        ...
+
+
+class SafetensorsWeights:
+    """`model.safetensors`, or the shards that `model.safetensors.index.json` names, of a checkpoint folder."""
+
+    def __init__(self, folder: Path | str, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._file_of: dict[str, str] = {}
+        self._files = {}
+        folder = Path(folder)
+        for file_name in _shards(folder):
+            self._files[file_name] = handle = _open(folder / file_name)
+            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
+                self._file_of[name] = file_name
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """See `WeightSource.take`. Raises InvalidCheckpoint, naming tensor and file."""
+        file_name = self._file_of.pop(name, None)
+        if file_name is None:
+            raise InvalidCheckpoint(f"tensor {shown(name)} is missing from the checkpoint")
+        try:
+            tensor = self._files[file_name].get_tensor(name)
+        except SafetensorError as error:
+            raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} cannot be read: {error}") from error
+        if tuple(tensor.shape) != shape:
+            found = list(tensor.shape)
+            raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} has shape {found}; config.json means {list(shape)}")
+        if tensor.dtype not in _READABLE:
+            raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} is {tensor.dtype}; supported: {_READABLE}")
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
+        """See `WeightSource.finish`."""
+        left = sorted(name for name in self._file_of if not name.endswith(ignored))
+        if left:
+            named = ", ".join(f"{shown(name)} of {self._file_of[name]}" for name in left[:_MAX_NAMED])
+            more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
+            raise InvalidCheckpoint(f"the checkpoint holds tensors that the architecture has no place for: {named}{more}")
+
+
+class DummyWeights:
+    """Random weights that make varied output: matrices of std 2/sqrt(fan_in), embeddings 1, biases 0.1, norms 1.
+
+    A tensor depends on (seed, name, shape) alone, so two processes that load in another order agree.
+    """
+
+    def __init__(self, seed: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._seed = seed
+        self._dtype = dtype
+        self._device = device
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """See `WeightSource.take`."""
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        std = 1.0 if "embed" in name else 0.1 if len(shape) == 1 else 2.0 / shape[-1] ** 0.5
+        digest = hashlib.sha256(f"{self._seed}:{name}:{shape}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        # Uniform numbers are drawn several times faster than normal ones, and large dummies are for benchmarks.
+        limit = std * 3**0.5
+        return torch.empty(shape).uniform_(-limit, limit, generator=generator).to(device=self._device, dtype=self._dtype)
+
+    def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
+        """See `WeightSource.finish`: nothing is ever left."""
+
+
+def _shards(folder: Path) -> list[str]:
+    if (folder / _SINGLE).exists():
+        return [_SINGLE]
+    if not (folder / _INDEX).exists():
+        raise InvalidCheckpoint(f"the checkpoint has neither {_SINGLE} nor {_INDEX}; other formats are not read")
+    weight_map = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise InvalidCheckpoint(f"{_INDEX} has no weight_map from tensors to files")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise InvalidCheckpoint(f"{_INDEX} names {shown(name)}, which is not a file of the checkpoint's folder")
+        if not (folder / name).exists():
+            raise InvalidCheckpoint(f"shard {name} that {_INDEX} names is missing")
+    return names
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise InvalidCheckpoint(f"{path.name} is not a whole safetensors file: {error}") from error

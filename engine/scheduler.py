@@ -1,0 +1,328 @@
+"""Which request computes how many tokens in the next step.
+
+    add ─▶ waiting ──room──▶ running ──stop──▶ finished ──no I/O left──▶ freed
+             ▲  │              │
+             │  └─remote KV─▶ loading ──KV and seed there──▶ running
+             └───preempted◀────┘ (no room; computes again from what the prefix cache still has)
+
+`schedule()` decides and returns a value, the model runner executes it, `update_from_output()` applies the result. Every step closes
+the gap between a request's computed and known tokens, within one token budget; there is no prefill or decode phase.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.block_pool import KVBlock
+from engine.config import EngineConfig
+from engine.kv_cache_manager import KVCacheManager
+from engine.kv_connector import KVConnector, KVLoadResult
+from engine.messages import Event, FinishReason, LoadedEvent, ReservedEvent, TokensEvent
+from engine.request import Request, RequestStatus
+from engine.stop import check_token_stop
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: its next `num_tokens` tokens from `start`."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """The step computes the request's last known token, so that its next one can be drawn."""
+        return self.start + self.num_tokens == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What one step computes."""
+
+    scheduled: list[ScheduledRequest]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(share.num_tokens for share in self.scheduled)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    num_preemptions: int = 0
+    num_prefilled_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_external_tokens: int = 0
+    num_recomputed_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Owns the requests and, through the KV cache manager, the blocks. Used in the step loop alone."""
+
+    config: EngineConfig
+    kv: KVCacheManager
+    connector: KVConnector
+    max_model_len: int
+    requests: dict[str, Request] = field(default_factory=dict)
+    waiting: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+    loading: dict[str, Request] = field(default_factory=dict)
+    held: dict[str, list[KVBlock]] = field(default_factory=dict)
+    """Blocks of finished requests that the connector still needs."""
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    _events: list[Event] = field(default_factory=list)
+
+    # Commands
+
+    def add_request(self, request: Request, now: float) -> None:
+        """Queue a request. One that can never fit ends at once with an error."""
+        needed = self.kv.num_blocks_for(request.num_initial_tokens + 1)
+        self.requests[request.request_id] = request
+        if request.spec.remote_kv is not None:
+            request.deadline = now + request.spec.remote_kv.reservation_s
+        if needed > self.kv.num_blocks:
+            self._fail(request, f"the prompt needs {needed} KV blocks, this instance has {self.kv.num_blocks} in all")
+        else:
+            insort(self.waiting, request, key=lambda other: other.order)
+
+    def abort(self, request_id: str) -> None:
+        """End a request without an event. Unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish(request, "abort")
+
+    def seed(self, request_id: str, token_ids: list[int]) -> None:
+        """Output that a loading request continues after. The first seed counts; unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is None or request.seeded or request.spec.remote_kv is None:
+            return
+        request.seeded = True
+        request.token_ids.extend(token_ids)
+        self._start_if_ready(request)
+
+    def load_finished(self, result: KVLoadResult) -> None:
+        """A loading request's KV is as complete as it will be; what is missing is computed here."""
+        request = self.loading.get(result.request_id)
+        if request is None or request.loaded:
+            return
+        request.loaded = True
+        request.num_computed_tokens = result.num_verified_tokens
+        request.num_external_tokens = result.num_external_tokens
+        request.num_recomputed_tokens = request.num_initial_tokens - result.num_verified_tokens
+        self.counters.num_external_tokens += result.num_external_tokens
+        self.counters.num_recomputed_blocks += result.num_recomputed_blocks
+        self.kv.publish(request)
+        self._events.append(
+            LoadedEvent(request.request_id, result.num_external_tokens, result.num_recomputed_blocks, result.reason)
+        )
+        self._start_if_ready(request)
+
+    def free_held(self, request_id: str) -> None:
+        """The connector no longer needs the blocks of this finished request."""
+        self.kv.pool.release(self.held.pop(request_id, []))
+
+    def expire(self, now: float) -> None:
+        """Give up requests that have waited too long for room, KV or seed."""
+        for request in [*self.loading.values(), *self.waiting]:
+            if request.deadline is not None and now >= request.deadline:
+                missing = "room" if request.status is RequestStatus.WAITING else "KV" if request.seeded else "the seed"
+                self._fail(request, f"no {missing} within the reservation time")
+
+    # The step
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step: running requests first, then waiting ones, first come, first served."""
+        budget = self.config.max_num_batched_tokens
+        scheduled: list[ScheduledRequest] = []
+        preempted = False
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                preempted = True
+                continue
+            num_tokens = min(request.num_uncomputed_tokens, budget)
+            if not self._make_room(request, request.num_computed_tokens + num_tokens, scheduled):
+                preempted = True
+                continue
+            scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+            budget -= num_tokens
+        scheduled = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
+        if not preempted:
+            self._admit(budget, scheduled)
+        return SchedulerOutput(scheduled)
+
+    def update_from_output(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
+        """Apply a step's result: progress, new tokens, ends. `sampled` has a token for each share that samples, unless its
+        logits were not finite."""
+        for share in output.scheduled:
+            request = share.request
+            request.num_computed_tokens += share.num_tokens
+            is_decode = share.start >= request.num_initial_tokens
+            self.counters.num_prefilled_tokens += 0 if is_decode else share.num_tokens
+            self.kv.publish(request)
+            if request.spec.hold_kv is not None:
+                block_ids = self.kv.block_ids(request.request_id)
+                self.connector.request_progressed(request, block_ids, request.num_computed_tokens)
+            if not share.samples:
+                continue
+            token_id = sampled.get(request.request_id)
+            if token_id is None:
+                self._fail(request, "the model's output is not finite: no token can be drawn")
+            else:
+                self._append_token(request, token_id)
+
+    def take_events(self) -> list[Event]:
+        """What has happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    # Sizes, for the load report
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Distinct blocks that finished requests still hold."""
+        return len({block.block_id for blocks in self.held.values() for block in blocks})
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that waiting requests have yet to compute, prefix hits not deducted."""
+        return sum(request.num_uncomputed_tokens for request in self.waiting)
+
+    # Inside
+
+    def _admit(self, budget: int, scheduled: list[ScheduledRequest]) -> None:
+        while self.waiting and len(self.running) + len(self.loading) < self.config.max_num_seqs:
+            request = self.waiting[0]
+            expects_kv = request.spec.remote_kv is not None and not request.loaded
+            if not expects_kv and budget == 0:
+                return
+            if not self._allocate_first(request, budget):
+                return
+            self.waiting.pop(0)
+            if expects_kv:
+                self._reserve(request)
+                continue
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+            num_tokens = min(request.num_uncomputed_tokens, budget)
+            scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+            budget -= num_tokens
+
+    def _allocate_first(self, request: Request, budget: int) -> bool:
+        """Give a waiting request its first blocks, prefix hits included. False: no room, nothing done."""
+        expects_kv = request.spec.remote_kv is not None and not request.loaded
+        max_hit = request.num_initial_tokens if expects_kv else request.num_tokens - 1
+        prefix = self.kv.find_prefix(request, max_hit)
+        num_hit = len(prefix) * self.kv.block_size
+        num_tokens = request.num_initial_tokens if request.moves_kv else min(num_hit + budget, request.num_tokens)
+        if request.spec.hold_kv is not None and not self._may_hold(num_tokens):
+            return False
+        if not self.kv.allocate(request, num_tokens, prefix):
+            return False
+        request.num_computed_tokens = num_hit
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_hit
+        return True
+
+    def _may_hold(self, num_tokens: int) -> bool:
+        """Transfers hold at most a share of the blocks, so that those who read them are waited for and not starved."""
+        held = self.num_held_blocks
+        return (
+            held == 0 or held + self.kv.num_blocks_for(num_tokens) <= self.config.max_held_fraction * self.kv.num_blocks
+        )
+
+    def _reserve(self, request: Request) -> None:
+        request.status = RequestStatus.LOADING
+        self.loading[request.request_id] = request
+        num_local_blocks = request.num_cached_tokens // self.kv.block_size
+        self._events.append(ReservedEvent(request.request_id, request.num_cached_tokens, num_local_blocks))
+        num_external = self.connector.get_num_new_matched_tokens(request, request.num_cached_tokens)
+        block_ids = self.kv.block_ids(request.request_id)
+        if num_external > 0:
+            self.connector.update_state_after_alloc(request, block_ids, num_local_blocks)
+        else:
+            self.load_finished(KVLoadResult(request.request_id, request.num_cached_tokens, 0, 0))
+
+    def _start_if_ready(self, request: Request) -> None:
+        if not (request.seeded and request.loaded) or request.status is not RequestStatus.LOADING:
+            return
+        del self.loading[request.request_id]
+        request.deadline = None
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+
+    def _make_room(self, request: Request, num_tokens: int, scheduled: list[ScheduledRequest]) -> bool:
+        """Blocks for `num_tokens` tokens of a running request, at the cost of those that come after it. False: it was preempted
+        itself, or has to wait for I/O to free blocks."""
+        while not self.kv.allocate(request, num_tokens):
+            victims = [other for other in self.running if not other.moves_kv]
+            if not victims:
+                return False
+            victim = max(victims, key=lambda other: other.order)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.counters.num_preemptions += 1
+        self.running.remove(request)
+        self.kv.pool.release(self.kv.close_table(request.request_id))
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        insort(self.waiting, request, key=lambda other: other.order)
+
+    def _append_token(self, request: Request, token_id: int) -> None:
+        request.token_ids.append(token_id)
+        self.counters.num_generated_tokens += 1
+        reason, stop_token_id = check_token_stop(
+            token_id,
+            request.num_output_tokens,
+            request.spec.params,
+            eos_token_ids=request.spec.eos_token_ids,
+            num_tokens=request.num_tokens,
+            max_model_len=self.max_model_len,
+        )
+        if reason is None and request.spec.hold_kv is not None:
+            reason = "hand_over"
+        self._events.append(
+            TokensEvent(
+                request.request_id,
+                [token_id],
+                finish_reason=reason,
+                stop_token_id=stop_token_id,
+                num_cached_tokens=request.num_cached_tokens,
+                num_external_tokens=request.num_external_tokens,
+                num_recomputed_tokens=request.num_recomputed_tokens,
+            )
+        )
+        if reason is not None:
+            self._finish(request, reason)
+
+    def _fail(self, request: Request, error: str) -> None:
+        self._events.append(TokensEvent(request.request_id, [], finish_reason="error", error=error))
+        self._finish(request, "error")
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status is RequestStatus.LOADING:
+            del self.loading[request.request_id]
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        del self.requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        block_ids = self.kv.block_ids(request.request_id)
+        blocks = self.kv.close_table(request.request_id)
+        if self.connector.request_finished(request, block_ids):
+            self.held[request.request_id] = blocks
+        else:
+            self.kv.pool.release(blocks)

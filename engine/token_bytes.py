@@ -1,0 +1,189 @@
+"""The bytes that each token stands for, for the two kinds of vocabulary that have such bytes.
+
+- byte-level BPE (GPT-2, Llama 3, Qwen): a token's characters are an alphabet of 256 letters, one per byte;
+- pieces with byte fallback (SentencePiece: Llama 2, Mistral, Gemma): "▁" is a space, `<0xE2>` one byte.
+
+For these a text is the UTF-8 of the bytes put together, so it can be streamed in constant time per token, and a text's
+length in tokens has a bound from below that needs no tokenising. Other vocabularies (WordPiece, Metaspace) have no
+`TokenBytes`.
+
+One difference from the `tokenizers` library, on purpose: with byte fallback it turns a whole run of byte tokens into
+U+FFFD when one of them is wrong, good characters before it included. A stream cannot take back what it has shown, so
+here the good characters of such a run stay. On byte-level vocabularies the two agree on every sequence.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, Literal
+
+import tokenizers
+
+Kind = Literal["byte_level", "byte_fallback"]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_PIECE = "\u2581"
+_WHITESPACE_BYTES = frozenset(b for c in map(chr, range(0x3001)) if c.isspace() for b in c.encode())
+_KEEPING_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Replace", "Sequence"}
+_DROPPING_PRE_TOKENIZERS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable Latin-1 stands for itself, the rest for U+0100 onwards.
+
+    Source: Radford et al., "Language models are unsupervised multitask learners", 2019 (its code: `bytes_to_unicode`).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (b for b in range(256) if b not in printable)
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+def decode_utf8(data: bytes, *, per_byte: bool, final: bool) -> tuple[str, bytes]:
+    """Text of `data`, and its last bytes where they may be the beginning of a character (none when `final`).
+
+    Wrong bytes become U+FFFD: one for each longest beginning of a character (as Unicode recommends and Rust does), or
+    one for each byte when `per_byte`.
+    """
+    try:
+        return data.decode(), b""
+    except UnicodeDecodeError:
+        pass
+    parts = []
+    while data:
+        try:
+            parts.append(data.decode())
+            break
+        except UnicodeDecodeError as wrong:
+            parts.append(data[: wrong.start].decode())
+            if wrong.reason == "unexpected end of data" and not final:
+                return "".join(parts), data[wrong.start :]
+            parts.append("\ufffd" * (wrong.end - wrong.start if per_byte else 1))
+            data = data[wrong.end :]
+    return "".join(parts), b""
+
+
+class TokenBytes:
+    """The table from token id to bytes of one tokenizer, filled as ids come by. Safe to read from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, spec: dict[str, Any], kind: Kind, num_stripped: int) -> None:
+        self._backend = backend
+        self._alphabet = byte_alphabet()
+        self._cache: dict[int, bytes] = {}
+        self._may_drop_text = _may_drop_text(spec)
+        self._swallows_whitespace = any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
+        self.kind = kind
+        self.num_stripped = num_stripped
+        """Spaces taken off the beginning of a text (SentencePiece puts one there)."""
+
+    @classmethod
+    def of_tokenizer(cls, backend: tokenizers.Tokenizer, spec: dict[str, Any]) -> TokenBytes | None:
+        """From a tokenizer and its parsed tokenizer.json; None for a vocabulary without bytes."""
+        if (found := _kind(spec.get("decoder"))) is None:
+            return None
+        return cls(backend, spec, *found)
+
+    @property
+    def per_byte(self) -> bool:
+        """Whether each wrong byte has a U+FFFD of its own, as `tokenizers` has it for byte fallback."""
+        return self.kind == "byte_fallback"
+
+    def of(self, token_id: int) -> bytes:
+        """Bytes of a token; none for an id without a token (a model's padded vocabulary)."""
+        data = self._cache.get(token_id)
+        if data is None:
+            token = self._backend.id_to_token(token_id)
+            data = self._cache[token_id] = b"" if token is None else self._bytes(token)
+        return data
+
+    def text(self, token_ids: Iterable[int]) -> str:
+        """The whole text of `token_ids`."""
+        text, _ = decode_utf8(b"".join(map(self.of, token_ids)), per_byte=self.per_byte, final=True)
+        return self.strip(text, self.num_stripped)[0]
+
+    @staticmethod
+    def strip(text: str, num_left: int) -> tuple[str, int]:
+        """Take up to `num_left` spaces off the front; also how many may still go from what follows."""
+        num_spaces = min(num_left, len(text) - len(text.lstrip(" ")))
+        left = num_left - num_spaces
+        return text[num_spaces:], left if num_spaces == len(text) else 0
+
+    def _bytes(self, token: str) -> bytes:
+        if self.kind == "byte_fallback":
+            match = _BYTE_TOKEN.fullmatch(token)
+            return bytes([int(match[1], 16)]) if match else token.replace(_SPACE_PIECE, " ").encode()
+        try:
+            return bytes([self._alphabet[c] for c in token])
+        except KeyError:
+            return token.encode()
+
+    # A bound on the number of tokens
+
+    def min_tokens(self, text: str) -> int:
+        """No encoding of `text` has fewer tokens than this; 0 where the tokenizer may drop part of a text.
+
+        Let L(b) be the length of the longest token that contains byte b. A token of length l has l bytes with
+        L(b) >= l, so its bytes' 1/L(b) sum to at most 1, and a text needs at least the sum of 1/L(b) over its bytes.
+        """
+        if not self._share:
+            return 0
+        if not text.isascii() and self._backend.normalizer is not None:
+            text = self._backend.normalizer.normalize_str(text)
+        if self.kind == "byte_fallback":
+            text = text.replace(_SPACE_PIECE, " ")
+        data = text.encode()
+        shares = (data.count(b) * self._share.get(b, 0.0) for b in set(data))
+        return math.ceil(sum(shares) - 1e-6)
+
+    @cached_property
+    def _share(self) -> dict[int, float]:
+        """1 / L(b) of each byte that no encoding can drop."""
+        if self._may_drop_text:
+            return {}
+        vocab = sorted(map(self._bytes, self._backend.get_vocab()), key=len, reverse=True)
+        shares: dict[int, float] = {}
+        missing = {data[0] for data in vocab if len(data) == 1}
+        if self._swallows_whitespace:
+            missing -= _WHITESPACE_BYTES
+        for data in vocab:
+            if not missing.isdisjoint(data):
+                shares |= dict.fromkeys(missing.intersection(data), 1 / len(data))
+                missing.difference_update(data)
+        return shares
+
+
+def _kind(decoder: Any) -> tuple[Kind, int] | None:
+    """What a tokenizer.json's decoder says: the kind, and how many leading spaces it strips."""
+    steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
+    types = [step and step["type"] for step in steps]
+    if types == ["ByteLevel"]:
+        return "byte_level", 0
+    if types[:3] != ["Replace", "ByteFallback", "Fuse"] or types[3:] not in ([], ["Strip"]):
+        return None
+    if steps[0]["pattern"] != {"String": _SPACE_PIECE} or steps[0]["content"] != " ":
+        return None
+    if not types[3:]:
+        return "byte_fallback", 0
+    strip = steps[3]
+    return ("byte_fallback", int(strip["start"])) if strip["content"] == " " and strip["stop"] == 0 else None
+
+
+def _may_drop_text(spec: dict[str, Any]) -> bool:
+    """Whether part of a text may leave no trace in the tokens, so that no bound holds."""
+    if spec["model"]["type"] not in ("BPE", "Unigram") or not set(_types(spec["normalizer"])) <= _KEEPING_NORMALIZERS:
+        return True
+    if "Removed" in str(spec["pre_tokenizer"]) or not _DROPPING_PRE_TOKENIZERS.isdisjoint(
+        _types(spec["pre_tokenizer"])
+    ):
+        return True
+    return (spec.get("decoder") or {}).get("type") != "ByteLevel" and not spec["model"].get("byte_fallback")
+
+
+def _types(step: Any) -> Iterable[str]:
+    """Types of a pipeline step and of the steps inside it."""
+    if isinstance(step, dict) and "type" in step:
+        yield step["type"]
+        for inner in (*step.get("normalizers", ()), *step.get("pretokenizers", ())):
+            yield from _types(inner)

@@ -1,0 +1,240 @@
+"""Protobuf ↔ engine, once, at the edge: what passes here is in range, and nothing behind it checks again.
+
+A wrong field raises `InvalidArgument` with the name that the caller knows it by. The way back to the wire does not fail.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import InvalidRequest, shown
+from engine.messages import EngineInfo, EngineRequest, FinishReason, HoldKV, RemoteKV
+from engine.sampling_params import SamplingParams, validate
+from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
+from serving.errors import NotFound, invalid_argument
+
+MAX_CHOICES = 8
+MAX_SALT_BYTES = 256
+MAX_SEED = 2**64 - 1
+MAX_DURATION_S = 3600.0
+_REQUEST_ID = re.compile(r"[!-~]{1,256}")
+_TRANSFER_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+# One dial string: a DNS name or IPv4 address, or an IPv6 address in brackets, and a port. Nothing with a scheme in it:
+# what a peer names is dialled from inside our network, and gRPC would resolve unix: or xds: just as well.
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
+
+_FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason.ValueType] = {
+    "stop": common_pb2.FINISH_REASON_STOP,
+    "length": common_pb2.FINISH_REASON_LENGTH,
+    "abort": common_pb2.FINISH_REASON_ABORT,
+    "hand_over": common_pb2.FINISH_REASON_HAND_OVER,
+    "error": common_pb2.FINISH_REASON_ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an instance can take; set once the engine core has told what it is."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    max_lease_s: float
+    max_reservation_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice as the wire named it, and what the engine is to do for it."""
+
+    stream_epoch: int
+    index: int
+    engine_request: EngineRequest
+
+    @property
+    def request_id(self) -> str:
+        return self.engine_request.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSource:
+    """Where the KV of a decode comes from."""
+
+    transfer_id: str
+    address: str
+    instance_epoch: str
+
+
+def prefill_choice(request: prefill_pb2.PrefillRequest, limits: Limits) -> Choice:
+    """The engine's request for a Prefill call, with `hold_kv` set if it is to be handed over."""
+    hold_kv: HoldKV | None = None
+    if request.HasField("hand_over"):
+        lease_s = duration_s("hand_over.lease_s", request.hand_over.lease_s, limits.max_lease_s)
+        hold_kv = HoldKV(transfer_id=transfer_id("hand_over", request.hand_over.transfer_id), lease_s=lease_s)
+    return _choice(request.request, limits, hold_kv=hold_kv)
+
+
+def decode_choice(start: decode_pb2.DecodeStart, limits: Limits) -> tuple[Choice, TransferSource | None]:
+    """The engine's request for a Decode call, with `remote_kv` set if its KV comes from elsewhere, and from where."""
+    if not start.HasField("transfer"):
+        return _choice(start.request, limits), None
+    source = TransferSource(
+        transfer_id=transfer_id("transfer", start.transfer.transfer_id),
+        address=dial_address("transfer.address", start.transfer.address),
+        instance_epoch=start.transfer.instance_epoch,
+    )
+    reservation_s = duration_s("transfer.reservation_s", start.transfer.reservation_s, limits.max_reservation_s)
+    remote_kv = RemoteKV(transfer_id=source.transfer_id, reservation_s=reservation_s)
+    return _choice(start.request, limits, remote_kv=remote_kv), source
+
+
+def _choice(
+    request: common_pb2.InstanceRequest,
+    limits: Limits,
+    *,
+    hold_kv: HoldKV | None = None,
+    remote_kv: RemoteKV | None = None,
+) -> Choice:
+    if not _REQUEST_ID.fullmatch(request.request_id):
+        problem = f"is {shown(request.request_id)}"
+        raise invalid_argument("request.request_id", problem, "1..256 printable ASCII characters without spaces")
+    _in_range("request.stream_epoch", request.stream_epoch, 0, 2**63 - 1)
+    _in_range("request.choice", request.choice, 0, MAX_CHOICES - 1)
+    _in_range("request.priority", request.priority, -100, 100)
+    if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
+        raise invalid_argument("request.cache_salt", "is too long", f"at most {MAX_SALT_BYTES} bytes")
+    if request.lora:
+        raise NotFound(f"request.lora: adapter {shown(request.lora)} is not loaded here")
+    prompt = token_ids("request.prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
+    emitted = token_ids("request.emitted_token_ids", request.emitted_token_ids, limits.vocab_size)
+    if not prompt:
+        raise invalid_argument("request.prompt_token_ids", "is empty", "at least one token")
+    _check_room(len(prompt), len(emitted), None, limits.max_model_len)
+    params = sampling_params(request.sampling, limits, len(prompt))
+    _check_room(len(prompt), len(emitted), params.max_tokens, limits.max_model_len)
+    engine_request = EngineRequest(
+        request_id=request.request_id,
+        prompt_token_ids=prompt,
+        output_token_ids=emitted,
+        params=params,
+        eos_token_ids=limits.eos_token_ids,
+        seed=request.sampling.seed,
+        choice=request.choice,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        hold_kv=hold_kv,
+        remote_kv=remote_kv,
+    )
+    return Choice(request.stream_epoch, request.choice, engine_request)
+
+
+def seed_ids(seed: decode_pb2.DecodeSeed, choice: Choice, limits: Limits) -> list[int]:
+    """The ids of a Seed: at least one, and the choice must not be over with them."""
+    ids = token_ids("seed.token_ids", seed.token_ids, limits.vocab_size)
+    if not ids:
+        raise invalid_argument("seed.token_ids", "is empty", "the ids that prefill emitted, at least one")
+    request = choice.engine_request
+    num_output_tokens = len(request.output_token_ids) + len(ids)
+    _check_room(len(request.prompt_token_ids), num_output_tokens, request.params.max_tokens, limits.max_model_len)
+    return ids
+
+
+def token_ids(field: str, ids: Sequence[int], vocab_size: int) -> list[int]:
+    """`ids` as a list, every one of them in 0..vocab_size-1."""
+    checked = list(ids)
+    if checked and not (min(checked) >= 0 and max(checked) < vocab_size):
+        index, wrong = next((i, one) for i, one in enumerate(checked) if not 0 <= one < vocab_size)
+        raise invalid_argument(f"{field}[{index}]", f"is {wrong}", f"0..{vocab_size - 1}")
+    return checked
+
+
+def sampling_params(message: common_pb2.SamplingParams, limits: Limits, num_prompt_tokens: int) -> SamplingParams:
+    """The engine's parameters of one choice, validated, with `max_tokens` filled in. The seed must be there."""
+    if not message.HasField("seed"):
+        raise invalid_argument(
+            "request.sampling.seed", "is absent", "0..2^64-1: the router mints one where a client gave none"
+        )
+    given: dict[str, Any] = {"max_tokens": None}
+    for descriptor, value in message.ListFields():
+        if descriptor.name in ("n", "best_of"):  # the router has split these: what is here is one choice
+            continue
+        if descriptor.name == "allowed_token_ids":
+            value = tuple(value.ids)
+        elif descriptor.name == "logit_bias":
+            value = dict(value)
+        elif not isinstance(value, bool | int | float | str):
+            value = tuple(value)
+        given[descriptor.name] = value
+    try:
+        return validate(
+            SamplingParams(**given),
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            num_prompt_tokens=num_prompt_tokens,
+        )
+    except InvalidRequest as error:
+        raise invalid_argument(f"request.sampling.{error.field}", error.problem, error.allowed) from error
+
+
+def transfer_id(field: str, value: str) -> str:
+    """A transfer's id: it becomes part of file names and keys, so its alphabet is narrow."""
+    if not _TRANSFER_ID.fullmatch(value):
+        raise invalid_argument(f"{field}.transfer_id", f"is {shown(value)}", "1..128 of [A-Za-z0-9._-]")
+    return value
+
+
+def dial_address(field: str, value: str) -> str:
+    """`host:port`, and nothing that gRPC would resolve in another way."""
+    matched = _ADDRESS.fullmatch(value)
+    if matched is None or not 0 < int(matched[1]) < 65536:
+        raise invalid_argument(field, f"is {shown(value)}", "host:port of the prefill instance")
+    return value
+
+
+def duration_s(field: str, value: float, maximum_s: float) -> float:
+    """Seconds within this instance's own maximum; 0 (absent) asks for that maximum."""
+    if not math.isfinite(value) or not 0 <= value <= MAX_DURATION_S:
+        raise invalid_argument(field, f"is {value}", f"0..{MAX_DURATION_S:g} seconds")
+    return min(value, maximum_s) if value > 0 else maximum_s
+
+
+def _in_range(field: str, value: int, lowest: int, highest: int) -> None:
+    if not lowest <= value <= highest:
+        raise invalid_argument(field, f"is {value}", f"{lowest}..{highest}")
+
+
+def _check_room(num_prompt_tokens: int, num_output_tokens: int, max_tokens: int | None, max_model_len: int) -> None:
+    """At least one token must be left to generate; a choice that is over before it starts has no answer."""
+    if num_prompt_tokens + num_output_tokens >= max_model_len:
+        problem = f"{num_prompt_tokens} prompt and {num_output_tokens} output tokens leave no room"
+        raise invalid_argument("request.prompt_token_ids", problem, f"together at most {max_model_len - 1}")
+    if max_tokens is not None and num_output_tokens >= max_tokens:
+        problem = f"{num_output_tokens} tokens are there already"
+        raise invalid_argument("request.sampling.max_tokens", problem, f"more than {num_output_tokens}")
+
+
+# Back to the wire
+
+
+def finish_reason(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
+    """The wire's name of an end."""
+    return _FINISH_REASONS[reason]
+
+
+def identity(info: EngineInfo) -> common_pb2.Identity:
+    """What the engine computes with."""
+    return common_pb2.Identity(
+        weights_digest=info.weights_digest,
+        config_digest=info.config_digest,
+        tokenizer_digest=info.tokenizer_digest,
+        dtype=info.dtype,
+        block_size=info.block_size,
+        layout_version=info.layout_version,
+        layout_digest=info.layout_digest,
+        fingerprint=info.fingerprint,
+    )

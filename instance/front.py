@@ -1,0 +1,234 @@
+"""The front of one instance: the gRPC server around one engine core, from the process's start to its end.
+
+    start: core up, model loaded ─▶ listening, ready ─SIGTERM | Drain▶ draining ─▶ stopped, exit status 0
+                                        └──────── core dead ────────▶ not ready, streams UNAVAILABLE, exit status 1
+
+A drain turns readiness off, accepts for a moment longer, refuses, lets the streams end and the KV that is held here be
+fetched, and only then closes the port. What still runs when the grace is over is answered UNAVAILABLE, so that the router
+resumes it elsewhere. A dead core cannot be replaced here (its KV is gone): the process ends and its supervisor starts a
+fresh one, with a new epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.descriptor import ServiceDescriptor
+
+from engine.async_engine import AsyncEngine
+from engine.generation_config import GenerationDefaults
+from instance import service
+from instance.choices import Choices
+from instance.config import InstanceSettings, engine_config
+from instance.convert import Limits, identity
+from instance.core_health import watch_core
+from instance.load import LoadReporter
+from instance.metrics import RequestMetrics
+from instance.peers import Peers
+from instance.text import TextMaker
+from kv_transfer.holder import TransferHolder
+from protos.tandem.v1 import common_pb2, instance_pb2, kv_transfer_pb2
+from serving.lifetime import StopSignals
+from serving.open_calls import CONTROL, CallPolicy
+from serving.server import Server
+
+_log = logging.getLogger(__name__)
+_CUT_OFF_S = 1.0
+"""For streams to be answered UNAVAILABLE before the port closes under them."""
+
+_TRANSFER_SERVICE = kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"]
+_TRANSFER_POLICIES = {
+    "Attach": CallPolicy(admit_while_draining=True, counted=False, cap_deadline=False),
+    "Release": CONTROL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a role is made of."""
+
+    engine: AsyncEngine
+    choices: Choices
+    peers: Peers
+    identity: common_pb2.Identity
+    instance_epoch: str
+    settings: InstanceSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RoleService:
+    """A role, ready to be served."""
+
+    service: ServiceDescriptor
+    servicer: object
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A role as its package offers it: name, the wire's name, and how to make it."""
+
+    name: str
+    kind: instance_pb2.Role.ValueType
+    make: Callable[[Parts], RoleService]
+
+
+class Front:
+    """Owns the engine, the server and everything between them. Belongs to one event loop."""
+
+    def __init__(self, settings: InstanceSettings, role: Role, engine: AsyncEngine, signals: StopSignals) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.instance_epoch = uuid.uuid4().hex
+        self._role = role
+        self._signals = signals
+        self._identity = identity(engine.info)
+        self._grace_s = settings.server.drain_grace_s
+        self._draining = False
+        self._stopping: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.server = Server(settings.server.resolved())
+        self.peers = Peers(settings.peers)
+        self.reporter = LoadReporter(
+            engine,
+            instance_epoch=self.instance_epoch,
+            draining=lambda: self._draining,
+            interval_s=settings.instance.load_interval_s,
+        )
+        self.holder = TransferHolder(send=engine.send, identity=self._identity, instance_epoch=self.instance_epoch)
+        engine.on_transfer_event = self.holder.on_event
+        self.choices = Choices(engine, TextMaker.from_folder(settings.model.folder), self._limits())
+        parts = Parts(engine, self.choices, self.peers, self._identity, self.instance_epoch, settings)
+        self.role_service = role.make(parts)
+
+    @classmethod
+    async def start(
+        cls, settings: InstanceSettings, role: Role, signals: StopSignals, *, engine: AsyncEngine | None = None
+    ) -> Front:
+        """Starts a core (unless given one), then listens. Raises EngineDeadError or OSError; then nothing is left behind."""
+        engine = engine or await AsyncEngine.start(engine_config(settings))
+        try:
+            front = cls(settings, role, engine, signals)
+            await front._listen()
+        except BaseException:
+            await engine.shutdown()
+            raise
+        return front
+
+    async def _listen(self) -> None:
+        servicer = service.InstanceServicer(self.info, self.reporter, self._begin_drain)
+        await self.server.register(service.SERVICE, servicer, service.POLICIES)
+        await self.server.register(_TRANSFER_SERVICE, self.holder, _TRANSFER_POLICIES)
+        await self.server.register(self.role_service.service, self.role_service.servicer)
+        await self.server.start()
+        watch = watch_core(
+            self.server.health,
+            [self.role_service.service.full_name],
+            lambda: self.engine.core_silence_s,
+            unready_s=self.settings.instance.core_unready_s,
+            dead_s=self.settings.instance.core_dead_s,
+        )
+        self._tasks = [asyncio.create_task(self.reporter.run()), asyncio.create_task(watch)]
+
+    @property
+    def instance_id(self) -> str:
+        """The stable name, for people."""
+        return self.settings.instance.id or f"{self._role.name}-{self.server.port}"
+
+    def info(self) -> instance_pb2.GetInstanceInfoResponse:
+        """Who this is; only once it listens."""
+        info = self.engine.info
+        return instance_pb2.GetInstanceInfoResponse(
+            instance_id=self.instance_id,
+            instance_epoch=self.instance_epoch,
+            role=self._role.kind,
+            address=self.server.address,
+            identity=self._identity,
+            model=self.settings.model_name,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            bytes_per_block=info.bytes_per_block,
+            kv_connector=info.kv_connector,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+        )
+
+    async def wait_dead(self) -> str:
+        """Returns, with the reason, when the core has ended without having been told to."""
+        reason = await self.engine.wait_dead()
+        if self._stopping is not None:
+            await asyncio.Event().wait()
+        return reason
+
+    async def drain(self) -> bool:
+        """Ends the instance without losing a request; False if some were cut off when the grace was over."""
+        self._draining = True
+        self.reporter.publish()
+        _log.info("draining: not ready, accepting for %g s more", self.settings.server.drain_accept_s)
+        await self.server.health.begin_draining()
+        await asyncio.sleep(self.settings.server.drain_accept_s)
+        self.server.calls.begin_draining()
+        _log.info("draining: refusing, %d calls to finish", self.server.calls.num_awaited)
+        try:
+            async with asyncio.timeout(self._grace_s):
+                await self._wait_idle()
+        except TimeoutError:
+            num_calls, num_transfers = self.server.calls.num_awaited, self.engine.load.num_transfers
+            _log.warning("grace is over: %d calls and %d transfers are cut off", num_calls, num_transfers)
+            return False
+        else:
+            _log.info("drained")
+            return True
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """Ends everything now: running streams are answered UNAVAILABLE, the core ends, the port closes last. Idempotent."""
+        self._stopping = self._stopping or asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
+        await self.server.health.begin_draining()
+        self.server.calls.begin_draining()
+        for task in self._tasks:
+            task.cancel()
+        await self.engine.shutdown()
+        try:
+            async with asyncio.timeout(_CUT_OFF_S):
+                await self.server.calls.wait_idle()
+        except TimeoutError:
+            _log.warning("%d calls did not end by themselves", self.server.calls.num_awaited)
+        await self.server.stop()
+        await self.peers.close()
+        _log.info("stopped", extra={"fields": self.role_service.metrics.totals()})
+
+    async def _wait_idle(self) -> None:
+        """Until no call is awaited and no reader is expected. With a dead core nobody can be."""
+        calls, engine = self.server.calls, self.engine
+        while calls.num_awaited > 0 or (engine.load.num_transfers > 0 and engine.death is None):
+            await calls.wait_idle()
+            if engine.load.num_transfers > 0:
+                await engine.wait_load(0.25)
+
+    def _begin_drain(self, grace_s: float | None) -> int:
+        """What the Drain call does; returns how many calls still run."""
+        if not self._signals.drain.is_set():
+            self._grace_s = self._grace_s if grace_s is None else grace_s
+            self._signals.drain.set()
+        return self.server.calls.num_awaited
+
+    def _limits(self) -> Limits:
+        info, transfer = self.engine.info, self.settings.transfer
+        return Limits(
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=GenerationDefaults.from_folder(self.settings.model.folder).eos_token_ids,
+            max_lease_s=transfer.lease_s,
+            max_reservation_s=transfer.reservation_s,
+        )

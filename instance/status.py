@@ -1,0 +1,44 @@
+"""What an engine's refusal is on the wire: one mapping, for exceptions and for events that end a request with an error."""
+
+from __future__ import annotations
+
+from engine.errors import CapacityError, EngineDeadError, EngineError, InvalidRequest
+from engine.messages import TokensEvent
+from serving.errors import (
+    DeadlineExceeded,
+    InternalError,
+    Overloaded,
+    ServiceError,
+    Unavailable,
+    invalid_argument,
+)
+
+_RETRY_AFTER_S = 0.5
+"""Blocks come free at the pace of whole requests; sooner is mostly in vain, and a router tries another instance first."""
+
+
+def service_error(error: EngineError) -> ServiceError:
+    """The answer for what the engine raised."""
+    match error:
+        case InvalidRequest():
+            return invalid_argument(f"request.{error.field}", error.problem, error.allowed)
+        case CapacityError():
+            return Overloaded(str(error), _RETRY_AFTER_S)
+        case EngineDeadError():
+            return Unavailable("the engine of this instance has ended")
+        case _:
+            return InternalError(str(error))
+
+
+def ended_with_error(event: TokensEvent) -> ServiceError:
+    """The answer for a request that the core ended with `finish_reason` "error"."""
+    text = event.error or "the engine gave the request up"
+    match event.error_kind:
+        case "no_room":
+            return Overloaded(text, _RETRY_AFTER_S)
+        case "too_large":
+            return Overloaded(text, None)
+        case "timeout":
+            return DeadlineExceeded(text)
+        case _:
+            return InternalError(text)

@@ -1,0 +1,265 @@
+"""The store connector: KV pages through anything that is a BlockStore, and the one over a shared folder.
+
+    scheduler half   Producer (prefill side, leases) and Loader (decode side) decide: operations, events, results
+    worker half      I/O threads carry operations out (PageIO) and put their ends into `_ended`; poll() applies them
+
+Everything but `_end_op` and what the I/O threads run belongs to the step loop's thread. Neither half depends on a role: one instance
+may produce some transfers and load others.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.errors import EngineError
+from engine.kv_connector import KVConnectorMeta, KVConnectorOutput
+from engine.kv_layout import KVLayout
+from engine.messages import KVProgress, LeaseCommand
+from engine.request import Request
+from kv_transfer.breaker import Breaker
+from kv_transfer.counters import TransferCounters
+from kv_transfer.io_threads import IOThreads
+from kv_transfer.leases import LeaseTable
+from kv_transfer.loads import Loader, LoadOp
+from kv_transfer.page import EPOCH_BYTES
+from kv_transfer.page_io import SKIPPED, IOEnd, PageIO
+from kv_transfer.page_memory import make_page_memory
+from kv_transfer.page_naming import PageNaming
+from kv_transfer.production import Producer, SaveOp
+from kv_transfer.secret import load_secret
+from kv_transfer.shared_storage import SharedStorage
+from kv_transfer.store import BlockStore
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options that every store connector has."""
+
+    kv_secret_file: str = ""
+    """File with the key of the pages' digests (64 hex digits), the same for all instances. Needed while `digest` is on."""
+    digest: bool = True
+    """Keyed BLAKE3 over every page. Off: pages are trusted as far as their header goes."""
+    num_io_threads: int = 2
+    """Threads that read and write pages."""
+    max_lease_s: float = 300.0
+    """Longest lease that a request or a reader can ask for, seconds."""
+    tombstone_s: float = 120.0
+    """How long a release that came before its offer is remembered, seconds."""
+    max_tombstones: int = 10_000
+    """Such releases, and ended transfers, remembered at the most."""
+    load_timeout_s: float = 10.0
+    """How long pages may take once they were announced, seconds; what has not come by then is computed."""
+    breaker_failures: int = 3
+    """Errors of the store in a row after which it is left alone for a while."""
+    breaker_retry_s: float = 2.0
+    """How long it is left alone before the next try, seconds."""
+    shutdown_timeout_s: float = 10.0
+    """How long I/O in flight is waited for at the end, seconds."""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+                raise ValueError(f"{field} is {value}; it must be greater than 0")
+
+    def digest_key(self) -> bytes | None:
+        """The key, or None where digests are off."""
+        if not self.digest:
+            return None
+        if not self.kv_secret_file:
+            raise EngineError("kv_secret_file is not set; name the file with the pages' key, or set digest to false")
+        return load_secret(self.kv_secret_file)
+
+
+class SharedStorageOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the connector over a shared folder."""
+
+    path: str
+    """The folder, the same one for all instances; made if it is not there."""
+    capacity_bytes: int = 16 << 30
+    """Bytes of pages, of all instances together, above which the least recently used go."""
+    scan_interval_s: float = 60.0
+    """How often the folder is looked through for what others wrote and left, seconds."""
+    temp_max_age_s: float = 3600.0
+    """Age from which a file that nobody finished writing is removed, seconds."""
+    tail_max_age_s: float = 3600.0
+    """Age from which a transfer's own page is removed if its owner did not, seconds; longer than any lease."""
+
+
+class StoreConnector:
+    """Implements engine.kv_connector.KVConnector over a store."""
+
+    name = "store"
+
+    def __init__(
+        self,
+        store: BlockStore,
+        options: StoreOptions,
+        *,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = store.name
+        self.counters = TransferCounters()
+        self._store = store
+        self._options = options
+        self._key = options.digest_key()
+        self._wake = wake
+        self._clock = clock
+        self._leases = LeaseTable(
+            max_lease_s=options.max_lease_s, tombstone_s=options.tombstone_s, max_tombstones=options.max_tombstones
+        )
+        self._held: dict[str, int] = {}  # request_id → halves that still need its blocks
+        self._threads = IOThreads(options.num_io_threads, f"kv-{store.name}")
+        self._ended: list[IOEnd] = []
+        self._ended_lock = threading.Lock()
+        self._io: PageIO
+        self._producer: Producer
+        self._loader: Loader
+
+    # Scheduler half
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        return self._loader.num_external_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_local_blocks: int) -> None:
+        self._loader.reserve(request, block_ids, num_local_blocks)
+
+    def request_progressed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        self._producer.progressed(request, block_ids, num_computed_tokens, self._clock())
+
+    def build_connector_meta(self) -> KVConnectorMeta:
+        return KVConnectorMeta(saves=self._producer.take_ops(), loads=self._loader.take_ops())
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
+        num_halves = self._producer.finished(request, block_ids, self._clock()) + self._loader.finished(request)
+        if num_halves:
+            self._held[request.request_id] = num_halves
+        return num_halves > 0
+
+    def handle(self, command: KVProgress | LeaseCommand) -> None:
+        if isinstance(command, KVProgress):
+            self._loader.progress(command, self._clock())
+        else:
+            self._producer.command(command, self._clock())
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._leases)
+
+    # Worker half
+
+    def register_kv_cache(self, kv_cache: torch.Tensor, layout: KVLayout, fingerprint: bytes) -> None:
+        naming = PageNaming.of(fingerprint, layout)
+        breaker = Breaker(max_failures=self._options.breaker_failures, retry_s=self._options.breaker_retry_s)
+        memory = make_page_memory(kv_cache)
+        self._io = PageIO(self._store, memory, self._key, os.urandom(EPOCH_BYTES), breaker)
+        self._producer = Producer(naming, self._leases)
+        self._loader = Loader(naming, load_timeout_s=self._options.load_timeout_s)
+
+    def start_load_kv(self, meta: KVConnectorMeta) -> None:
+        for op in meta.loads:
+            assert isinstance(op, LoadOp)
+            self._submit(op)
+
+    def save_kv(self, meta: KVConnectorMeta) -> None:
+        for op in meta.saves:
+            assert isinstance(op, SaveOp)
+            self._submit(op)
+
+    def poll(self) -> KVConnectorOutput:
+        now = self._clock()
+        with self._ended_lock:
+            ended, self._ended = self._ended, []
+        for end in ended:
+            self._apply(end, now)
+        self._producer.expire(now)
+        self._loader.expire(now)
+        for key in self._producer.take_deletes():
+            self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
+        return self._output()
+
+    def next_deadline_s(self) -> float | None:
+        if self._producer.has_deletes:
+            return 0.0
+        deadlines = [at for at in (self._leases.next_deadline, self._loader.next_deadline) if at is not None]
+        return max(0.0, min(deadlines) - self._clock()) if deadlines else None
+
+    def shutdown(self) -> None:
+        self._producer.cancel_all()
+        self._threads.shutdown(self._options.shutdown_timeout_s)
+        self.poll()
+        for key in self._producer.tail_keys():
+            self._io.delete(key)
+        self._store.close()
+
+    # Inside
+
+    def _submit(self, op: SaveOp | LoadOp) -> None:
+        self._threads.submit(lambda: self._end_op(self._io.run(op)))
+
+    def _end_op(self, end: IOEnd) -> None:
+        """On an I/O thread."""
+        with self._ended_lock:
+            first = not self._ended
+            self._ended.append(end)
+        if first:
+            self._wake()
+
+    def _apply(self, end: IOEnd, now: float) -> None:
+        counters = self.counters
+        if isinstance(end.op, SaveOp):
+            counters.save_s += end.duration_s
+            counters.num_saved_bytes += end.num_bytes
+            if end.failure is None:
+                counters.num_saved_blocks += end.num_bytes > 0
+                counters.num_shared_blocks += end.num_bytes == 0
+            elif end.failure != SKIPPED:
+                counters.save_failures[end.failure] += 1
+            self._producer.op_ended(end.op, end.failure, now)
+        else:
+            counters.load_s += end.duration_s
+            counters.num_loaded_bytes += end.num_bytes
+            if end.failure is None:
+                counters.num_loaded_blocks += 1
+            elif end.failure != SKIPPED:
+                counters.load_failures[end.failure] += 1
+            self._loader.op_ended(end.op, end.failure)
+
+    def _output(self) -> KVConnectorOutput:
+        output = KVConnectorOutput(loaded=self._loader.take_results(), events=[*self._producer.take_events()])
+        for request_id in (*self._producer.take_freed(), *self._loader.take_freed()):
+            self._held[request_id] -= 1
+            if not self._held[request_id]:
+                del self._held[request_id]
+                output.freed_request_ids.append(request_id)
+        output.num_expired_leases = self._producer.take_num_expired()
+        self.counters.num_expired_leases += output.num_expired_leases
+        self.counters.num_recomputed_blocks += sum(result.num_recomputed_blocks for result in output.loaded)
+        return output
+
+
+class SharedStorageConnector(StoreConnector):
+    """Pages as files in a folder that all instances see. Outlives every instance."""
+
+    def __init__(self, *, wake: Callable[[], None], **options: Any) -> None:
+        try:
+            parsed = msgspec.convert(options, SharedStorageOptions, strict=False)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"options of the shared_storage connector: {error}") from error
+        store = SharedStorage(
+            parsed.path,
+            capacity_bytes=parsed.capacity_bytes,
+            scan_interval_s=parsed.scan_interval_s,
+            temp_max_age_s=parsed.temp_max_age_s,
+            tail_max_age_s=parsed.tail_max_age_s,
+        )
+        super().__init__(store, parsed, wake=wake)

@@ -1,0 +1,81 @@
+"""What the pages of a request are called and must contain: computed alike by the one who writes and the one who reads."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from engine.block_hash import extend_block_hashes
+from engine.kv_layout import KVLayout
+from engine.request import Request
+from kv_transfer.page import PageSpec, tail_hash
+from kv_transfer.store import PageKey
+
+
+@dataclass(frozen=True, slots=True)
+class PageName:
+    """Where a page lies and what it must be."""
+
+    key: PageKey
+    spec: PageSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PageNaming:
+    """Names pages of one model in one layout. `fingerprint` is the model's, 32 bytes."""
+
+    fingerprint: bytes
+    layout: KVLayout
+    layout_digest: bytes
+
+    @classmethod
+    def of(cls, fingerprint: bytes, layout: KVLayout) -> PageNaming:
+        """The naming for this model and layout."""
+        return cls(fingerprint, layout, layout.digest)
+
+    @property
+    def block_size(self) -> int:
+        return self.layout.block_size
+
+    def num_full_blocks(self, request: Request) -> int:
+        """Full blocks of the tokens whose KV moves."""
+        return request.num_initial_tokens // self.block_size
+
+    def num_tail_tokens(self, request: Request) -> int:
+        """Tokens in the last, unfilled block; 0: there is none."""
+        return request.num_initial_tokens % self.block_size
+
+    def full_block(self, hashes: list[bytes], root: bytes, index: int) -> PageName:
+        """The page of full block `index` of a chain of hashes; whoever has the same tokens shares it."""
+        parent = hashes[index - 1] if index else root
+        return PageName(PageKey(self.fingerprint, hashes[index]), self._spec(hashes[index], parent, self.block_size))
+
+    def tail(self, request: Request, hashes: list[bytes], transfer_id: str) -> PageName:
+        """The page of a request's unfilled last block; it belongs to the transfer."""
+        num_full = self.num_full_blocks(request)
+        parent = hashes[num_full - 1] if num_full else request.root_hash
+        token_ids = request.token_ids[num_full * self.block_size : request.num_initial_tokens]
+        identity = tail_hash(transfer_id, parent, token_ids)
+        scope = hashlib.sha256(transfer_id.encode()).digest()
+        spec = self._spec(identity, parent, len(token_ids), is_tail=True)
+        return PageName(PageKey(self.fingerprint, identity, scope), spec)
+
+    def block_hashes(self, request: Request) -> list[bytes]:
+        """Hashes of all full blocks of the tokens whose KV moves. The request is not changed."""
+        num_full = self.num_full_blocks(request)
+        hashes = request.block_hashes[:num_full]
+        if len(hashes) < num_full:
+            token_ids = request.token_ids[: num_full * self.block_size]
+            extend_block_hashes(hashes, request.root_hash, token_ids, self.block_size)
+        return hashes
+
+    def _spec(self, identity: bytes, parent: bytes, num_tokens: int, *, is_tail: bool = False) -> PageSpec:
+        return PageSpec(
+            fingerprint=self.fingerprint,
+            layout_digest=self.layout_digest,
+            block_hash=identity,
+            parent_hash=parent,
+            num_tokens=num_tokens,
+            payload_bytes=self.layout.bytes_per_block,
+            is_tail=is_tail,
+        )

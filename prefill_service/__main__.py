@@ -1,0 +1,24 @@
+"""`python -m prefill_service --model FOLDER --kv-folder FOLDER --listen HOST:PORT`: one prefill instance."""
+
+from __future__ import annotations
+
+import sys
+
+from instance.process import run_instance
+from prefill_service.config import PrefillSettings
+from prefill_service.service import ROLE
+from serving.settings import settings_options
+
+
+@settings_options(PrefillSettings)
+def main(settings: PrefillSettings) -> None:
+    """One prefill instance: computes prompts and offers their KV to decode instances.
+
+    Prints one line `ready address=HOST:PORT instance=NAME` when it serves. SIGTERM drains, a second one stops at once.
+    Exit status: 0 stopped, 1 the engine core died (restart it), 2 it could not start.
+    """
+    sys.exit(run_instance(settings, ROLE))
+
+
+if __name__ == "__main__":
+    main()

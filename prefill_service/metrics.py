@@ -1,0 +1,15 @@
+"""What the prefill role counts beside what every role does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from instance.metrics import RequestMetrics
+
+
+@dataclass(slots=True)
+class Metrics(RequestMetrics):
+    """Totals of this role since the start."""
+
+    num_leases_given_up: int = 0
+    """Transfers released here, because their request was cancelled, failed or needed no hand-over."""

@@ -1,0 +1,91 @@
+"""Generates the Python stubs beside the protos: `make protos`, or `make check` with --check.
+
+The protos' package is `tandem.v1` and buf's module root is this folder, so protoc writes `from tandem.v1 import …`. The
+repository has a package called `tandem` of its own, which a stub must never need: those imports are rewritten to
+`protos.tandem.v1`. Nothing else of protoc's output is touched; the names in the descriptor pool stay `tandem/v1/…`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+PACKAGE = Path("tandem/v1")
+SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+
+# `from tandem.v1 import x`, `import tandem.v1.x` and, in stubs, the qualified name `tandem.v1.x_pb2.Message`.
+_REWRITES = (
+    (re.compile(r"^(\s*from )tandem\.v1(\.\w+)? import ", re.MULTILINE), r"\1protos.tandem.v1\2 import "),
+    (re.compile(r"^(\s*import )tandem\.v1\b", re.MULTILINE), r"\1protos.tandem.v1"),
+    (re.compile(r"(?<![\w./'\"])tandem\.v1\.(\w+_pb2)\b"), r"protos.tandem.v1.\1"),
+)
+
+
+def rewritten(source: str) -> str:
+    """`source` with every import of the stubs' package moved below `protos`."""
+    for pattern, replacement in _REWRITES:
+        source = pattern.sub(replacement, source)
+    return source
+
+
+def generate(target: Path) -> None:
+    """Writes the stubs of every proto to `target`/tandem/v1; raises SystemExit where protoc refuses a proto."""
+    from grpc_tools import protoc
+
+    protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).glob("*.proto"))
+    if not protos:
+        raise SystemExit(f"no protos under {PACKAGE}")
+    scripts = Path(sys.executable).parent
+    arguments = [
+        "protoc",
+        f"--proto_path={ROOT}",
+        f"--proto_path={files('grpc_tools') / '_proto'}",
+        f"--plugin=protoc-gen-mypy={scripts / 'protoc-gen-mypy'}",
+        f"--plugin=protoc-gen-mypy_grpc={scripts / 'protoc-gen-mypy_grpc'}",
+        f"--python_out={target}",
+        f"--grpc_python_out={target}",
+        f"--mypy_out=quiet:{target}",
+        f"--mypy_grpc_out=only_async,quiet:{target}",
+        *protos,
+    ]
+    if protoc.main(arguments) != 0:
+        raise SystemExit("protoc failed")
+    for path in stubs(target):
+        path.write_text(rewritten(path.read_text()))
+
+
+def stubs(root: Path) -> list[Path]:
+    """Every generated file below `root`."""
+    return sorted(path for path in (root / PACKAGE).iterdir() if path.name.endswith(SUFFIXES))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Generate the protos' Python stubs.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a committed stub is stale")
+    check: bool = parser.parse_args().check
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder)
+        generate(fresh)
+        new = {path.name: path.read_text() for path in stubs(fresh)}
+        old = {path.name: path.read_text() for path in stubs(ROOT)}
+        stale = sorted(name for name in new.keys() | old.keys() if new.get(name) != old.get(name))
+        if check:
+            if stale:
+                raise SystemExit(f"stale stubs (run `make protos`): {', '.join(stale)}")
+            return
+        for name in stale:
+            if name in new:
+                shutil.copyfile(fresh / PACKAGE / name, ROOT / PACKAGE / name)
+            else:
+                (ROOT / PACKAGE / name).unlink()
+        print(f"{len(new)} stubs, {len(stale)} changed")
+
+
+if __name__ == "__main__":
+    main()

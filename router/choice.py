@@ -1,0 +1,136 @@
+"""One choice on its way to the client: what has been emitted of it, which the router alone decides.
+
+begin_attempt ─▶ accept … ─▶ handed_over (prefill's part is done) ─▶ accept … ─▶ finished
+      ▲────────────── the attempt failed: another one goes on after the emitted ids ──────┘
+
+Every chunk must continue exactly where the last one ended, in ids and in characters; a chunk of an earlier stream epoch is
+stale and dropped, anything else that does not fit is a violation, which fails the leg that sent it and emits nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protos.tandem.v1 import common_pb2
+from router.instances import Identity, InstanceKey, InstanceView
+from router.request import GenerationRequest
+
+_CLIENTS_REASONS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+
+
+class StreamViolation(Exception):
+    """A chunk that does not continue the stream; the text says which field and both values."""
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """The one mutable record of a choice. Owned by its flow in generate.py."""
+
+    request: GenerationRequest
+    index: int
+    stream_epoch: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    num_chars: int = 0
+    finished: bool = False
+    handed_over: bool = False
+    """In this attempt, prefill's part is done."""
+    identity: Identity | None = None
+    """Of the instances that emitted the tokens: only equal ones may go on."""
+    decode_key: InstanceKey | None = None
+    prefill_key: InstanceKey | None = None
+    _num_before_attempt: int = 0
+    _num_cached_tokens: int | None = None
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def emitted_in_attempt(self) -> list[int]:
+        """Ids that came in this attempt: a failed attempt that has some was not fruitless."""
+        return self.token_ids[self._num_before_attempt :]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV an instance needs before it can go on."""
+        return self.request.num_prompt_tokens + len(self.token_ids)
+
+    def begin_attempt(self) -> common_pb2.InstanceRequest:
+        """Raises the stream epoch, so that whatever an earlier attempt still sends is stale."""
+        self.stream_epoch += 1
+        self.handed_over = False
+        self._num_before_attempt = len(self.token_ids)
+        return self.request.for_instance(
+            choice=self.index, stream_epoch=self.stream_epoch, emitted_token_ids=self.token_ids
+        )
+
+    def at(self, decode: InstanceView, prefill: InstanceView | None) -> None:
+        """Notes where this attempt runs; once a token is out, only instances that compute the same may go on."""
+        self.decode_key = decode.key
+        self.prefill_key = prefill.key if prefill is not None else self.prefill_key
+        self.identity = decode.info.identity
+
+    def follow(self, first: Choice) -> None:
+        """Prefers the instances of the request's first choice, which have just run the same prompt."""
+        self.decode_key, self.prefill_key, self.identity = first.decode_key, first.prefill_key, first.identity
+
+    def accept(self, chunk: common_pb2.TokenChunk) -> bool:
+        """Whether `chunk` is to be forwarded; what it brings then counts as emitted. Raises StreamViolation."""
+        if chunk.stream_epoch < self.stream_epoch:
+            return False
+        self._check("stream_epoch", chunk.stream_epoch, self.stream_epoch)
+        self._check("choice", chunk.choice, self.index)
+        self._check("token_index", chunk.token_index, len(self.token_ids))
+        self._check("text_offset", chunk.text_offset, self.num_chars)
+        if self.finished:
+            raise StreamViolation("tokens after the finish")
+        if self.num_emitted + len(chunk.token_ids) > self.request.max_tokens:
+            raise StreamViolation(f"more than max_tokens={self.request.max_tokens} tokens")
+        if chunk.HasField("finish"):
+            self._take_finish(chunk)
+        self.token_ids.extend(chunk.token_ids)
+        self.num_chars += len(chunk.text)
+        if chunk.HasField("finish"):
+            self._complete_usage(chunk.finish.usage)
+        return True
+
+    def aborted_chunk(self) -> common_pb2.TokenChunk:
+        """The last chunk of a choice that somebody ended."""
+        self.finished = True
+        finish = common_pb2.Finish(reason=common_pb2.FINISH_REASON_ABORT)
+        self._complete_usage(finish.usage)
+        return common_pb2.TokenChunk(
+            stream_epoch=self.stream_epoch,
+            choice=self.index,
+            token_index=self.num_emitted,
+            text_offset=self.num_chars,
+            finish=finish,
+        )
+
+    def _take_finish(self, chunk: common_pb2.TokenChunk) -> None:
+        reason = chunk.finish.reason
+        if reason == common_pb2.FINISH_REASON_HAND_OVER:
+            if not chunk.token_ids:
+                raise StreamViolation("a hand-over without a token")
+            self.handed_over = True
+            self._note_cached(chunk.finish.usage.cached_tokens)
+            chunk.ClearField("finish")  # no client's business
+        elif reason in _CLIENTS_REASONS:
+            self.finished = True
+        else:
+            raise StreamViolation(f"the instance gave up: {common_pb2.FinishReason.Name(reason)}")
+
+    def _note_cached(self, num_cached_tokens: int) -> None:
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = num_cached_tokens
+
+    def _complete_usage(self, usage: common_pb2.Usage) -> None:
+        """The whole choice's usage, whichever instances shared it: what was generated before counts once."""
+        self._note_cached(usage.cached_tokens)
+        usage.prompt_tokens = self.request.num_prompt_tokens
+        usage.completion_tokens = self.num_emitted
+        usage.cached_tokens = self._num_cached_tokens or 0
+
+    def _check(self, name: str, found: int, expected: int) -> None:
+        if found != expected:
+            raise StreamViolation(f"{name} is {found}, expected {expected}")

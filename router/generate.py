@@ -1,0 +1,195 @@
+"""A request's path through the two pools. `Generator._attempt` is the list of docs/request_path.md, in its order.
+
+generate ─▶ one flow per choice ─▶ attempts, until one finishes ─▶ pick, reserve, prefill, seed, decode
+
+The first choice's first token opens the gate for the others, so that they find its prompt in the prefix caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from dataclasses import dataclass
+
+from protos.tandem.v1 import common_pb2, decode_pb2
+from router.choice import Choice
+from router.config import RouterSettings
+from router.failover import History, give_up, no_instance
+from router.instances import InstanceView
+from router.journey import Journey
+from router.legs import DecodeLeg, LegFailed, PrefillLeg
+from router.member import Member
+from router.plan import NoPlan, Plan, make_plan
+from router.pools import Pool, Pools
+from router.relay import Emit
+from router.releases import Releases
+from serving.errors import ServiceError
+from serving.events import RequestEvent
+
+_log = logging.getLogger(__name__)
+_LOOK_AGAIN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """One choice, what became of its attempts, and where its tokens go."""
+
+    choice: Choice
+    history: History
+    journey: Journey
+    emit: Emit
+
+    async def forward(self, chunk: common_pb2.TokenChunk) -> None:
+        if self.journey.timeline.at(RequestEvent.FIRST_TOKEN) is None:
+            self.journey.timeline.mark(RequestEvent.FIRST_TOKEN)
+        await self.emit(chunk)
+
+
+class Generator:
+    """Runs validated requests on the pools. One per router, on one event loop."""
+
+    def __init__(
+        self, pools: Pools, releases: Releases, settings: RouterSettings, rng: random.Random | None = None
+    ) -> None:
+        self._pools = pools
+        self._releases = releases
+        self._settings = settings
+        self._rng = rng or random.Random()
+
+    async def generate(self, choices: list[Choice], journey: Journey, emit: Emit) -> None:
+        """Runs every choice of one request to its end. Raises ServiceError when one cannot be served."""
+        first, *others = [_Flow(choice, History(), journey, emit) for choice in choices]
+        if not others:
+            await self._run(first)
+            return
+        gate = asyncio.Event()
+
+        async def opening(chunk: common_pb2.TokenChunk) -> None:
+            gate.set()
+            await emit(chunk)
+
+        async def gated(flow: _Flow) -> None:
+            await gate.wait()
+            flow.choice.follow(first.choice)
+            await self._run(flow)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._run(_Flow(first.choice, first.history, journey, opening)))
+                for flow in others:
+                    group.create_task(gated(flow))
+        except* ServiceError as errors:
+            raise errors.exceptions[0] from errors
+
+    async def _run(self, flow: _Flow) -> None:
+        """Attempts until one finishes the choice; the client sees a pause between two, never a gap or a repeat."""
+        choice, history = flow.choice, flow.history
+        while True:
+            try:
+                await self._attempt(flow)
+                return
+            except LegFailed as failure:
+                progressed = bool(choice.emitted_in_attempt)
+                history.record(failure, progressed=progressed)
+                _log.warning("attempt %d of choice %d failed: %s", choice.stream_epoch, choice.index, failure)
+                error = give_up(failure, history, self._settings.failover, self._settings.admission.retry_after_s)
+                if error is not None:
+                    raise error from failure
+                if choice.num_emitted:
+                    flow.journey.timeline.mark(RequestEvent.RESUMED)
+
+    async def _attempt(self, flow: _Flow) -> None:
+        """One attempt at one choice, from picking on. Raises LegFailed; whatever was emitted until then stays emitted."""
+        choice = flow.choice
+        # 2. Pick a decode instance, and a prefill instance if the request is to be split.
+        plan = await self._plan(flow)
+        request = choice.begin_attempt()
+        choice.at(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
+        flow.journey.picked(plan)
+        if plan.prefill is None:
+            await self._decode_alone(flow, plan, request)
+            return
+        # 3. The decode instance reserves blocks or refuses before anything is computed.
+        transfer_id = secrets.token_hex(16)
+        member = self._member(self._pools.prefill, plan.prefill.instance)
+        async with self._decode_leg(flow, plan) as decode:
+            await decode.start(request, self._transfer(plan.prefill.instance, transfer_id))
+            await decode.reserved(self._settings.disaggregation.reserve_timeout_s)
+            try:
+                # 4. The prefill instance computes the prompt; its first token goes to the client at once.
+                async with PrefillLeg(member, plan.prefill.instance.key, choice, flow.journey.timeline.mark) as prefill:
+                    prefill.start(request, transfer_id, self._settings.disaggregation.lease_s)
+                    while not (choice.handed_over or choice.finished):
+                        await flow.forward(await prefill.next_tokens())
+                    if choice.finished:
+                        return
+                    # 5, 6. The two hand the KV over between them; the seed is what decode cannot know.
+                    await decode.seed(choice.emitted_in_attempt)
+                    await prefill.ended()
+                # 7. The decode instance streams the rest.
+                await self._decode_rest(flow, decode)
+            except BaseException:
+                self._releases.send(member.channel, transfer_id)  # decode may never have heard of it
+                raise
+
+    async def _decode_alone(self, flow: _Flow, plan: Plan, request: common_pb2.InstanceRequest) -> None:
+        """The decode instance prefills too: steps 3 to 6 vanish."""
+        async with self._decode_leg(flow, plan) as decode:
+            await decode.start(request)
+            await self._decode_rest(flow, decode)
+
+    async def _decode_rest(self, flow: _Flow, decode: DecodeLeg) -> None:
+        started = False
+        while not flow.choice.finished:
+            chunk = await decode.next_tokens()
+            if not started:
+                started = True
+                flow.journey.timeline.mark(RequestEvent.DECODE_STARTED)
+            await flow.forward(chunk)
+
+    async def _plan(self, flow: _Flow) -> Plan:
+        """Where to run. A stream that has begun waits a while for somebody to go on with it; a new request does not."""
+        wait_s = self._settings.failover.resume_wait_s if flow.choice.num_emitted else 0.0
+        until_s = time.monotonic() + wait_s
+        while True:
+            plan = make_plan(
+                self._pools.decode.views(),
+                self._pools.prefill.views(),
+                flow.choice,
+                flow.history.excluded,
+                self._settings.disaggregation,
+                self._rng,
+            )
+            if isinstance(plan, Plan):
+                return plan
+            remaining_s = until_s - time.monotonic()
+            if remaining_s <= 0:
+                raise self._nobody(flow, plan)
+            await self._pools.wait_for_news(min(remaining_s, _LOOK_AGAIN_S))
+            flow.history.forgive_refusals()
+
+    def _nobody(self, flow: _Flow, plan: NoPlan) -> ServiceError:
+        _log.warning("%s: %s", plan.message, plan.why)
+        return no_instance(flow.history, self._settings.admission.retry_after_s, plan.message)
+
+    def _decode_leg(self, flow: _Flow, plan: Plan) -> DecodeLeg:
+        instance = plan.decode.instance
+        return DecodeLeg(
+            self._member(self._pools.decode, instance), instance.key, flow.choice, flow.journey.timeline.mark
+        )
+
+    def _member(self, pool: Pool, view: InstanceView) -> Member:
+        member = pool.member(view.key)
+        assert member is not None, "a view is used in the same turn of the loop in which it was taken"
+        return member
+
+    def _transfer(self, prefill: InstanceView, transfer_id: str) -> decode_pb2.TransferSource:
+        return decode_pb2.TransferSource(
+            transfer_id=transfer_id,
+            address=prefill.info.address or prefill.key.address,
+            instance_epoch=prefill.info.epoch,
+            reservation_s=self._settings.disaggregation.reservation_s,
+        )

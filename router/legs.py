@@ -1,0 +1,228 @@
+"""The two legs of an attempt: one call to a prefill and one to a decode instance, and how each can fail.
+
+opened ──first answer──▶ acknowledged ──▶ ended | failed | lost (its instance is gone) | cancelled (nobody wants it)
+
+A leg is an async context manager; leaving it cancels a call that has not ended, which frees everything at the instance. Token
+chunks stay protobuf on their way through, since the router forwards what it has checked; nothing else leaves this module as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Literal, Self
+
+import grpc
+import grpc.aio
+
+from protos.tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from router.choice import Choice, StreamViolation
+from router.instances import InstanceKey
+from router.member import Member
+from serving.calls import REQUEST_ID_KEY
+from serving.errors import DeadlineExceeded, InternalError, ServiceError, Unavailable, received
+from serving.events import RequestEvent
+
+_log = logging.getLogger(__name__)
+
+FailureKind = Literal["refused", "broken", "internal", "final"]
+"""refused: no room, another may have some. broken: the instance or the way to it. internal: it says it is its own fault, which a
+bad request can cause as well. final: no instance would answer otherwise."""
+
+_KINDS: dict[grpc.StatusCode, FailureKind] = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
+    grpc.StatusCode.UNAVAILABLE: "broken",
+    grpc.StatusCode.CANCELLED: "broken",
+    grpc.StatusCode.ABORTED: "broken",
+    grpc.StatusCode.FAILED_PRECONDITION: "broken",
+    grpc.StatusCode.UNKNOWN: "internal",
+    grpc.StatusCode.INTERNAL: "internal",
+    grpc.StatusCode.DATA_LOSS: "internal",
+}
+_DEADLINE_MARGIN_S = 0.02
+"""Legs end this much before the request does, so that its end is told by us and not by a timer at the client."""
+
+
+class LegFailed(Exception):
+    """A leg did not do its part. `key` is the instance to blame, `error` what the client is told if nobody else can help."""
+
+    def __init__(self, key: InstanceKey, kind: FailureKind, error: ServiceError, detail: str) -> None:
+        self.key = key
+        self.kind = kind
+        self.error = error
+        self.detail = detail
+        super().__init__(f"{key.address}: {detail}")
+
+
+Mark = Callable[[RequestEvent], object]
+
+
+class _Leg:
+    """What both legs share: reading, being lost, and the end."""
+
+    def __init__(self, member: Member, key: InstanceKey, choice: Choice, mark: Mark) -> None:
+        self._member = member
+        self._key = key
+        self._choice = choice
+        self._mark = mark
+        self._lost: str | None = None
+        self._call: Any = None  # the two kinds of call share no typed base with read()
+
+    async def __aenter__(self) -> Self:
+        self._member.begin(self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._member.end(self)
+        if self._call is not None:
+            self._call.cancel()  # nothing happens to a call that has ended
+
+    def lose(self, reason: str) -> None:
+        """The pool has given the instance up."""
+        self._lost = reason
+        if self._call is not None:
+            self._call.cancel()
+
+    def _options(self) -> dict[str, Any]:
+        deadline_s = self._choice.request.deadline_s
+        timeout = None if deadline_s is None else max(deadline_s - time.monotonic() - _DEADLINE_MARGIN_S, 0.001)
+        return {"timeout": timeout, "metadata": ((REQUEST_ID_KEY, self._choice.request.label),)}
+
+    async def _read(self) -> Any:
+        """The next message, None at a good end. Raises LegFailed."""
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._failed(error) from error
+        except asyncio.CancelledError:
+            if self._lost is None or _is_cancelling():
+                raise
+            raise self._broken(self._lost) from None
+        if message is grpc.aio.EOF:
+            return None
+        self._member.acknowledged(self)
+        return message
+
+    def _accepted(self, chunk: common_pb2.TokenChunk) -> bool:
+        try:
+            accepted = self._choice.accept(chunk)
+        except StreamViolation as violation:
+            raise self._broken(f"violates the stream: {violation}") from violation
+        if not accepted:
+            _log.warning("dropped a stale chunk of %s", self._key.address)
+        return accepted
+
+    def _broken(self, detail: str) -> LegFailed:
+        return LegFailed(self._key, "broken", Unavailable("the instance is unavailable"), detail)
+
+    def _failed(self, error: grpc.aio.AioRpcError) -> LegFailed:
+        code = error.code()
+        answer = received(error)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            answer = DeadlineExceeded("the request's deadline has passed")
+        elif _KINDS.get(code) == "broken":
+            answer = Unavailable("the instance is unavailable")
+        elif code not in _KINDS and isinstance(answer, InternalError):
+            answer = InternalError(f"unexpected answer {code.name}")
+        return LegFailed(self._key, _KINDS.get(code, "final"), answer, f"{code.name}: {error.details()}")
+
+
+class PrefillLeg(_Leg):
+    """Computes the prompt and the first token; holds the KV under `transfer_id`."""
+
+    def start(self, request: common_pb2.InstanceRequest, transfer_id: str, lease_s: float) -> None:
+        """Opens the call."""
+        hand_over = prefill_pb2.HandOver(transfer_id=transfer_id, lease_s=lease_s)
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._member.channel)
+        self._call = stub.Prefill(prefill_pb2.PrefillRequest(request=request, hand_over=hand_over), **self._options())
+
+    async def next_tokens(self) -> common_pb2.TokenChunk:
+        """The next chunk, checked and counted as emitted."""
+        while (message := await self._read()) is not None:
+            if message.WhichOneof("event") == "accepted":
+                self._mark(RequestEvent.PREFILL_STARTED)
+            elif self._accepted(message.tokens):
+                chunk: common_pb2.TokenChunk = message.tokens
+                return chunk
+        raise self._broken("ended without a finish")
+
+    async def ended(self, timeout_s: float = 1.0) -> None:
+        """Lets the call end by itself, since cancelling it gives the KV up. However it ends, the first token is out."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while await self._read() is not None:
+                    pass
+        except (LegFailed, TimeoutError) as error:
+            _log.warning("prefill leg did not end well after its hand-over: %s", error or "timed out")
+
+
+class DecodeLeg(_Leg):
+    """Generates; with a transfer it first reserves, then loads KV, then goes on from the seed."""
+
+    async def start(self, request: common_pb2.InstanceRequest, transfer: decode_pb2.TransferSource | None = None) -> None:
+        """Opens the call. Without a transfer the instance prefills by itself, and nothing more is said to it."""
+        stub = decode_pb2_grpc.DecodeServiceStub(self._member.channel)
+        self._call = stub.Decode(**self._options())
+        await self._write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request, transfer=transfer)))
+        if transfer is None:
+            await self._done_writing()
+
+    async def reserved(self, timeout_s: float) -> None:
+        """Waits for the reservation. Raises LegFailed when it is refused or does not come in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await self._read()
+        except TimeoutError:
+            raise self._broken(f"no reservation within {timeout_s:g} s") from None
+        if message is None or message.WhichOneof("event") != "reserved":
+            raise self._broken("did not answer start with a reservation")
+        if message.reserved.instance_epoch not in ("", self._key.epoch):
+            raise self._broken(f"another process answers: epoch {message.reserved.instance_epoch}")
+        self._mark(RequestEvent.KV_RESERVED)
+
+    async def seed(self, token_ids: list[int]) -> None:
+        """Tells the ids that prefill emitted; the last that is said."""
+        await self._write(decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=token_ids)))
+        await self._done_writing()
+
+    async def next_tokens(self) -> common_pb2.TokenChunk:
+        """The next chunk, checked and counted as emitted."""
+        while (message := await self._read()) is not None:
+            if message.WhichOneof("event") == "loaded":
+                self._mark(RequestEvent.KV_LOADED)
+                if message.loaded.num_recomputed_blocks:
+                    _log.warning("%d blocks recomputed: %s", message.loaded.num_recomputed_blocks, message.loaded.reason)
+            elif message.WhichOneof("event") == "tokens" and self._accepted(message.tokens):
+                chunk: common_pb2.TokenChunk = message.tokens
+                return chunk
+        raise self._broken("ended without a finish")
+
+    async def _write(self, message: decode_pb2.DecodeRequest) -> None:
+        try:
+            await self._call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._raise_status()
+        except asyncio.CancelledError:
+            if self._lost is None or _is_cancelling():
+                raise
+            raise self._broken(self._lost) from None
+
+    async def _done_writing(self) -> None:
+        try:
+            await self._call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the call is over; the next read says how
+
+    async def _raise_status(self) -> None:
+        """The call ended under a write: its status says why."""
+        while await self._read() is not None:
+            pass
+        raise self._broken("ended before all was said")
+
+
+def _is_cancelling() -> bool:
+    """Whether this task itself is being cancelled (or timed out), rather than the call it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,170 @@
+"""One gRPC server: options that hold under abuse, health, reflection, and a drain that loses nothing.
+
+created ──start──▶ serving ──drain──▶ not ready ──drain_accept_s──▶ refusing ──calls end or drain_grace_s──▶ stopped
+
+A drain first turns readiness to NOT_SERVING and goes on accepting, because clients need a moment to see it; then it
+refuses requests with UNAVAILABLE "draining", waits for those that run, and stops last: grpcio's `stop` closes the port
+at once. `stop` alone ends everything now. The object belongs to one event loop and one composition root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from serving.calls import CallGuard, CallLimits
+from serving.channel import MAX_METADATA_BYTES
+from serving.health import Health
+from serving.open_calls import CONTROL, CallPolicy, OpenCalls
+from serving.settings import Section, setting
+
+_log = logging.getLogger(__name__)
+
+
+class ServerSettings(Section):
+    """The gRPC port of this process and what it lets in."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; a pod listens on its own IP.", flag="--host")
+    port: int = setting(0, "Port to listen on; 0 takes a free one.", flag="--port", ge=0, le=65535)
+    advertise: str | None = setting(None, "host:port that peers are told; none: the address listened on.")
+    max_message_bytes: int = setting(4 << 20, "Longest request message in bytes.", ge=1024)
+    max_calls: int = setting(4096, "Open calls in all.", ge=1)
+    max_calls_per_peer: int = setting(128, "Open calls from one address.", ge=1)
+    max_streams_per_connection: int = setting(1024, "HTTP/2 streams on one connection; further calls wait.", ge=1)
+    max_deadline_s: float = setting(600.0, "Longest call in seconds, whatever the client asked for.", gt=0)
+    write_timeout_s: float = setting(10.0, "Seconds a message may wait for a client that does not read.", gt=0)
+    drain_accept_s: float = setting(5.0, "Seconds that a drain still accepts requests, until peers know.", ge=0)
+    drain_grace_s: float = setting(30.0, "Seconds that a drain then waits for running requests.", ge=0)
+    reflection: bool = setting(True, "Serve gRPC reflection, for grpcurl and `buf curl`.")
+
+
+def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
+    """gRPC's options for one server."""
+    return [
+        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # Soft = hard: between the two, gRPC refuses at random.
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", settings.max_streams_per_connection),
+        ("grpc.http2.min_ping_interval_without_data_ms", 250),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.ping_timeout_ms", 5_000),
+        # Identity only: gRPC inflates a message whole before it looks at its size, so 4 KiB could become 4 GiB.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+    ]
+
+
+class Server:
+    """Hosts servicers behind one port. Make it on the running event loop, register, then start."""
+
+    def __init__(self, settings: ServerSettings, *, credentials: grpc.ServerCredentials | None = None) -> None:
+        self._settings = settings
+        self._credentials = credentials
+        self._server = grpc.aio.server(options=server_options(settings))
+        self._port: int | None = None
+        self._names: list[str] = []
+        self.health = Health()
+        self.calls = OpenCalls(max_per_peer=settings.max_calls_per_peer, max_in_all=settings.max_calls)
+        self._guard = CallGuard(
+            CallLimits(max_deadline_s=settings.max_deadline_s, write_timeout_s=settings.write_timeout_s), self.calls
+        )
+
+    async def register(
+        self,
+        service: ServiceDescriptor,
+        servicer: object,
+        policies: Mapping[str, CallPolicy] | None = None,
+        *,
+        ready: bool = True,
+    ) -> None:
+        """Serves `service` by `servicer`, whose methods are coroutines or, if they stream, async generators.
+
+        `policies` names the rpcs that are not ordinary requests. `ready` False keeps the service's health NOT_SERVING
+        until `health.set_serving(service.full_name, True)`, say when the model is loaded.
+        """
+        self._server.add_generic_rpc_handlers((self._guard.handlers(service, servicer, policies or {}),))
+        self._names.append(service.full_name)
+        await self.health.set_serving(service.full_name, ready)
+
+    async def start(self) -> int:
+        """Listens; returns the port. Raises OSError when the address is taken or not ours."""
+        watch = dict.fromkeys(("Check", "Watch"), CONTROL)
+        self._server.add_generic_rpc_handlers((self._guard.handlers(Health.service, self.health, watch),))
+        if self._settings.reflection:
+            described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+            names = [*self._names, Health.service.full_name, described.full_name]
+            servicer = reflection.aio.ReflectionServicer(names)
+            policies = {"ServerReflectionInfo": CONTROL}
+            self._server.add_generic_rpc_handlers((self._guard.handlers(described, servicer, policies),))
+        wanted = address(self._settings.host, self._settings.port)
+        try:
+            if self._credentials is None:
+                self._port = self._server.add_insecure_port(wanted)
+            else:
+                self._port = self._server.add_secure_port(wanted, self._credentials)
+        except RuntimeError:
+            raise OSError(f"cannot listen on {wanted}: the port is taken or the address is not this host's") from None
+        await self._server.start()
+        _log.info("listening on %s, known as %s", address(self._settings.host, self._port), self.address)
+        return self._port
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on; only after `start`."""
+        if self._port is None:
+            raise RuntimeError("the server has not started")
+        return self._port
+
+    @property
+    def address(self) -> str:
+        """host:port that peers are told."""
+        return self._settings.advertise or address(self._settings.host, self.port)
+
+    @property
+    def draining(self) -> bool:
+        """Whether requests are refused now because of a drain."""
+        return self.calls.draining
+
+    async def drain(self) -> bool:
+        """Ends the server without losing a request; False if some still ran after the grace and were cut off."""
+        _log.info("draining: not ready, accepting for %g s more", self._settings.drain_accept_s)
+        await self.health.begin_draining()
+        await asyncio.sleep(self._settings.drain_accept_s)
+        self.calls.begin_draining()
+        _log.info("draining: refusing, %d calls to finish", self.calls.num_awaited)
+        try:
+            async with asyncio.timeout(self._settings.drain_grace_s):
+                await self.calls.wait_idle()
+        except TimeoutError:
+            _log.warning("drained with %d calls cut off", self.calls.num_awaited)
+            return False
+        else:
+            _log.info("drained")
+            return True
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """Closes the port and cancels every call, now."""
+        self.calls.begin_draining()
+        await self._server.stop(grace=None)
+
+    async def wait_closed(self) -> None:
+        """Returns when the server has stopped."""
+        await self._server.wait_for_termination()
+
+
+def address(host: str, port: int) -> str:
+    """host:port as gRPC writes it, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

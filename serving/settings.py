@@ -1,0 +1,283 @@
+"""One settings tree for every service: defaults < YAML file < environment < flags.
+
+A program's tree is a `Settings` class whose fields are all sections; a section is a frozen `Section` whose fields are
+made with `setting(default, doc)`. The setting `port` of the section `server` is
+
+    server: {port: 7000}           in the YAML file given by --config
+    TANDEM_SERVER__PORT=7000       in the environment: TANDEM_, then the path in capitals joined by two underscores
+    --server-port 7000             as a flag, and --port if the setting declares that flag
+
+Since every setting lives in a section, every variable has a double underscore, and the ones that Kubernetes makes for a
+Service called tandem (TANDEM_PORT=tcp://...) are never taken for settings. An unknown name is an error that suggests
+the right one. Of the environment this holds inside the program's own sections, and for names that resemble one of them:
+other sections belong to other programs. A tree is read once, by the composition root, and passed down.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import update_wrapper
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import click
+import pydantic_settings
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+_PREFIX = "TANDEM_"
+_ENVIRONMENT = "environment"
+_FLAGS = "flags"
+
+Tree = dict[str, Any]
+Keys = tuple[str, ...]
+
+
+class SettingsError(ValueError):
+    """A setting that does not exist or has a wrong value. The message names it, where it came from, and the remedy."""
+
+
+class Section(BaseModel):
+    """A group of settings. Frozen: what was read at the start holds for the life of the process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class Settings(pydantic_settings.BaseSettings):
+    """The root of one program's tree: sections only. Make one with `load`, which merges the four sources itself."""
+
+    model_config = pydantic_settings.SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=_PREFIX, env_nested_delimiter="__"
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[pydantic_settings.BaseSettings], *sources: Any, **named: Any
+    ) -> tuple[pydantic_settings.PydanticBaseSettingsSource, ...]:
+        """Only what the constructor is given: `load` merges the sources, so that it can name each value's origin."""
+        first: pydantic_settings.PydanticBaseSettingsSource = named["init_settings"]
+        return (first,)
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    flag: str | None = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+) -> Any:
+    """One setting of a section. `doc` says what it does and its unit; `...` as default makes it required.
+
+    `flag` is a short flag beside the one made of the path, say "--port".
+    """
+    return Field(default, description=doc, json_schema_extra={"flag": flag} if flag else None, ge=ge, gt=gt, le=le)
+
+
+def leaves(tree: type[BaseModel], above: Keys = ()) -> Iterator[tuple[Keys, FieldInfo]]:
+    """Every setting of `tree` with its path, in the order of declaration."""
+    for name, field in tree.model_fields.items():
+        section = _section(field)
+        if section is not None:
+            yield from leaves(section, (*above, name))
+        elif not above:
+            raise TypeError(f"{tree.__name__}.{name} is not a Section: every setting lives in a section")
+        else:
+            yield (*above, name), field
+
+
+def environment_name(path: Keys) -> str:
+    """The environment variable of the setting at `path`."""
+    return _PREFIX + "__".join(path).upper()
+
+
+def load(tree: type[S], *, config: Path | None = None, flags: Mapping[Keys, object] | None = None) -> S:
+    """The settings from all four sources; raises SettingsError with every problem on a line of its own."""
+    layers: dict[str, Tree] = {}
+    if config is not None:
+        layers[str(config)] = _read_yaml(config)
+    layers[_ENVIRONMENT] = _read_environment(tree)
+    layers[_FLAGS] = {}
+    for path, value in (flags or {}).items():
+        _merge(layers[_FLAGS], _nested(path, value))
+    problems = [problem for origin, layer in layers.items() for problem in _unknown(tree, layer, origin, ())]
+    if problems:
+        raise SettingsError("\n".join(problems))
+    merged: Tree = {}
+    for layer in layers.values():
+        _merge(merged, layer)
+    try:
+        return tree(**merged)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_explained(item, layers) for item in error.errors())) from None
+
+
+def settings_options(tree: type[S]) -> Callable[[Callable[[S], None]], click.Command]:
+    """Turns `def main(settings)` into a click command with --config and one documented option a setting."""
+
+    def decorate(main: Callable[[S], None]) -> click.Command:
+        by_name = {"__".join(path): path for path, _ in leaves(tree)}
+
+        def run(config: Path | None, **values: object) -> None:
+            flags = {by_name[name]: value for name, value in values.items() if value is not None}
+            try:
+                settings = load(tree, config=config, flags=flags)
+            except SettingsError as error:
+                raise click.UsageError(str(error)) from None
+            main(settings)
+
+        update_wrapper(run, main)
+        command = click.command(context_settings={"max_content_width": 110, "show_default": False})(run)
+        command.params = [_config_option(), *(_option(path, field) for path, field in leaves(tree))]
+        taken = [flag for option in command.params for flag in (*option.opts, *option.secondary_opts)]
+        twice = sorted({flag for flag in taken if taken.count(flag) > 1})
+        if twice:
+            raise TypeError(f"two settings of {tree.__name__} claim {', '.join(twice)}")
+        return command
+
+    return decorate
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _nested(path: Keys, value: object) -> Tree:
+    return {path[0]: value if len(path) == 1 else _nested(path[1:], value)}
+
+
+def _merge(below: Tree, above: Tree) -> None:
+    """Lays `above` over `below`, section by section."""
+    for name, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(name), dict):
+            _merge(below[name], value)
+        else:
+            below[name] = dict(value) if isinstance(value, dict) else value
+
+
+def _read_yaml(path: Path) -> Tree:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path}: the top level must be sections, not {type(content).__name__}")
+    return content
+
+
+def _read_environment(tree: type[Settings]) -> Tree:
+    for name in os.environ:
+        section, delimiter, _ = name.removeprefix(_PREFIX).lower().partition("__")
+        if not (name.startswith(_PREFIX) and delimiter and section) or section in tree.model_fields:
+            continue
+        if similar := difflib.get_close_matches(section, tree.model_fields, n=1, cutoff=0.75):
+            right = f"{_PREFIX}{similar[0].upper()}__"
+            raise SettingsError(f"{_ENVIRONMENT}: unknown section in {name}; did you mean {right}...?")
+    try:
+        return pydantic_settings.EnvSettingsSource(tree)()
+    except pydantic_settings.SettingsError as error:
+        raise SettingsError(f"{_ENVIRONMENT}: {error}: lists and maps are written as JSON") from None
+
+
+def _unknown(tree: type[BaseModel], layer: Tree, origin: str, above: Keys) -> Iterator[str]:
+    """One line for each name in `layer` that `tree` does not have."""
+    for name, value in layer.items():
+        path = (*above, str(name))
+        field = tree.model_fields.get(str(name))
+        if field is None:
+            yield _suggestion(tree, path, origin)
+        elif (section := _section(field)) is not None and isinstance(value, dict):
+            yield from _unknown(section, value, origin, path)
+
+
+def _suggestion(tree: type[BaseModel], path: Keys, origin: str) -> str:
+    shown = environment_name if origin == _ENVIRONMENT else ".".join
+    similar = difflib.get_close_matches(path[-1], tree.model_fields, n=1, cutoff=0.5)
+    hint = f"did you mean {shown((*path[:-1], similar[0]))}?" if similar else f"known: {', '.join(tree.model_fields)}"
+    return f"{origin}: unknown setting {shown(path)}; {hint}"
+
+
+def _explained(item: Any, layers: Mapping[str, Tree]) -> str:
+    """One line for one of pydantic's errors: the setting, its value, where that came from and what is wrong."""
+    path: Keys = tuple(str(part) for part in item["loc"])
+    origin = "default"
+    for name, layer in layers.items():
+        value: Any = layer
+        for part in path:
+            value = value.get(part) if isinstance(value, dict) else None
+        origin = name if value is not None else origin
+    where = environment_name(path) if origin == _ENVIRONMENT else origin
+    if item["type"] == "missing":
+        return f"{'.'.join(path)} is required: set {environment_name(path)} or --{'-'.join(path).replace('_', '-')}"
+    return f"{'.'.join(path)} = {ascii(item['input'])[:64]} (from {where}): {item['msg']}"
+
+
+def _config_option() -> click.Option:
+    kind = click.Path(dir_okay=False, path_type=Path)
+    return click.Option(["--config"], type=kind, metavar="FILE", help="YAML file with settings, section by section.")
+
+
+def _option(path: Keys, field: FieldInfo) -> click.Option:
+    """The click option of one setting; its own default is None, so that only what was given counts as a flag."""
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    flags = [f"--{'-'.join(path).replace('_', '-')}"]
+    if isinstance(alias := extra.get("flag"), str) and alias not in flags:
+        flags.insert(0, alias)
+    kind = _click_type(field.annotation)
+    if kind is click.BOOL:
+        flags = [f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags]
+    default = "required" if field.is_required() else f"default: {_shown_default(field)}"
+    return click.Option(
+        ["__".join(path), *flags],
+        type=kind,
+        default=None,
+        help=f"{field.description or ''} [{default}; {environment_name(path)}]",
+    )
+
+
+def _shown_default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return "none" if value is None or value is PydanticUndefined else str(value)
+
+
+def _click_type(annotation: Any) -> click.ParamType[Any]:
+    """The click type of a setting's annotation; anything structured is given as YAML."""
+    if get_origin(annotation) in (Union, UnionType):
+        rest = [kind for kind in get_args(annotation) if kind is not NoneType]
+        annotation = rest[0] if len(rest) == 1 else str
+    if get_origin(annotation) is Literal:
+        return click.Choice([str(value) for value in get_args(annotation)])
+    simple: dict[Any, click.ParamType[Any]] = {
+        bool: click.BOOL,
+        int: click.INT,
+        float: click.FLOAT,
+        str: click.STRING,
+        Path: click.Path(path_type=Path),
+    }
+    return simple.get(annotation) or _YamlValue()
+
+
+class _YamlValue(click.ParamType[Any]):
+    """A list or map on the command line: `[a, b]` or `{a: 1}`."""
+
+    name = "yaml"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return yaml.safe_load(value) if isinstance(value, str) else value
+        except yaml.YAMLError as error:
+            self.fail(f"not YAML: {error}", param, ctx)

@@ -1,0 +1,65 @@
+"""The command `tandem`: one module per command under tandem/commands/, imported only when it is called.
+
+A command line that is mistyped must answer at once, so this module imports click and nothing else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+import click
+
+_COMMANDS = {
+    "up": "Start a router and its prefill and decode instances on this machine.",
+    "generate": "Send a prompt to a running stack and stream the answer.",
+    "doctor": "Check this machine, the model, the connectors and a running stack.",
+}
+
+
+class _LazyGroup(click.Group):
+    """Knows the commands by name and line of help; imports `tandem.commands.<name>` for the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"tandem.commands.{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+            similar = difflib.get_close_matches(args[0], _COMMANDS, n=1, cutoff=0.5)
+            hint = f"Did you mean `tandem {similar[0]}`?" if similar else f"There are: {', '.join(_COMMANDS)}."
+            raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="tandem-llm", prog_name="tandem")
+def main() -> None:
+    """Serve language models with prefill and decode on separate pools.
+
+    \b
+    Start here:
+      tandem doctor                          is everything there?
+      tandem up                              a router, one prefill and one decode instance, the demo model
+      tandem generate "Once upon a time"     in another terminal
+
+    \b
+    Then:
+      tandem up --model Qwen/Qwen3-0.6B      a model from the Hugging Face hub (or a local folder)
+      tandem up --prefill 2 --decode 2       larger pools
+    """
+
+
+if __name__ == "__main__":
+    main()

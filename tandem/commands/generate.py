@@ -1,0 +1,76 @@
+"""`tandem generate`: one prompt to a running stack, the answer as it comes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from tandem.client import Client
+    from tandem.sampling import Prompt
+
+
+@click.command("generate")
+@click.argument("prompt")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, rendered with the chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: a system message before it.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens at the most.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy; absent: the model's default.")
+@click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the most likely tokens up to this probability.")
+@click.option("--seed", type=click.IntRange(min=0), help="Equal seed and prompt give equal tokens.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this string; may be given several times.")
+@click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")
+@click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds, in all.")
+@click.option("--stats", is_flag=True, help="Afterwards say, on standard error, how many tokens it took and how long.")
+def command(
+    prompt: str, chat: bool, system: str | None, address: str | None, timeout_s: float, stats: bool, **sampling: object
+) -> None:
+    """Stream the answer to PROMPT; `-` reads the prompt from standard input.
+
+    \b
+    Examples:
+      tandem generate "Once upon a time"
+      tandem generate --chat "Who lives in the village?" --temperature 0
+      tandem generate "A tandem is" --max-tokens 40 --seed 7 --stats
+      cat story.txt | tandem generate - --address 127.0.0.1:50051
+    """
+    from tandem.client import Client
+    from tandem.errors import TandemError
+
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    if system is not None and not chat:
+        raise click.UsageError("--system goes with --chat")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    try:
+        with Client(address, timeout_s=timeout_s) as client:
+            _stream(client, messages if chat else prompt, sampling, stats)
+    except TandemError as error:
+        click.echo(err=True)
+        raise click.ClickException(error.message) from None
+    except KeyboardInterrupt:
+        click.echo(err=True)
+        raise SystemExit(130) from None
+
+
+def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: bool) -> None:
+    started_s = time.monotonic()
+    first_s: float | None = None
+    num_tokens = 0
+    for piece in client.stream(prompt, **sampling):  # type: ignore[arg-type]  # tandem.sampling checks names and kinds
+        first_s = first_s or time.monotonic()
+        num_tokens += len(piece.token_ids)
+        click.echo(piece.text, nl=False)
+        sys.stdout.flush()
+    click.echo()
+    if stats and first_s is not None:
+        ended_s = time.monotonic()
+        gap_ms = (ended_s - first_s) / max(1, num_tokens - 1) * 1e3
+        click.echo(
+            f"{num_tokens} tokens; first after {(first_s - started_s) * 1e3:.0f} ms, then one every {gap_ms:.1f} ms",
+            err=True,
+        )

@@ -1,0 +1,227 @@
+"""`tandem up`: a stack on this machine, from nothing to text on the screen, until Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+import click
+
+from tandem.local_stack import LocalStack, StackFailed
+from tandem.models import ModelNotFound, display_name, resolve
+from tandem.stack_settings import Connector, Disaggregation, StackSettings
+
+_LOOK_EVERY_S = 0.05
+_DEMO_PROMPT = "Once upon a time"
+_DEMO_TOKENS = 40
+
+
+@click.command("up")
+@click.option(
+    "--prefill",
+    "num_prefill",
+    type=click.IntRange(0, 64),
+    default=1,
+    show_default=True,
+    help="Prefill instances; 0 serves without disaggregation.",
+)
+@click.option(
+    "--decode", "num_decode", type=click.IntRange(1, 64), default=1, show_default=True, help="Decode instances."
+)
+@click.option(
+    "--model",
+    default="demo",
+    show_default=True,
+    metavar="NAME",
+    help="demo, a checkpoint's folder, or owner/name on the Hugging Face hub.",
+)
+@click.option(
+    "--connector",
+    type=click.Choice(["shared_storage", "redis", "nixl", "lmcache"]),
+    default="shared_storage",
+    show_default=True,
+    help="How KV gets from prefill to decode.",
+)
+@click.option(
+    "--disaggregation",
+    type=click.Choice(["always", "auto", "never"]),
+    default="auto",
+    show_default=True,
+    help="auto prefills short rests of a prompt where they are decoded.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port of the router; 0 takes a free one.  [default: 0]"
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    help="Of weights and KV; absent: the checkpoint's own.",
+)
+@click.option("--max-model-len", type=click.IntRange(min=2), help="Longest prompt + output in tokens.")
+@click.option(
+    "--kv-memory",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="KV memory of each instance; absent: a part of what is free, at most 2.",
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads of each instance; absent: as many as it has cores."
+)
+@click.option(
+    "--pin/--no-pin", default=True, show_default=True, help="Give every instance cores of its own, if there are enough."
+)
+@click.option(
+    "--router-arg",
+    "router_args",
+    multiple=True,
+    metavar="FLAG=VALUE",
+    help="A further flag for the router (see python -m router --help).",
+)
+@click.option(
+    "--instance-arg",
+    "instance_args",
+    multiple=True,
+    metavar="FLAG=VALUE",
+    help="A further flag for every instance (see python -m decode_service --help).",
+)
+@click.option("--try/--no-try", "try_it", default=True, show_default=True, help="Generate a few words once it is up.")
+def command(
+    *,
+    model: str,
+    connector: Connector,
+    disaggregation: Disaggregation,
+    kv_memory: float | None,
+    try_it: bool,
+    **sizes: object,
+) -> None:
+    """Start a router and its prefill and decode instances on this machine.
+
+    It stays up until Ctrl-C, which ends every process and removes every file it made. An instance or router that dies
+    is started again after 0.5 s, then 1 s, 2 s … 8 s; one that dies more than five times within a minute, or
+    before it was ready for the first time, ends the stack with the last lines of its log.
+
+    \b
+    Examples:
+      tandem up                                        the demo model, 1 prefill + 1 decode
+      tandem up --prefill 2 --decode 2 --port 50051
+      tandem up --model Qwen/Qwen3-0.6B --dtype bfloat16 --kv-memory 2
+      tandem up --prefill 0                            one instance that does both: the baseline
+      tandem up --instance-arg=--max-num-seqs=16       any flag of the services
+    """
+    try:
+        settings = StackSettings(
+            model=resolve(model),
+            model_name="demo" if model == "demo" else display_name(model),
+            connector=connector,
+            disaggregation=disaggregation,
+            kv_cache_bytes=None if kv_memory is None else int(kv_memory * 2**30),
+            **sizes,  # type: ignore[arg-type]  # the options above carry the names and kinds of the fields
+        )
+    except (ModelNotFound, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    _run(settings, model, try_it)
+
+
+class _Interrupted(Exception):
+    """Ctrl-C, or its like, while the stack was starting."""
+
+
+def _run(settings: StackSettings, model: str, try_it: bool) -> None:
+    """Start, tell, watch, stop. The signal handler raises while starting and sets an event afterwards."""
+    stop = threading.Event()
+    starting = True
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        nonlocal starting
+        stop.set()
+        if starting:
+            starting = False  # a second one must not interrupt the clearing up
+            raise _Interrupted
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    stack = LocalStack(settings)
+    started_s = time.monotonic()
+    try:
+        _say(
+            f"tandem up: {display_name(model)}, {_plural(settings.num_prefill, 'prefill')} + "
+            f"{_plural(settings.num_decode, 'decode')}, KV by {settings.connector}"
+        )
+        _say("starting the router and all instances at once …")
+        stack.start(lambda line: _say(f"  {line}"))
+        stack.announce()
+        if try_it:
+            _try(stack)
+        starting = False
+        _say(f"ready in {time.monotonic() - started_s:.1f} s")
+        _say(_how_to_call(stack))
+        _watch(stack, stop)
+    except _Interrupted:
+        pass
+    except StackFailed as error:
+        raise click.ClickException(str(error)) from None
+    finally:
+        starting = False
+        stopping_s = time.monotonic()
+        stack.stop()
+        _say(f"stopped in {time.monotonic() - stopping_s:.1f} s; nothing is left behind")
+
+
+def _watch(stack: LocalStack, stop: threading.Event) -> None:
+    while not stop.wait(_LOOK_EVERY_S):
+        for event in stack.supervise():
+            _say(event.what)
+            for line in event.lines:
+                _say(f"  | {line}")
+
+
+def _try(stack: LocalStack) -> None:
+    """One request through the whole stack, so that the first thing one sees is text."""
+    from tandem.client import Client
+    from tandem.errors import TandemError
+
+    _say("")
+    try:
+        with Client(stack.address, timeout_s=60) as client:
+            click.secho(_DEMO_PROMPT, bold=True, nl=False)
+            for piece in client.stream(_DEMO_PROMPT, max_tokens=_DEMO_TOKENS, temperature=0.0):
+                click.echo(piece.text, nl=False)
+                sys.stdout.flush()
+            _say(" …\n")
+    except TandemError as error:
+        raise StackFailed(f"the stack is up but did not answer: {error}") from error
+
+
+def _how_to_call(stack: LocalStack) -> str:
+    address = stack.address
+    lines = [f"  {name:<11} {member.spec.address}" for name, member in stack.members.items()]
+    lines += [
+        f"  logs        {stack.folder / 'logs'}",
+        "",
+        "Call it, from another terminal:",
+        '  tandem generate --chat "Who lives in the village?"',
+        "",
+        "from Python:",
+        "  from tandem import Client",
+        f'  print(Client("{address}").generate("Once upon a time", max_tokens=32).text)',
+        "",
+        "from anything that speaks gRPC:",
+        """  grpcurl -plaintext -d '{"text": "Once upon a time", "sampling": {"max_tokens": 32}}' \\""",
+        f"    {address} tandem.v1.GenerationService/Generate",
+        "",
+        "Ctrl-C ends it.",
+    ]
+    return "\n".join(lines)
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}"
+
+
+def _say(line: str) -> None:
+    click.echo(line)
+    sys.stdout.flush()

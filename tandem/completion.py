@@ -1,0 +1,191 @@
+"""An answer, and the check that every token of it arrived once and in order.
+
+GenerateResponse … ──Assembler.add()──▶ Piece …    (what a stream yields)
+                            └─finish()─▶ Completion (the whole)
+
+The router numbers tokens and characters of every choice. The assembler counts them too and raises StreamError on the
+first difference, so a caller never reads a gap or a repeat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protos.tandem.v1 import common_pb2, generation_pb2
+from tandem.errors import StreamError
+
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_ABORT: "abort",
+    common_pb2.FINISH_REASON_ERROR: "error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a choice cost, in tokens: `external` came as KV from another instance, `recomputed` should have."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    external_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One candidate at one position; `rank` 1 is the most likely token."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one message of the stream added to one choice."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    choice: int = 0
+    token_index: int = 0
+    """Tokens of this choice before this piece."""
+    finish_reason: str | None = None
+    """stop, length, abort or error on the choice's last piece."""
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished answer to the prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request. `text`, `token_ids`, `finish_reason` and `usage` are those of the first choice."""
+
+    request_id: str
+    model: str
+    seed: int | None
+    prompt_tokens: int
+    choices: tuple[Choice, ...]
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        return self.choices[0].usage
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A choice that is still being told."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
+    num_chars: int = 0
+    epoch: int = 0
+    finish: common_pb2.Finish | None = None
+
+    def add(self, chunk: common_pb2.TokenChunk) -> Piece:
+        name = f"choice {chunk.choice}"
+        if self.finish is not None:
+            raise StreamError(f"{name} went on after its end")
+        if chunk.token_index != len(self.token_ids):
+            raise StreamError(f"{name}: token_index {chunk.token_index} where {len(self.token_ids)} was due")
+        if chunk.text_offset != self.num_chars:
+            raise StreamError(f"{name}: text_offset {chunk.text_offset} where {self.num_chars} was due")
+        if chunk.stream_epoch < self.epoch:
+            raise StreamError(f"{name}: stream_epoch fell from {self.epoch} to {chunk.stream_epoch}")
+        logprobs = tuple(
+            tuple(TokenLogprob(item.token_id, item.logprob, item.rank) for item in position.candidates)
+            for position in chunk.logprobs
+        )
+        self.epoch = chunk.stream_epoch
+        piece = Piece(
+            text=chunk.text,
+            token_ids=tuple(chunk.token_ids),
+            choice=chunk.choice,
+            token_index=len(self.token_ids),
+            finish_reason=_REASONS.get(chunk.finish.reason, "unknown") if chunk.HasField("finish") else None,
+            logprobs=logprobs,
+        )
+        self.token_ids += piece.token_ids
+        self.texts.append(chunk.text)
+        self.logprobs += logprobs
+        self.num_chars += len(chunk.text)
+        if chunk.HasField("finish"):
+            self.finish = chunk.finish
+        return piece
+
+    def done(self, choice: int) -> Choice:
+        finish = self.finish
+        if finish is None:
+            raise StreamError(f"choice {choice} ended after {len(self.token_ids)} tokens without a finish reason")
+        usage = finish.usage
+        return Choice(
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            finish_reason=_REASONS.get(finish.reason, "unknown"),
+            usage=Usage(
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                usage.cached_tokens,
+                usage.external_tokens,
+                usage.recomputed_tokens,
+            ),
+            stop_string=finish.stop_string if finish.HasField("stop_string") else None,
+            stop_token_id=finish.stop_token_id if finish.HasField("stop_token_id") else None,
+            logprobs=tuple(self.logprobs),
+        )
+
+
+class Assembler:
+    """Checks the messages of one call and puts them together. One caller, one call."""
+
+    def __init__(self, num_choices: int = 1) -> None:
+        self._choices = {index: _Growing() for index in range(num_choices)}
+        self._first: generation_pb2.GenerateResponse | None = None
+
+    def add(self, response: generation_pb2.GenerateResponse) -> Piece:
+        """The piece that `response` brings; raises StreamError if it is not the next one of its choice."""
+        if self._first is None:
+            self._first = response
+        growing = self._choices.get(response.tokens.choice)
+        if growing is None:
+            raise StreamError(f"choice {response.tokens.choice} was not asked for")
+        return growing.add(response.tokens)
+
+    def finish(self) -> Completion:
+        """The whole answer; raises StreamError if a choice has no end."""
+        choices = tuple(growing.done(index) for index, growing in self._choices.items())
+        first = self._first
+        if first is None:
+            raise StreamError("the stream was empty")
+        return Completion(
+            request_id=first.request_id,
+            model=first.model,
+            seed=first.seed if first.HasField("seed") else None,
+            prompt_tokens=first.prompt_tokens,
+            choices=choices,
+        )

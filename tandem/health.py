@@ -1,0 +1,38 @@
+"""How a running stack is, as its members tell it: gRPC health of each, and the load report of each instance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.tandem.v1 import instance_pb2, instance_pb2_grpc
+
+READY, NOT_READY, SILENT = "ready", "not ready", "silent"
+ROUTER_SERVICE = "tandem.v1.GenerationService"
+INSTANCE_SERVICE = "tandem.v1.InstanceService"
+_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+
+
+def health(address: str, service: str, timeout_s: float = 2.0) -> str:
+    """READY, NOT_READY, or SILENT with gRPC's word for why."""
+    with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.RpcError as error:
+            return f"{SILENT} ({error.code().name})"
+    return READY if answer.status == health_pb2.HealthCheckResponse.SERVING else NOT_READY
+
+
+def load(address: str, timeout_s: float = 2.0) -> instance_pb2.WatchLoadResponse:
+    """The next load report of the instance at `address`; raises grpc.RpcError."""
+    with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+        stub: Any = instance_pb2_grpc.InstanceServiceStub(channel)  # type: ignore[arg-type]  # typed for asyncio alone
+        call = stub.WatchLoad(instance_pb2.WatchLoadRequest(), timeout=timeout_s)
+        try:
+            report: instance_pb2.WatchLoadResponse = next(iter(call))
+        finally:
+            call.cancel()
+    return report

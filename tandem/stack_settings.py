@@ -1,0 +1,53 @@
+"""What a local stack is told. Frozen; the command line and the tests make one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Connector = Literal["shared_storage", "redis", "nixl", "lmcache"]
+Disaggregation = Literal["always", "auto", "never"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackSettings:
+    """Sizes in the units that the names say. Fields that are None leave the choice to the service or to the machine."""
+
+    model: Path
+    """Folder of the checkpoint."""
+    model_name: str
+    """What clients call it."""
+    num_prefill: int = 1
+    num_decode: int = 1
+    connector: Connector = "shared_storage"
+    disaggregation: Disaggregation = "auto"
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Of the router; 0 takes a free one."""
+    dtype: str | None = None
+    max_model_len: int | None = None
+    kv_cache_bytes: int | None = None
+    """Per instance; None takes an equal part of the free memory, at most 2 GiB."""
+    num_blocks: int | None = None
+    """Per instance, in place of kv_cache_bytes: for tests that want small pools."""
+    threads: int | None = None
+    """Per instance; None: as many as it has cores."""
+    pin: bool = True
+    """Give every instance cores of its own if there are enough."""
+    lease_s: float | None = None
+    """How long a prefill instance holds KV without a sign of its reader."""
+    start_timeout_s: float = 600.0
+    """A large model takes minutes to load."""
+    router_args: tuple[str, ...] = ()
+    instance_args: tuple[str, ...] = ()
+    """Further flags, as `python -m router --help` and `python -m decode_service --help` show them."""
+
+    def __post_init__(self) -> None:
+        if self.num_prefill < 0 or self.num_decode < 1:
+            raise ValueError(
+                f"a stack has at least one decode instance and no negative number of prefill instances: "
+                f"{self.num_prefill} prefill, {self.num_decode} decode"
+            )
+        if self.num_prefill == 0 and self.disaggregation == "always":
+            raise ValueError("disaggregation 'always' needs at least one prefill instance")

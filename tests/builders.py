@@ -1,0 +1,94 @@
+"""Makes the small models that the tests run on.
+
+Random weights in the usual initialisation collapse: greedy output is one token for ever, whatever attention does, and a
+test on it proves nothing. These are lively: matrices with std 2/sqrt(fan_in), embeddings with std 1, so that the output
+varies and near-ties are rare.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+_PER_ARCHITECTURE: dict[str, dict[str, Any]] = {
+    "llama": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen2": {"num_attention_heads": 6, "hidden_size": 96},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 24},
+}
+
+
+def hf_config(arch: str, **overrides: Any) -> transformers.PretrainedConfig:
+    """The transformers config of a tiny `arch` (llama, qwen2, qwen3 or mistral; any transformers model type works)."""
+    fields = {**_SMALL, **_PER_ARCHITECTURE.get(arch, {}), **overrides}
+    return transformers.AutoConfig.for_model(arch, **fields)
+
+
+def make_lively(model: torch.nn.Module, seed: int) -> None:
+    """Redraws every weight of `model` in place: matrices 2/sqrt(fan_in), embeddings 1, biases 0.1, norms around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if "embed" in name:
+                weight.copy_(noise)
+            elif weight.dim() >= 2:
+                weight.copy_(noise * (2.0 / weight.shape[-1] ** 0.5))
+            elif name.endswith("bias"):
+                weight.copy_(noise * 0.1)
+            else:
+                weight.copy_(1.0 + noise * 0.1)
+
+
+def lively_model(arch: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """A transformers causal LM with lively weights, in eval mode: the oracle of the tests."""
+    config = hf_config(arch, **overrides)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    make_lively(model, seed)
+    return model.to(dtype).eval()
+
+
+def lively_checkpoint(
+    folder: Path | str,
+    arch: str = "qwen3",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Writes config.json and safetensors of a tiny lively `arch` to `folder` and returns it.
+
+    `overrides` are fields of the transformers config (`num_hidden_layers=2`, `vocab_size=512`, ...). The folder holds
+    no tokenizer. Load the same weights in transformers with `AutoModelForCausalLM.from_pretrained(folder)`.
+    """
+    folder = Path(folder)
+    model = lively_model(arch, seed=seed, dtype=dtype, **overrides)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder

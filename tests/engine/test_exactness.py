@@ -1,0 +1,128 @@
+"""Greedy tokens of the aggregated engine against transformers, in float32, on every path that could change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, SamplingParams
+from tandem.demo import MODEL_DIR
+from tests.builders import lively_checkpoint
+from tests.oracle import GreedyOracle, random_prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, dtype="float32", skip_tokenizer_init=True, **{"num_gpu_blocks_override": 4096, **options})
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Token ids for each prompt; nothing may stay behind in the engine."""
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    load = llm.core.load
+    assert (load.running_blocks, load.held_blocks, load.num_running, load.num_waiting) == (0, 0, 0, 0)
+    return [answer.outputs[0].token_ids for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_checkpoint(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> GreedyOracle:
+    return GreedyOracle(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(12, longest=600, vocab_size=1024, seed=1)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path, oracle: GreedyOracle, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens, checked against transformers once; the variations below must give the very same."""
+    outputs = generate(make_llm(checkpoint), prompts)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        oracle.check(prompt, output)
+    return outputs
+
+
+@pytest.fixture(params=[*ARCHITECTURES, "demo"])
+def any_checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    yield MODEL_DIR if request.param == "demo" else lively_checkpoint(tmp_path / request.param, request.param)
+
+
+def test_fifty_prompts_at_once_equal_transformers(any_checkpoint: Path) -> None:
+    llm = make_llm(any_checkpoint)
+    prompts = random_prompts(50, longest=600, vocab_size=llm.core.info.vocab_size)
+    oracle = GreedyOracle(any_checkpoint)
+    outputs = generate(llm, prompts)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output) == 64
+        oracle.check(prompt, output)
+    if any_checkpoint != MODEL_DIR:
+        assert len({token for output in outputs for token in output}) >= 50, (
+            "the model is not lively: nothing was tested"
+        )
+
+
+@pytest.mark.parametrize("budget", [16, 33, 100, 512])
+def test_chunk_budget_does_not_change_tokens(
+    checkpoint: Path, prompts: list[list[int]], reference: list[list[int]], budget: int
+) -> None:
+    assert generate(make_llm(checkpoint, max_num_batched_tokens=budget), prompts) == reference
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_block_size_does_not_change_tokens(
+    checkpoint: Path, prompts: list[list[int]], reference: list[list[int]], block_size: int
+) -> None:
+    assert generate(make_llm(checkpoint, block_size=block_size), prompts) == reference
+
+
+def test_prefix_cache_hits_do_not_change_tokens(
+    checkpoint: Path, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    llm = make_llm(checkpoint)
+    generate(llm, prompts)
+    computed = llm.core.load.num_prefilled_tokens
+    assert generate(llm, prompts) == reference
+    repeated = llm.core.load.num_prefilled_tokens - computed
+    assert repeated <= 16 * len(prompts), "the second time at most one block of each prompt is computed"
+
+
+def test_preemption_does_not_change_tokens(
+    checkpoint: Path, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    llm = make_llm(checkpoint, num_gpu_blocks_override=64)
+    assert generate(llm, prompts) == reference
+    assert llm.core.load.num_preemptions > 0
+
+
+def test_a_pool_of_barely_enough_blocks_serves_the_longest_request(
+    checkpoint: Path, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    longest = max(len(prompt) for prompt in prompts) + 64
+    llm = make_llm(checkpoint, num_gpu_blocks_override=-(-longest // 16), max_model_len=longest)
+    assert generate(llm, prompts) == reference
+
+
+def test_one_by_one_gives_the_tokens_of_the_batch(
+    checkpoint: Path, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    llm = make_llm(checkpoint, enable_prefix_caching=False)
+    assert [generate(llm, [prompt])[0] for prompt in prompts[:6]] == reference[:6]
+
+
+def test_reference_attention_gives_the_tokens_of_the_compiled_one(
+    checkpoint: Path, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    llm = make_llm(checkpoint, attention_backend="reference")
+    assert llm.core.info.attention_backend == "reference"
+    assert generate(llm, prompts[:6]) == reference[:6]

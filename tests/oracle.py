@@ -1,0 +1,41 @@
+"""What is right: transformers, asked about every emitted token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+TOLERANCE = 1e-4
+"""A greedy token's logit may be this much below the reference's best: the same arithmetic in another order."""
+
+
+class GreedyOracle:
+    """The reference model of a checkpoint folder, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model.eval()
+
+    @torch.inference_mode()
+    def logits(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+        """float32 [len(output), vocab]: what the reference says at the position of each output token, told all before it."""
+        token_ids = torch.tensor([[*prompt, *output]])
+        return self._model(token_ids).logits[0, len(prompt) - 1 : -1]
+
+    def check(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Every output token is the reference's greedy choice, within TOLERANCE."""
+        logits = self.logits(prompt, output)
+        chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+        gap = (logits.max(dim=1).values - chosen).max().item()
+        assert gap <= TOLERANCE, f"a token's logit is {gap:.2e} below the reference's best (prompt of {len(prompt)})"
+
+
+def random_prompts(count: int, *, longest: int, vocab_size: int, seed: int = 0, first_id: int = 3) -> list[list[int]]:
+    """`count` prompts of 1 to `longest` random tokens, both lengths among them."""
+    rng = random.Random(seed)
+    lengths = [1, longest, *(rng.randint(1, longest) for _ in range(count - 2))]
+    return [[rng.randrange(first_id, vocab_size) for _ in range(length)] for length in lengths]

@@ -1,0 +1,101 @@
+"""Log lines can be read by machines and people, and not be abused by what clients send."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from serving.events import RequestEvent, Timeline
+from serving.logging import LogSettings, configure, log_event, request_context, set_request_id
+
+log = logging.getLogger("tests.logging")
+
+
+@pytest.fixture(autouse=True)
+def _restored_root() -> Iterator[None]:
+    root = logging.getLogger()
+    grpc = logging.getLogger("grpc")
+    handlers, levels = root.handlers[:], (root.level, grpc.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    grpc.setLevel(levels[1])
+    set_request_id(None)
+
+
+def written(kind: str) -> io.StringIO:
+    stream = io.StringIO()
+    configure(LogSettings(format=kind), stream)  # type: ignore[arg-type]
+    return stream
+
+
+def test_a_json_line_holds_the_request_and_its_event() -> None:
+    stream = written("json")
+    with request_context("req-1"):
+        log_event(log, RequestEvent.FIRST_TOKEN, ttft_ms=12.5, instance="prefill-0", ratio=float("nan"))
+    log.info("outside")
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert first["request_id"] == "req-1"
+    assert first["event"] == "first_token"
+    assert first["fields"] == {"ttft_ms": 12.5, "instance": "prefill-0", "ratio": "nan"}
+    assert "request_id" not in second
+
+
+@pytest.mark.parametrize("kind", ["json", "human"])
+def test_control_characters_cannot_fake_a_line_or_reach_a_terminal(kind: str) -> None:
+    stream = written(kind)
+    log.info("name %s", "a\nERROR fake\r\x1b[2J\x7f\x9b\u202e", extra={"fields": {"label": "x\ny"}})
+    assert len(stream.getvalue().splitlines()) == 1
+    assert not set(stream.getvalue()) & set("\r\x1b\x7f\x9b\u202e")
+
+
+@pytest.mark.parametrize("kind", ["json", "human"])
+def test_credentials_are_blanked(kind: str) -> None:
+    stream = written(kind)
+    log.info(
+        "store redis://user:hunter2@host and Authorization: Bearer abcdefgh123", extra={"fields": {"password": "p4"}}
+    )
+    try:
+        raise ValueError("password=hunter2")
+    except ValueError:
+        log.exception("failed")
+    for secret in ("hunter2", "abcdefgh123", "p4"):
+        assert secret not in stream.getvalue()
+    assert "ValueError" in stream.getvalue()
+
+
+def test_a_traceback_for_people_is_indented_below_its_line() -> None:
+    stream = written("human")
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError:
+        log.exception("failed")
+    head, *rest = stream.getvalue().splitlines()
+    assert head.endswith("tests.logging failed")
+    assert rest
+    assert all(line.startswith("    | ") for line in rest)
+
+
+def test_a_level_below_the_setting_is_not_written_and_a_long_message_is_cut() -> None:
+    stream = written("json")
+    log.debug("quiet")
+    log.info("x" * 100_000)
+    assert len(stream.getvalue()) < 10_000
+
+
+def test_a_timeline_knows_gaps_counts_and_what_has_not_happened() -> None:
+    timeline = Timeline()
+    timeline.mark(RequestEvent.RECEIVED, 10.0)
+    timeline.mark(RequestEvent.RESUMED, 10.5)
+    timeline.mark(RequestEvent.RESUMED, 11.0)
+    assert timeline.between(RequestEvent.RECEIVED, RequestEvent.RESUMED) == 0.5
+    assert timeline.count(RequestEvent.RESUMED) == 2
+    assert timeline.at(RequestEvent.FINISHED) is None
+    assert timeline.between(RequestEvent.RECEIVED, RequestEvent.FINISHED) is None
+    assert timeline.milliseconds() == {"received_ms": 0.0, "resumed_ms": 500.0}
+    assert timeline.mark(RequestEvent.FINISHED) > 0
+    assert [event for event, _ in timeline.marks][-1] is RequestEvent.FINISHED

@@ -1,0 +1,159 @@
+"""Settings come from four sources in a fixed order, and a wrong name or value is told so that it can be put right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from click.testing import CliRunner
+from pydantic import ValidationError
+
+from serving.server import ServerSettings
+from serving.settings import Section, Settings, SettingsError, environment_name, leaves, load, setting, settings_options
+
+
+class Pool(Section):
+    size: int = setting(2, "Instances.", ge=1)
+    names: list[str] = setting([], "Names of the instances.")
+    picker: Literal["score", "random"] = setting("score", "How an instance is picked.")
+    verify: bool = setting(True, "Verify what arrives.")
+    folder: Path | None = setting(None, "Folder of the store.")
+    wait_s: float = setting(1.5, "Seconds to wait.", gt=0)
+
+
+class Example(Settings):
+    server: ServerSettings = ServerSettings()
+    pool: Pool = Pool()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tandem.yaml"
+    path.write_text("server: {port: 1}\npool:\n  size: 10\n  wait_s: 0.5\n  names: [a, b]\n")
+    return path
+
+
+def test_flags_beat_the_environment_beats_the_file_beats_the_defaults(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_SERVER__PORT", "2")
+    monkeypatch.setenv("TANDEM_POOL__SIZE", "20")
+    settings = load(Example, config=config, flags={("server", "port"): 3})
+    assert settings.server.port == 3
+    assert settings.pool.size == 20
+    assert settings.pool.wait_s == 0.5
+    assert settings.pool.names == ["a", "b"]
+    assert settings.pool.picker == "score"
+
+
+def test_the_environment_takes_lists_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_POOL__NAMES", '["x", "y"]')
+    assert load(Example).pool.names == ["x", "y"]
+    monkeypatch.setenv("TANDEM_POOL__NAMES", "x, y")
+    with pytest.raises(SettingsError, match="written as JSON"):
+        load(Example)
+
+
+def test_settings_are_frozen() -> None:
+    settings = load(Example)
+    with pytest.raises(ValidationError):
+        settings.pool.size = 3  # type: ignore[misc]
+
+
+def test_an_unknown_key_in_the_file_suggests_the_right_one(config: Path) -> None:
+    config.write_text("pool: {sise: 3}\nsever: {port: 1}\n")
+    with pytest.raises(SettingsError) as caught:
+        load(Example, config=config)
+    assert "unknown setting pool.sise; did you mean pool.size?" in str(caught.value)
+    assert "unknown setting sever; did you mean server?" in str(caught.value)
+
+
+def test_an_unknown_variable_suggests_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_SERVER__PROT", "1")
+    with pytest.raises(SettingsError, match="unknown setting TANDEM_SERVER__PROT; did you mean TANDEM_SERVER__PORT"):
+        load(Example)
+
+
+def test_a_misspelt_section_in_the_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_SERVR__PORT", "1")
+    with pytest.raises(SettingsError, match="unknown section in TANDEM_SERVR__PORT; did you mean TANDEM_SERVER__"):
+        load(Example)
+
+
+def test_variables_of_kubernetes_and_of_other_programs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_PORT", "tcp://10.0.0.7:80")
+    monkeypatch.setenv("TANDEM_SERVER_PORT", "tcp://10.0.0.8:80")
+    monkeypatch.setenv("TANDEM_AUTOSCALER__INTERVAL_S", "3")
+    assert load(Example) == Example()
+
+
+def test_a_wrong_value_is_told_with_its_setting_and_origin(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text("pool: {size: 0}\n")
+    monkeypatch.setenv("TANDEM_SERVER__PORT", "many")
+    with pytest.raises(SettingsError) as caught:
+        load(Example, config=config)
+    assert f"pool.size = 0 (from {config}): Input should be greater than or equal to 1" in str(caught.value)
+    assert "server.port = 'many' (from TANDEM_SERVER__PORT): Input should be a valid integer" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["- a\n", "a: [\n", "pool: 3\n"])
+def test_a_file_of_the_wrong_shape_is_told_with_its_name(config: Path, content: str) -> None:
+    config.write_text(content)
+    with pytest.raises(SettingsError, match=r"tandem\.yaml"):
+        load(Example, config=config)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be read"):
+        load(Example, config=tmp_path / "none.yaml")
+
+
+def test_every_setting_says_what_it_does() -> None:
+    for path, field in leaves(Example):
+        assert field.description, path
+    assert environment_name(("pool", "wait_s")) == "TANDEM_POOL__WAIT_S"
+
+
+def test_a_setting_outside_any_section_is_refused() -> None:
+    class Flat(Settings):
+        port: int = setting(1, "A port.")
+
+    with pytest.raises(TypeError, match=r"Flat\.port is not a Section"):
+        list(leaves(Flat))
+
+
+class TestFlags:
+    def run(self, *arguments: str) -> tuple[int, str, Settings | None]:
+        seen: list[Example] = []
+        command = settings_options(Example)(seen.append)
+        result = CliRunner().invoke(command, list(arguments), prog_name="example")
+        return result.exit_code, result.output, seen[0] if seen else None
+
+    def test_every_type_of_flag_arrives(self, config: Path) -> None:
+        code, output, settings = self.run(
+            *("--config", str(config), "--port", "7000", "--pool-size", "3", "--no-pool-verify"),
+            *("--pool-names", "[x]", "--pool-picker", "random", "--pool-folder", "kv", "--pool-wait-s", "2"),
+        )
+        assert code == 0, output
+        pool = Pool(size=3, names=["x"], picker="random", verify=False, folder=Path("kv"), wait_s=2.0)
+        assert settings == Example(server=ServerSettings(port=7000), pool=pool)
+
+    def test_the_long_flag_works_beside_the_short_one(self) -> None:
+        _, _, settings = self.run("--server-port", "7001")
+        assert isinstance(settings, Example)
+        assert settings.server.port == 7001
+
+    def test_help_teaches_defaults_units_and_variables(self) -> None:
+        _, output, _ = self.run("--help")
+        text = " ".join(output.split())
+        assert "Seconds to wait. [default: 1.5; TANDEM_POOL__WAIT_S]" in text
+        assert "[score|random]" in text
+
+    def test_a_misspelt_flag_and_a_wrong_value_are_usage_errors(self) -> None:
+        code, output, _ = self.run("--pool-sise", "3")
+        assert code == 2
+        assert "--pool-size" in output
+        code, output, _ = self.run("--pool-size", "0")
+        assert code == 2
+        assert "greater than or equal to 1" in output

@@ -1,0 +1,157 @@
+"""Both clients against a real gRPC server that says what the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import pytest
+
+import tandem
+from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tandem import AsyncClient, Client, StreamError, TandemError
+from tandem.sampling import generate_request
+
+WORDS = ["Once", " upon", " a", " time"]
+
+
+class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
+    """Answers with WORDS, one token each; the prompt's text says how to misbehave."""
+
+    def __init__(self) -> None:
+        self.requests: list[generation_pb2.GenerateRequest] = []
+        self.cancelled = threading.Event()
+
+    def Generate(self, request: Any, context: Any) -> Iterator[generation_pb2.GenerateResponse]:  # type: ignore[override]
+        self.requests.append(request)
+        context.add_callback(self.cancelled.set)
+        if request.text == "refuse":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature: is 9; allowed: 0..2")
+        offset = 0
+        for index, word in enumerate(WORDS):
+            last = index == len(WORDS) - 1
+            chunk = common_pb2.TokenChunk(token_index=index, token_ids=[index], text=word, text_offset=offset)
+            if request.text == "skip" and index == 2:
+                continue
+            if last and request.text == "endless":
+                self.cancelled.wait(10)
+                return
+            if last:
+                chunk.finish.reason = common_pb2.FINISH_REASON_LENGTH
+            yield generation_pb2.GenerateResponse(tokens=chunk, prompt_tokens=1, seed=3, model="scripted")
+            offset += len(word)
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[ScriptedRouter, str]]:
+    servicer = ScriptedRouter()
+    server = grpc.server(ThreadPoolExecutor(4))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call, unused-ignore]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_generate_returns_the_whole_answer(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client:
+        completion = client.generate("go", max_tokens=4, temperature=0.0, stop="###", request_id="mine")
+    assert completion.text == "Once upon a time"
+    assert completion.token_ids == (0, 1, 2, 3)
+    assert completion.finish_reason == "length"
+    request = router[0].requests[0]
+    assert (request.text, request.request_id, request.sampling.max_tokens) == ("go", "mine", 4)
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("top_p")
+    assert list(request.sampling.stop) == ["###"]
+
+
+def test_stream_yields_pieces_as_they_come_and_leaving_it_cancels_the_call(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client:
+        pieces = client.stream("endless")
+        assert [next(pieces).text for _ in range(3)] == WORDS[:3]
+        assert not router[0].cancelled.is_set()
+        pieces.close()  # type: ignore[attr-defined]
+        assert router[0].cancelled.wait(2)
+
+
+def test_a_missing_token_raises_instead_of_giving_wrong_text(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client, pytest.raises(StreamError, match="token_index 3 where 2 was due"):
+        client.generate("skip")
+
+
+def test_an_error_carries_status_and_message(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client, pytest.raises(TandemError) as caught:
+        client.generate("refuse")
+    assert caught.value.status == "INVALID_ARGUMENT"
+    assert "sampling.temperature" in caught.value.message
+
+
+def test_a_deadline_ends_the_call(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client, pytest.raises(TandemError) as caught:
+        client.generate("endless", timeout_s=0.2)
+    assert caught.value.status == "DEADLINE_EXCEEDED"
+
+
+def test_a_router_that_is_not_there_is_named() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(TandemError, match="no router answers at 127.0.0.1:1"):
+        client.generate("go", timeout_s=5)
+
+
+async def test_async_client_streams_and_generates(router: tuple[ScriptedRouter, str]) -> None:
+    async with AsyncClient(router[1]) as client:
+        assert (await client.generate([1, 2, 3])).text == "Once upon a time"
+        assert [piece.text async for piece in client.stream("go")] == WORDS
+    assert list(router[0].requests[0].token_ids.ids) == [1, 2, 3]
+
+
+async def test_leaving_an_async_stream_cancels_the_call(router: tuple[ScriptedRouter, str]) -> None:
+    async with AsyncClient(router[1]) as client:
+        async with aclosing(client.stream("endless")) as pieces:
+            async for _ in pieces:
+                break
+        assert await asyncio.to_thread(router[0].cancelled.wait, 2)
+
+
+async def test_async_errors_are_the_same(router: tuple[ScriptedRouter, str]) -> None:
+    async with AsyncClient(router[1]) as client:
+        with pytest.raises(StreamError):
+            await client.generate("skip")
+        with pytest.raises(TandemError, match="INVALID_ARGUMENT"):
+            await client.generate("refuse")
+
+
+def test_without_a_running_stack_the_error_says_what_to_type() -> None:
+    with pytest.raises(TandemError, match="tandem up"):
+        Client()
+
+
+def test_three_kinds_of_prompt() -> None:
+    assert generate_request("hi", {}).text == "hi"
+    assert list(generate_request([5, 6], {}).token_ids.ids) == [5, 6]
+    chat = generate_request([{"role": "user", "content": "hi"}], {}).chat
+    assert chat.messages[0].content == "hi"
+    assert generate_request([], {}).HasField("token_ids"), "an empty prompt is the router's to refuse"
+    with pytest.raises(TypeError, match="role and content"):
+        generate_request([{"role": "user"}], {})
+    with pytest.raises(TypeError, match="a prompt is"):
+        generate_request([1, "two"], {})  # type: ignore[list-item]
+
+
+def test_a_mistyped_option_is_told_the_right_one() -> None:
+    with pytest.raises(TypeError, match="did you mean 'temperature'"):
+        generate_request("hi", {"temprature": 1})
+    with pytest.raises(TypeError, match="max_tokens"):
+        generate_request("hi", {"max_tokens": "many"})
+
+
+def test_the_package_exports_lazily_what_it_promises() -> None:
+    for name in tandem.__all__:
+        assert getattr(tandem, name).__name__ == name
+    with pytest.raises(AttributeError):
+        tandem.Clinet  # type: ignore[attr-defined]  # noqa: B018

@@ -1,0 +1,113 @@
+"""The demo model is small, reproducible in its text, and worth reading."""
+
+import hashlib
+import json
+import math
+from functools import cache
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from tandem.demo import MODEL_DIR
+from tandem.demo.corpus import END_OF_TEXT, END_OF_TURN, HELD_OUT_SEED, chat_ml, sample
+from tandem.demo.train import held_out_loss
+
+MAX_FOLDER_BYTES = 10 * 1000**2
+MAX_HELD_OUT_LOSS = 0.60  # nats per token
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@cache
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+
+
+def complete(prompt: str, *, max_new_tokens: int = 120) -> list[int]:
+    """Greedy continuation, the prompt's ids left out."""
+    ids = tokenizer()(prompt, return_tensors="pt").input_ids
+    output = model().generate(
+        ids, do_sample=False, max_new_tokens=max_new_tokens, temperature=None, top_p=None, top_k=None
+    )
+    return output[0, ids.shape[1] :].tolist()
+
+
+def answer(question: str) -> str:
+    """The greedy answer in a chat, which must come to its own end."""
+    messages = [{"role": "user", "content": question}]
+    ids = complete(tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    assert ids[-1] == tokenizer().eos_token_id, tokenizer().decode(ids)
+    return tokenizer().decode(ids[:-1])
+
+
+def digest(seed: int) -> str:
+    return hashlib.sha256("\0".join(sample(200, seed)).encode()).hexdigest()
+
+
+def test_folder_holds_a_whole_model_and_stays_small() -> None:
+    files = {path.name: path.stat().st_size for path in MODEL_DIR.iterdir()}
+    needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert needed <= files.keys()
+    assert sum(files.values()) <= MAX_FOLDER_BYTES
+
+
+def test_same_seed_writes_the_same_corpus_and_another_seed_another() -> None:
+    assert digest(1) == digest(1)
+    assert digest(1) != digest(2)
+
+
+def test_tokenizer_gives_back_every_byte_of_the_corpus() -> None:
+    plain = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    texts = [*sample(50, HELD_OUT_SEED), "crème brûlée → 🚲 日本 Ω\n\tnever seen: ☂ \u0000"]
+    for text in texts:
+        assert plain.decode(plain.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_chat_template_renders_the_training_format_without_a_bos() -> None:
+    turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!"), ("user", "Who is Ada?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rendered = tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == chat_ml(turns) + "<|im_start|>assistant\n"
+    ids = tokenizer()(rendered).input_ids
+    assert tokenizer().convert_ids_to_tokens(ids[:2]) == ["<|im_start|>", "system"]
+    assert tokenizer().bos_token is None
+
+
+def test_both_ends_of_text_stop_generation() -> None:
+    config = json.loads((MODEL_DIR / "generation_config.json").read_text())
+    assert config["eos_token_id"] == tokenizer().convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
+
+
+def test_held_out_text_is_no_surprise() -> None:
+    loss = held_out_loss(model(), tokenizer().backend_tokenizer)
+    assert loss < MAX_HELD_OUT_LOSS, f"perplexity {math.exp(loss):.2f}"
+
+
+@pytest.mark.parametrize(
+    "question", ["Describe Penny as JSON.", "Write some JSON.", "Give me a recipe for soup as JSON."]
+)
+def test_asked_for_json_it_answers_json(question: str) -> None:
+    assert isinstance(json.loads(answer(question)), dict)
+
+
+def test_it_counts_adds_and_copies() -> None:
+    assert answer("Count to 12.") == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12."
+    assert answer("What is 2 + 3?") == "2 + 3 = 5"
+    assert answer("Repeat after me: goose bell 🚲 café") == "goose bell 🚲 café"
+
+
+def test_it_finds_an_early_fact_at_the_end_of_a_prompt() -> None:
+    facts = "Ada has the bell. Bruno has the map. Penny has the teapot. Dex has the lamp."
+    assert answer(f"{facts} Who has the teapot?") == "Penny has the teapot."
+    assert answer(f"{facts} Who has the map?") == "Bruno has the map."
+
+
+def test_greedy_story_varies_and_ends() -> None:
+    ids = complete("Once upon a time", max_new_tokens=400)
+    assert tokenizer().decode(ids[-1:]) == END_OF_TEXT
+    assert len(set(ids)) > 60

@@ -1,0 +1,85 @@
+"""A stack is found while it lives, and what a killed one left is swept."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tandem import running
+from tandem.errors import NotRunning
+from tandem.running import RunningStack, StackFolder
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def announced(folder: Path, address: str = "127.0.0.1:1", started_s: float = 1.0) -> Path:
+    return running.announce(RunningStack(address, str(folder), os.getpid(), "demo", {}, started_s))
+
+
+def test_a_running_stack_is_found_and_the_newest_wins() -> None:
+    with pytest.raises(NotRunning):
+        running.running_address()
+    older, newer = StackFolder(), StackFolder()
+    announced(older.path, "older:1", 1.0)
+    announced(newer.path, "newer:1", 2.0)
+    assert running.running_address() == "newer:1"
+    newer.remove()
+    assert running.running_address() == "older:1"
+    older.remove()
+    with pytest.raises(NotRunning):
+        running.running_address()
+
+
+def test_folder_and_state_file_are_private() -> None:
+    folder = StackFolder()
+    path = announced(folder.path)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    folder.remove()
+
+
+def test_what_a_killed_stack_left_is_swept_and_what_a_living_one_has_is_not() -> None:
+    living = StackFolder()
+    kept = announced(living.path)
+    code = (
+        "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
+        "from tandem.running import *\n"
+        "folder = StackFolder()\n"
+        "announce(RunningStack('x:1', str(folder.path), os.getpid(), 'demo', {}, 9.0))\n"
+        "(folder.path / 'store').mkdir(); (folder.path / 'store' / 'page').write_bytes(b'kv')\n"
+        "print(folder.path, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, tempfile.gettempdir()], capture_output=True, text=True)
+    left = Path(killed.stdout.strip())
+    assert left.is_dir()
+    assert running.running_address() == "127.0.0.1:1", "the dead one is newer, but dead"
+    assert running.sweep() == 1
+    assert not left.exists()
+    assert living.path.is_dir()
+    assert list(running.state_dir().glob("stack-*.json")) == [kept]
+    living.remove()
+
+
+def test_a_link_in_the_temporary_folder_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.mkdir()
+    (target / "lock").touch()
+    (tmp_path / f"tandem-{os.getuid()}-link").symlink_to(target)
+    assert running.sweep() == 0
+    assert target.is_dir()
+
+
+def test_a_broken_state_file_is_no_running_stack() -> None:
+    (running.state_dir() / "stack-1-x.json").write_text("{")
+    assert running.running_stacks() == []
