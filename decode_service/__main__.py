@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from instance.process import run_instance
 from decode_service.config import DecodeSettings
 from decode_service.service import ROLE
+from instance.process import run_instance
 from serving.settings import settings_options
 
 

@@ -3,16 +3,16 @@
     Decode(start) ─▶ waiting ─reserved▶ loading ─loaded and seeded▶ running ─tokens …▶ finished
                         │                  └─ what is missing, bad or late is computed here
                         ├─ without a transfer: prefilled here, running at once, no seed
-                        └─ no room, no seed in time, call cancelled, engine dead ─▶ aborted, the transfer released ─▶ freed
+                        └─ no room, no seed in time, cancelled, engine dead ─▶ aborted, transfer released ─▶ freed
 
-The engine moves the request. This role reads the seed while it waits, lets a `TransferReader` follow the transfer at the
-prefill instance from the reservation on, and gives the lease back as soon as the KV is here, or will never be wanted.
+The engine moves the request. This role reads the seed while it waits, lets a `Follower` follow the transfer at
+the prefill instance from the reservation on, and gives the lease back once the KV is here, or will never be wanted.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from decode_service.metrics import Metrics
@@ -20,7 +20,7 @@ from engine import failpoints
 from engine.messages import LoadedEvent, ReservedEvent
 from instance.choices import ChoiceEvent, Choices, RunningChoice
 from instance.convert import Choice, TransferSource, seed_ids
-from instance.reader import MakeReader, TransferReader
+from instance.followers import Follower, Followers
 from protos.tandem.v1 import decode_pb2
 from serving.errors import invalid_argument
 
@@ -30,15 +30,15 @@ Requests = AsyncIterator[decode_pb2.DecodeRequest]
 class DecodeRole:
     """Generates, from KV that a prefill instance computed or from its own. Belongs to the front's event loop."""
 
-    def __init__(self, choices: Choices, metrics: Metrics, instance_epoch: str, make_reader: MakeReader) -> None:
+    def __init__(self, choices: Choices, metrics: Metrics, instance_epoch: str, followers: Followers) -> None:
         self._choices = choices
         self._metrics = metrics
         self._instance_epoch = instance_epoch
-        self._make_reader = make_reader
+        self._followers = followers
 
     async def run(
         self, choice: Choice, source: TransferSource | None, requests: Requests
-    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         """Everything that happens to one decode, in order. Closing it early frees everything, at the holder as well."""
         with self._metrics.observed() as observation:
             async with self._choices.open(choice) as running:
@@ -54,13 +54,13 @@ class DecodeRole:
 
     async def _transferred(
         self, running: RunningChoice, source: TransferSource, requests: Requests
-    ) -> AsyncIterator[ChoiceEvent]:
+    ) -> AsyncGenerator[ChoiceEvent, None]:
         """The events of a choice whose KV comes from elsewhere; keeps its transfer and its seed moving."""
-        async with self._make_reader(source, running.choice.request_id) as reader:
+        with self._followers.following(source, running.choice.request_id) as follower:
             seeded = asyncio.create_task(self._read_seed(running, requests))
             try:
                 while (event := await _next_unless_failed(running, seeded)) is not None:
-                    await _follow(event, reader)
+                    await _tell(event, follower)
                     yield event
             finally:
                 seeded.cancel()
@@ -92,18 +92,18 @@ class DecodeRole:
         return decode_pb2.DecodeResponse(loaded=loaded)
 
 
-async def _plain(running: RunningChoice) -> AsyncIterator[ChoiceEvent]:
+async def _plain(running: RunningChoice) -> AsyncGenerator[ChoiceEvent, None]:
     async for event in running:
         yield event
 
 
-async def _follow(event: ChoiceEvent, reader: TransferReader) -> None:
-    """Tells the reader what the engine said."""
+async def _tell(event: ChoiceEvent, follower: Follower) -> None:
+    """Passes on to the follower what the engine said."""
     if isinstance(event, ReservedEvent):
-        reader.follow(event.num_local_blocks)
+        follower.follow(event.num_local_blocks)
         await failpoints.hit_async("decode.reserved")
     elif isinstance(event, LoadedEvent):
-        reader.loaded()
+        follower.release(whole=event.num_recomputed_blocks == 0)
         await failpoints.hit_async("decode.loaded")
 
 

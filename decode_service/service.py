@@ -9,7 +9,6 @@ from decode_service.metrics import Metrics
 from decode_service.role import DecodeRole
 from instance.convert import Limits, decode_choice
 from instance.front import Parts, Role, RoleService
-from instance.reader import reader_maker
 from protos.tandem.v1 import decode_pb2, instance_pb2
 from serving.calls import Context
 from serving.errors import invalid_argument
@@ -41,7 +40,7 @@ class DecodeServicer:
 def make(parts: Parts) -> RoleService:
     """The role around an engine."""
     metrics = Metrics()
-    role = DecodeRole(parts.choices, metrics, parts.instance_epoch, reader_maker(parts))
+    role = DecodeRole(parts.choices, metrics, parts.instance_epoch, parts.followers)
     return RoleService(SERVICE, DecodeServicer(role, parts.choices.limits), metrics)
 
 

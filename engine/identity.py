@@ -1,10 +1,10 @@
 """Which model an engine computes with: what must be equal before two instances may exchange KV.
 
-The digests say what shapes the computation (weights, config, tokenizer, dtype, page layout); the fingerprint is the digest of
-them all and goes into every block hash and every page. Free of torch.
+The digests say what shapes the computation (weights, config, tokenizer, dtype, page layout); the fingerprint is the
+digest of them all and goes into every block hash and every page. Free of torch.
 
-Digests of weights are remembered per user by real path, size, mtime and inode, so that a start does not read 140 GB again. The
-memory is only ever a short cut: whatever is wrong with the file, the digests are computed again.
+Digests of weights are remembered per user by real path, size, mtime and inode, so that a start does not read 140 GB
+again. The memory is only ever a short cut: whatever is wrong with the file, the digests are computed again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.config import LoadFormat
 from engine.errors import EngineError
 from engine.kv_layout import LAYOUT_VERSION, KVLayout
 
-# Parts of config.json that name, date or decorate a model without changing what it computes. dtype is a field of its own.
+# Parts of config.json that name, date or decorate a model and do not change what it computes. dtype is its own field.
 _NOT_COMPUTED = frozenset(
     {
         "_attn_implementation",

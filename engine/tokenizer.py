@@ -51,8 +51,6 @@ class Tokenizer:
         self.eos_token_id = self._named_id("eos_token")
         self.token_bytes = TokenBytes.of_tokenizer(self._backend, spec)
         self._chat_template = ChatTemplate(chat_template, self._named_tokens()) if chat_template else None
-        # As in transformers 5: a config that mentions either end decides both, in the post-processor's place.
-        self._sets_ends = "add_bos_token" in config or "add_eos_token" in config
         self._special_literal = re.compile(
             "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or "(?!)"
         )
@@ -79,12 +77,13 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of `text`. `parse_special=False` takes special tokens in it for plain text.
 
+        `add_special_tokens` adds what tokenizer.json's post-processor adds (a BOS, as a rule). As in transformers 5 that
+        file alone decides: add_bos_token in tokenizer_config.json changes nothing.
         With `max_tokens` a text that cannot possibly fit is refused without tokenising it. Raises `InvalidRequest`.
         """
         self._check_text(text, max_tokens)
         backend = self._backend if parse_special or not self._special_literal.search(text) else self._twin
-        ids = _encode(backend, text, add_special_tokens and not self._sets_ends)
-        return self._with_ends(ids) if add_special_tokens and self._sets_ends else ids
+        return _encode(backend, text, add_special_tokens)
 
     async def encode_async(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True, max_tokens: int | None = None
@@ -106,11 +105,6 @@ class Tokenizer:
             problem = f"prompt of {num_bytes} bytes has at least {bound} tokens, limit {max_tokens}"
             raise InvalidRequest("prompt", problem, f"at most {max_tokens} tokens")
 
-    def _with_ends(self, ids: list[int]) -> list[int]:
-        front = [self.bos_token_id] if self._config.get("add_bos_token") and self.bos_token_id is not None else []
-        back = [self.eos_token_id] if self._config.get("add_eos_token") and self.eos_token_id is not None else []
-        return [*front, *ids, *back]
-
     # Ids to text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -120,6 +114,11 @@ class Tokenizer:
         if self.token_bytes is not None:
             return self.token_bytes.text(token_ids)
         return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its spelling in tokenizer.json; None if there is none."""
+        token_id = self._backend.token_to_id(token)
+        return None if token_id is None else int(token_id)
 
     # Chat
 
@@ -241,8 +240,7 @@ class Tokenizer:
 
     def _named_id(self, name: str) -> int | None:
         token = self._named_tokens().get(name)
-        token_id = self._backend.token_to_id(token) if token is not None else None
-        return None if token_id is None else int(token_id)
+        return None if token is None else self.token_id(token)
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

@@ -3,8 +3,7 @@
 open ──add_request──▶ running ──last chunk──▶ ended
                          └──error, cancelled, core dead──▶ aborted in the core, its blocks free within a step
 
-Whoever enters `Choices.open` owns the choice, and leaving the block ends it on every path. A choice speaks of text and the
-wire's chunks; ids and blocks stay below.
+Whoever enters `Choices.open` owns the choice, and leaving the block ends it on every path.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ChoiceEvent = ReservedEvent | LoadedEvent | common_pb2.TokenChunk
 
 
 class RunningChoice:
-    """One choice that the engine has. Iterate it once: engine events as they are, tokens as chunks, the last with finish."""
+    """One choice that the engine has. Iterate it once: events as they are, tokens as chunks, the last with finish."""
 
     def __init__(self, choice: Choice, stream: RequestStream, text: ChoiceText, engine: AsyncEngine) -> None:
         self.choice = choice
@@ -34,7 +33,7 @@ class RunningChoice:
         self._engine = engine
 
     def seed(self, token_ids: list[int]) -> None:
-        """Ids that another instance has emitted since the start; text before engine, since tokens may follow at once."""
+        """Ids that another instance has emitted since the start. Text before engine: tokens may follow at once."""
         self._text.replay(token_ids)
         self._engine.send(Seed(self.choice.request_id, token_ids))
 
@@ -67,7 +66,7 @@ class Choices:
 
     @asynccontextmanager
     async def open(self, choice: Choice) -> AsyncIterator[RunningChoice]:
-        """Runs `choice`; raises AlreadyExists while its request id is running, Unavailable when the engine has ended."""
+        """Runs `choice`; raises AlreadyExists while its id is running, Unavailable when the engine has ended."""
         if choice.request_id in self._running:
             raise AlreadyExists(f"request id {choice.request_id} is running here")
         self._running.add(choice.request_id)

@@ -1,4 +1,4 @@
-"""The settings that both roles share, and the engine's configuration made of them. A role's own module holds its defaults."""
+"""The settings that both roles share, and the engine's configuration made of them. A role's module has its defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serving.settings import Section, Settings, SettingsError, setting
 
 CONNECTORS = {
     "null": "engine.kv_connector:NullKVConnector",
-    "shared_storage": "kv_transfer.shared_storage:SharedStorageConnector",
+    "shared_storage": "kv_transfer.connector:SharedStorageConnector",
 }
 """The connectors that have a short name; any other is given as module:Class."""
 
@@ -27,6 +27,9 @@ _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 class ListenSettings(ServerSettings):
     """The gRPC port of this instance. All calls of a router come from one address, so one address may have many."""
 
+    advertise: str | None = setting(
+        None, "host:port that peers are told; none: the address listened on.", flag="--advertise"
+    )
     listen: str | None = setting(None, "host:port to listen on, in one: goes before host and port.", flag="--listen")
     max_calls_per_peer: int = setting(4096, "Open calls from one address.", ge=1)
     drain_accept_s: float = setting(1.0, "Seconds that a drain still accepts requests, until routers know.", ge=0)
@@ -178,15 +181,24 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
 def _connector_config(transfer: TransferSection) -> KVConnectorConfig:
     class_path = CONNECTORS.get(transfer.connector, transfer.connector)
     named: dict[str, str | int | float | bool | None] = {
-        "folder": None if transfer.folder is None else str(transfer.folder),
-        "secret_file": None if transfer.secret_file is None else str(transfer.secret_file),
+        "path": None if transfer.folder is None else str(transfer.folder),
+        "kv_secret_file": None if transfer.secret_file is None else str(transfer.secret_file),
         "capacity_bytes": transfer.capacity_bytes,
     }
     given = {name: value for name, value in named.items() if value is not None}
-    if transfer.connector == "shared_storage" and "folder" not in given:
-        raise SettingsError("transfer.folder is required by the shared_storage connector: set --kv-folder")
-    if transfer.connector == "null" and given:
-        raise SettingsError(f"transfer.{next(iter(given))} has no meaning for the null connector")
     if twice := given.keys() & transfer.options.keys():
-        raise SettingsError(f"transfer.options repeats transfer.{min(twice)}")
+        raise SettingsError(f"transfer.options.{min(twice)} has a setting of its own; give it there")
+    if transfer.connector == "null" and (given or transfer.options):
+        raise SettingsError("the null connector moves nothing and takes no folder, key, capacity or options")
+    if transfer.connector == "shared_storage" and "path" not in given:
+        raise SettingsError("transfer.folder is required by the shared_storage connector: set --kv-folder")
+    if (
+        transfer.connector == "shared_storage"
+        and "kv_secret_file" not in given
+        and transfer.options.get("digest", True)
+    ):
+        raise SettingsError(
+            "transfer.secret_file is required by the shared_storage connector: make one with `openssl rand -hex 32`,"
+            " the same for all instances, and set --kv-secret-file"
+        )
     return KVConnectorConfig(class_path=class_path, options={**transfer.options, **given})

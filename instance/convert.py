@@ -1,6 +1,6 @@
 """Protobuf ↔ engine, once, at the edge: what passes here is in range, and nothing behind it checks again.
 
-A wrong field raises `InvalidArgument` with the name that the caller knows it by. The way back to the wire does not fail.
+A wrong field raises `InvalidArgument` with the name that the caller knows it by. The way back does not fail.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest, shown
+from engine.identity import ModelIdentity
 from engine.messages import EngineInfo, EngineRequest, FinishReason, HoldKV, RemoteKV
 from engine.sampling_params import SamplingParams, validate
 from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
@@ -226,15 +227,6 @@ def finish_reason(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
     return _FINISH_REASONS[reason]
 
 
-def identity(info: EngineInfo) -> common_pb2.Identity:
-    """What the engine computes with."""
-    return common_pb2.Identity(
-        weights_digest=info.weights_digest,
-        config_digest=info.config_digest,
-        tokenizer_digest=info.tokenizer_digest,
-        dtype=info.dtype,
-        block_size=info.block_size,
-        layout_version=info.layout_version,
-        layout_digest=info.layout_digest,
-        fingerprint=info.fingerprint,
-    )
+def model_identity(info: EngineInfo) -> ModelIdentity:
+    """What the core computes with."""
+    return ModelIdentity(**{name: getattr(info, name) for name in ModelIdentity.__struct_fields__})

@@ -4,9 +4,9 @@
                                         └──────── core dead ────────▶ not ready, streams UNAVAILABLE, exit status 1
 
 A drain turns readiness off, accepts for a moment longer, refuses, lets the streams end and the KV that is held here be
-fetched, and only then closes the port. What still runs when the grace is over is answered UNAVAILABLE, so that the router
-resumes it elsewhere. A dead core cannot be replaced here (its KV is gone): the process ends and its supervisor starts a
-fresh one, with a new epoch.
+fetched, and only then closes the port. What still runs when the grace is over is answered UNAVAILABLE, so that the
+router resumes it elsewhere. A dead core cannot be replaced here (its KV is gone): the process ends and its supervisor
+starts a fresh one, with a new epoch.
 """
 
 from __future__ import annotations
@@ -24,39 +24,31 @@ from engine.generation_config import GenerationDefaults
 from instance import service
 from instance.choices import Choices
 from instance.config import InstanceSettings, engine_config
-from instance.convert import Limits, identity
+from instance.convert import Limits, model_identity
 from instance.core_health import watch_core
+from instance.followers import Followers
 from instance.load import LoadReporter
 from instance.metrics import RequestMetrics
 from instance.peers import Peers
 from instance.text import TextMaker
-from kv_transfer.holder import TransferHolder
-from protos.tandem.v1 import common_pb2, instance_pb2, kv_transfer_pb2
+from kv_transfer import holder
+from kv_transfer.wire import identity_to_proto
+from protos.tandem.v1 import instance_pb2
 from serving.lifetime import StopSignals
-from serving.open_calls import CONTROL, CallPolicy
 from serving.server import Server
 
 _log = logging.getLogger(__name__)
 _CUT_OFF_S = 1.0
 """For streams to be answered UNAVAILABLE before the port closes under them."""
 
-_TRANSFER_SERVICE = kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"]
-_TRANSFER_POLICIES = {
-    "Attach": CallPolicy(admit_while_draining=True, counted=False, cap_deadline=False),
-    "Release": CONTROL,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a role is made of."""
 
-    engine: AsyncEngine
     choices: Choices
-    peers: Peers
-    identity: common_pb2.Identity
+    followers: Followers
     instance_epoch: str
-    settings: InstanceSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +78,7 @@ class Front:
         self.instance_epoch = uuid.uuid4().hex
         self._role = role
         self._signals = signals
-        self._identity = identity(engine.info)
+        self.identity = model_identity(engine.info)
         self._grace_s = settings.server.drain_grace_s
         self._draining = False
         self._stopping: asyncio.Task[None] | None = None
@@ -99,17 +91,31 @@ class Front:
             draining=lambda: self._draining,
             interval_s=settings.instance.load_interval_s,
         )
-        self.holder = TransferHolder(send=engine.send, identity=self._identity, instance_epoch=self.instance_epoch)
+        transfer = settings.transfer
+        self.holder = holder.TransferHolder(
+            identity=self.identity,
+            instance_epoch=self.instance_epoch,
+            send=engine.send,
+            settings=holder.HolderSettings(
+                lease_s=transfer.lease_s, max_lease_s=transfer.lease_s, attach_wait_s=transfer.reservation_s
+            ),
+        )
         engine.on_transfer_event = self.holder.on_event
+        self.followers = Followers(
+            self.peers,
+            self.identity,
+            engine.send,
+            lease_s=transfer.lease_s,
+            attach_timeout_s=transfer.reservation_s,
+        )
         self.choices = Choices(engine, TextMaker.from_folder(settings.model.folder), self._limits())
-        parts = Parts(engine, self.choices, self.peers, self._identity, self.instance_epoch, settings)
-        self.role_service = role.make(parts)
+        self.role_service = role.make(Parts(self.choices, self.followers, self.instance_epoch))
 
     @classmethod
     async def start(
         cls, settings: InstanceSettings, role: Role, signals: StopSignals, *, engine: AsyncEngine | None = None
     ) -> Front:
-        """Starts a core (unless given one), then listens. Raises EngineDeadError or OSError; then nothing is left behind."""
+        """Starts a core (unless given one), then listens. Raises EngineError or OSError, leaving nothing behind."""
         engine = engine or await AsyncEngine.start(engine_config(settings))
         try:
             front = cls(settings, role, engine, signals)
@@ -122,7 +128,7 @@ class Front:
     async def _listen(self) -> None:
         servicer = service.InstanceServicer(self.info, self.reporter, self._begin_drain)
         await self.server.register(service.SERVICE, servicer, service.POLICIES)
-        await self.server.register(_TRANSFER_SERVICE, self.holder, _TRANSFER_POLICIES)
+        await self.server.register(holder.SERVICE, self.holder, holder.POLICIES)
         await self.server.register(self.role_service.service, self.role_service.servicer)
         await self.server.start()
         watch = watch_core(
@@ -147,7 +153,7 @@ class Front:
             instance_epoch=self.instance_epoch,
             role=self._role.kind,
             address=self.server.address,
-            identity=self._identity,
+            identity=identity_to_proto(self.identity),
             model=self.settings.model_name,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -189,7 +195,7 @@ class Front:
             await self.stop()
 
     async def stop(self) -> None:
-        """Ends everything now: running streams are answered UNAVAILABLE, the core ends, the port closes last. Idempotent."""
+        """Ends everything now: streams are answered UNAVAILABLE, the core ends, the port closes last. Idempotent."""
         self._stopping = self._stopping or asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)
 
@@ -204,6 +210,7 @@ class Front:
                 await self.server.calls.wait_idle()
         except TimeoutError:
             _log.warning("%d calls did not end by themselves", self.server.calls.num_awaited)
+        await self.followers.close()
         await self.server.stop()
         await self.peers.close()
         _log.info("stopped", extra={"fields": self.role_service.metrics.totals()})

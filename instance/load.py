@@ -1,8 +1,8 @@
 """How loaded this instance is, for the routers that watch it.
 
-One reporter makes the reports of the process, at least every `interval_s` and sooner when the load has changed much;
-each watcher gets the newest one whenever it is ready to write, so a slow watcher skips reports and holds none up. Reports
-go on while the engine core is silent, with `core_silence_s` growing.
+One reporter makes the reports of the process, at least every `interval_s` and sooner when the load has changed much.
+Each watcher gets the newest one whenever it is ready to write, so a slow watcher skips reports and holds none up.
+Reports go on while the engine core is silent, with `core_silence_s` growing.
 """
 
 from __future__ import annotations

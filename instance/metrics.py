@@ -1,4 +1,4 @@
-"""What an instance counts about the requests it serves, whichever its role. Plain numbers, read by the log and by exporters."""
+"""What an instance counts about its requests, whichever its role. Plain numbers, for the log and for exporters."""
 
 from __future__ import annotations
 
@@ -92,4 +92,4 @@ class RequestMetrics:
         if (first_token_s := timeline.between(RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN)) is not None:
             self.num_first_tokens += 1
             self.first_token_s += first_token_s
-        log_event(_log, event, num_tokens=observation.num_tokens, **fields, **timeline.milliseconds())
+        log_event(_log, event, "", num_tokens=observation.num_tokens, **{**fields, **timeline.milliseconds()})

@@ -1,4 +1,4 @@
-"""What an engine's refusal is on the wire: one mapping, for exceptions and for events that end a request with an error."""
+"""What an engine's refusal is on the wire: one mapping, for exceptions and for events that end a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving.errors import (
 )
 
 _RETRY_AFTER_S = 0.5
-"""Blocks come free at the pace of whole requests; sooner is mostly in vain, and a router tries another instance first."""
+"""Blocks come free at the pace of whole requests, so sooner is mostly in vain."""
 
 
 def service_error(error: EngineError) -> ServiceError:

@@ -2,9 +2,9 @@
 
     begin (replays the emitted ids) ─▶ [replay (seed)] ─▶ chunk … chunk ─▶ finished
 
-Index and offset go on where the replayed ids ended, whichever instance delivered those, because the text that k ids have
-delivered is a function of the k ids alone. A stop string ends the choice here, cut exactly, whatever the core thinks; the
-owner of the choice then aborts it there.
+Index and offset go on where the replayed ids ended, whichever instance delivered those, because the text that k ids
+have delivered is a function of the k ids alone. A stop string ends the choice here, cut exactly, whatever the core
+thinks; the owner of the choice then aborts it there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ChoiceText:
         self.finished = False
 
     def replay(self, token_ids: list[int]) -> None:
-        """Takes ids that another instance has delivered, before the first chunk. Raises InvalidArgument if they end the choice."""
+        """Takes ids delivered elsewhere, before the first chunk. Raises InvalidArgument if they end the choice."""
         self._num_ids += len(token_ids)
         if token_ids and self._processor.replay(token_ids).finish_reason is not None:
             raise invalid_argument("emitted_token_ids", "hold a stop string: the choice has ended")

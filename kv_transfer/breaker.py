@@ -1,7 +1,7 @@
 """Stops asking a store that does not work, so that a dead store costs one timeout now and then and not one per page.
 
-    closed ──max_failures in a row──▶ open ──retry_s──▶ one try ──good──▶ closed
-                                       ▲──────────bad─────┘
+closed ──max_failures in a row──▶ open ──retry_s──▶ one try ──good──▶ closed
+                                   ▲──────────bad─────┘
 """
 
 from __future__ import annotations

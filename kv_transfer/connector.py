@@ -3,8 +3,8 @@
     scheduler half   Producer (prefill side, leases) and Loader (decode side) decide: operations, events, results
     worker half      I/O threads carry operations out (PageIO) and put their ends into `_ended`; poll() applies them
 
-Everything but `_end_op` and what the I/O threads run belongs to the step loop's thread. Neither half depends on a role: one instance
-may produce some transfers and load others.
+Everything but `_end_op` and what the I/O threads run belongs to the step loop's thread. Neither half depends on a
+role: one instance may produce some transfers and load others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Options that every store connector has."""
 
     kv_secret_file: str = ""
-    """File with the key of the pages' digests (64 hex digits), the same for all instances. Needed while `digest` is on."""
+    """File with the key of the digests (64 hex digits), the same for all instances. Needed while `digest` is on."""
     digest: bool = True
     """Keyed BLAKE3 over every page. Off: pages are trusted as far as their header goes."""
     num_io_threads: int = 2
@@ -97,7 +97,7 @@ class SharedStorageOptions(StoreOptions, frozen=True, kw_only=True, forbid_unkno
 class StoreConnector:
     """Implements engine.kv_connector.KVConnector over a store."""
 
-    name = "store"
+    name: str
 
     def __init__(
         self,
@@ -177,9 +177,7 @@ class StoreConnector:
 
     def poll(self) -> KVConnectorOutput:
         now = self._clock()
-        with self._ended_lock:
-            ended, self._ended = self._ended, []
-        for end in ended:
+        for end in self._take_ended():
             self._apply(end, now)
         self._producer.expire(now)
         self._loader.expire(now)
@@ -194,10 +192,12 @@ class StoreConnector:
         return max(0.0, min(deadlines) - self._clock()) if deadlines else None
 
     def shutdown(self) -> None:
-        self._producer.cancel_all()
+        self._producer.end_all(self._clock())
+        self._loader.end_all()
         self._threads.shutdown(self._options.shutdown_timeout_s)
-        self.poll()
-        for key in self._producer.tail_keys():
+        for end in self._take_ended():
+            self._apply(end, self._clock())
+        for key in self._producer.take_deletes():
             self._io.delete(key)
         self._store.close()
 
@@ -213,6 +213,11 @@ class StoreConnector:
             self._ended.append(end)
         if first:
             self._wake()
+
+    def _take_ended(self) -> list[IOEnd]:
+        with self._ended_lock:
+            ended, self._ended = self._ended, []
+        return ended
 
     def _apply(self, end: IOEnd, now: float) -> None:
         counters = self.counters
@@ -254,7 +259,8 @@ class SharedStorageConnector(StoreConnector):
         try:
             parsed = msgspec.convert(options, SharedStorageOptions, strict=False)
         except msgspec.ValidationError as error:
-            raise EngineError(f"options of the shared_storage connector: {error}") from error
+            known = ", ".join(SharedStorageOptions.__struct_fields__)
+            raise EngineError(f"options of the shared_storage connector: {error}; known: {known}") from error
         store = SharedStorage(
             parsed.path,
             capacity_bytes=parsed.capacity_bytes,

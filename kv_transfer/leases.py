@@ -11,10 +11,11 @@ The state of a transfer has two axes.
                ├──────── deadline ─┴──────▶ ended "expired"
                └── production failed ─────▶ ended "failed"
 
-A transfer ends exactly once, and its end is what gives back what it holds: `take_ended` names each one time. While it is computed
-and nobody has attached, progress keeps an offer alive, for the request itself has deadlines; once attached, only its reader does. A
-release may come before the offer (the router gave up first): it leaves a tombstone, and the offer then ends at once. The end of a
-transfer leaves a tombstone too, so that its id never lives twice. Tombstones are bounded in number and time.
+A transfer ends exactly once, and its end is what gives back what it holds: `take_ended` names each one time. While it
+is computed and nobody has attached, progress keeps an offer alive, for the request itself has deadlines; once
+attached, only its reader does. A release may come before the offer (the router gave up first): it leaves a tombstone,
+and the offer then ends at once. The end of a transfer leaves a tombstone too, so that its id never lives twice.
+Tombstones are bounded in number and time.
 
 Pure: the caller says what time it is. One thread.
 """

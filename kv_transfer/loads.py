@@ -4,12 +4,14 @@
                   │                      ├──a page is bad or missing, or the end is bad──▶ failed ─▶ KVLoadResult, once
                   └──finished (abort)────┴─▶ aborted ──no read in flight──▶ freed
 
-What precedes the first bad page is used, the rest is computed by the engine. A result waits until no read is in flight, because the
-engine then writes to the same blocks. An operation carries its `Load`, so what ends late never counts for another request, not even
-one of the same name. Waiting for the holder's word ends with the attach stream (its silence is a failure) or with the request's
-reservation, which the scheduler watches; waiting for the store ends with `load_timeout_s` after the last word.
+What precedes the first bad page is used, the rest is computed by the engine. A result waits until no read is in
+flight, because the engine then writes to the same blocks. An operation carries its `Load`, so what ends late never
+counts for another request, not even one of the same name. Waiting for the holder's word ends with the attach stream
+(its silence is a failure) or with the request's reservation, which the scheduler watches; waiting for the store ends
+with `load_timeout_s` after the last word.
 
-Pure: no I/O, no clock; used in the step loop alone. `Load.skip_from` is also read by I/O threads, which at worst see it late.
+Pure: no I/O, no clock; used in the step loop alone. `Load.skip_from` is also read by I/O threads, which at worst see
+it late.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from kv_transfer.page_naming import PageName, PageNaming
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One request whose KV is to come from elsewhere. `pages` and `block_ids` run parallel; the tail, if any, is last."""
+    """One request whose KV is to come from elsewhere. `pages` and `block_ids` run parallel, the tail last."""
 
     request_id: str
     transfer_id: str
@@ -184,7 +186,7 @@ class Loader:
     def next_deadline(self) -> float | None:
         """When `expire` may have something to do; None: never."""
         deadlines = [load.deadline for load in self._loads.values() if load.num_in_flight]
-        return min(deadlines, default=None) if deadlines else None
+        return min(deadlines) if deadlines else None
 
     # Decisions for the connector to apply
 
@@ -203,9 +205,10 @@ class Loader:
         freed, self._freed = self._freed, []
         return freed
 
-    @property
-    def has_ops(self) -> bool:
-        return bool(self._ops)
+    def end_all(self) -> None:
+        """This core ends: begin no more reads."""
+        for load in self._loads.values():
+            load.skip_from = 0
 
     # Inside
 

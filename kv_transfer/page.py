@@ -1,4 +1,5 @@
-"""The page format: the same bytes in a file, in Redis and in LMCache. A fixed header, then one KV block as it lies in memory.
+"""The page format: the same bytes in a file, in Redis and in LMCache. A fixed header, then one KV block as it lies in
+memory.
 
     offset size  field
          0    8  magic "TNDMKV1\\0"
@@ -12,8 +13,8 @@
        208    4  CRC-32 over the header without this field
        212   44  zero
 
-Little-endian. A reader knows what every field but the last three must be before it reads, and compares; nothing in a page is
-taken on trust, and any difference is a PageError: a miss to be counted and recomputed, never a wrong token.
+Little-endian. A reader knows what every field but the last three must be before it reads, and compares; nothing in a
+page is taken on trust, and any difference is a PageError: a miss to be counted and recomputed, never a wrong token.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from kv_transfer.loads import LoadOp
 from kv_transfer.page import HEADER_BYTES, PageError, check_header, check_payload, seal
 from kv_transfer.page_memory import PageMemory
 from kv_transfer.production import SaveOp
-from kv_transfer.store import BlockStore, PageKey, StoreError
+from kv_transfer.store import BadValue, BlockStore, PageKey, StoreError
 
 SKIPPED = "skipped"
 
@@ -51,7 +51,7 @@ class PageIO:
         started = time.perf_counter()
         try:
             num_bytes = self._save(op) if isinstance(op, SaveOp) else self._load(op)
-        except PageError as error:
+        except (PageError, BadValue) as error:
             self.breaker.record(good=True)  # the store works, the page does not
             self.delete(op.name.key)
             return IOEnd(op, f"page_{error.reason}", duration_s=time.perf_counter() - started)

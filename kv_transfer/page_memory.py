@@ -1,6 +1,7 @@
 """KV memory as bytes, page by page, for threads that read and write pages outside the step loop.
 
-On a CPU a page is a view of the KV memory itself: nothing is copied. On a GPU it passes through host memory, on a stream of its own.
+On a CPU a page is a view of the KV memory itself: nothing is copied. On a GPU it passes through host memory, on a
+stream of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class HostPages:
     def __init__(self, kv_cache: torch.Tensor) -> None:
         pages = _as_bytes(kv_cache)
         self._num_blocks, self._page_bytes = pages.shape
-        self._bytes = memoryview(pages.view(-1).numpy())
+        self._bytes = pages.view(-1).numpy().data
 
     def page_out(self, block_id: int) -> memoryview:
         return self._page(block_id).toreadonly()
@@ -51,7 +52,9 @@ class HostPages:
 
 
 class DevicePages:
-    """Pages of a KV memory on a GPU. The step that wrote a block has ended, as far as the host can tell, before it is read."""
+    """Pages of a KV memory on a GPU. The step that wrote a block has ended, as far as the host can tell, before it is
+    read.
+    """
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
         import torch
@@ -63,11 +66,11 @@ class DevicePages:
     def page_out(self, block_id: int) -> memoryview:
         host = self._staging()
         self._copy(host, self._pages[block_id])
-        return memoryview(host.numpy())
+        return host.numpy().data
 
     def page_in(self, block_id: int) -> memoryview:
         del block_id
-        return memoryview(self._staging().numpy())
+        return self._staging().numpy().data
 
     def commit(self, block_id: int, page: memoryview) -> None:
         self._copy(self._pages[block_id], self._torch.frombuffer(page, dtype=self._torch.uint8))

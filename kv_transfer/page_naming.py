@@ -1,4 +1,4 @@
-"""What the pages of a request are called and must contain: computed alike by the one who writes and the one who reads."""
+"""What the pages of a request are called and must be: computed alike by the one who writes and the one who reads."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
 """The prefill side: a request's blocks become pages in the store while later chunks are still being computed.
 
-    request_progressed ─▶ SaveOp per full block ─▶ I/O thread ─▶ ops_ended ─▶ TransferEvent(num_ready_blocks), contiguous only
+    request_progressed ─▶ SaveOp per block ─▶ I/O thread ─▶ op_ended ─▶ TransferEvent(num_ready_blocks), no gaps
     request_finished("hand_over") ─▶ SaveOp of the tail ─▶ the last one ended ─▶ TransferEvent(num_tokens)
-    request_finished(anything else) | a save failed | release | expiry ─▶ TransferEvent(ended); what is not yet begun is dropped
+    any other end | a save failed | release | expiry ─▶ TransferEvent(ended); what is not begun is dropped
 
-Blocks of a finished request stay with the connector until the last save that touches them has ended, then `freed` names the
-request. The lease then guards only the tail's page, which is deleted when the lease ends. Full pages stay: they are everybody's.
+Blocks of a finished request stay with the connector until the last save that touches them has ended, then `freed`
+names the request. The lease then guards only the tail's page, which is deleted when the lease ends. Full pages stay:
+they are everybody's.
 
-Pure: no I/O, no clock; used in the step loop alone. `Production.cancelled` is also read by I/O threads, which at worst see it late.
+Pure: no I/O, no clock; used in the step loop alone. `Production.cancelled` is also read by I/O threads, which at
+worst see it late.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class Producer:
         self._events: list[TransferEvent] = []
         self._freed: list[str] = []
         self._deletes: list[PageKey] = []
-        self.num_expired = 0
+        self._num_expired = 0
 
     # The scheduler's word
 
@@ -160,12 +162,19 @@ class Producer:
         return deletes
 
     @property
-    def has_ops(self) -> bool:
-        return bool(self._ops or self._deletes)
+    def has_deletes(self) -> bool:
+        return bool(self._deletes)
 
-    def tail_keys(self) -> list[PageKey]:
-        """Pages that are private to this process, to be removed with it."""
-        return [production.tail_key for production in self._by_transfer.values() if production.tail_key is not None]
+    def take_num_expired(self) -> int:
+        """Leases that have expired since the last call."""
+        num_expired, self._num_expired = self._num_expired, 0
+        return num_expired
+
+    def end_all(self, now: float) -> None:
+        """This core ends, and every transfer with it."""
+        for transfer_id in list(self._by_transfer):
+            self._leases.fail(transfer_id, "the instance ends", now=now)
+        self._apply_ended()
 
     # Inside
 
@@ -226,7 +235,9 @@ class Producer:
         )
 
     def _announce(self, production: Production, now: float) -> None:
-        """Tell how far the pages are saved without a gap, if that has changed; and the end, once the request has ended too."""
+        """Tell how far the pages are saved without a gap, if that has changed; and the end, once the request has
+        ended too.
+        """
         before = production.num_ready_pages
         while production.num_ready_pages in production.saved:
             production.saved.remove(production.num_ready_pages)
@@ -243,7 +254,7 @@ class Producer:
 
     def _apply_ended(self) -> None:
         for ended in self._leases.take_ended():
-            self.num_expired += ended.ended == "expired"
+            self._num_expired += ended.ended == "expired"
             self._events.append(
                 TransferEvent(ended.transfer_id, ended.num_ready_blocks, ended=ended.ended, reason=ended.reason)
             )

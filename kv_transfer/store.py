@@ -1,8 +1,9 @@
 """Where a store connector keeps pages: anything that can put, get, find and delete a value by key.
 
-A value is a header and a page (kv_transfer/page.py), handed over as buffers so that a page goes straight from and into KV memory.
-All methods may block, are called from I/O threads, and must be thread-safe. A store promises little: a value may vanish or be
-damaged at any time, since the reader verifies what it gets. It must never show half of a value as a whole one under its own name.
+A value is a header and a page (kv_transfer/page.py), handed over as buffers so that a page goes straight from and
+into KV memory. All methods may block, are called from I/O threads, and must be thread-safe. A store promises little:
+a value may vanish or be damaged at any time, since the reader verifies what it gets. It must never show half of a
+value as a whole one under its own name.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ class StoreError(Exception):
         super().__init__(reason)
 
 
+class BadValue(StoreError):
+    """The store works, but what lies under the key is not a value of the right length."""
+
+
 @dataclass(frozen=True, slots=True)
 class PageKey:
-    """Names a page. `scope` is empty for a full block, which belongs to everybody, and SHA-256(transfer_id) for a tail."""
+    """Names a page. `scope` is empty for a full block, which is everybody's, and SHA-256(transfer_id) for a tail."""
 
     fingerprint: bytes
     block_hash: bytes
@@ -50,9 +55,10 @@ class BlockStore(Protocol):
         ...
 
     def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
-        """Fill `buffers`; False: no such value. A value of another length is a StoreError, found before a byte is read.
+        """Fill `buffers`; False: no such value. A value of another length is a BadValue, found before a byte is read.
 
-        `check` is called once buffers[0] is full, before the rest is read where the backend can; it raises to stop there.
+        `check` is called once buffers[0] is full, before the rest is read where the backend can; it raises to stop
+        there.
         """
         ...
 
@@ -88,7 +94,7 @@ class MemoryStore:
         if value is None:
             return False
         if len(value) != sum(len(buffer) for buffer in buffers):
-            raise StoreError("size")
+            raise BadValue("size")
         offset = 0
         for index, buffer in enumerate(buffers):
             memoryview(buffer)[:] = value[offset : offset + len(buffer)]

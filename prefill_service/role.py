@@ -5,13 +5,13 @@
                   └──────────────────┴─ call cancelled, engine error ─▶ aborted, the lease given up ─▶ freed
 
 The engine moves the request and holds its KV; the KV transfer service speaks with its reader. This role only opens the
-request with `hold_kv`, passes its first token on, and gives the lease up on every path on which nobody will come for it.
-A request without `hand_over` is answered whole, here: then this instance serves like an aggregated one.
+request with `hold_kv`, passes its first token on, and gives the lease up on every path on which nobody will come for
+it. A request without `hand_over` is answered whole, here: then this instance serves like an aggregated one.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from engine import failpoints
 from engine.messages import LeaseCommand
@@ -29,7 +29,7 @@ class PrefillRole:
         self._metrics = metrics
         self._instance_epoch = instance_epoch
 
-    async def run(self, choice: Choice) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+    async def run(self, choice: Choice) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Everything that happens to one prefill, in order. Closing it early gives the KV up."""
         opened = handed_over = False
         try:

@@ -1,7 +1,7 @@
 """What the router takes on: a full house refuses at once, with a hint when to come back, and nothing waits.
 
-Counts requests and the tokens they may come to hold (prompt and max_tokens of every choice). The seam for budgets per tenant and
-for queues is `admit`.
+Counts requests and the tokens they may come to hold (prompt and max_tokens of every choice). The seam for budgets per
+tenant and for queues is `admit`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Admission:
         if self._num_requests >= settings.max_requests:
             raise Overloaded(f"{self._num_requests} requests are in flight, the most allowed", settings.retry_after_s)
         if self._num_requests and self._num_tokens + num_tokens > settings.max_tokens:
-            problem = f"{num_tokens} tokens more than the {self._num_tokens} in flight would exceed {settings.max_tokens}"
+            problem = (
+                f"{num_tokens} tokens more than the {self._num_tokens} in flight would exceed {settings.max_tokens}"
+            )
             raise Overloaded(problem, settings.retry_after_s)
         self._num_requests += 1
         self._num_tokens += num_tokens

@@ -3,8 +3,9 @@
 begin_attempt ─▶ accept … ─▶ handed_over (prefill's part is done) ─▶ accept … ─▶ finished
       ▲────────────── the attempt failed: another one goes on after the emitted ids ──────┘
 
-Every chunk must continue exactly where the last one ended, in ids and in characters; a chunk of an earlier stream epoch is
-stale and dropped, anything else that does not fit is a violation, which fails the leg that sent it and emits nothing.
+Every chunk must continue exactly where the last one ended, in ids and in characters; a chunk of an earlier stream
+epoch is stale and dropped, anything else that does not fit is a violation, which fails the leg that sent it and emits
+nothing.
 """
 
 from __future__ import annotations
@@ -32,18 +33,23 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     finished: bool = False
+    aborted: bool = False
     handed_over: bool = False
     """In this attempt, prefill's part is done."""
-    identity: Identity | None = None
-    """Of the instances that emitted the tokens: only equal ones may go on."""
     decode_key: InstanceKey | None = None
     prefill_key: InstanceKey | None = None
+    _identity: Identity | None = None
     _num_before_attempt: int = 0
     _num_cached_tokens: int | None = None
 
     @property
     def num_emitted(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def required_identity(self) -> Identity | None:
+        """Once a token is out, only instances that compute the same may go on; None while anybody may."""
+        return self._identity if self.token_ids else None
 
     @property
     def emitted_in_attempt(self) -> list[int]:
@@ -65,14 +71,14 @@ class Choice:
         )
 
     def at(self, decode: InstanceView, prefill: InstanceView | None) -> None:
-        """Notes where this attempt runs; once a token is out, only instances that compute the same may go on."""
+        """Notes where this attempt runs."""
         self.decode_key = decode.key
         self.prefill_key = prefill.key if prefill is not None else self.prefill_key
-        self.identity = decode.info.identity
+        self._identity = decode.info.identity
 
     def follow(self, first: Choice) -> None:
         """Prefers the instances of the request's first choice, which have just run the same prompt."""
-        self.decode_key, self.prefill_key, self.identity = first.decode_key, first.prefill_key, first.identity
+        self.decode_key, self.prefill_key = first.decode_key, first.prefill_key
 
     def accept(self, chunk: common_pb2.TokenChunk) -> bool:
         """Whether `chunk` is to be forwarded; what it brings then counts as emitted. Raises StreamViolation."""
@@ -94,9 +100,9 @@ class Choice:
             self._complete_usage(chunk.finish.usage)
         return True
 
-    def aborted_chunk(self) -> common_pb2.TokenChunk:
+    def abort(self) -> common_pb2.TokenChunk:
         """The last chunk of a choice that somebody ended."""
-        self.finished = True
+        self.finished = self.aborted = True
         finish = common_pb2.Finish(reason=common_pb2.FINISH_REASON_ABORT)
         self._complete_usage(finish.usage)
         return common_pb2.TokenChunk(

@@ -13,7 +13,9 @@ from serving.settings import Section, Settings, setting
 class RouterSection(Section):
     """What this router serves, and where."""
 
-    listen: str | None = setting(None, "host:port to listen on; wins over server.host and server.port.", flag="--listen")
+    listen: str | None = setting(
+        None, "host:port to listen on; wins over server.host and server.port.", flag="--listen"
+    )
     model: str = setting(..., "Folder with the model's tokenizer and generation_config.json.", flag="--model")
     model_name: str | None = setting(None, "Name clients know the model by; none: the folder's.", flag="--model-name")
     ready_file: str | None = setting(None, "File that gets the line `ready address=host:port`.", flag="--ready-file")
@@ -43,10 +45,14 @@ class PoolSettings(Section):
 class DisaggregationSettings(Section):
     """When a request is split between the pools."""
 
-    mode: Literal["always", "auto", "never"] = setting("auto", "Split requests always, where it pays, or never.", flag="--disaggregation")
+    mode: Literal["always", "auto", "never"] = setting(
+        "auto", "Split requests always, where it pays, or never.", flag="--disaggregation"
+    )
     min_tokens: int = setting(64, "In auto: longest prompt in tokens that the decode instance prefills itself.", ge=0)
     lease_s: float = setting(30.0, "Seconds that a prefill instance holds KV without a sign of its reader.", gt=0)
-    reservation_s: float = setting(30.0, "Seconds that a decode instance keeps blocks reserved without KV or seed.", gt=0)
+    reservation_s: float = setting(
+        30.0, "Seconds that a decode instance keeps blocks reserved without KV or seed.", gt=0
+    )
     reserve_timeout_s: float = setting(10.0, "Seconds to wait for a decode instance's reservation.", gt=0)
 
 
@@ -54,7 +60,9 @@ class AdmissionSettings(Section):
     """What the router takes on at one time."""
 
     max_requests: int = setting(1024, "Requests in flight at this router.", ge=1)
-    max_tokens: int = setting(1 << 23, "Prompt and output tokens of the requests in flight, every choice counted.", ge=1)
+    max_tokens: int = setting(
+        1 << 23, "Prompt and output tokens of the requests in flight, every choice counted.", ge=1
+    )
     retry_after_s: float = setting(1.0, "Seconds after which a refused client may try again.", gt=0)
 
 

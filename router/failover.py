@@ -1,7 +1,8 @@
 """When a failed attempt is followed by another, and when the request is given up: a pure decision over a small history.
 
-Before the first token a request is retried, after it it is resumed; both elsewhere, and both only when another instance could
-do better. Two answers of INTERNAL end it: a request that breaks whoever serves it must not be handed round.
+Before the first token a request is retried, after it it is resumed; both elsewhere, and both only when another
+instance could do better. Two answers of INTERNAL end it: a request that breaks whoever serves it must not be handed
+round.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class History:
         self.refused.clear()
 
 
-def give_up(failure: LegFailed, history: History, limits: FailoverSettings, retry_after_s: float) -> ServiceError | None:
+def give_up(
+    failure: LegFailed, history: History, limits: FailoverSettings, retry_after_s: float
+) -> ServiceError | None:
     """The error to answer the request with after `failure`, which `history` has recorded; None to try again."""
     if failure.kind == "final":
         return failure.error
@@ -57,7 +60,9 @@ def give_up(failure: LegFailed, history: History, limits: FailoverSettings, retr
     return None
 
 
-def no_instance(history: History, retry_after_s: float, why: str = "no instance can serve the request now") -> ServiceError:
+def no_instance(
+    history: History, retry_after_s: float, why: str = "no instance can serve the request now"
+) -> ServiceError:
     """What the client is told when nobody is left to ask."""
     if isinstance(history.last_error, Overloaded):
         hint_s = history.last_error.retry_after_s

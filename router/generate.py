@@ -81,8 +81,10 @@ class Generator:
                 group.create_task(self._run(_Flow(first.choice, first.history, journey, opening)))
                 for flow in others:
                     group.create_task(gated(flow))
-        except* ServiceError as errors:
-            raise errors.exceptions[0] from errors
+        except BaseExceptionGroup as group_of_errors:
+            # One choice that fails ends the request; the others were cancelled.
+            errors = group_of_errors.exceptions
+            raise next((error for error in errors if isinstance(error, ServiceError)), errors[0]) from group_of_errors
 
     async def _run(self, flow: _Flow) -> None:
         """Attempts until one finishes the choice; the client sees a pause between two, never a gap or a repeat."""
@@ -102,7 +104,7 @@ class Generator:
                     flow.journey.timeline.mark(RequestEvent.RESUMED)
 
     async def _attempt(self, flow: _Flow) -> None:
-        """One attempt at one choice, from picking on. Raises LegFailed; whatever was emitted until then stays emitted."""
+        """One attempt at one choice, from picking on. Raises LegFailed; what was emitted until then stays emitted."""
         choice = flow.choice
         # 2. Pick a decode instance, and a prefill instance if the request is to be split.
         plan = await self._plan(flow)
@@ -114,25 +116,24 @@ class Generator:
             return
         # 3. The decode instance reserves blocks or refuses before anything is computed.
         transfer_id = secrets.token_hex(16)
-        member = self._member(self._pools.prefill, plan.prefill.instance)
-        async with self._decode_leg(flow, plan) as decode:
+        prefill_leg = self._prefill_leg(flow, plan.prefill.instance)
+        async with self._decode_leg(flow, plan) as decode, prefill_leg as prefill:
             await decode.start(request, self._transfer(plan.prefill.instance, transfer_id))
             await decode.reserved(self._settings.disaggregation.reserve_timeout_s)
             try:
                 # 4. The prefill instance computes the prompt; its first token goes to the client at once.
-                async with PrefillLeg(member, plan.prefill.instance.key, choice, flow.journey.timeline.mark) as prefill:
-                    prefill.start(request, transfer_id, self._settings.disaggregation.lease_s)
-                    while not (choice.handed_over or choice.finished):
-                        await flow.forward(await prefill.next_tokens())
-                    if choice.finished:
-                        return
-                    # 5, 6. The two hand the KV over between them; the seed is what decode cannot know.
-                    await decode.seed(choice.emitted_in_attempt)
-                    await prefill.ended()
+                prefill.start(request, transfer_id, self._settings.disaggregation.lease_s)
+                while not (choice.handed_over or choice.finished):
+                    await flow.forward(await prefill.next_tokens())
+                if choice.finished:
+                    return
+                # 5, 6. The two hand the KV over between them; the seed is what decode cannot know.
+                await decode.seed(choice.emitted_in_attempt)
+                await prefill.ended()
                 # 7. The decode instance streams the rest.
                 await self._decode_rest(flow, decode)
             except BaseException:
-                self._releases.send(member.channel, transfer_id)  # decode may never have heard of it
+                self._releases.send(prefill.channel, transfer_id)  # decode may never have heard of it
                 raise
 
     async def _decode_alone(self, flow: _Flow, plan: Plan, request: common_pb2.InstanceRequest) -> None:
@@ -180,6 +181,10 @@ class Generator:
         return DecodeLeg(
             self._member(self._pools.decode, instance), instance.key, flow.choice, flow.journey.timeline.mark
         )
+
+    def _prefill_leg(self, flow: _Flow, instance: InstanceView) -> PrefillLeg:
+        member = self._member(self._pools.prefill, instance)
+        return PrefillLeg(member, instance.key, flow.choice, flow.journey.timeline.mark)
 
     def _member(self, pool: Pool, view: InstanceView) -> Member:
         member = pool.member(view.key)

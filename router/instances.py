@@ -5,7 +5,7 @@ An `InstanceView` is one instance at one moment. Pickers and deciders see views 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Literal, NamedTuple
 
 from protos.tandem.v1 import common_pb2, instance_pb2
@@ -46,6 +46,9 @@ class Identity:
     @classmethod
     def from_wire(cls, message: common_pb2.Identity) -> Identity:
         return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+
+    def to_wire(self) -> common_pb2.Identity:
+        return common_pb2.Identity(**asdict(self))
 
     def mismatch(self, other: Identity) -> Mismatch | None:
         """The first field that differs; None when KV of one is KV of the other."""

@@ -2,8 +2,9 @@
 
 opened ──first answer──▶ acknowledged ──▶ ended | failed | lost (its instance is gone) | cancelled (nobody wants it)
 
-A leg is an async context manager; leaving it cancels a call that has not ended, which frees everything at the instance. Token
-chunks stay protobuf on their way through, since the router forwards what it has checked; nothing else leaves this module as such.
+A leg is an async context manager; leaving it cancels a call that has not ended, which frees everything at the
+instance. Token chunks stay protobuf on their way through, since the router forwards what it has checked; nothing else
+leaves this module as such.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, Self
 
 import grpc
@@ -28,8 +30,8 @@ from serving.events import RequestEvent
 _log = logging.getLogger(__name__)
 
 FailureKind = Literal["refused", "broken", "internal", "final"]
-"""refused: no room, another may have some. broken: the instance or the way to it. internal: it says it is its own fault, which a
-bad request can cause as well. final: no instance would answer otherwise."""
+"""refused: no room, another may have some. broken: the instance or the way to it. internal: it says it is its own fault,
+which a bad request can cause as well. final: no instance would answer otherwise."""
 
 _KINDS: dict[grpc.StatusCode, FailureKind] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
@@ -46,7 +48,7 @@ _DEADLINE_MARGIN_S = 0.02
 
 
 class LegFailed(Exception):
-    """A leg did not do its part. `key` is the instance to blame, `error` what the client is told if nobody else can help."""
+    """A leg did not do its part. `key` is the instance to blame, `error` what the client is told if nobody can help."""
 
     def __init__(self, key: InstanceKey, kind: FailureKind, error: ServiceError, detail: str) -> None:
         self.key = key
@@ -72,6 +74,8 @@ class _Leg:
 
     async def __aenter__(self) -> Self:
         self._member.begin(self)
+        if self._member.key != self._key:
+            self._lost = "another process has taken its place"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -84,6 +88,10 @@ class _Leg:
         self._lost = reason
         if self._call is not None:
             self._call.cancel()
+
+    def _check_not_lost(self) -> None:
+        if self._lost is not None:
+            raise self._broken(self._lost)
 
     def _options(self) -> dict[str, Any]:
         deadline_s = self._choice.request.deadline_s
@@ -132,8 +140,14 @@ class _Leg:
 class PrefillLeg(_Leg):
     """Computes the prompt and the first token; holds the KV under `transfer_id`."""
 
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The way to its instance, for a release after the leg."""
+        return self._member.channel
+
     def start(self, request: common_pb2.InstanceRequest, transfer_id: str, lease_s: float) -> None:
         """Opens the call."""
+        self._check_not_lost()
         hand_over = prefill_pb2.HandOver(transfer_id=transfer_id, lease_s=lease_s)
         stub = prefill_pb2_grpc.PrefillServiceStub(self._member.channel)
         self._call = stub.Prefill(prefill_pb2.PrefillRequest(request=request, hand_over=hand_over), **self._options())
@@ -142,6 +156,8 @@ class PrefillLeg(_Leg):
         """The next chunk, checked and counted as emitted."""
         while (message := await self._read()) is not None:
             if message.WhichOneof("event") == "accepted":
+                if message.accepted.instance_epoch not in ("", self._key.epoch):
+                    raise self._broken(f"another process answers: epoch {message.accepted.instance_epoch}")
                 self._mark(RequestEvent.PREFILL_STARTED)
             elif self._accepted(message.tokens):
                 chunk: common_pb2.TokenChunk = message.tokens
@@ -155,14 +171,19 @@ class PrefillLeg(_Leg):
                 while await self._read() is not None:
                     pass
         except (LegFailed, TimeoutError) as error:
-            _log.warning("prefill leg did not end well after its hand-over: %s", error or "timed out")
+            _log.warning("prefill leg did not end well after its hand-over: %s", str(error) or "timed out")
+        finally:
+            self._member.end(self)
 
 
 class DecodeLeg(_Leg):
     """Generates; with a transfer it first reserves, then loads KV, then goes on from the seed."""
 
-    async def start(self, request: common_pb2.InstanceRequest, transfer: decode_pb2.TransferSource | None = None) -> None:
+    async def start(
+        self, request: common_pb2.InstanceRequest, transfer: decode_pb2.TransferSource | None = None
+    ) -> None:
         """Opens the call. Without a transfer the instance prefills by itself, and nothing more is said to it."""
+        self._check_not_lost()
         stub = decode_pb2_grpc.DecodeServiceStub(self._member.channel)
         self._call = stub.Decode(**self._options())
         await self._write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request, transfer=transfer)))
@@ -193,7 +214,9 @@ class DecodeLeg(_Leg):
             if message.WhichOneof("event") == "loaded":
                 self._mark(RequestEvent.KV_LOADED)
                 if message.loaded.num_recomputed_blocks:
-                    _log.warning("%d blocks recomputed: %s", message.loaded.num_recomputed_blocks, message.loaded.reason)
+                    _log.warning(
+                        "%d blocks recomputed: %s", message.loaded.num_recomputed_blocks, message.loaded.reason
+                    )
             elif message.WhichOneof("event") == "tokens" and self._accepted(message.tokens):
                 chunk: common_pb2.TokenChunk = message.tokens
                 return chunk
@@ -210,10 +233,8 @@ class DecodeLeg(_Leg):
             raise self._broken(self._lost) from None
 
     async def _done_writing(self) -> None:
-        try:
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the call is over; the next read says how
             await self._call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the call is over; the next read says how
 
     async def _raise_status(self) -> None:
         """The call ended under a write: its status says why."""

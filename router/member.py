@@ -1,10 +1,10 @@
 """One instance of a pool: who it is, how loaded, whether it may be picked.
 
-connecting ──info, first report──▶ ready ⇄ draining | wedged (reports say so) ──stream broken or silent──▶ lost ──▶ connecting
+connecting ──info, first report──▶ ready ⇄ draining | wedged ──stream broken or silent──▶ lost ──▶ connecting
 
-`watch` moves it through these states for ever, one task per member. A member that is lost or wedged ends the calls that run
-on it, so that their requests go on elsewhere without waiting for a connection to notice: a frozen process keeps its
-connections open. Another epoch after a reconnect is another instance.
+`watch` moves it through these states for ever, one task per member. A member that is lost or wedged ends the calls
+that run on it, so that their requests go on elsewhere without waiting for a connection to notice: a frozen process
+keeps its connections open. Another epoch after a reconnect is another instance.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import grpc
 import grpc.aio
 
 from protos.tandem.v1 import instance_pb2, instance_pb2_grpc
+from router.config import PoolSettings
 from router.inflight import Inflight
 from router.instances import InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
-from router.config import PoolSettings
 
 _log = logging.getLogger(__name__)
 _STEPS_OF_SILENCE = 20  # an engine core says nothing during a step; a long step is no wedge
@@ -143,7 +143,10 @@ class Member:
         if self._info is None or info.epoch != self._info.epoch:
             self._inflight.clear()
             _log.info(
-                "%s instance %s", self._role, info.instance_id, extra={"fields": {"address": self.address, "epoch": info.epoch}}
+                "%s instance %s",
+                self._role,
+                info.instance_id,
+                extra={"fields": {"address": self.address, "epoch": info.epoch}},
             )
         self._info = info
         self._load = None  # ready with its first report
@@ -196,5 +199,11 @@ class Member:
     def _tell(self, out: str | None) -> None:
         fields = {"address": self.address, "epoch": self._info.epoch if self._info else None}
         state = "is ready" if out is None else f"is out: {out}"
-        _log.log(logging.INFO if out in (None, "draining") else logging.WARNING, "%s %s", self._role, state, extra={"fields": fields})
+        _log.log(
+            logging.INFO if out in (None, "draining") else logging.WARNING,
+            "%s %s",
+            self._role,
+            state,
+            extra={"fields": fields},
+        )
         self._on_change(self)

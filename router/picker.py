@@ -1,7 +1,7 @@
 """Filter, score, pick: which instance a request goes to, as pure functions over one snapshot of a pool.
 
-A filter says why an instance may not be picked, or None. A scorer gives a number, lower is better. `pick` applies them and
-returns a `Pick` that tells what it saw, so that a log line can say why.
+A filter says why an instance may not be picked, or None. A scorer gives a number, lower is better. `pick` applies
+them and returns a `Pick` that tells what it saw, so that a log line can say why.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Pick:
     @property
     def why(self) -> str:
         """One phrase for the log."""
-        how = "kept for its prefix cache" if self.preferred else f"lowest of {self.num_candidates}, {self.num_tied} tied"
+        how = (
+            "kept for its prefix cache" if self.preferred else f"lowest of {self.num_candidates}, {self.num_tied} tied"
+        )
         return f"score {self.score:g}, {how}"
 
 
@@ -88,7 +90,8 @@ def queue_score(view: InstanceView) -> float:
     """`4*waiting + running`, corrected by what this router has sent and seen end since the report.
 
     Without the correction every request between two reports goes to the same instance. What was sent counts as waiting:
-    nothing is known of it yet. Requests that load KV count as running: their blocks are reserved and they will run soon.
+    nothing is known of it yet. Requests that load KV count as running: their blocks are reserved and they will run
+    soon.
     """
     waiting = view.load.num_waiting + view.num_unreported
     running = max(view.load.num_running + view.load.num_loading - view.num_ended, 0)

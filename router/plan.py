@@ -43,7 +43,7 @@ def make_plan(
 
     A choice prefers the instances named in it: its siblings have just run the same prompt there.
     """
-    usual = [picker.ready, picker.not_excluded(excluded), picker.same_identity(choice.identity)]
+    usual = [picker.ready, picker.not_excluded(excluded), picker.same_identity(choice.required_identity)]
     decode = picker.pick(decode_views, usual, rng=rng, preferred=choice.decode_key)
     if isinstance(decode, NoPick):
         return NoPlan("no decode instance is available", decode.why)

@@ -1,7 +1,7 @@
 """The two pools: who is in them, and a snapshot of each for the pickers.
 
-A `Membership` says which addresses there are and may change its mind (a fixed list now; DNS and Kubernetes are others). The pool
-keeps one watched `Member` per address.
+A `Membership` says which addresses there are and may change its mind (a fixed list now; DNS and Kubernetes are
+others). The pool keeps one watched `Member` per address.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ class Pool:
     """The instances of one role. Belongs to one event loop."""
 
     def __init__(
-        self, role: Role, membership: Membership, dial: Dial, settings: PoolSettings, on_change: Callable[[Member], None]
+        self,
+        role: Role,
+        membership: Membership,
+        dial: Dial,
+        settings: PoolSettings,
+        on_change: Callable[[Member], None],
     ) -> None:
         self.role = role
         self._membership = membership
@@ -52,6 +57,7 @@ class Pool:
         self._settings = settings
         self._on_change = on_change
         self._members: dict[str, tuple[Member, asyncio.Task[None]]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -86,7 +92,9 @@ class Pool:
             member = Member(address, self.role, self._dial(address), self._settings, self._on_change)
             self._members[address] = (member, asyncio.create_task(member.watch(), name=f"watch {address}"))
         for address in self._members.keys() - addresses:
-            _ = asyncio.create_task(self._let_go(address))
+            leaving = asyncio.create_task(self._let_go(address))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
 
     async def _let_go(self, address: str) -> None:
         member, task = self._members.pop(address)
@@ -108,7 +116,9 @@ class Pools:
 
     async def start(self) -> None:
         """Begins to watch."""
-        self._tasks = [asyncio.create_task(pool.run(), name=f"pool {pool.role}") for pool in (self.prefill, self.decode)]
+        self._tasks = [
+            asyncio.create_task(pool.run(), name=f"pool {pool.role}") for pool in (self.prefill, self.decode)
+        ]
 
     async def stop(self) -> None:
         """Lets every instance go."""
@@ -147,5 +157,9 @@ class Pools:
                 self._told.add(pair)
                 _log.warning(
                     "%s differs between decode %s (%s) and prefill %s (%s): they will not be paired",
-                    mismatch.field, decode.instance_id, mismatch.ours, prefill.instance_id, mismatch.theirs,
+                    mismatch.field,
+                    decode.instance_id,
+                    mismatch.ours,
+                    prefill.instance_id,
+                    mismatch.theirs,
                 )

@@ -1,7 +1,8 @@
 """From a request's work to its client: a short queue between two tasks.
 
-The work runs in a task of its own, so that it can be ended from outside (abort, deadline, disconnect) at whatever it waits for, and
-so that several choices can share one stream. A client that does not read fills the queue, and then the work waits.
+The work runs in a task of its own, so that it can be ended from outside (abort, deadline, disconnect) at whatever it
+waits for, and so that several choices can share one stream. A client that does not read fills the queue, and then the
+work waits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small work that outlives its request: bounded in time, counted, and waited for at the end.
 
-So far that is the release of KV which nobody will fetch: sent on every path on which the decode instance may never have heard
-of the transfer, since otherwise the prefill instance would hold it until its lease runs out.
+So far that is the release of KV which nobody will fetch: sent on every path on which the decode instance may never
+have heard of the transfer, since otherwise the prefill instance would hold it until its lease runs out.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ class GenerationRequest:
         """Tokens it may come to hold, all choices together: what admission counts."""
         return self.params.n * (self.num_prompt_tokens + self.max_tokens)
 
-    def for_instance(self, *, choice: int, stream_epoch: int, emitted_token_ids: list[int]) -> common_pb2.InstanceRequest:
+    def for_instance(
+        self, *, choice: int, stream_epoch: int, emitted_token_ids: list[int]
+    ) -> common_pb2.InstanceRequest:
         """One attempt at one choice, on the wire."""
         return common_pb2.InstanceRequest(
             request_id=f"{self.request_id}-{choice}-{stream_epoch}",

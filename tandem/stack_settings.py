@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Connector = Literal["shared_storage", "redis", "nixl", "lmcache"]
+CONNECTORS = ("shared_storage",)
+"""Those with a short name, of the ones that instance/config.py knows and a stack of several instances can use."""
 Disaggregation = Literal["always", "auto", "never"]
 
 
@@ -20,7 +21,8 @@ class StackSettings:
     """What clients call it."""
     num_prefill: int = 1
     num_decode: int = 1
-    connector: Connector = "shared_storage"
+    connector: str = "shared_storage"
+    """A short name, or module:Class of one's own."""
     disaggregation: Disaggregation = "auto"
     host: str = "127.0.0.1"
     port: int = 0

@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kv_transfer.file_store import FileStore
 from kv_transfer.page import HEADER_BYTES, PageSpec, check_header, check_payload, seal
+from kv_transfer.shared_storage import SharedStorage
 from kv_transfer.store import PageKey
 
 
@@ -31,7 +31,7 @@ def move_blocks(num_blocks: int = 32, block_bytes: int = 2 << 20) -> StoreSpeed:
     specs = [_spec(index, block_bytes) for index in range(num_blocks)]
     header, payload = bytearray(HEADER_BYTES), bytearray(block_bytes)
     with tempfile.TemporaryDirectory(prefix="tandem-doctor-") as folder:
-        store = FileStore(Path(folder))
+        store = SharedStorage(Path(folder), capacity_bytes=2 * num_blocks * block_bytes)
         try:
             started_s = time.perf_counter()
             for spec, page in zip(specs, pages, strict=True):

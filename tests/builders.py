@@ -7,11 +7,14 @@ varies and near-ties are rare.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from engine.attention.backend import AttentionMetadata
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 1024,
@@ -22,6 +25,7 @@ _SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
+    "head_dim": 32,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -38,9 +42,9 @@ _PER_ARCHITECTURE: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
-    "qwen2": {"num_attention_heads": 6, "hidden_size": 96},
-    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
-    "mistral": {"sliding_window": 24},
+    "qwen2": {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 96},
+    "qwen3": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 24, "head_dim": 16},
 }
 
 
@@ -92,3 +96,32 @@ def lively_checkpoint(
     model = lively_model(arch, seed=seed, dtype=dtype, **overrides)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def paged_step(
+    requests: Sequence[tuple[int, int]], *, block_size: int, seed: int = 0
+) -> tuple[AttentionMetadata, torch.Tensor, int]:
+    """A step of `requests`, each (query_len, seq_len), over shuffled blocks: metadata, positions, number of blocks.
+
+    The same seq_lens rounded up to blocks and the same seed give the same block tables.
+    """
+    blocks = [-(-seq_len // block_size) for _, seq_len in requests]
+    shuffled = torch.randperm(sum(blocks) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
+    tables = torch.zeros(len(requests), max(blocks), dtype=torch.int32)
+    starts, slots, positions = [0], [], []
+    for index, (query_len, seq_len) in enumerate(requests):
+        table = [shuffled.pop() for _ in range(blocks[index])]
+        tables[index, : len(table)] = torch.tensor(table, dtype=torch.int32)
+        own = range(seq_len - query_len, seq_len)
+        slots += [table[position // block_size] * block_size + position % block_size for position in own]
+        positions += own
+        starts.append(starts[-1] + query_len)
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=torch.tensor(slots),
+        max_query_len=max(query_len for query_len, _ in requests),
+        max_seq_len=max(seq_len for _, seq_len in requests),
+    )
+    return metadata, torch.tensor(positions), sum(blocks) + 2

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+pytest.register_assert_rewrite("tests.faults.checker")  # so that its asserts say what differed
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_runtime_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -73,7 +73,7 @@ def write_folder(folder: Path, backend: Backend, config: dict[str, Any]) -> Path
 
 BYTE_LEVEL_CONFIG = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHATML}
 BYTE_FALLBACK_CONFIG = {
-    "bos_token": {"content": "<s>"},
+    "bos_token": "<s>",
     "eos_token": "</s>",
     "unk_token": "<unk>",
     "chat_template": LLAMA_CHAT,

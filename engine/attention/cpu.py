@@ -17,6 +17,7 @@ from engine.attention import cpu_kernels
 from engine.attention.backend import AttentionMetadata
 from engine.attention.openmp import Launcher, launcher
 from engine.attention.reference import gather_kv
+from engine.attention.simd import WIDTH
 
 TILE_TOKENS = 16
 """Query tokens that share one pass over the pages in the compiled loops."""
@@ -62,8 +63,9 @@ class CpuAttention:
 
     @staticmethod
     def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """float32 and bfloat16 on CPU, any head size and block size."""
-        return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+        """float32 and bfloat16 on CPU, head sizes of whole vectors, blocks of whole groups of keys."""
+        fits = head_dim % WIDTH == 0 and block_size % 4 == 0
+        return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and fits
 
     def forward(
         self,
@@ -92,6 +94,11 @@ class CpuAttention:
 
 
 def _make_plan(metadata: AttentionMetadata) -> _Plan:
+    # The kernels read raw memory: other integer sizes would be read as garbage.
+    assert metadata.block_tables.dtype == torch.int32
+    assert metadata.block_tables.stride(-1) == 1
+    assert metadata.slot_mapping.dtype == torch.int64
+    assert metadata.slot_mapping.is_contiguous()
     starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     tiles: list[tuple[int, int, int, int]] = []
     long_chunks = []

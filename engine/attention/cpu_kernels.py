@@ -1,8 +1,12 @@
 """Compiled loops over block-major pages. Called by `engine.attention.cpu` alone, with addresses of its tensors.
 
 One task is one tile (a few consecutive tokens of one request) and one key/value head. Its rows are the tile's tokens
-times the query heads that share the head. Blocks are visited once, converted to float32 once, and serve all rows;
-each row keeps a running maximum, sum and weighted values (online softmax, arXiv 1805.02867), in float32.
+times the query heads that share the head. The pages are walked once, block by block, and serve all rows, two rows at a
+time; each row keeps a running maximum, sum and weighted values (online softmax, arXiv 1805.02867) in float32. While
+keys are read, their values are fetched into the cache, and while values are read, the keys of the next block, whose
+page may lie anywhere.
+
+A row's scratch, float32: query [head_dim], weighted values [head_dim], weights [padded], then maximum, sum, shrink.
 """
 
 # The compiled bodies are typed by numba, not by annotations.
@@ -13,17 +17,35 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import cfunc, njit
 
-from engine.attention.intrinsics import as_double, exp, from_float, next_task, pointer, to_float
+from engine.attention.simd import (
+    BFLOAT16,
+    FLOAT32,
+    INT32,
+    INT64,
+    SIGNATURE,
+    WIDTH,
+    as_double,
+    exp,
+    largest,
+    load,
+    maximum,
+    next_task,
+    pointer,
+    prefetch,
+    splat,
+    store,
+    total,
+)
 
-SIGNATURE = types.void(types.CPointer(types.int64))
-BFLOAT16 = np.uint16(0)
-FLOAT32 = np.float32(0)
-INT32 = np.int32(0)
-INT64 = np.int64(0)
-ANYWHERE = 1 << 40
-"""Length given to arrays that stand for the whole KV memory: indices are computed, not checked."""
+UNSEEN = np.float32(-1e30)
+"""Score of a position that a row does not see. Finite, so that differences of it stay numbers."""
+ZERO = np.float32(0)
+ONE = np.float32(1)
+MAXIMUM, SUM, SHRINK = 0, 1, 2
+LINE = 32
+"""Elements from one prefetch to the next: a cache line of bfloat16."""
 
 
 @functools.cache
@@ -67,11 +89,9 @@ def paged_attention_address(bfloat16: bool) -> int:
 
 @njit
 def _write_kv(a, kind):
-    num_tokens, num_heads, head_dim, block_size = a[1], a[2], a[3], a[4]
-    key = carray(pointer(a[5], kind), (ANYWHERE,))
-    value = carray(pointer(a[6], kind), (ANYWHERE,))
-    slots = carray(pointer(a[9], INT64), (num_tokens,))
-    cache = carray(pointer(a[10], kind), (ANYWHERE,))
+    num_tokens, num_heads, head_dim, block_size, page_size = a[1], a[2], a[3], a[4], a[11]
+    key, value, cache = pointer(a[5], kind), pointer(a[6], kind), pointer(a[10], kind)
+    slots = pointer(a[9], INT64)
     plane = num_heads * block_size * head_dim
     while True:
         token = next_task(a)
@@ -80,123 +100,174 @@ def _write_kv(a, kind):
         block = slots[token] // block_size
         offset = slots[token] - block * block_size
         for head in range(num_heads):
-            target = block * a[11] + (head * block_size + offset) * head_dim
-            from_key = token * a[7] + head * head_dim
-            from_value = token * a[8] + head * head_dim
-            for d in range(head_dim):
-                cache[target + d] = key[from_key + d]
-            for d in range(head_dim):
-                cache[target + plane + d] = value[from_value + d]
+            target = block * page_size + (head * block_size + offset) * head_dim
+            for d in range(0, head_dim, WIDTH):
+                source = head * head_dim + d
+                store(cache, target + d, load(key, token * a[7] + source))
+                store(cache, target + plane + d, load(value, token * a[8] + source))
 
 
-@njit(fastmath=True)
+@njit
 def _paged_attention(a, kind):
-    num_tiles, num_kv_heads, group, head_dim, block_size = a[1], a[2], a[3], a[4], a[5]
-    query = carray(pointer(a[6], kind), (ANYWHERE,))
-    output = carray(pointer(a[8], kind), (ANYWHERE,))
-    tiles = carray(pointer(a[9], INT32), (num_tiles, 4))
-    tables = carray(pointer(a[10], INT32), (ANYWHERE,))
-    cache = carray(pointer(a[12], kind), (ANYWHERE,))
-    scale = np.float32(as_double(a[14]))
-    window, max_rows = a[15], a[16]
-    plane = num_kv_heads * block_size * head_dim
-    queries = np.empty((max_rows, head_dim), np.float32)
-    sums = np.empty((max_rows, head_dim), np.float32)
-    scores = np.empty((max_rows, block_size), np.float32)
-    state = np.empty((2, max_rows), np.float32)
-    block = np.empty((block_size, head_dim), np.float32)
+    num_kv_heads, group, head_dim, block_size = a[2], a[3], a[4], a[5]
+    num_tasks, query_stride, page_size, window = a[1] * num_kv_heads, a[7], a[13], a[15]
+    query, output, cache = pointer(a[6], kind), pointer(a[8], kind), pointer(a[12], kind)
+    tiles, tables = pointer(a[9], INT32), pointer(a[10], INT32)
+    scale = splat(np.float32(as_double(a[14])))
+    padded = (block_size + WIDTH - 1) // WIDTH * WIDTH
+    shape = (head_dim, padded, 2 * head_dim + padded + WIDTH)
+    memory = np.zeros((a[16] + 1) * shape[2], np.float32)  # one row more: an odd last row has a neighbour
+    rows = pointer(np.int64(memory.ctypes.data), FLOAT32)
     while True:
         task = next_task(a)
-        if task >= num_tiles * num_kv_heads:
+        if task >= num_tasks:
             break
-        tile, head = task // num_kv_heads, task % num_kv_heads
-        request, first_token, num_tokens, first_position = tiles[tile]
-        num_rows = num_tokens * group
-        first_column = head * group * head_dim
-        _load_queries(query, first_token * a[7] + first_column, a[7], group, num_rows, scale, queries)
-        sums[:num_rows] = np.float32(0)
-        state[0, :num_rows] = np.float32(-1e30)
-        state[1, :num_rows] = np.float32(0)
-        oldest = max(0, first_position - window + 1) if window > 0 else 0
+        tile, head = 4 * (task // num_kv_heads), task % num_kv_heads
+        table, first_token = tiles[tile] * a[11], np.int64(tiles[tile + 1])
+        num_tokens, first_position = np.int64(tiles[tile + 2]), np.int64(tiles[tile + 3])
         end = first_position + num_tokens
-        for index in range(oldest // block_size, (end + block_size - 1) // block_size):
+        source = first_token * query_stride + head * group * head_dim
+        for row in range(num_tokens * group):
+            column = source + (row // group) * query_stride + (row % group) * head_dim
+            _start_row(rows, row * shape[2], shape, query, column, scale)
+        first = max(0, first_position - window + 1) // block_size if window > 0 else 0
+        last = (end - 1) // block_size
+        in_page = head * block_size * head_dim
+        keys = tables[table + first] * page_size + in_page
+        for index in range(first, last + 1):
+            next_keys = tables[table + min(index + 1, last)] * page_size + in_page
+            values = keys + num_kv_heads * block_size * head_dim
             start = index * block_size
-            page = np.int64(tables[request * a[11] + index]) * a[13] + head * block_size * head_dim
             count = min(block_size, end - start)
-            _load_block(cache, page, count, block)
-            _score(queries, num_rows, block, count, scores)
-            _load_block(cache, page + plane, count, block)
-            for row in range(num_rows):
-                position = first_position + row // group
-                low = max(0, position - window + 1 - start) if window > 0 else 0
-                high = min(count, position + 1 - start)
-                if low < high:
-                    _add_block(scores[row], low, high, block, state, row, sums[row])
-        width = num_kv_heads * group * head_dim
-        for row in range(num_rows):
-            target = (first_token + row // group) * width + first_column + (row % group) * head_dim
-            inverse = np.float32(1) / state[1, row]
-            for d in range(head_dim):
-                output[target + d] = from_float(sums[row, d] * inverse, kind)
+            for row in range(0, num_tokens * group, 2):
+                at = row * shape[2]
+                _score(rows, at, shape, cache, keys, values, count)
+                low, high = count, np.int64(0)
+                for one in range(row, row + 2):
+                    position = first_position + one // group - start
+                    begin = max(0, position - window + 1) if window > 0 else 0
+                    stop = min(count, position + 1)
+                    _weigh(rows, one * shape[2], shape, begin, stop)
+                    low, high = min(low, begin), max(high, stop)
+                _accumulate(rows, at, shape, cache, (values, next_keys), low, high)
+            keys = next_keys
+        target = (first_token * num_kv_heads + head) * group * head_dim
+        for row in range(num_tokens * group):
+            column = target + (row // group) * num_kv_heads * group * head_dim + (row % group) * head_dim
+            _finish_row(rows, row * shape[2], shape, output, column)
 
 
-@njit(fastmath=True)
-def _load_queries(query, start, stride, group, num_rows, scale, queries):
-    head_dim = queries.shape[1]
-    for row in range(num_rows):
-        source = start + (row // group) * stride + (row % group) * head_dim
-        for d in range(head_dim):
-            queries[row, d] = to_float(query[source + d]) * scale
+@njit
+def _start_row(rows, at, shape, query, column, scale):
+    head_dim, padded, _ = shape
+    for d in range(0, head_dim, WIDTH):
+        store(rows, at + d, load(query, column + d) * scale)
+        store(rows, at + head_dim + d, splat(ZERO))
+    state = at + 2 * head_dim + padded
+    rows[state + MAXIMUM] = UNSEEN
+    rows[state + SUM] = ZERO
 
 
-@njit(fastmath=True)
-def _load_block(cache, start, count, block):
-    head_dim = block.shape[1]
-    for token in range(count):
-        for d in range(head_dim):
-            block[token, d] = to_float(cache[start + token * head_dim + d])
+@njit
+def _finish_row(rows, at, shape, output, column):
+    head_dim, padded, _ = shape
+    inverse = splat(ONE / rows[at + 2 * head_dim + padded + SUM])
+    for d in range(0, head_dim, WIDTH):
+        store(output, column + d, load(rows, at + head_dim + d) * inverse)
 
 
-@njit(fastmath=True)
-def _score(queries, num_rows, keys, count, scores):
-    head_dim = keys.shape[1]
-    for row in range(num_rows):
-        for token in range(count):
-            score = np.float32(0)
-            for d in range(head_dim):
-                score += queries[row, d] * keys[token, d]
-            scores[row, token] = score
+@njit
+def _score(rows, at, shape, cache, keys, ahead, count):
+    """Two rows' products with `count` keys, four keys at a time, into their weights. Up to three keys too many are
+    scored: they lie in the same page and are masked later."""
+    head_dim, _, stride = shape
+    first, second = at + 2 * head_dim, at + stride + 2 * head_dim
+    for token in range(0, count, 4):
+        k0 = keys + token * head_dim
+        k1, k2, k3 = k0 + head_dim, k0 + 2 * head_dim, k0 + 3 * head_dim
+        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = splat(ZERO)
+        for d in range(0, head_dim, WIDTH):
+            a, b = load(rows, at + d), load(rows, at + stride + d)
+            k = load(cache, k0 + d)
+            a0, b0 = a0 + a * k, b0 + b * k
+            k = load(cache, k1 + d)
+            a1, b1 = a1 + a * k, b1 + b * k
+            k = load(cache, k2 + d)
+            a2, b2 = a2 + a * k, b2 + b * k
+            k = load(cache, k3 + d)
+            a3, b3 = a3 + a * k, b3 + b * k
+        for d in range(0, 4 * head_dim, LINE):
+            prefetch(cache, ahead + token * head_dim + d)
+        rows[first + token], rows[first + token + 1] = total(a0), total(a1)
+        rows[first + token + 2], rows[first + token + 3] = total(a2), total(a3)
+        rows[second + token], rows[second + token + 1] = total(b0), total(b1)
+        rows[second + token + 2], rows[second + token + 3] = total(b2), total(b3)
 
 
-@njit(fastmath=True)
-def _add_block(scores, low, high, values, state, row, sums):
-    """One step of the online softmax for one row: tokens [low, high) of a block whose values are float32."""
-    head_dim = values.shape[1]
-    maximum = state[0, row]
-    for token in range(low, high):
-        maximum = max(maximum, scores[token])
-    shrink = exp(state[0, row] - maximum)
-    total = state[1, row] * shrink
-    for token in range(low, high):
-        scores[token] = exp(scores[token] - maximum)
-    for token in range(low, high):
-        total += scores[token]
-    state[0, row] = maximum
-    state[1, row] = total
-    for d in range(head_dim):
-        sums[d] *= shrink
-    token = low
-    while token + 4 <= high:
-        p0, p1, p2, p3 = scores[token], scores[token + 1], scores[token + 2], scores[token + 3]
-        for d in range(head_dim):
-            sums[d] += (
-                p0 * values[token, d]
-                + p1 * values[token + 1, d]
-                + p2 * values[token + 2, d]
-                + p3 * values[token + 3, d]
-            )
-        token += 4
-    for rest in range(token, high):
-        weight = scores[rest]
-        for d in range(head_dim):
-            sums[d] += weight * values[rest, d]
+@njit
+def _weigh(rows, at, shape, begin, stop):
+    """Scores of one row -> weights relative to the new maximum, 0 outside [begin, stop); moves the running sum."""
+    head_dim, padded, _ = shape
+    weights, state = at + 2 * head_dim, at + 2 * head_dim + padded
+    if begin >= stop:
+        for token in range(0, padded, WIDTH):
+            store(rows, weights + token, splat(ZERO))
+        rows[state + SHRINK] = ONE
+        return
+    _fill_outside(rows, weights, padded, begin, stop, UNSEEN)
+    old = rows[state + MAXIMUM]
+    top = splat(old)
+    for token in range(0, padded, WIDTH):
+        top = maximum(top, load(rows, weights + token))
+    new = largest(top)
+    weight_sum = splat(ZERO)
+    for token in range(0, padded, WIDTH):
+        weight = exp(load(rows, weights + token) - splat(new))
+        store(rows, weights + token, weight)
+        weight_sum = weight_sum + weight
+    _fill_outside(rows, weights, padded, begin, stop, ZERO)
+    shrink = largest(exp(splat(old - new)))
+    rows[state + MAXIMUM] = new
+    rows[state + SUM] = rows[state + SUM] * shrink + total(weight_sum)
+    rows[state + SHRINK] = shrink
+
+
+@njit
+def _fill_outside(rows, weights, padded, begin, stop, number):
+    for token in range(begin):
+        rows[weights + token] = number
+    for token in range(stop, padded):
+        rows[weights + token] = number
+
+
+@njit
+def _accumulate(rows, at, shape, cache, values_and_ahead, low, high):
+    """Adds values [low, high), times the weights, to two rows' shrunken weighted values, 32 elements at a time."""
+    head_dim, padded, stride = shape
+    values, ahead = values_and_ahead
+    first, second = at + 2 * head_dim, at + stride + 2 * head_dim
+    shrink_a, shrink_b = splat(rows[first + padded + SHRINK]), splat(rows[second + padded + SHRINK])
+    for d in range(0, head_dim - WIDTH, 2 * WIDTH):
+        into_a, into_b = at + head_dim + d, at + stride + head_dim + d
+        a0, a1 = load(rows, into_a) * shrink_a, load(rows, into_a + WIDTH) * shrink_a
+        b0, b1 = load(rows, into_b) * shrink_b, load(rows, into_b + WIDTH) * shrink_b
+        for token in range(low, high):
+            v0 = load(cache, values + token * head_dim + d)
+            v1 = load(cache, values + token * head_dim + d + WIDTH)
+            wa, wb = splat(rows[first + token]), splat(rows[second + token])
+            a0, a1, b0, b1 = a0 + wa * v0, a1 + wa * v1, b0 + wb * v0, b1 + wb * v1
+            prefetch(cache, ahead + token * head_dim + d)
+        store(rows, into_a, a0)
+        store(rows, into_a + WIDTH, a1)
+        store(rows, into_b, b0)
+        store(rows, into_b + WIDTH, b1)
+    if head_dim % (2 * WIDTH):
+        d = head_dim - WIDTH
+        a0 = load(rows, at + head_dim + d) * shrink_a
+        b0 = load(rows, at + stride + head_dim + d) * shrink_b
+        for token in range(low, high):
+            v0 = load(cache, values + token * head_dim + d)
+            a0 = a0 + splat(rows[first + token]) * v0
+            b0 = b0 + splat(rows[second + token]) * v0
+        store(rows, at + head_dim + d, a0)
+        store(rows, at + stride + head_dim + d, b0)

@@ -49,7 +49,7 @@ def _gomp_parallel() -> Callable[[int, int, int, int], object] | None:
             continue
         function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         function.restype = None
-        return function  # type: ignore[no-any-return]
+        return function
     logger.warning("torch's OpenMP runtime was not found: the compiled CPU kernels run on one thread")
     return None
 

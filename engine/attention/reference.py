@@ -1,4 +1,4 @@
-"""Paged attention as its definition reads: gather the pages, softmax in float32. Slow, and what the others are held to."""
+"""Paged attention as its definition reads: gather, then softmax in float32. Slow, and what the others are held to."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sixteen floats as one value inside numba kernels, and memory by raw address.
 
 numba has no vector type and turns only simple loops into vector code; attention's loops are not simple. `Floats` is
-LLVM's <16 x float>: one AVX-512 register, or two or four narrower ones elsewhere, LLVM sees to it. Written with the usual
-operators; a multiplication and an addition that follow each other may become one rounding.
+LLVM's <16 x float>: one AVX-512 register, or two or four narrower ones elsewhere, LLVM sees to it. Written with the
+usual operators; a multiplication and an addition that follow each other may become one rounding.
 
 bfloat16 in memory is uint16: the upper half of a float32. Kernels are generic over the element, `kind` being an example
 value of it: `BFLOAT16` or `FLOAT32`.
@@ -128,7 +128,7 @@ def load(typingctx, base, index):
 
     def codegen(context, builder, sig, args):
         memory = _HALVES if is_bfloat16 else _VECTOR
-        value = builder.load(_vector_pointer(builder, *args, memory), align=2 if is_bfloat16 else 4)
+        value = builder.load(_vector_pointer(builder, args[0], args[1], memory), align=2 if is_bfloat16 else 4)
         if is_bfloat16:
             wide = builder.zext(value, _INTEGERS)
             value = builder.bitcast(builder.shl(wide, _constant(16, integer=True)), _VECTOR)

@@ -40,9 +40,7 @@ class _Family:
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family(max_position_embeddings=2048, mlp_bias=True),
-    "MistralForCausalLM": _Family(
-        num_kv_heads=8, max_position_embeddings=131072, sliding_window=4096, qkv_bias=False
-    ),
+    "MistralForCausalLM": _Family(num_kv_heads=8, max_position_embeddings=131072, sliding_window=4096, qkv_bias=False),
     "Qwen2ForCausalLM": _Family(num_kv_heads=32, sliding_window=4096, qkv_bias=True, window_is_optional=True),
     "Qwen3ForCausalLM": _Family(
         num_kv_heads=32, head_dim=128, sliding_window=4096, qk_norm=True, window_is_optional=True
@@ -80,7 +78,15 @@ class ModelConfig:
     """Of config.json and generation_config.json together, in that order."""
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        )
         for name in sizes:
             if getattr(self, name) < 1:
                 raise UnsupportedModel(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -135,7 +141,9 @@ def _parse(fields: ConfigFields, extra_eos: tuple[int, ...]) -> ModelConfig:
         raise UnsupportedModel(f"hidden_act {shown(activation)} is not supported; supported: silu")
     if (quantization := fields.raw("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(f"quantization_config ({shown(method)}) is not supported; supported: unquantized weights")
+        raise UnsupportedModel(
+            f"quantization_config ({shown(method)}) is not supported; supported: unquantized weights"
+        )
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     attention_bias = fields.flag("attention_bias")
@@ -182,7 +190,9 @@ def _torch_dtype(fields: ConfigFields) -> WeightDtype:
     for dtype in SUPPORTED_DTYPES:
         if name == dtype:
             return dtype
-    raise UnsupportedModel(f"weights of dtype {shown(name)} are not supported; supported: {', '.join(SUPPORTED_DTYPES)}")
+    raise UnsupportedModel(
+        f"weights of dtype {shown(name)} are not supported; supported: {', '.join(SUPPORTED_DTYPES)}"
+    )
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

@@ -88,10 +88,14 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     return weight * normalised.to(x.dtype)
 
 
-def elementwise_for(device: torch.device, dtype: torch.dtype) -> Elementwise:
-    """What is fast on this device; compiled kernels are imported (and, once per machine, compiled) only for CPU."""
+def elementwise_for(
+    device: torch.device, dtype: torch.dtype, *, row_sizes: tuple[int, ...], head_dim: int
+) -> Elementwise:
+    """What is fast on this device: on CPU compiled loops, if rows and half heads are whole vectors."""
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
+        from engine.attention.simd import WIDTH
         from engine.models.elementwise_cpu import CompiledElementwise
 
-        return CompiledElementwise()
+        if all(size % WIDTH == 0 for size in (*row_sizes, head_dim // 2)):
+            return CompiledElementwise()
     return TorchElementwise()

@@ -11,13 +11,23 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import cfunc, njit
 
-from engine.attention.intrinsics import as_double, exp, from_float, next_task, pointer, to_float
-
-SIGNATURE = types.void(types.CPointer(types.int64))
-BFLOAT16 = np.uint16(0)
-FLOAT32 = np.float32(0)
+from engine.attention.simd import (
+    BFLOAT16,
+    FLOAT32,
+    SIGNATURE,
+    WIDTH,
+    as_double,
+    exp,
+    load,
+    next_task,
+    pointer,
+    rounded_to,
+    splat,
+    store,
+    total,
+)
 
 
 @functools.cache
@@ -75,47 +85,41 @@ def silu_and_mul_address(bfloat16: bool) -> int:
     return int(kernel.address)
 
 
-@njit(fastmath=True)
+@njit
 def _add_rms_norm(a, kind):
     rows, hidden = a[1], a[2]
-    x = carray(pointer(a[3], kind), (rows, hidden))
-    residual = carray(pointer(a[4], kind), (rows, hidden))
-    weight = carray(pointer(a[5], kind), (hidden,))
-    output = carray(pointer(a[6], kind), (rows, hidden))
+    x, residual, weight, output = pointer(a[3], kind), pointer(a[4], kind), pointer(a[5], kind), pointer(a[6], kind)
     eps = np.float32(as_double(a[7]))
     while True:
         row = next_task(a)
         if row >= rows:
             break
+        start = row * hidden
         if a[3] != 0:
-            for i in range(hidden):
-                residual[row, i] = from_float(to_float(residual[row, i]) + to_float(x[row, i]), kind)
-        _normalise(residual[row], weight, eps, output[row], kind)
+            for i in range(start, start + hidden, WIDTH):
+                store(residual, i, load(residual, i) + load(x, i))
+        _normalise(residual, start, weight, hidden, eps, output, kind)
 
 
-@njit(fastmath=True)
-def _normalise(source, weight, eps, target, kind):
-    """RMSNorm of one vector; source and target may be the same."""
-    size = weight.shape[0]
-    squares = np.float32(0)
-    for i in range(size):
-        number = to_float(source[i])
-        squares += number * number
-    scale = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
-    for i in range(size):
-        number = to_float(from_float(to_float(source[i]) * scale, kind))
-        target[i] = from_float(number * to_float(weight[i]), kind)
+@njit
+def _normalise(source, start, weight, size, eps, target, kind):
+    """RMSNorm of source[start : start + size] into the same place of target, which may be source."""
+    squares = splat(np.float32(0))
+    for i in range(start, start + size, WIDTH):
+        number = load(source, i)
+        squares = squares + number * number
+    scale = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(size) + eps))
+    for i in range(0, size, WIDTH):
+        number = rounded_to(load(source, start + i) * scale, kind)
+        store(target, start + i, number * load(weight, i))
 
 
-@njit(fastmath=True)
+@njit
 def _rotate(a, kind):
     rows, num_heads, num_kv_heads, head_dim, stride = a[1], a[2], a[3], a[4], a[6]
     half = head_dim // 2
-    qkv = carray(pointer(a[5], kind), (rows * stride,))
-    cos = carray(pointer(a[7], np.float32(0)), (rows, half))
-    sin = carray(pointer(a[8], np.float32(0)), (rows, half))
-    query_weight = carray(pointer(a[9], kind), (head_dim,))
-    key_weight = carray(pointer(a[10], kind), (head_dim,))
+    qkv, query_weight, key_weight = pointer(a[5], kind), pointer(a[9], kind), pointer(a[10], kind)
+    cos, sin = pointer(a[7], FLOAT32), pointer(a[8], FLOAT32)
     eps = np.float32(as_double(a[11]))
     while True:
         row = next_task(a)
@@ -123,25 +127,26 @@ def _rotate(a, kind):
             break
         for head in range(num_heads + num_kv_heads):
             start = row * stride + head * head_dim
-            vector = qkv[start : start + head_dim]
             if a[9] != 0:
-                _normalise(vector, query_weight if head < num_heads else key_weight, eps, vector, kind)
-            for i in range(half):
-                first, second = to_float(vector[i]), to_float(vector[i + half])
-                vector[i] = from_float(first * cos[row, i] - second * sin[row, i], kind)
-                vector[i + half] = from_float(second * cos[row, i] + first * sin[row, i], kind)
+                _normalise(qkv, start, query_weight if head < num_heads else key_weight, head_dim, eps, qkv, kind)
+            for i in range(0, half, WIDTH):
+                first, second = load(qkv, start + i), load(qkv, start + half + i)
+                c, s = load(cos, row * half + i), load(sin, row * half + i)
+                store(qkv, start + i, first * c - second * s)
+                store(qkv, start + half + i, second * c + first * s)
 
 
-@njit(fastmath=True)
+@njit
 def _silu_and_mul(a, kind):
     rows, columns = a[1], a[2]
-    gate_up = carray(pointer(a[3], kind), (rows, 2 * columns))
-    output = carray(pointer(a[4], kind), (rows, columns))
+    gate_up, output = pointer(a[3], kind), pointer(a[4], kind)
+    one = splat(np.float32(1))
     while True:
         row = next_task(a)
         if row >= rows:
             break
-        for i in range(columns):
-            gate = to_float(gate_up[row, i])
-            activated = to_float(from_float(gate / (np.float32(1) + exp(-gate)), kind))
-            output[row, i] = from_float(activated * to_float(gate_up[row, columns + i]), kind)
+        start = row * 2 * columns
+        for i in range(0, columns, WIDTH):
+            gate = load(gate_up, start + i)
+            activated = rounded_to(gate / (one + exp(splat(np.float32(0)) - gate)), kind)
+            store(output, row * columns + i, activated * load(gate_up, start + columns + i))

@@ -8,9 +8,9 @@ import torch
 class PackedLinear:
     """y = x W^T + b. Owns its weight; on CPU that is a copy reordered once into oneDNN's blocked layout.
 
-    Unpacked, oneDNN reorders or reads strided at every call: at one row, bfloat16 runs at a third of the memory's speed
-    (FACTS in `benchmarks/LOG.md`). Packed it also never is slower in float32, and results differ between row counts by no
-    more than float rounding.
+    Unpacked, oneDNN reorders or reads strided at every call: one row of bfloat16 runs at a third of the memory's speed
+    (`benchmarks/LOG.md`). In float32 packing wins from a few rows on. Either way a row's result depends on how many rows
+    share the call by no more than float rounding.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -23,7 +23,7 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
         if self._is_packed:
-            y: torch.Tensor = _linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return y
         return torch.nn.functional.linear(x, self._weight, self._bias)
 
@@ -34,6 +34,3 @@ def _can_pack(weight: torch.Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
-
-
-_linear_pointwise = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None

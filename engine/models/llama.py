@@ -46,7 +46,9 @@ class LlamaModel:
         self.dtype = dtype
         self.device = device
         self._attention = attention
-        self._elementwise = elementwise_for(device, dtype)
+        self._elementwise = elementwise_for(
+            device, dtype, row_sizes=(config.hidden_size, config.intermediate_size), head_dim=config.head_dim
+        )
         self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=device)
         self._shape = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self._scale = config.head_dim**-0.5

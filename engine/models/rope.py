@@ -20,7 +20,7 @@ class RotaryEmbedding:
         self.attention_factor = attention_factor(rope)
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int [num_tokens] -> cos, sin, each float32 [num_tokens, head_dim / 2], attention factor included."""
+        """positions int [num_tokens] -> cos, sin float32 [num_tokens, head_dim / 2], attention factor included."""
         angles = positions.to(torch.float32)[:, None] * self.inv_freq
         if self.attention_factor == 1.0:
             return angles.cos(), angles.sin()
@@ -56,7 +56,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _llama3(rope: RopeParameters, base: torch.Tensor) -> torch.Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between blended by how often they fit the old length."""
+    """Long waves are slowed by `factor`, short ones kept, those between blended by their turns in the old length."""
     turns = rope.original_max_position_embeddings / (2 * math.pi / base)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * base / rope.factor + blend * base
@@ -66,7 +66,7 @@ def _llama3(rope: RopeParameters, base: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeParameters, wave: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Pairs that turn more than beta_fast times in the old length are kept, those below beta_slow slowed by `factor`."""
+    """Pairs turning over beta_fast times in the old length are kept, those below beta_slow slowed by `factor`."""
 
     def pair_turning(times: float) -> float:
         ratio = rope.original_max_position_embeddings / (times * 2 * math.pi)

@@ -32,7 +32,7 @@ class RopeParameters:
 
 
 def parse_rope(fields: ConfigFields, max_position_embeddings: int) -> RopeParameters:
-    """Reads `rope_parameters`, or `rope_scaling` with `rope_theta` beside it; absent means plain RoPE at theta 10000."""
+    """Reads `rope_parameters`, or `rope_scaling` with `rope_theta` beside it; absent: plain RoPE, theta 10000."""
     scaling = fields.section("rope_scaling") or fields.section("rope_parameters") or ConfigFields({})
     theta = scaling.number("rope_theta", fields.number("rope_theta", 10000.0))
     partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))

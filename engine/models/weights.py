@@ -59,7 +59,9 @@ class SafetensorsWeights:
             raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} cannot be read: {error}") from error
         if tuple(tensor.shape) != shape:
             found = list(tensor.shape)
-            raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} has shape {found}; config.json means {list(shape)}")
+            raise InvalidCheckpoint(
+                f"tensor {shown(name)} of {file_name} has shape {found}; config.json means {list(shape)}"
+            )
         if tensor.dtype not in _READABLE:
             raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} is {tensor.dtype}; supported: {_READABLE}")
         return tensor.to(device=self._device, dtype=self._dtype)
@@ -70,7 +72,9 @@ class SafetensorsWeights:
         if left:
             named = ", ".join(f"{shown(name)} of {self._file_of[name]}" for name in left[:_MAX_NAMED])
             more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
-            raise InvalidCheckpoint(f"the checkpoint holds tensors that the architecture has no place for: {named}{more}")
+            raise InvalidCheckpoint(
+                f"the checkpoint holds tensors that the architecture has no place for: {named}{more}"
+            )
 
 
 class DummyWeights:
@@ -93,7 +97,9 @@ class DummyWeights:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         # Uniform numbers are drawn several times faster than normal ones, and large dummies are for benchmarks.
         limit = std * 3**0.5
-        return torch.empty(shape).uniform_(-limit, limit, generator=generator).to(device=self._device, dtype=self._dtype)
+        return (
+            torch.empty(shape).uniform_(-limit, limit, generator=generator).to(device=self._device, dtype=self._dtype)
+        )
 
     def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
         """See `WeightSource.finish`: nothing is ever left."""

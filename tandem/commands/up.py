@@ -12,7 +12,7 @@ import click
 
 from tandem.local_stack import LocalStack, StackFailed
 from tandem.models import ModelNotFound, display_name, resolve
-from tandem.stack_settings import Connector, Disaggregation, StackSettings
+from tandem.stack_settings import CONNECTORS, Disaggregation, StackSettings
 
 _LOOK_EVERY_S = 0.05
 _DEMO_PROMPT = "Once upon a time"
@@ -40,10 +40,11 @@ _DEMO_TOKENS = 40
 )
 @click.option(
     "--connector",
-    type=click.Choice(["shared_storage", "redis", "nixl", "lmcache"]),
     default="shared_storage",
     show_default=True,
-    help="How KV gets from prefill to decode.",
+    metavar="NAME",
+    callback=lambda context, option, value: _known_connector(value),
+    help="How KV gets from prefill to decode: shared_storage, or module:Class of your own.",
 )
 @click.option(
     "--disaggregation",
@@ -92,7 +93,7 @@ _DEMO_TOKENS = 40
 def command(
     *,
     model: str,
-    connector: Connector,
+    connector: str,
     disaggregation: Disaggregation,
     kv_memory: float | None,
     try_it: bool,
@@ -124,6 +125,12 @@ def command(
     except (ModelNotFound, ValueError) as error:
         raise click.ClickException(str(error)) from None
     _run(settings, model, try_it)
+
+
+def _known_connector(value: str) -> str:
+    if value not in CONNECTORS and ":" not in value:
+        raise click.BadParameter(f"{value!r} is none of {', '.join(CONNECTORS)}, nor module:Class of your own")
+    return value
 
 
 class _Interrupted(Exception):

@@ -166,7 +166,9 @@ def test_prompts_are_checked_id_by_id() -> None:
     with pytest.raises(InvalidRequest, match="prompt is empty"):
         validate_prompt([], VOCAB, CONTEXT)
     for bad in (VOCAB, -1, 2**32 + 5, 2**63 - 1):
-        with pytest.raises(InvalidRequest, match=rf"token_ids\[2\]={bad} out of range 0\.\.999 of the model vocabulary"):
+        with pytest.raises(
+            InvalidRequest, match=rf"token_ids\[2\]={bad} out of range 0\.\.999 of the model vocabulary"
+        ):
             validate_prompt([1, 2, bad, 3], VOCAB, CONTEXT)
     with pytest.raises(InvalidRequest, match="not an integer"):
         validate_prompt([1, 2.5], VOCAB, CONTEXT)  # type: ignore[list-item]

@@ -50,9 +50,10 @@ class Failpoint:
         self._offset = 0
 
     def arm(self) -> None:
+        """From now on processes stop here. Arm while none comes by: one in the middle of it may count and yet go on."""
+        self._offset = self._file.stat().st_size if self._file.exists() else 0
         self._go.unlink(missing_ok=True)
         time.sleep(0.02)  # a process that saw the file a moment ago is past it now
-        self._offset = self._file.stat().st_size if self._file.exists() else 0
 
     def release(self) -> None:
         self._go.touch()

@@ -99,7 +99,7 @@ def test_a_deadline_ends_the_call(router: tuple[ScriptedRouter, str]) -> None:
 
 
 def test_a_router_that_is_not_there_is_named() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(TandemError, match="no router answers at 127.0.0.1:1"):
+    with Client("127.0.0.1:1") as client, pytest.raises(TandemError, match=r"no router answers at 127\.0\.0\.1:1"):
         client.generate("go", timeout_s=5)
 
 

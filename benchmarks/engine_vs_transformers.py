@@ -1,0 +1,135 @@
+"""Aggregated engine against transformers' `generate`, the same random-weight shapes, side by side in one run.
+
+    python -m benchmarks.engine_vs_transformers [--shape 33m --shape 0.6b] [--repeat 3]
+
+bf16, greedy, forced length. Both sides alternate, the median of the repeats counts, and what is compared is the ratio: absolute figures
+drift from machine to machine. The roof is the time to read every weight once per step at the memory bandwidth measured in the same run.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+import transformers
+
+from benchmarks.shapes import SHAPES, write_config
+from engine import LLM, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`num_requests` prompts of `input_len` tokens, `output_len` tokens each."""
+
+    num_requests: int
+    input_len: int
+    output_len: int
+
+    def __str__(self) -> str:
+        return f"{self.num_requests}x{self.input_len}->{self.output_len}"
+
+
+WORKS = [Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(1, 512, 1)]
+
+
+@click.command(help=__doc__)
+@click.option(
+    "--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), default=list(SHAPES), show_default=True
+)
+@click.option("--repeat", default=3, show_default=True, help="Runs of each side; the median counts.")
+@click.option("--threads", default=2, show_default=True, help="Threads of both sides.")
+def main(shapes: tuple[str, ...], repeat: int, threads: int) -> None:
+    bandwidth = measure_bandwidth(threads)
+    click.echo(f"memory read {bandwidth / 1e9:.0f} GB/s, {threads} threads, torch {torch.__version__}")
+    click.echo(f"{'shape':6} {'work':12} {'engine tok/s':>13} {'transformers':>13} {'ratio':>6} {'of roof':>8}")
+    for shape in shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            run_shape(shape, write_config(Path(folder), shape), repeat, threads, bandwidth)
+
+
+def run_shape(shape: str, folder: Path, repeat: int, threads: int, bandwidth: float) -> None:
+    """One row per work."""
+    llm = LLM(
+        folder,
+        dtype="bfloat16",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        num_threads=threads,
+        kv_cache_bytes=1 << 30,
+        enable_prefix_caching=False,
+    )
+    config = transformers.AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    torch.set_num_threads(threads)
+    weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    for work in WORKS:
+        prompts = torch.randint(3, config.vocab_size, (work.num_requests, work.input_len))
+        ours, theirs = alternate(
+            lambda: with_engine(llm, prompts, work), lambda: with_peer(model, prompts, work), repeat
+        )
+        num_tokens = work.num_requests * (work.output_len if work.output_len > 1 else work.input_len)
+        roof = work.output_len * weight_bytes / bandwidth
+        of_roof = f"{roof / ours:8.0%}" if work.num_requests == 1 and work.output_len > 1 else f"{'':8}"
+        click.echo(
+            f"{shape:6} {work!s:12} {num_tokens / ours:13.0f} {num_tokens / theirs:13.0f} {theirs / ours:6.2f} {of_roof}"
+        )
+    del llm, model
+    gc.collect()
+
+
+def with_engine(llm: LLM, prompts: torch.Tensor, work: Work) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
+    answers = llm.generate(prompts.tolist(), params, use_tqdm=False)
+    assert all(len(answer.outputs[0].token_ids) == work.output_len for answer in answers)
+
+
+def with_peer(model: transformers.PreTrainedModel, prompts: torch.Tensor, work: Work) -> None:
+    with torch.inference_mode():
+        ids = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=False,
+            max_new_tokens=work.output_len,
+            min_new_tokens=work.output_len,
+            pad_token_id=0,
+        )
+    assert ids.shape[1] == work.input_len + work.output_len
+
+
+def alternate(ours: Callable[[], None], theirs: Callable[[], None], repeat: int) -> tuple[float, float]:
+    """Median seconds of each, run in turns after one warm-up of each."""
+    ours()
+    theirs()
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeat):
+        for side, run in enumerate((ours, theirs)):
+            started = time.perf_counter()
+            run()
+            times[side].append(time.perf_counter() - started)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def measure_bandwidth(threads: int) -> float:
+    """Bytes per second of summing an array that no cache holds."""
+    torch.set_num_threads(threads)
+    array = torch.ones(1 << 28, dtype=torch.float32)
+    best = min(_timed(array) for _ in range(5))
+    return array.numel() * array.element_size() / best
+
+
+def _timed(array: torch.Tensor) -> float:
+    started = time.perf_counter()
+    array.sum()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The router as one object: pools, service, health, and their beginning and end in the right order.
+
+made ──start──▶ watching, NOT_SERVING ⇄ SERVING (as the pools allow) ──drain──▶ refusing ──requests end──▶ stopped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+from protos.tandem.v1 import generation_pb2
+from router.admission import Admission
+from router.config import RouterSettings
+from router.generate import Generator
+from router.model import ServedModel
+from router.pools import Dial, Membership, Pools, StaticMembership
+from router.releases import Releases
+from router.service import GenerationService
+from serving.channel import open_channel
+from serving.open_calls import CONTROL
+from serving.server import Server
+
+_log = logging.getLogger(__name__)
+_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+_LOOK_AGAIN_S = 0.25
+_RELEASES_S = 2.0
+
+
+class RouterApp:
+    """Made and started on the running event loop by the composition root, or by a test."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        model: ServedModel,
+        *,
+        prefill: Membership | None = None,
+        decode: Membership | None = None,
+        dial: Dial | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._settings = settings
+        self._server = Server(settings.effective_server)
+        self._releases = Releases()
+        self.pools = Pools(
+            prefill or StaticMembership(settings.pools.prefill_addresses),
+            decode or StaticMembership(settings.pools.decode_addresses),
+            dial or (lambda address: open_channel(address, settings.channel)),
+            settings.pools,
+        )
+        self.admission = Admission(settings.admission)
+        generator = Generator(self.pools, self._releases, settings, rng)
+        self.service = GenerationService(model, self.pools, self.admission, generator)
+        self._readiness: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port that clients are told; only after `start`."""
+        return self._server.address
+
+    async def start(self) -> None:
+        """Watches the instances and listens. NOT_SERVING until the pools are ready."""
+        policies = {"Abort": CONTROL, "GetModelInfo": CONTROL}
+        await self._server.register(_SERVICE, self.service, policies, ready=False)
+        await self.pools.start()
+        self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
+        await self._server.start()
+
+    def is_ready(self) -> bool:
+        """Whether a request could be served now."""
+        needs_prefill = self._settings.disaggregation.mode == "always"
+        return self.pools.decode.num_ready() > 0 and (not needs_prefill or self.pools.prefill.num_ready() > 0)
+
+    async def drain(self) -> bool:
+        """Refuses new requests, lets the running ones finish, then stops; False if some were cut off."""
+        try:
+            return await self._server.drain()
+        finally:
+            await self._let_go()
+
+    async def stop(self) -> None:
+        """Ends everything now."""
+        await self._server.stop()
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        if self._readiness is not None:
+            self._readiness.cancel()
+            await asyncio.gather(self._readiness, return_exceptions=True)
+        try:
+            async with asyncio.timeout(_RELEASES_S):
+                await self._releases.wait()
+        except TimeoutError:
+            _log.warning("%d releases were not answered", self._releases.num_pending)
+        await self.pools.stop()
+
+    async def _follow_readiness(self) -> None:
+        health, name = self._server.health, _SERVICE.full_name
+        while True:
+            ready = self.is_ready()
+            if ready != health.is_serving(name):
+                await health.set_serving(name, ready)
+            await self.pools.wait_for_news(_LOOK_AGAIN_S)

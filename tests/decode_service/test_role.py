@@ -1,0 +1,287 @@
+"""What a router sees of a decode, and what both cores are told, over real gRPC between a prefill and a decode front."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from decode_service.service import ROLE
+from engine.messages import (
+    AbortRequests,
+    KVProgress,
+    LeaseCommand,
+    LoadedEvent,
+    RemoteKV,
+    ReservedEvent,
+    Seed,
+    TokensEvent,
+    TransferEvent,
+)
+from prefill_service.service import ROLE as PREFILL
+from protos.tandem.v1 import common_pb2, decode_pb2
+from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, refusal, running
+from tests.tokenizer_builders import byte_level
+
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.fixture
+async def decode(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with running(model_folder(tmp_path / "model"), ROLE) as rig:
+        yield rig
+
+
+@pytest.fixture
+async def prefill(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with running(model_folder(tmp_path / "model"), PREFILL) as rig:
+        yield rig
+
+
+class Decoding:
+    """One Decode call, message by message."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.call = rig.decode.Decode()
+
+    async def start(self, holder: Rig | None = None, *, address: str | None = None, **fields: Any) -> None:
+        message = decode_pb2.DecodeStart(request=instance_request(**fields))
+        if holder is not None:
+            source = decode_pb2.TransferSource(
+                transfer_id="t1",
+                address=address or holder.front.server.address,
+                instance_epoch=holder.front.instance_epoch,
+                reservation_s=5.0,
+            )
+            message.transfer.CopyFrom(source)
+        await self.call.write(decode_pb2.DecodeRequest(start=message))
+
+    async def seed(self, *ids: int) -> None:
+        await self.call.write(decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=ids)))
+
+    async def next(self) -> decode_pb2.DecodeResponse:
+        async with asyncio.timeout(5):
+            response = await self.call.read()
+        assert isinstance(response, decode_pb2.DecodeResponse), await self.call.code()
+        return response
+
+    async def rest(self) -> list[decode_pb2.DecodeResponse]:
+        return await read_all(self.call)
+
+
+async def test_without_a_transfer_it_generates_from_its_own_prefill(decode: Rig) -> None:
+    decoding = Decoding(decode)
+    await decoding.start()
+    asked = await decode.core.request()
+    assert (asked.remote_kv, asked.hold_kv) == (None, None)
+    decode.core.emit(TokensEvent("r1", [72, 73]), TokensEvent("r1", [74], finish_reason="length"))
+    chunks = [response.tokens for response in await decoding.rest()]
+    assert [(chunk.token_index, list(chunk.token_ids)) for chunk in chunks] == [(0, [72, 73]), (2, [74])]
+    assert chunks[-1].finish.reason == LENGTH
+    assert not decode.core.of(AbortRequests)
+
+
+async def test_a_whole_hand_over(decode: Rig, prefill: Rig) -> None:
+    # STEP the reservation
+    decoding = Decoding(decode)
+    await decoding.start(prefill, stream_epoch=2, emitted_token_ids=[70])
+    asked = await decode.core.request()
+    assert asked.remote_kv == RemoteKV(transfer_id="t1", reservation_s=5.0)
+    assert asked.output_token_ids == [70]
+    decode.core.emit(ReservedEvent("r1", num_cached_tokens=4, num_local_blocks=1))
+    reserved = (await decoding.next()).reserved
+    assert (reserved.num_cached_tokens, reserved.instance_epoch) == (4, decode.front.instance_epoch)
+
+    # STEP the transfer: the holder's words reach this core, and its lease is attached
+    prefill.core.emit(TransferEvent("t1", 1))
+    prefill.core.emit(TransferEvent("t1", 2, num_tokens=11))
+    assert (await prefill.core.wait_for(LeaseCommand)).action == "attach"
+    await eventually(lambda: any(progress.num_tokens == 11 for progress in decode.core.of(KVProgress)))
+    assert all(progress.request_id == "r1" for progress in decode.core.of(KVProgress))
+
+    # STEP the seed and the end of the load; the lease goes back before the first token comes
+    await decoding.seed(71)
+    assert await decode.core.wait_for(Seed) == Seed("r1", [71])
+    decode.core.emit(LoadedEvent("r1", num_external_tokens=7, num_recomputed_blocks=0))
+    assert (await decoding.next()).loaded.num_external_tokens == 7
+    await eventually(lambda: LeaseCommand("t1", "release") in prefill.core.commands)
+    await eventually(lambda: decode.front.followers.num_following == 0)
+
+    # STEP the tokens go on after what was emitted and seeded
+    decode.core.emit(TokensEvent("r1", [72]), TokensEvent("r1", [73], finish_reason="length", num_external_tokens=7))
+    chunks = [response.tokens for response in await decoding.rest()]
+    assert [(chunk.stream_epoch, chunk.token_index, list(chunk.token_ids)) for chunk in chunks] == [
+        (2, 2, [72]),
+        (2, 3, [73]),
+    ]
+    assert chunks[0].text_offset == len(byte_level().decode([70, 71]))
+    usage = chunks[-1].finish.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.external_tokens) == (10, 4, 7)
+    metrics = decode.front.role_service.metrics
+    assert (metrics.num_seeded, metrics.num_loaded, metrics.num_external_tokens) == (1, 1, 7)
+    assert dict(metrics.finished) == {"length": 1}
+
+
+async def test_a_seed_may_come_before_the_reservation(decode: Rig, prefill: Rig) -> None:
+    decoding = Decoding(decode)
+    await decoding.start(prefill)
+    await decoding.seed(71)
+    assert await decode.core.wait_for(Seed) == Seed("r1", [71])
+    decode.core.emit(
+        ReservedEvent("r1", 8, 2), LoadedEvent("r1", 0, 0), TokensEvent("r1", [72], finish_reason="length")
+    )
+    reserved, loaded, tokens = await decoding.rest()
+    assert (reserved.reserved.num_cached_tokens, loaded.WhichOneof("event")) == (8, "loaded")
+    assert tokens.tokens.token_index == 1
+
+
+async def test_a_seed_may_come_long_after_the_load(decode: Rig, prefill: Rig) -> None:
+    decoding = Decoding(decode)
+    await decoding.start(prefill)
+    await decode.core.request()
+    decode.core.emit(ReservedEvent("r1", 0, 0), LoadedEvent("r1", 0, 3, reason="late"))
+    await decoding.next()
+    loaded = (await decoding.next()).loaded
+    assert (loaded.num_recomputed_blocks, loaded.reason) == (3, "late")
+    await asyncio.sleep(0.1)
+    await decoding.seed(71)
+    await decode.core.wait_for(Seed)
+    decode.core.emit(TokensEvent("r1", [72], finish_reason="length"))
+    assert [response.tokens.token_index for response in await decoding.rest()] == [1]
+
+
+async def test_without_a_seed_the_reservation_s_end_is_answered(decode: Rig, prefill: Rig) -> None:
+    decoding = Decoding(decode)
+    await decoding.start(prefill)
+    await decode.core.request()
+    decode.core.emit(ReservedEvent("r1", 0, 0))
+    await decoding.next()
+    decode.core.emit(TokensEvent("r1", [], finish_reason="error", error="no seed", error_kind="timeout"))
+    assert (await refusal(decoding.call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    # The holder is told although it never offered anything: a late prefill must not hold KV for nobody.
+    assert await prefill.core.wait_for(LeaseCommand) == LeaseCommand("t1", "release")
+
+
+async def test_no_room_is_answered_before_anything_was_followed(decode: Rig, prefill: Rig) -> None:
+    decoding = Decoding(decode)
+    await decoding.start(prefill)
+    await decode.core.request()
+    decode.core.emit(TokensEvent("r1", [], finish_reason="error", error="no blocks", error_kind="no_room"))
+    assert (await refusal(decoding.call)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await prefill.core.wait_for(LeaseCommand) == LeaseCommand("t1", "release")
+
+
+@pytest.mark.parametrize("stage", ["waiting", "reserved", "attached", "running"])
+async def test_cancelling_frees_here_and_at_the_holder(decode: Rig, prefill: Rig, stage: str) -> None:
+    decoding = Decoding(decode)
+    await decoding.start(prefill)
+    await decode.core.request()
+    if stage != "waiting":
+        decode.core.emit(ReservedEvent("r1", 0, 0))
+        await decoding.next()
+    if stage == "attached":
+        prefill.core.emit(TransferEvent("t1", 1))
+        await decode.core.wait_for(KVProgress)
+    if stage == "running":
+        await decoding.seed(71)
+        await decode.core.wait_for(Seed)
+        decode.core.emit(LoadedEvent("r1", 0, 3), TokensEvent("r1", [72]))
+        await decoding.next()
+        await decoding.next()
+    decoding.call.cancel()
+    assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])
+    await eventually(lambda: LeaseCommand("t1", "release") in prefill.core.commands)
+    await eventually(lambda: decode.front.followers.num_following == 0)
+    assert decode.front.role_service.metrics.num_cancelled == 1
+
+
+async def test_a_dead_holder_does_not_hold_a_cancelled_request_up(decode: Rig, prefill: Rig) -> None:
+    decoding = Decoding(decode)
+    await decoding.start(prefill, address="127.0.0.1:1")
+    await decode.core.request()
+    decode.core.emit(ReservedEvent("r1", 0, 0))
+    await decoding.next()
+    failed = await decode.core.wait_for(KVProgress)
+    assert isinstance(failed, KVProgress)
+    assert "UNAVAILABLE" in (failed.failed or "")
+    decoding.call.cancel()
+    async with asyncio.timeout(0.5):
+        await decode.core.wait_for(AbortRequests)
+
+
+async def test_a_holder_with_another_model_is_not_read_from(decode: Rig, prefill: Rig) -> None:
+    prefill.front.holder._identity = type(prefill.front.identity)(  # the holder's own view of itself
+        **{name: getattr(prefill.front.identity, name) for name in prefill.front.identity.__struct_fields__}
+        | {"dtype": "bfloat16"}
+    )
+    decoding = Decoding(decode)
+    await decoding.start(prefill)
+    await decode.core.request()
+    decode.core.emit(ReservedEvent("r1", 0, 0))
+    failed = await decode.core.wait_for(KVProgress)
+    assert isinstance(failed, KVProgress)
+    assert "'bfloat16' here, 'float32' at the reader" in (failed.failed or "")
+
+
+async def test_a_stop_string_across_the_hand_over_ends_here_and_is_aborted_in_the_core(
+    decode: Rig, prefill: Rig
+) -> None:
+    ids = byte_level().encode("aSTQPb")
+    decoding = Decoding(decode)
+    await decoding.start(prefill, emitted_token_ids=ids[:1], sampling={"stop": ["STQP"]})
+    await decoding.seed(*ids[1:3])
+    await decode.core.wait_for(Seed)
+    decode.core.emit(ReservedEvent("r1", 0, 0), LoadedEvent("r1", 0, 0), TokensEvent("r1", ids[3:]))
+    chunk = (await decoding.rest())[-1].tokens
+    whole = byte_level().decode(ids[:3])
+    assert chunk.token_index == 3
+    assert (chunk.text_offset, chunk.text) == (whole.index("S"), "")
+    assert (chunk.finish.reason, chunk.finish.stop_string) == (common_pb2.FINISH_REASON_STOP, "STQP")
+    assert decode.core.of(AbortRequests) == [AbortRequests(["r1"])]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        decode_pb2.DecodeRequest(),
+        decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=[1])),
+        decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart()),
+        decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=instance_request(prompt_token_ids=[2**40]))),
+        decode_pb2.DecodeRequest(
+            start=decode_pb2.DecodeStart(
+                request=instance_request(),
+                transfer=decode_pb2.TransferSource(transfer_id="t1", address="unix:/run/secret", reservation_s=1),
+            )
+        ),
+    ],
+)
+async def test_a_malformed_start_is_an_invalid_argument(decode: Rig, first: decode_pb2.DecodeRequest) -> None:
+    async def requests() -> AsyncIterator[decode_pb2.DecodeRequest]:
+        yield first
+
+    error = await refusal(decode.decode.Decode(requests()))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not decode.core.commands
+
+
+async def test_a_stream_that_ends_without_its_seed_is_an_invalid_argument(decode: Rig, prefill: Rig) -> None:
+    decoding = Decoding(decode)
+    await decoding.start(prefill)
+    await decoding.call.done_writing()
+    assert (await refusal(decoding.call)).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])
+
+
+@pytest.mark.parametrize("ids", [[], [480], [1] * 32])
+async def test_a_wrong_seed_is_an_invalid_argument(decode: Rig, prefill: Rig, ids: list[int]) -> None:
+    decoding = Decoding(decode)
+    await decoding.start(prefill)
+    await decoding.seed(*ids)
+    assert (await refusal(decoding.call)).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not decode.core.of(Seed)
+    assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])

@@ -1,0 +1,154 @@
+"""Every backend computes what the reference computes, and the reference what SDPA does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention import select_backend
+from engine.attention.backend import AttentionMetadata
+from engine.attention.reference import ReferenceAttention
+from engine.errors import UnsupportedModel
+from tests.builders import paged_step
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+LAYER, NUM_LAYERS = 1, 3
+
+
+def _tensors(
+    metadata: AttentionMetadata,
+    num_blocks: int,
+    *,
+    block_size: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query, key, value as slices of one fused projection, and pages that hold NaN wherever no token lies."""
+    generator = torch.Generator().manual_seed(7)
+    cache = torch.randn(num_blocks, NUM_LAYERS, 2, kv_heads, block_size, head_dim, generator=generator)
+    for table, seq_len in zip(metadata.block_tables.tolist(), metadata.seq_lens.tolist(), strict=True):
+        if seq_len % block_size:
+            cache[table[seq_len // block_size], :, :, :, seq_len % block_size :] = float("nan")
+    unused = set(range(num_blocks)) - set(metadata.block_tables.flatten().tolist())
+    cache[list(unused)] = float("nan")
+    num_tokens = int(metadata.query_start_loc[-1])
+    fused = torch.randn(num_tokens, (group + 2) * kv_heads, head_dim, generator=generator).to(dtype)
+    query, key, value = fused.split([group * kv_heads, kv_heads, kv_heads], dim=1)
+    return query, key, value, cache.to(dtype)
+
+
+requests = st.lists(
+    st.integers(1, 150).flatmap(
+        lambda seq_len: st.tuples(
+            st.one_of(st.just(1), st.integers(1, min(seq_len, 40)), st.just(seq_len)), st.just(seq_len)
+        )
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=requests,
+    block_size=st.sampled_from([8, 16, 32]),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    head_dim=st.sampled_from([16, 32, 48, 64, 128]),
+    window=st.one_of(st.none(), st.integers(1, 60)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_compiled_attention_equals_the_reference(
+    requests: list[tuple[int, int]],
+    block_size: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    metadata, _, num_blocks = paged_step(requests, block_size=block_size)
+    query, key, value, cache = _tensors(
+        metadata, num_blocks, block_size=block_size, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
+    )
+    expected_cache = cache.clone()
+    backend = select_backend("cpu", block_size=block_size, head_dim=head_dim, dtype=dtype, device=CPU)
+    scale = head_dim**-0.5
+
+    output = backend.forward(
+        query, key, value, cache, layer=LAYER, metadata=metadata, scale=scale, sliding_window=window
+    )
+    expected = ReferenceAttention().forward(
+        query, key, value, expected_cache, layer=LAYER, metadata=metadata, scale=scale, sliding_window=window
+    )
+
+    torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(cache, expected_cache, atol=0, rtol=0, equal_nan=True)
+
+
+def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
+    metadata, _, num_blocks = paged_step([(37, 37)], block_size=8)
+    query, key, value, cache = _tensors(
+        metadata, num_blocks, block_size=8, kv_heads=2, group=3, head_dim=16, dtype=torch.float32
+    )
+    output = ReferenceAttention().forward(
+        query, key, value, cache, layer=LAYER, metadata=metadata, scale=0.25, sliding_window=None
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.repeat_interleave(3, dim=1).transpose(0, 1)[None],
+        value.repeat_interleave(3, dim=1).transpose(0, 1)[None],
+        is_causal=True,
+        scale=0.25,
+    )
+    torch.testing.assert_close(output, expected[0].transpose(0, 1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("query_len", [63, 64, 65, 130])
+def test_the_way_of_long_chunks_and_that_of_short_ones_agree(query_len: int) -> None:
+    metadata, _, num_blocks = paged_step([(1, 9), (query_len, 140), (3, 50)], block_size=16)
+    query, key, value, cache = _tensors(
+        metadata, num_blocks, block_size=16, kv_heads=2, group=2, head_dim=32, dtype=torch.float32
+    )
+    for window in (None, 20):
+        backends = (
+            select_backend("cpu", block_size=16, head_dim=32, dtype=torch.float32, device=CPU),
+            ReferenceAttention(),
+        )
+        output, expected = (
+            backend.forward(query, key, value, cache, layer=0, metadata=metadata, scale=0.2, sliding_window=window)
+            for backend in backends
+        )
+        torch.testing.assert_close(output, expected, atol=2e-5, rtol=0)
+
+
+def test_a_plan_is_not_reused_for_another_step() -> None:
+    backend = select_backend("cpu", block_size=8, head_dim=16, dtype=torch.float32, device=CPU)
+    for seq_len in (5, 30, 6):
+        metadata, _, num_blocks = paged_step([(1, seq_len)], block_size=8, seed=seq_len)
+        query, key, value, cache = _tensors(
+            metadata, num_blocks, block_size=8, kv_heads=1, group=2, head_dim=16, dtype=torch.float32
+        )
+        output, expected = (
+            one.forward(query, key, value, cache, layer=0, metadata=metadata, scale=0.25, sliding_window=None)
+            for one in (backend, ReferenceAttention())
+        )
+        torch.testing.assert_close(output, expected, atol=2e-5, rtol=0)
+
+
+def test_auto_takes_the_compiled_backend_on_cpu_and_the_reference_where_sizes_do_not_fit() -> None:
+    assert select_backend("auto", block_size=16, head_dim=64, dtype=torch.bfloat16, device=CPU).name == "cpu"
+    assert select_backend("auto", block_size=16, head_dim=20, dtype=torch.float32, device=CPU).name == "reference"
+    assert select_backend("auto", block_size=16, head_dim=64, dtype=torch.float16, device=CPU).name == "reference"
+
+
+def test_unknown_and_unfit_backends_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="'magic' is not known; known: auto, cpu, reference"):
+        select_backend("magic", block_size=16, head_dim=64, dtype=torch.float32, device=CPU)
+    with pytest.raises(UnsupportedModel, match="cpu does not support block_size 16, head_dim 20"):
+        select_backend("cpu", block_size=16, head_dim=20, dtype=torch.float32, device=CPU)

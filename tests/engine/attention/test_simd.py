@@ -1,0 +1,77 @@
+"""Vectors of sixteen floats compute what torch computes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from numba import cfunc
+
+from engine.attention.simd import (
+    BFLOAT16,
+    FLOAT32,
+    SIGNATURE,
+    exp,
+    largest,
+    load,
+    pointer,
+    rounded_to,
+    splat,
+    store,
+    total,
+)
+
+
+@cfunc(SIGNATURE)
+def _exponentials(a):  # type: ignore[no-untyped-def]
+    source, target = pointer(a[1], FLOAT32), pointer(a[2], FLOAT32)
+    for i in range(0, a[0], 16):
+        store(target, i, exp(load(source, i)))
+
+
+@cfunc(SIGNATURE)
+def _conversions(a):  # type: ignore[no-untyped-def]
+    source, stored, rounded = pointer(a[1], FLOAT32), pointer(a[2], BFLOAT16), pointer(a[3], FLOAT32)
+    for i in range(0, a[0], 16):
+        store(stored, i, load(source, i))
+        store(rounded, i, rounded_to(load(source, i), BFLOAT16))
+
+
+@cfunc(SIGNATURE)
+def _arithmetic(a):  # type: ignore[no-untyped-def]
+    source, target = pointer(a[1], FLOAT32), pointer(a[2], FLOAT32)
+    x, y = load(source, 0), load(source, 16)
+    store(target, 0, (x + y) * x / y - splat(source[3]))
+    target[16] = total(x)
+    target[17] = largest(x)
+
+
+def _call(kernel: object, *arguments: int) -> None:
+    packed = (ctypes.c_int64 * len(arguments))(*arguments)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)(ctypes.addressof(packed))  # type: ignore[attr-defined]
+
+
+def test_exp_is_within_a_few_units_in_the_last_place() -> None:
+    x = torch.linspace(-86.9, 87.9, 16_000)
+    result = torch.empty_like(x)
+    _call(_exponentials, len(x), x.data_ptr(), result.data_ptr())
+    torch.testing.assert_close(result.double(), x.double().exp(), rtol=3e-7, atol=0)
+
+
+def test_bfloat16_rounds_as_torch_does() -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (16_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    x = bits.view(torch.float32)
+    x[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4e38])
+    stored, rounded = torch.empty(len(x), dtype=torch.bfloat16), torch.empty(len(x))
+    _call(_conversions, len(x), x.data_ptr(), stored.data_ptr(), rounded.data_ptr())
+    torch.testing.assert_close(stored, x.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(rounded, stored.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_operators_and_reductions() -> None:
+    source = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    target = torch.empty(18)
+    _call(_arithmetic, 0, source.data_ptr(), target.data_ptr())
+    x, y = source.chunk(2)
+    torch.testing.assert_close(target[:16], (x + y) * x / y - source[3], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(target[16:], torch.stack((x.sum(), x.max())), rtol=1e-5, atol=1e-5)

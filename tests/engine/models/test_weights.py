@@ -1,0 +1,129 @@
+"""Checkpoints: whole ones load, sharded or not; broken ones are refused with the name of what is broken."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import InvalidCheckpoint
+from engine.models import load_model
+from engine.models.config import ModelConfig
+from engine.models.llama import LlamaModel
+from engine.models.weights import DummyWeights
+from tests.builders import lively_checkpoint, paged_step
+
+CPU = torch.device("cpu")
+PROMPT = torch.arange(40, 64)
+
+
+def _load(folder: Path, **options: Any) -> LlamaModel:
+    return load_model(ModelConfig.from_folder(folder), folder=folder, dtype="float32", device="cpu", **options)
+
+
+def _logits(model: LlamaModel) -> torch.Tensor:
+    metadata, positions, num_blocks = paged_step([(len(PROMPT), len(PROMPT))], block_size=16)
+    page = model.config.kv_layout(dtype="float32", block_size=16).page_shape
+    hidden = model.forward(PROMPT, positions, torch.zeros(num_blocks, *page), metadata)
+    return model.compute_logits(hidden)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return lively_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=2)
+
+
+def _rewrite(checkpoint: Path, change: Any) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    change(tensors)
+    save_file(tensors, checkpoint / "model.safetensors")
+
+
+def test_shards_and_a_single_file_are_the_same_model(tmp_path: Path, checkpoint: Path) -> None:
+    sharded = lively_checkpoint(tmp_path / "sharded", "qwen2", num_hidden_layers=2, max_shard_size="200KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert torch.equal(_logits(_load(sharded)), _logits(_load(checkpoint)))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path / "sharded", "qwen2", max_shard_size="200KB")
+    victim = sorted(folder.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(InvalidCheckpoint, match=f"shard {victim.name} .* is missing"):
+        _load(folder)
+
+
+def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
+    _rewrite(checkpoint, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(InvalidCheckpoint, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' is missing"):
+        _load(checkpoint)
+
+
+def test_a_mis_shaped_tensor_is_named_with_both_shapes(checkpoint: Path) -> None:
+    _rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}))
+    message = "'model.norm.weight' of model.safetensors has shape [5]; config.json means [96]"
+    with pytest.raises(InvalidCheckpoint, match=re.escape(message)):
+        _load(checkpoint)
+
+
+def test_an_unexpected_tensor_is_named(checkpoint: Path) -> None:
+    _rewrite(checkpoint, lambda tensors: tensors.update({"model.vision.weight": torch.ones(5)}))
+    with pytest.raises(InvalidCheckpoint, match=r"no place for: 'model\.vision\.weight' of model\.safetensors"):
+        _load(checkpoint)
+
+
+def test_a_tensor_of_integers_is_refused(checkpoint: Path) -> None:
+    _rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(96, dtype=torch.int8)}))
+    with pytest.raises(InvalidCheckpoint, match=r"'model\.norm\.weight' .* is torch\.int8"):
+        _load(checkpoint)
+
+
+def test_a_truncated_file_is_named(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors is not a whole safetensors file"):
+        _load(checkpoint)
+
+
+def test_pickles_are_not_read(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(InvalidCheckpoint, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        _load(checkpoint)
+
+
+def test_an_index_may_not_point_outside_the_folder(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint.parent / "model.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidCheckpoint, match="not a file of the checkpoint's folder"):
+        _load(checkpoint)
+
+
+def test_tables_of_old_checkpoints_and_the_copy_of_a_tied_head_are_ignored(tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    expected = _logits(_load(folder))
+    extra = {"lm_head.weight": torch.zeros(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    _rewrite(folder, lambda tensors: tensors.update(extra))
+    assert torch.equal(_logits(_load(folder)), expected)
+
+
+def test_dummy_weights_depend_on_seed_and_name_alone() -> None:
+    def draw(seed: int, name: str) -> torch.Tensor:
+        return DummyWeights(seed, dtype=torch.float32, device=CPU).take(name, (300, 400))
+
+    assert torch.equal(draw(1, "a.weight"), draw(1, "a.weight"))
+    assert not torch.equal(draw(1, "a.weight"), draw(2, "a.weight"))
+    assert not torch.equal(draw(1, "a.weight"), draw(1, "b.weight"))
+    assert draw(1, "a.weight").std().item() == pytest.approx(2 / 400**0.5, rel=0.02)
+    assert draw(1, "model.embed_tokens.weight").std().item() == pytest.approx(1, rel=0.02)
+
+
+def test_dummy_models_are_lively(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    best = _logits(_load(checkpoint, load_format="dummy", seed=3)).argmax(-1)
+    assert len(set(best.tolist())) > len(PROMPT) * 0.8

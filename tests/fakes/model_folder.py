@@ -1,0 +1,34 @@
+"""A model's folder without weights: what the router needs of one, made in a moment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tests.fakes.tokens import VOCAB_SIZE
+
+EOS_ID = 2
+_SPECIAL = ["<pad>", "<bos>", "<eos>", "<turn>"]
+_TEMPLATE = (
+    "{% for message in messages %}<turn>{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<turn>assistant: {% endif %}"
+)
+
+
+def write_model_folder(folder: Path, **generation_config: object) -> Path:
+    """Writes a byte-level tokenizer (one id per byte, after the special ones), a chat template and the defaults."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(_SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**names, "chat_template": _TEMPLATE}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID, **generation_config}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
+    return folder

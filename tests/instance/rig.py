@@ -1,0 +1,84 @@
+"""One instance's front on a free port, with a scripted core behind it and a channel to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from instance.config import InstanceSettings, ListenSettings, ModelSection
+from instance.front import Front, Role
+from protos.tandem.v1 import common_pb2, decode_pb2_grpc, instance_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
+from serving.channel import open_channel
+from serving.lifetime import StopSignals
+from tests.instance.scripted_core import ScriptedCore
+from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
+
+
+class Rig:
+    """The running front and the stubs of its services."""
+
+    def __init__(self, front: Front, core: ScriptedCore, signals: StopSignals, channel: grpc.aio.Channel) -> None:
+        self.front, self.core, self.signals, self.channel = front, core, signals, channel
+        self.instance = instance_pb2_grpc.InstanceServiceStub(channel)
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
+        self.transfer = kv_transfer_pb2_grpc.KvTransferServiceStub(channel)
+
+
+def model_folder(folder: Path) -> Path:
+    """A folder with a tokenizer and no weights: enough for a front."""
+    folder.mkdir(exist_ok=True)
+    return write_folder(folder, byte_level_backend(), BYTE_LEVEL_CONFIG)
+
+
+def settings_of(folder: Path, **sections: Any) -> InstanceSettings:
+    server = {"drain_accept_s": 0.0, "drain_grace_s": 2.0} | sections.pop("server", {})
+    return InstanceSettings(model=ModelSection(folder=folder, name="demo"), server=ListenSettings(**server), **sections)
+
+
+@asynccontextmanager
+async def running(folder: Path, role: Role, **sections: Any) -> AsyncIterator[Rig]:
+    """A front with a scripted core; ended with the block, whatever the test has done to it."""
+    core, signals = ScriptedCore(), StopSignals()
+    front = await Front.start(settings_of(folder, **sections), role, signals, engine=core.engine())
+    try:
+        async with open_channel(front.server.address) as channel:
+            yield Rig(front, core, signals, channel)
+    finally:
+        await front.stop()
+
+
+def instance_request(request_id: str = "r1", **fields: Any) -> common_pb2.InstanceRequest:
+    """A small valid request: ten prompt ids, greedy."""
+    sampling = {"temperature": 0.0, "seed": 7, "max_tokens": 32} | fields.pop("sampling", {})
+    fields = {"prompt_token_ids": list(range(10, 20))} | fields
+    return common_pb2.InstanceRequest(request_id=request_id, sampling=common_pb2.SamplingParams(**sampling), **fields)
+
+
+async def read_all(call: Any) -> list[Any]:
+    """Every answer of a call that is not read yet."""
+    responses = []
+    async with asyncio.timeout(5):
+        while (response := await call.read()) is not grpc.aio.EOF:
+            responses.append(response)
+    return responses
+
+
+async def refusal(call: Any) -> grpc.aio.AioRpcError:
+    """The error that a call is answered with; fails the test if there is none."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(call)
+    return caught.value
+
+
+async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
+    """Waits until `condition()` holds."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)

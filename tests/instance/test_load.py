@@ -1,0 +1,62 @@
+"""Load reports beat, follow changes, and a slow watcher sees the newest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+from engine.async_engine import AsyncEngine
+from engine.messages import EngineLoad
+from instance.load import LoadReporter, changed_much
+from tests.instance.rig import eventually
+from tests.instance.scripted_core import ScriptedCore
+
+
+@asynccontextmanager
+async def reporting(interval_s: float) -> AsyncIterator[tuple[ScriptedCore, AsyncEngine, LoadReporter]]:
+    core = ScriptedCore()
+    engine = core.engine()
+    reporter = LoadReporter(engine, instance_epoch="e", draining=lambda: False, interval_s=interval_s)
+    task = asyncio.create_task(reporter.run())
+    try:
+        yield core, engine, reporter
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.shutdown()
+
+
+def test_a_change_that_moves_a_pick_is_much() -> None:
+    load = EngineLoad(free_blocks=100, num_running=1)
+    assert not changed_much(load, EngineLoad(free_blocks=97, running_blocks=3, num_running=1))
+    assert changed_much(load, EngineLoad(free_blocks=90, running_blocks=10, num_running=1))
+    assert changed_much(load, EngineLoad(free_blocks=100, num_running=2))
+
+
+async def test_reports_beat_while_nothing_changes_and_the_silence_grows() -> None:
+    async with reporting(0.03) as (_, _, reporter), aclosing(reporter.watch()) as watch:
+        reports = [await anext(watch) for _ in range(4)]
+    sequence = [report.sequence for report in reports]
+    assert sequence == list(range(sequence[0], sequence[0] + 4))
+    assert all(report.instance_epoch == "e" for report in reports)
+    silences = [report.core_silence_s for report in reports]
+    assert silences == sorted(silences)
+
+
+async def test_a_change_is_reported_long_before_the_beat() -> None:
+    async with reporting(10.0) as (core, _, reporter), aclosing(reporter.watch()) as watch:
+        await anext(watch)
+        core.emit(num_waiting=3)
+        async with asyncio.timeout(1):
+            assert (await anext(watch)).num_waiting == 3
+
+
+async def test_a_slow_watcher_skips_to_the_newest_report() -> None:
+    async with reporting(10.0) as (core, _, reporter), aclosing(reporter.watch()) as watch:
+        first = await anext(watch)
+        for num_running in range(1, 6):
+            core.emit(num_running=num_running)
+            await eventually(lambda wanted=num_running: reporter.latest.num_running == wanted)  # type: ignore[misc]
+        assert (await anext(watch)).num_running == 5
+        assert reporter.latest.sequence == first.sequence + 5

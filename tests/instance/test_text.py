@@ -1,0 +1,119 @@
+"""Chunks continue exactly where replayed ids ended, and a stop string ends the choice wherever the instances meet."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.messages import EngineRequest, TokensEvent
+from engine.sampling_params import SamplingParams
+from instance.convert import Choice
+from instance.text import ChoiceText, TextMaker
+from protos.tandem.v1 import common_pb2
+from serving.errors import InvalidArgument
+from tests.tokenizer_builders import byte_level
+
+MAKER = TextMaker(byte_level())
+TEXT = "It was the best of times, 漢字 and STOP here. 😀 END"
+
+
+def begin(emitted: list[int] | None = None, *, maker: TextMaker = MAKER, **params: object) -> ChoiceText:
+    request = EngineRequest(
+        request_id="r",
+        prompt_token_ids=[1, 2, 3],
+        output_token_ids=emitted or [],
+        params=SamplingParams(**{"max_tokens": 1000} | params),  # type: ignore[arg-type]
+    )
+    return maker.begin(Choice(stream_epoch=5, index=1, engine_request=request))
+
+
+def tokens(ids: list[int], reason: str | None = None) -> TokensEvent:
+    return TokensEvent("r", ids, finish_reason=reason, num_cached_tokens=2)  # type: ignore[arg-type]
+
+
+def run(ids: list[int], cuts: list[int], **params: object) -> list[common_pb2.TokenChunk]:
+    """The chunks of several instances: handed over at each cut, each instance replaying what came before."""
+    chunks: list[common_pb2.TokenChunk] = []
+    bounds = [0, *sorted(cuts), len(ids)]
+    for start, end in pairwise(bounds):
+        text = begin(ids[:start], **params)
+        for place in range(start, end):
+            reason = "length" if place == len(ids) - 1 else "hand_over" if place == end - 1 else None
+            chunks.append(text.chunk(tokens([ids[place]], reason)))
+            if text.finished and chunks[-1].finish.reason != common_pb2.FINISH_REASON_HAND_OVER:
+                return chunks
+    return chunks
+
+
+def joined(chunks: list[common_pb2.TokenChunk]) -> tuple[list[int], str]:
+    """The ids and the text, after a check that indices and offsets have neither gap nor repeat."""
+    ids: list[int] = []
+    text = ""
+    for chunk in chunks:
+        assert (chunk.stream_epoch, chunk.choice) == (5, 1)
+        assert (chunk.token_index, chunk.text_offset) == (len(ids), len(text))
+        ids += chunk.token_ids
+        text += chunk.text
+    return ids, text
+
+
+@given(cuts=st.lists(st.integers(0, 40), max_size=4), stop=st.sampled_from([(), ("STOP",), ("字 a", "D"), ("zzz",)]))
+def test_cutting_a_choice_anywhere_changes_nothing(cuts: list[int], stop: tuple[str, ...]) -> None:
+    ids = byte_level().encode(TEXT)
+    cuts = [cut for cut in cuts if 0 < cut < len(ids)]
+    whole, parts = run(ids, [], stop=stop), run(ids, cuts, stop=stop)
+    if len(parts) >= len(whole):  # a replay past the stop string is refused, see below
+        assert joined(parts) == joined(whole)
+        assert parts[-1].finish.reason == whole[-1].finish.reason
+
+
+def test_a_stop_string_across_the_hand_over_is_cut_exactly() -> None:
+    ids = byte_level().encode("aSTOPb")
+    for cut in range(1, len(ids)):
+        chunks = run(ids, [cut], stop=("STOP",))
+        got_ids, text = joined(chunks)
+        assert text == "a"
+        assert chunks[-1].finish.reason == common_pb2.FINISH_REASON_STOP
+        assert chunks[-1].finish.stop_string == "STOP"
+        assert chunks[-1].finish.usage.completion_tokens == len(got_ids)
+
+
+def test_ids_after_the_stop_string_are_not_delivered() -> None:
+    ids = byte_level().encode("x!") + byte_level().encode("yyyy")
+    chunk = begin(stop=("!",)).chunk(tokens(ids))
+    assert list(chunk.token_ids) == byte_level().encode("x!")
+    assert chunk.text == "x"
+
+
+def test_text_that_waits_is_delivered_at_the_end_and_not_at_a_hand_over() -> None:
+    ids = byte_level().encode("ST")
+    assert begin(stop=("STOP",)).chunk(tokens(ids, "hand_over")).text == ""
+    assert begin(stop=("STOP",)).chunk(tokens(ids, "length")).text == "ST"
+
+
+def test_the_last_chunk_tells_what_it_cost() -> None:
+    text = begin([7, 8])
+    text.chunk(tokens([9]))
+    assert not text.finished
+    chunk = text.chunk(tokens([10], "length"))
+    assert text.finished
+    usage = chunk.finish.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 2)
+    assert not chunk.finish.HasField("stop_string")
+
+
+def test_emitted_ids_that_hold_a_stop_string_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="stop string"):
+        begin(byte_level().encode("aSTOPb"), stop=("STOP",))
+
+
+def test_without_a_tokenizer_ids_go_out_alone() -> None:
+    maker = TextMaker(None)
+    text = begin([7], maker=maker)
+    chunk = text.chunk(tokens([9], "length"))
+    assert (chunk.token_index, list(chunk.token_ids), chunk.text) == (1, [9], "")
+    with pytest.raises(InvalidArgument, match="tokenizer"):
+        begin(maker=maker, stop=("x",))

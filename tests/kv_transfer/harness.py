@@ -1,0 +1,224 @@
+"""Two small engines without a model: KV memory, block tables and a connector each, so that only the transfer is tested."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from engine.kv_connector import KVConnectorOutput, KVLoadResult
+from engine.kv_layout import KVLayout
+from engine.messages import EngineRequest, FinishReason, HoldKV, KVProgress, LeaseCommand, RemoteKV, TransferEvent
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from kv_transfer.connector import StoreConnector, StoreOptions
+from kv_transfer.page import Buffer
+from kv_transfer.store import BlockStore, MemoryStore, PageKey
+
+BLOCK_SIZE = 4
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
+FINGERPRINT = hashlib.sha256(b"a model").digest()
+LEASE_S = 2.0
+
+
+def make_request(
+    token_ids: Sequence[int],
+    *,
+    request_id: str = "request",
+    transfer_id: str = "transfer",
+    hold: bool = False,
+    remote: bool = False,
+    fingerprint: bytes = FINGERPRINT,
+) -> Request:
+    """A request that hands its KV over, or waits for somebody else's."""
+    spec = EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=list(token_ids),
+        params=SamplingParams(),
+        hold_kv=HoldKV(transfer_id=transfer_id, lease_s=LEASE_S) if hold else None,
+        remote_kv=RemoteKV(transfer_id=transfer_id, reservation_s=5.0) if remote else None,
+    )
+    return Request.from_spec(spec, arrival=0, fingerprint=fingerprint.hex())
+
+
+def page_content(token_ids: Sequence[int], index: int) -> bytes:
+    """What the KV of block `index` "computes" to: different for every prefix."""
+    prefix = repr(list(token_ids[: (index + 1) * BLOCK_SIZE])).encode()
+    return hashlib.shake_256(prefix).digest(LAYOUT.bytes_per_block)
+
+
+class Core:
+    """One engine core: KV memory, a connector, and what the connector has said."""
+
+    def __init__(self, store: BlockStore, *, num_blocks: int = 64, **options: object) -> None:
+        self.kv = torch.zeros((num_blocks, *LAYOUT.page_shape), dtype=torch.float32)
+        self.woken = threading.Event()
+        settings = StoreOptions(digest=False, **options) if "kv_secret_file" not in options else StoreOptions(**options)  # type: ignore[arg-type]
+        self.connector = StoreConnector(store, settings, wake=self.woken.set)
+        self.connector.register_kv_cache(self.kv, LAYOUT, FINGERPRINT)
+        self.next_block = 0
+        self.tables: dict[str, list[int]] = {}
+        self.events: list[TransferEvent] = []
+        self.loaded: list[KVLoadResult] = []
+        self.freed: list[str] = []
+        self.num_expired = 0
+
+    def allocate(self, request: Request) -> list[int]:
+        """Blocks for all tokens of the request."""
+        num_blocks = -(-request.num_initial_tokens // BLOCK_SIZE)
+        table = list(range(self.next_block, self.next_block + num_blocks))
+        self.next_block += num_blocks
+        self.tables[request.request_id] = table
+        return table
+
+    def page(self, block_id: int) -> memoryview:
+        """The bytes of one block."""
+        return memoryview(self.kv[block_id].view(-1).view(torch.uint8).numpy())
+
+    def fill(self, request: Request, num_blocks: int | None = None) -> None:
+        """Compute the KV of the request's first blocks."""
+        table = self.tables[request.request_id]
+        for index, block_id in enumerate(table[:num_blocks]):
+            self.page(block_id)[:] = page_content(request.token_ids[: request.num_initial_tokens], index)
+
+    def has(self, request: Request, num_tokens: int) -> bool:
+        """Whether the KV of the first tokens is what computing them would give."""
+        table = self.tables[request.request_id]
+        token_ids = request.token_ids[: request.num_initial_tokens]
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        return all(bytes(self.page(table[index])) == page_content(token_ids, index) for index in range(num_blocks))
+
+    def progress(self, request: Request, num_computed_tokens: int) -> None:
+        """One chunk has been computed."""
+        self.connector.request_progressed(request, self.tables[request.request_id], num_computed_tokens)
+        self.step()
+
+    def finish(self, request: Request, reason: FinishReason) -> bool:
+        """The request ends; True: its blocks are still in use."""
+        request.finish_reason = reason
+        held = self.connector.request_finished(request, self.tables.get(request.request_id, []))
+        self.step()
+        return held
+
+    def prefill(self, request: Request) -> None:
+        """The whole life of a hand-over request at once."""
+        self.allocate(request)
+        self.fill(request)
+        self.progress(request, request.num_initial_tokens)
+        self.finish(request, "hand_over")
+        self.wait(lambda: any(event.num_tokens for event in self.events) or self.ended is not None)
+
+    def reserve(self, request: Request, num_local_blocks: int = 0) -> list[int]:
+        """Admit a request whose KV comes from elsewhere."""
+        table = self.allocate(request)
+        self.fill(request, num_local_blocks)
+        num_local = num_local_blocks * BLOCK_SIZE
+        assert self.connector.get_num_new_matched_tokens(request, num_local) == request.num_initial_tokens - num_local
+        self.connector.update_state_after_alloc(request, table, num_local_blocks)
+        return table
+
+    def ready(self, request: Request, num_ready_blocks: int) -> None:
+        """The holder's word."""
+        self.connector.handle(KVProgress(request.request_id, num_ready_blocks))
+        self.step()
+
+    def complete(self, request: Request) -> KVLoadResult:
+        """The holder's last word, and what comes of it."""
+        num_full = request.num_initial_tokens // BLOCK_SIZE
+        self.connector.handle(KVProgress(request.request_id, num_full, num_tokens=request.num_initial_tokens))
+        return self.result(request)
+
+    def result(self, request: Request) -> KVLoadResult:
+        """The load's outcome, waited for."""
+        self.wait(lambda: any(result.request_id == request.request_id for result in self.loaded))
+        (result,) = [result for result in self.loaded if result.request_id == request.request_id]
+        return result
+
+    def release(self, transfer_id: str = "transfer") -> None:
+        """The reader needs it no more."""
+        self.connector.handle(LeaseCommand(transfer_id, "release"))
+        self.step()
+
+    @property
+    def ended(self) -> str | None:
+        """How the last transfer ended."""
+        ended = [event.ended for event in self.events if event.ended is not None]
+        return ended[-1] if ended else None
+
+    def step(self) -> KVConnectorOutput:
+        """What the core's loop does around a model's step."""
+        self.woken.clear()
+        output = self.connector.poll()
+        self.events += [event for event in output.events if isinstance(event, TransferEvent)]
+        self.loaded += output.loaded
+        self.freed += output.freed_request_ids
+        self.num_expired += output.num_expired_leases
+        meta = self.connector.build_connector_meta()
+        self.connector.start_load_kv(meta)
+        self.connector.save_kv(meta)
+        return output
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        """Step whenever the connector wakes, or its deadline comes, until the condition holds."""
+        deadline = time.monotonic() + timeout_s
+        self.step()
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen in time"
+            next_s = self.connector.next_deadline_s()
+            self.woken.wait(min(1.0, 1.0 if next_s is None else max(next_s, 0.001)))
+            self.step()
+
+    def settle(self) -> None:
+        """Let what is under way end."""
+        time.sleep(0.02)
+        self.step()
+
+
+class GatedStore(MemoryStore):
+    """A store whose reads and writes wait until the test opens the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.num_entered = 0
+
+    def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
+        self.num_entered += 1
+        assert self.gate.wait(5.0)
+        super().put(key, buffers)
+
+    def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+        self.num_entered += 1
+        assert self.gate.wait(5.0)
+        return super().get_into(key, buffers, check)
+
+
+class BrokenStore(MemoryStore):
+    """A store that can do nothing at the moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken = True
+        self.num_asked = 0
+
+    def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
+        self._ask()
+        super().put(key, buffers)
+
+    def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+        self._ask()
+        return super().get_into(key, buffers, check)
+
+    def _ask(self) -> None:
+        self.num_asked += 1
+        if self.broken:
+            raise OSError(5, "Input/output error")
+
+
+def files(folder: Path) -> list[Path]:
+    """Every regular file below."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

@@ -1,0 +1,193 @@
+"""Two real engine cores and the real connector, without the network: tokens after a hand-over are the aggregated engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.config import EngineConfig, KVConnectorConfig
+from engine.core import EngineCore
+from engine.messages import (
+    AddRequest,
+    EngineRequest,
+    HoldKV,
+    KVProgress,
+    LeaseCommand,
+    LoadedEvent,
+    RemoteKV,
+    ReservedEvent,
+    Seed,
+    TokensEvent,
+    TransferEvent,
+)
+from kv_transfer.secret import ensure_secret
+from tests.builders import lively_checkpoint
+from tests.oracle import random_prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=200, max_tokens=24, ignore_eos=True, seed=11)
+
+
+@dataclass
+class Outcome:
+    """One request's way through both cores."""
+
+    token_ids: list[int] = field(default_factory=list)
+    num_local_blocks: int = 0
+    loaded: LoadedEvent | None = None
+    finished: bool = False
+
+
+class Pair:
+    """A prefill and a decode core that share a folder; this object plays the fronts."""
+
+    def __init__(self, folder: Path, tmp_path: Path, **config: object) -> None:
+        ensure_secret(tmp_path / "secret")
+        options = {"path": str(tmp_path / "store"), "kv_secret_file": str(tmp_path / "secret")}
+        connector = KVConnectorConfig(class_path="kv_transfer.connector:SharedStorageConnector", options=options)
+        defaults = {"dtype": "float32", "num_blocks": 1024, "kv_connector": connector}
+        engine_config = EngineConfig(model=str(folder), **{**defaults, **config})  # type: ignore[arg-type]
+        self.prefill = EngineCore(engine_config, wake=lambda: None)
+        self.decode = EngineCore(engine_config, wake=lambda: None)
+        self.outcomes: dict[str, Outcome] = {}
+        self.num_moves_before_first_token = 0
+
+    def start(self, name: str, prompt: list[int], params: SamplingParams) -> None:
+        """Reserve at decode, then prefill."""
+        self.outcomes[name] = Outcome()
+        fields = {"request_id": name, "prompt_token_ids": prompt, "params": params, "seed": params.seed or 0}
+        remote = RemoteKV(transfer_id=name, reservation_s=60.0)
+        self.decode.handle(AddRequest(EngineRequest(**fields, remote_kv=remote)))  # type: ignore[arg-type]
+        hold = HoldKV(transfer_id=name, lease_s=60.0)
+        self.prefill.handle(AddRequest(EngineRequest(**fields, hold_kv=hold)))  # type: ignore[arg-type]
+
+    def run(self) -> None:
+        """Step both cores, carrying events to and fro, until all is finished and released."""
+        for _ in range(100_000):
+            for event in self.prefill.step():
+                self._from_prefill(event)
+            for event in self.decode.step():
+                self._from_decode(event)
+            if all(outcome.finished for outcome in self.outcomes.values()) and not self.prefill.load.num_transfers:
+                return
+        raise AssertionError("requests do not finish")
+
+    def _from_prefill(self, event: object) -> None:
+        if isinstance(event, TokensEvent):
+            outcome = self.outcomes[event.request_id]
+            outcome.token_ids += event.token_ids
+            assert event.finish_reason == "hand_over"
+            self.decode.handle(Seed(event.request_id, event.token_ids))
+        elif isinstance(event, TransferEvent) and event.ended is None:
+            self.num_moves_before_first_token += not self.outcomes[event.transfer_id].token_ids
+            progress = KVProgress(event.transfer_id, event.num_ready_blocks, num_tokens=event.num_tokens)
+            self.decode.handle(progress)
+
+    def _from_decode(self, event: object) -> None:
+        if isinstance(event, ReservedEvent):
+            self.outcomes[event.request_id].num_local_blocks = event.num_local_blocks
+        elif isinstance(event, LoadedEvent):
+            self.outcomes[event.request_id].loaded = event
+            self.prefill.handle(LeaseCommand(event.request_id, "release"))
+        elif isinstance(event, TokensEvent):
+            outcome = self.outcomes[event.request_id]
+            outcome.token_ids += event.token_ids
+            outcome.finished = event.finish_reason is not None
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_checkpoint(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+@pytest.fixture
+def pair(checkpoint: Path, tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(checkpoint, tmp_path)
+    yield pair
+    for core in (pair.prefill, pair.decode):
+        core.shutdown()
+        load = core.load
+        assert (load.running_blocks, load.held_blocks, load.num_transfers) == (0, 0, 0)
+    leftovers = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and "transfers" in path.parts]
+    assert leftovers == [], "transfer-scoped files stayed behind"
+
+
+def aggregated(checkpoint: Path, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=1024)
+    return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_tokens_after_a_hand_over_are_the_aggregated_engines(
+    checkpoint: Path, pair: Pair, params: SamplingParams
+) -> None:
+    prompts = [*random_prompts(10, longest=300, vocab_size=1024, seed=5), [7] * 16, [8] * 64]
+    for index, prompt in enumerate(prompts):
+        pair.start(f"r{index}", prompt, params)
+    pair.run()
+    outcomes = list(pair.outcomes.values())
+    assert [outcome.token_ids for outcome in outcomes] == aggregated(checkpoint, prompts, params)
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        assert outcome.loaded is not None and outcome.loaded.num_recomputed_blocks == 0
+        assert outcome.loaded.num_external_tokens == len(prompt) - 16 * outcome.num_local_blocks
+    load = pair.decode.load
+    assert load.num_prefilled_tokens == 0, "decode computed prompt tokens"
+    assert load.num_generated_tokens == sum(len(outcome.token_ids) - 1 for outcome in outcomes)
+
+
+def test_blocks_move_while_later_chunks_are_still_computed(checkpoint: Path, tmp_path: Path) -> None:
+    pair = Pair(checkpoint, tmp_path, max_num_batched_tokens=64)
+    pair.start("long", random_prompts(2, longest=1000, vocab_size=1024)[1], GREEDY)
+    pair.run()
+    assert pair.num_moves_before_first_token >= 3
+
+
+def test_decode_fetches_only_what_it_lacks(pair: Pair) -> None:
+    shared = random_prompts(2, longest=160, vocab_size=1024)[1]
+    pair.start("first", shared, GREEDY)
+    pair.run()
+    pair.start("second", [*shared, 5, 6, 7], GREEDY)
+    pair.run()
+    second = pair.outcomes["second"]
+    assert second.num_local_blocks == 10 and second.loaded is not None
+    assert second.loaded.num_external_tokens == 3
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "swap"])
+def test_a_damaged_page_is_recomputed_and_changes_no_token(
+    checkpoint: Path, pair: Pair, tmp_path: Path, damage: str
+) -> None:
+    prompt = random_prompts(2, longest=200, vocab_size=1024, seed=9)[1]
+    expected = aggregated(checkpoint, [prompt], GREEDY)[0]
+    pair.start("warm", prompt, GREEDY)
+    pair.run()
+    pages = sorted(path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size > 4096)
+    assert len(pages) == 200 // 16
+    for page, other in zip(pages[3:6], pages[6:9], strict=True):
+        content = page.read_bytes()
+        if damage == "flip":
+            page.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+        elif damage == "truncate":
+            page.write_bytes(content[:-100])
+        elif damage == "swap":
+            page.write_bytes(other.read_bytes())
+        else:
+            page.unlink()
+    pair.decode.scheduler.kv.pool.forget_all()
+    pair.start("again", prompt, GREEDY)
+    pair.run()
+    again = pair.outcomes["again"]
+    assert again.token_ids == expected and again.loaded is not None
+    if damage in ("remove", "truncate"):
+        assert again.loaded.num_recomputed_blocks == 0, "prefill sees what is missing or short, and writes it again"
+    else:
+        assert again.loaded.num_recomputed_blocks > 0 and pair.decode.load.num_recomputed_blocks > 0
+    pair.decode.scheduler.kv.pool.forget_all()
+    pair.start("healed", prompt, GREEDY)
+    pair.run()
+    healed = pair.outcomes["healed"]
+    assert healed.token_ids == expected and healed.loaded is not None and healed.loaded.num_recomputed_blocks == 0

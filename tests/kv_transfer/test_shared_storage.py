@@ -1,0 +1,242 @@
+"""The folder as a store: whole files or none, whatever happens to the disk, and nothing hostile is followed or waited for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.shared_storage import SharedStorage
+from kv_transfer.store import BadValue, PageKey
+from tests.kv_transfer.harness import files
+
+FINGERPRINT = hashlib.sha256(b"a model").digest()
+HEADER, PAGE = b"h" * 256, b"p" * 4096
+
+
+def key_of(number: int, *, transfer: str = "") -> PageKey:
+    scope = hashlib.sha256(transfer.encode()).digest() if transfer else b""
+    return PageKey(FINGERPRINT, hashlib.sha256(str(number).encode()).digest(), scope)
+
+
+def path_of(store: SharedStorage, key: PageKey) -> Path:
+    return store.path.joinpath(*key.parts)
+
+
+def read(store: SharedStorage, key: PageKey, num_bytes: int = len(PAGE)) -> tuple[bytes, bytes] | None:
+    header, page = bytearray(len(HEADER)), bytearray(num_bytes)
+    return (bytes(header), bytes(page)) if store.get_into(key, (header, page), lambda: None) else None
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SharedStorage]:
+    store = SharedStorage(tmp_path / "store", capacity_bytes=1 << 30)
+    yield store
+    store.close()
+
+
+def test_what_is_put_is_got_and_what_is_deleted_is_gone(store: SharedStorage) -> None:
+    for key in (key_of(1), key_of(1, transfer="t")):
+        assert read(store, key) is None
+        assert not store.contains(key, 4352)
+        store.put(key, (HEADER, PAGE))
+        assert store.contains(key, 4352)
+        assert not store.contains(key, 4351)
+        assert read(store, key) == (HEADER, PAGE)
+        store.delete(key)
+        store.delete(key)
+        assert read(store, key) is None
+    assert files(store.path) == []
+
+
+def test_paths_are_hex_and_private_whatever_the_transfer_is_called(store: SharedStorage) -> None:
+    key = key_of(1, transfer="../../etc/passwd\0/\n")
+    store.put(key, (HEADER, PAGE))
+    (path,) = files(store.path)
+    assert set("".join(path.relative_to(store.path).parts)) <= set("0123456789abcdefvtransfers")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in path.relative_to(store.path).parents[:-1])
+    store.delete(key)
+    assert not path.parent.exists()
+
+
+def test_header_is_checked_before_the_page_is_read(store: SharedStorage) -> None:
+    store.put(key_of(1), (HEADER, PAGE))
+    header, page = bytearray(256), bytearray(4096)
+
+    def refuse() -> None:
+        assert bytes(header) == HEADER
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        store.get_into(key_of(1), (header, page), refuse)
+    assert bytes(page) == bytes(4096)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 256, 4351, 4353])
+def test_file_of_another_length_is_refused(store: SharedStorage, num_bytes: int) -> None:
+    store.put(key_of(1), (b"x" * num_bytes,))
+    with pytest.raises(BadValue, match="size"):
+        read(store, key_of(1))
+    assert not store.contains(key_of(1), 4352)
+
+
+def _symlink(path: Path, outside: Path) -> None:
+    path.symlink_to(outside)
+
+
+def _dangling(path: Path, outside: Path) -> None:
+    path.symlink_to(outside.with_name("nothing"))
+
+
+def _fifo(path: Path, outside: Path) -> None:
+    os.mkfifo(path)
+
+
+def _folder(path: Path, outside: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("plant", [_symlink, _dangling, _fifo, _folder])
+def test_what_is_not_a_regular_file_is_refused_at_once(
+    store: SharedStorage, tmp_path: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(HEADER + PAGE)
+    path = path_of(store, key_of(1))
+    path.parent.mkdir(parents=True)
+    plant(path, outside)
+    started = time.monotonic()
+    with pytest.raises(BadValue, match="not_a_file"):
+        read(store, key_of(1))
+    assert not store.contains(key_of(1), 4352)
+    assert time.monotonic() - started < 0.1
+    if plant is not _folder:
+        store.put(key_of(1), (HEADER, PAGE))  # takes the place of what was planted there
+        assert read(store, key_of(1)) == (HEADER, PAGE)
+    assert outside.read_bytes() == HEADER + PAGE
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_folder_that_is_a_link_is_not_followed(store: SharedStorage, tmp_path: Path, depth: int) -> None:
+    store.put(key_of(1), (HEADER, PAGE))
+    folder = path_of(store, key_of(1)).parents[3 - depth]
+    moved = tmp_path / "moved"
+    folder.rename(moved)
+    folder.symlink_to(moved)
+    before = files(moved)
+    with pytest.raises(OSError, match=r"symbolic|directory"):
+        read(store, key_of(1))
+    with pytest.raises(OSError, match=r"symbolic|directory"):
+        store.put(key_of(2), (HEADER, PAGE))
+    assert files(moved) == before
+
+
+def test_readers_see_one_of_two_writers_whole(store: SharedStorage) -> None:
+    key, stop, torn = key_of(1), threading.Event(), []
+    values = [bytes([letter]) * (256 + (1 << 20)) for letter in b"ab"]
+    store.put(key, (values[0],))
+
+    def write(value: bytes) -> None:
+        while not stop.is_set():
+            store.put(key, (value[:256], memoryview(value)[256:]))
+
+    writers = [threading.Thread(target=write, args=(value,)) for value in values]
+    for writer in writers:
+        writer.start()
+    seen = set()
+    for _ in range(200):
+        found = read(store, key, 1 << 20)
+        assert found is not None
+        seen.add(found[0][:1])
+        if found[0] + found[1] not in values:
+            torn.append(found)
+    stop.set()
+    for writer in writers:
+        writer.join()
+    assert not torn
+    assert len(files(store.path)) == 1
+
+
+def _run_limited(store: SharedStorage, body: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, since the limits are a process's."""
+    script = f"""
+import errno, resource, sys
+from tests.kv_transfer.test_shared_storage import *
+store = SharedStorage({os.fspath(store.path)!r}, capacity_bytes=1 << 30)
+{body}
+"""
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+
+
+def test_full_disk_leaves_no_part_of_a_file_behind(store: SharedStorage) -> None:
+    # RLIMIT_FSIZE behaves like a full disk: a part is written first, and then comes the error.
+    ended = _run_limited(
+        store,
+        """
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    store.put(key_of(1), (HEADER, bytes(3 << 20)))
+except OSError as error:
+    print(errno.errorcode[error.errno])
+store.put(key_of(2), (HEADER, PAGE))
+""",
+    )
+    assert ended.stdout.strip() == "EFBIG"
+    assert [path.name for path in files(store.path)] == [key_of(2).parts[-1]]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root; test_full_disk covers the code path without it")
+def test_full_file_system_leaves_no_part_of_a_file_behind(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("no right to mount here; test_full_disk covers the code path without it")
+    try:
+        store = SharedStorage(disk / "store", capacity_bytes=1 << 30)
+        with pytest.raises(OSError, match="No space left"):
+            store.put(key_of(1), (HEADER, bytes(3 << 20)))
+        assert files(store.path) == []
+        store.put(key_of(1), (HEADER, PAGE))
+        assert read(store, key_of(1)) == (HEADER, PAGE)
+        store.close()
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_too_few_descriptors_is_an_error_and_leaks_none(store: SharedStorage) -> None:
+    store.put(key_of(1), (HEADER, PAGE))
+    num_before = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    holders = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_before + 4, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                holders.append(os.open("/dev/null", os.O_RDONLY))
+        with pytest.raises(OSError, match="Too many open files"):
+            read(store, key_of(1))
+        with pytest.raises(OSError, match="Too many open files"):
+            store.put(key_of(2), (HEADER, PAGE))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in holders:
+            os.close(descriptor)
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    assert len(os.listdir("/proc/self/fd")) == num_before
+
+
+def test_a_folder_that_vanishes_is_made_again(store: SharedStorage) -> None:
+    store.put(key_of(1), (HEADER, PAGE))
+    subprocess.run(["rm", "-rf", store.path / "v1"], check=True)
+    assert read(store, key_of(1)) is None
+    store.put(key_of(1), (HEADER, PAGE))
+    assert read(store, key_of(1)) == (HEADER, PAGE)

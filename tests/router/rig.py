@@ -1,0 +1,169 @@
+"""A router and fake instances in one process, over real sockets, with short times."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from router.app import RouterApp
+from router.config import RouterSettings
+from router.model import ServedModel
+from tests.fakes.instance import Behaviour, FakeInstance
+from tests.fakes.tokens import expected_ids, text_of
+
+PROMPT = list(range(20, 120))
+"""Longer than what stays local in auto."""
+SHORT = list(range(20, 30))
+SEED = 7
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class Answer:
+    """Everything that came of one Generate call, checked to arrive exactly once."""
+
+    responses: list[generation_pb2.GenerateResponse] = field(default_factory=list)
+    trailers: dict[str, str] = field(default_factory=dict)
+    first_token_s: float = 0.0
+
+    def ids(self, choice: int = 0) -> list[int]:
+        ids: list[int] = []
+        for chunk in self.chunks(choice):
+            assert chunk.token_index == len(ids)
+            ids.extend(chunk.token_ids)
+        return ids
+
+    def text(self, choice: int = 0) -> str:
+        text = ""
+        for chunk in self.chunks(choice):
+            assert chunk.text_offset == len(text)
+            text += chunk.text
+        return text
+
+    def chunks(self, choice: int = 0) -> list[common_pb2.TokenChunk]:
+        return [response.tokens for response in self.responses if response.tokens.choice == choice]
+
+    def finish(self, choice: int = 0) -> common_pb2.Finish:
+        finishes = [chunk.finish for chunk in self.chunks(choice) if chunk.HasField("finish")]
+        assert len(finishes) == 1
+        assert self.chunks(choice)[-1].HasField("finish")
+        return finishes[0]
+
+    def is_exactly(self, num_tokens: int, *, prompt: list[int] = PROMPT, seed: int = SEED, choice: int = 0) -> bool:
+        """Whether ids and text are those of a fault-free run."""
+        ids = expected_ids(prompt, seed, num_tokens, choice)
+        assert self.ids(choice) == ids
+        assert self.text(choice) == text_of(ids)
+        return True
+
+
+class Rig:
+    """The router, its fakes, and a client."""
+
+    def __init__(self, app: RouterApp, prefill: list[FakeInstance], decode: list[FakeInstance]) -> None:
+        self.app = app
+        self.prefill = prefill
+        self.decode = decode
+        self.channel = grpc.aio.insecure_channel(app.address)
+        self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
+
+    def call(self, request: generation_pb2.GenerateRequest | None = None, **fields: Any) -> Any:
+        """One Generate call; `fields` as `request_of` takes them."""
+        timeout = fields.pop("timeout", TIMEOUT_S)
+        return self.stub.Generate(request or request_of(**fields), timeout=timeout)
+
+    async def generate(self, request: generation_pb2.GenerateRequest | None = None, **fields: Any) -> Answer:
+        """A whole answer."""
+        call, answer = self.call(request, **fields), Answer()
+        async for response in call:
+            answer.responses.append(response)
+        answer.trailers = {str(key): str(value) for key, value in await call.trailing_metadata() or ()}
+        return answer
+
+    async def until_ready(self, num_prefill: int | None = None, num_decode: int | None = None) -> None:
+        """Waits until the router sees that many ready instances; all by default."""
+        wanted = (
+            len(self.prefill) if num_prefill is None else num_prefill,
+            len(self.decode) if num_decode is None else num_decode,
+        )
+        async with asyncio.timeout(10):
+            while (self.app.pools.prefill.num_ready(), self.app.pools.decode.num_ready()) != wanted:
+                await asyncio.sleep(0.01)
+
+    async def until_idle(self, timeout_s: float = 1.0) -> None:
+        """Waits until no instance runs anything and no prefill instance holds anything for anybody."""
+        async with asyncio.timeout(timeout_s):
+            while any(fake.num_open_calls or fake.num_held for fake in [*self.prefill, *self.decode]):
+                await asyncio.sleep(0.005)
+
+
+def request_of(
+    prompt: list[int] = PROMPT, *, max_tokens: int = 12, seed: int = SEED, **fields: Any
+) -> generation_pb2.GenerateRequest:
+    """A request for ids; `n` goes into its sampling, everything else beside."""
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, seed=seed, n=fields.pop("n", None))
+    return generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt), sampling=sampling, **fields)
+
+
+def settings_of(
+    model_folder: Path, prefill: list[FakeInstance], decode: list[FakeInstance], **sections: Any
+) -> RouterSettings:
+    """Settings with short times; `sections` are laid over them field by field."""
+    values: dict[str, dict[str, Any]] = {
+        "router": {"model": str(model_folder), "model_name": "fake"},
+        "server": {"drain_accept_s": 0.0, "drain_grace_s": 2.0},
+        "pools": {
+            "prefill": ",".join(fake.address for fake in prefill),
+            "decode": ",".join(fake.address for fake in decode),
+            "beat_timeout_s": 0.5,
+            "min_backoff_s": 0.02,
+            "max_backoff_s": 0.1,
+        },
+        "failover": {"resume_wait_s": 1.0},
+        "disaggregation": {"reserve_timeout_s": 1.0},
+    }
+    for name, fields in sections.items():
+        values[name] = {**values.get(name, {}), **fields}
+    return RouterSettings(**values)
+
+
+@asynccontextmanager
+async def running(
+    model: ServedModel,
+    model_folder: Path,
+    *,
+    prefill: list[FakeInstance] | int = 1,
+    decode: list[FakeInstance] | int = 1,
+    wait: bool = True,
+    **sections: Any,
+) -> AsyncIterator[Rig]:
+    """A rig with these fakes (or that many), ready; checks at the end that nothing is left anywhere."""
+    prefill = [FakeInstance("prefill", f"prefill-{i}") for i in range(prefill)] if isinstance(prefill, int) else prefill
+    decode = [FakeInstance("decode", f"decode-{i}") for i in range(decode)] if isinstance(decode, int) else decode
+    async with AsyncExitStack() as stack:
+        for fake in [*prefill, *decode]:
+            await stack.enter_async_context(fake)
+        app = RouterApp(settings_of(model_folder, prefill, decode, **sections), model, rng=random.Random(0))
+        await app.start()
+        stack.push_async_callback(app.stop)
+        rig = Rig(app, prefill, decode)
+        stack.push_async_callback(rig.channel.close)
+        if wait:
+            await rig.until_ready()
+        yield rig
+        assert app.admission.num_requests == 0
+        assert app.service.running.num_requests == 0
+
+
+def slow(token_s: float = 0.02, **fields: Any) -> Behaviour:
+    """An instance that takes its time, so that something can happen meanwhile."""
+    return Behaviour(token_s=token_s, **fields)

@@ -1,0 +1,53 @@
+"""The command line teaches, suggests, and starts fast."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from tandem.cli import main
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, args)
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("command", [(), ("up",), ("generate",), ("doctor",)])
+def test_help_has_examples(command: tuple[str, ...]) -> None:
+    status, output = run(*command, "--help")
+    assert status == 0
+    assert output.count(f"tandem {command[0] if command else 'up'}") >= 2
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (("generat", "hi"), "Did you mean `tandem generate`?"),
+        (("quux",), "There are: up, generate, doctor"),
+        (("up", "--prefil", "2"), "--prefill"),
+        (("up", "--disaggregation", "allways"), "always"),
+        (("up", "--decode", "0"), "1<=x<=64"),
+        (("up", "--model", "./nowhere"), "Qwen/Qwen3-0.6B"),
+        (("up", "--prefill", "0", "--disaggregation", "always"), "needs at least one prefill instance"),
+        (("up", "--connector", "carrier-pigeon"), "shared_storage"),
+        (("generate", "hi"), "tandem up"),
+        (("generate", "hi", "--address", "127.0.0.1:1"), "no router answers at 127.0.0.1:1"),
+        (("generate", "hi", "--system", "x"), "--chat"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_type(args: tuple[str, ...], hint: str) -> None:
+    status, output = run(*args)
+    assert status != 0
+    assert hint in output
+    assert "Traceback" not in output
+
+
+def test_no_command_imports_torch_or_transformers() -> None:
+    modules = "tandem.cli, tandem.commands.up, tandem.commands.generate, tandem.commands.doctor, tandem.client"
+    heavy = "torch transformers numba pydantic"
+    code = f"import sys, {modules}; print([name for name in {heavy.split()} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
