@@ -2,18 +2,19 @@
 
     python -m benchmarks.engine_vs_transformers [--shape 33m --shape 0.6b] [--repeat 3]
 
-bf16, greedy, forced length. Both sides alternate, the median of the repeats counts, and what is compared is the ratio: absolute figures
-drift from machine to machine. The roof is the time to read every weight once per step at the memory bandwidth measured in the same run.
+bf16, greedy, forced length. Both sides alternate, the median of the repeats counts, and what is compared is the ratio:
+absolute figures drift from machine to machine. The roof is the time to read every weight once per step at the memory
+bandwidth measured in the same run.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -56,6 +57,7 @@ def main(shapes: tuple[str, ...], repeat: int, threads: int) -> None:
 
 def run_shape(shape: str, folder: Path, repeat: int, threads: int, bandwidth: float) -> None:
     """One row per work."""
+    torch.manual_seed(0)
     llm = LLM(
         folder,
         dtype="bfloat16",
@@ -66,23 +68,19 @@ def run_shape(shape: str, folder: Path, repeat: int, threads: int, bandwidth: fl
         enable_prefix_caching=False,
     )
     config = transformers.AutoConfig.from_pretrained(folder)
-    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     torch.set_num_threads(threads)
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     for work in WORKS:
         prompts = torch.randint(3, config.vocab_size, (work.num_requests, work.input_len))
-        ours, theirs = alternate(
-            lambda: with_engine(llm, prompts, work), lambda: with_peer(model, prompts, work), repeat
-        )
+        sides = partial(with_engine, llm, prompts, work), partial(with_peer, model, prompts, work)
+        ours, theirs = alternate(*sides, repeat)
         num_tokens = work.num_requests * (work.output_len if work.output_len > 1 else work.input_len)
         roof = work.output_len * weight_bytes / bandwidth
         of_roof = f"{roof / ours:8.0%}" if work.num_requests == 1 and work.output_len > 1 else f"{'':8}"
         click.echo(
             f"{shape:6} {work!s:12} {num_tokens / ours:13.0f} {num_tokens / theirs:13.0f} {theirs / ours:6.2f} {of_roof}"
         )
-    del llm, model
-    gc.collect()
 
 
 def with_engine(llm: LLM, prompts: torch.Tensor, work: Work) -> None:

@@ -30,7 +30,8 @@ from engine.messages import (
 
 
 class RequestStream:
-    """The events of one request; ends after the TokensEvent that has a finish reason. Closing it early aborts the request."""
+    """The events of one request; ends after the TokensEvent that has a finish reason. Closing it early aborts the
+    request."""
 
     def __init__(self, engine: AsyncEngine, request_id: str) -> None:
         self.request_id = request_id

@@ -3,7 +3,8 @@
     h_0 = SHA-256(root ‖ tokens_0),  h_i = SHA-256(h_{i-1} ‖ tokens_i)
     root = SHA-256("tandem-block-v1" ‖ len ‖ fingerprint ‖ len ‖ cache_salt ‖ len ‖ lora)
 
-Tokens are little-endian int64. Never Python's `hash()`, which differs from process to process. Free of torch: the router uses it too.
+Tokens are little-endian int64. Never Python's `hash()`, which differs from process to process. Free of torch: the
+router uses it too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The physical KV blocks of one engine: who refers to them, what they hold, which one goes next.
 
-A block is *free* (no reference, no content worth finding), *cached* (no reference, but its content can be found by hash) or *in use*
-(one reference per request that has it in its block table). Free and cached blocks stand in one list, the next to be taken first;
-taking a cached block forgets its content.
+A block is *free* (no reference, no content worth finding), *cached* (no reference, but its content can be found by
+hash) or *in use* (one reference per request that has it in its block table). Free and cached blocks stand in one list,
+the next to be taken first; taking a cached block forgets its content.
 
     free ──take──▶ in use ──last reference gone──▶ free or, if hashed, cached ──touch──▶ in use
 """
@@ -26,7 +26,8 @@ class KVBlock:
 
 
 class FreeList:
-    """Doubly linked list of blocks with ref_count 0: constant-time removal from the middle, which a prefix hit needs."""
+    """Doubly linked list of blocks with ref_count 0: constant-time removal from the middle, which a prefix hit
+    needs."""
 
     def __init__(self) -> None:
         self._head = KVBlock(-1)
@@ -45,7 +46,8 @@ class FreeList:
 
     def remove(self, block: KVBlock) -> None:
         """Take `block` out, wherever it stands."""
-        assert block.previous is not None and block.next is not None, f"block {block.block_id} is not in the free list"
+        assert block.previous is not None, f"block {block.block_id} is not in the free list"
+        assert block.next is not None
         block.previous.next, block.next.previous = block.next, block.previous
         block.previous = block.next = None
         self.count -= 1
@@ -53,13 +55,15 @@ class FreeList:
     def pop(self) -> KVBlock:
         """Take the first out."""
         block = self._head.next
-        assert block is not None and block is not self._tail, "the free list is empty"
+        assert block is not None
+        assert block is not self._tail, "the free list is empty"
         self.remove(block)
         return block
 
     def _insert(self, block: KVBlock, before: KVBlock) -> None:
         after = before.previous
-        assert after is not None and block.next is None
+        assert after is not None
+        assert block.next is None
         block.previous, block.next = after, before
         after.next = before.previous = block
         self.count += 1
@@ -111,8 +115,8 @@ class BlockPool:
             block.ref_count += 1
 
     def release(self, blocks: Sequence[KVBlock]) -> None:
-        """One reference less to each block of a block table. The end of the table is taken again before its beginning: a
-        prefix is worth more the shorter it is."""
+        """One reference less to each block of a block table. The end of the table is taken again before its beginning:
+        a prefix is worth more the shorter it is."""
         for block in reversed(blocks):
             assert block.ref_count > 0, f"block {block.block_id} is released more often than taken"
             block.ref_count -= 1

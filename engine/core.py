@@ -1,6 +1,7 @@
 """The engine core: model, KV memory, scheduler and connector, stepped by whoever owns it.
 
-One step: collect what I/O has ended, decide, start I/O, compute, apply. Single-threaded; every method is called from one thread.
+One step: collect what I/O has ended, decide, start I/O, compute, apply. Single-threaded; every method is called from
+one thread.
 """
 
 from __future__ import annotations
@@ -205,7 +206,8 @@ class EngineCore:
 
 
 def _num_blocks(config: EngineConfig, layout: KVLayout, model_max_len: int) -> int:
-    """KV blocks: as told, or as the memory that is left allows, at most what max_num_seqs requests of full length can use."""
+    """KV blocks: as told, or as the memory that is left allows, at most what max_num_seqs requests of full length can
+    use."""
     if config.num_blocks is not None:
         return config.num_blocks
     given = config.kv_cache_bytes

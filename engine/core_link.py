@@ -79,7 +79,8 @@ class ProcessLink:
         self._socket.send(self._encoder.encode(command))
 
     async def receive(self) -> CoreMessage:
-        return self._decoder.decode(await self._socket.recv())
+        message: CoreMessage = self._decoder.decode(await self._socket.recv())
+        return message
 
     async def wait_dead(self) -> str:
         status = await self._process.wait()

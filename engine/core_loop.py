@@ -2,8 +2,8 @@
 
     command ─▶ inbox ─▶ core.handle ─▶ core.step ─▶ outbox ─▶ event
 
-The loop sleeps while the core is idle and wakes for a command, for I/O that has ended, for a deadline, and every 250 ms to report
-its load, so that its silence means trouble.
+The loop sleeps while the core is idle and wakes for a command, for I/O that has ended, for a deadline, and every 250
+ms to report its load, so that its silence means trouble.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ZmqMailbox:
     """Over a ZeroMQ PAIR socket, for a core in a process of its own."""
 
     def __init__(self, address: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.set(zmq.LINGER, 1000)
         self._socket.set_hwm(0)
         self._socket.connect(address)

@@ -1,7 +1,8 @@
 """`python -m engine.core_process ADDRESS`: an engine core in a process of its own.
 
-The configuration comes as one msgpack message on standard input, which then stays open for as long as the front lives: its end is
-how the core notices the front's death, whatever killed it, and ends too. The front notices the core's death by waiting for it.
+The configuration comes as one msgpack message on standard input, which then stays open for as long as the front lives:
+its end is how the core notices the front's death, whatever killed it, and ends too. The front notices the core's death
+by waiting for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Block tables: which physical blocks hold which request's tokens, in order.
 
-A table is append-only while its request runs. Its ids also stand in one row of a numpy array, so that the model runner can gather
-the tables of a step without walking lists.
+A table is append-only while its request runs. Its ids also stand in one row of a numpy array, so that the model runner
+can gather the tables of a step without walking lists.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, request: Request, max_tokens: int) -> list[KVBlock]:
-        """The longest run of cached full blocks at the beginning of the request, at most `max_tokens` tokens. Takes no reference."""
+        """The longest run of cached full blocks at the beginning of the request, at most `max_tokens` tokens. Takes no
+        reference."""
         if not self.enable_prefix_caching:
             return []
         request.update_block_hashes(self.block_size)
@@ -49,8 +50,8 @@ class KVCacheManager:
         return found
 
     def allocate(self, request: Request, num_tokens: int, prefix: Sequence[KVBlock] = ()) -> bool:
-        """Make the request's table long enough for `num_tokens` tokens; `prefix` starts a new table. False: nothing was done,
-        there are not enough blocks."""
+        """Make the request's table long enough for `num_tokens` tokens; `prefix` starts a new table. False: nothing
+        was done, there are not enough blocks."""
         table = self._tables.get(request.request_id)
         num_new = self.num_blocks_for(num_tokens) - len(prefix if table is None else table)
         if table is not None and num_new <= 0:
@@ -85,7 +86,8 @@ class KVCacheManager:
         return [block.block_id for block in self._tables.get(request_id, ())]
 
     def close_table(self, request_id: str) -> list[KVBlock]:
-        """End the request's table. Its blocks, whose references the caller now owns, go to `pool.release` sooner or later."""
+        """End the request's table. Its blocks, whose references the caller now owns, go to `pool.release` sooner or
+        later."""
         table = self._tables.pop(request_id, None)
         if table is None:
             return []

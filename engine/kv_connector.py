@@ -1,12 +1,12 @@
 """The seam through which KV enters and leaves an engine core. `NullKVConnector` is the aggregated engine.
 
-One object in the core's process plays both halves. The scheduler half runs in the step loop and must not block; the worker
-half hands I/O to threads of its own and calls `wake` when something has ended, so that the loop polls.
+One object in the core's process plays both halves. The scheduler half runs in the step loop and must not block; the
+worker half hands I/O to threads of its own and calls `wake` when something has ended, so that the loop polls.
 
     blocks of a request ──request_finished() → True──▶ the connector's ──poll().freed_request_ids──▶ free
 
-A block that I/O may touch is never free: `request_finished` returns True for as long as a read or write is in flight, be the
-request finished or aborted.
+A block that I/O may touch is never free: `request_finished` returns True for as long as a read or write is in flight,
+be the request finished or aborted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class KVLoadResult:
     """A request's external KV is as complete as it will be.
 
-    `num_verified_tokens` counts from the beginning of the prompt, local prefix hits included; the engine computes the rest.
+    `num_verified_tokens` counts from the beginning of the prompt, local prefix hits included; the engine computes the
+    rest.
     """
 
     request_id: str
@@ -85,11 +86,13 @@ class KVConnector(Protocol):
     # Scheduler half
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """How many prompt tokens past `num_computed_tokens` will come from elsewhere, asynchronously. No side effects."""
+        """How many prompt tokens past `num_computed_tokens` will come from elsewhere, asynchronously. No side
+        effects."""
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_local_blocks: int) -> None:
-        """A request with external tokens has its blocks (all of its prompt's); those before num_local_blocks are filled."""
+        """A request with external tokens has its blocks (all of its prompt's); those before num_local_blocks are
+        filled."""
         ...
 
     def request_progressed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:

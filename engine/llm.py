@@ -1,6 +1,7 @@
 """Offline generation with vLLM's argument names: `LLM(model=…).generate(prompts, SamplingParams(…))`.
 
-The engine core runs in this process and thread; this is also the aggregated oracle that the tests compare everything with.
+The engine core runs in this process and thread; this is also the aggregated oracle that the tests compare everything
+with.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from engine.config import EngineConfig, KVConnectorConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineError, InvalidRequest, shown
 from engine.generation_config import GenerationDefaults
-from engine.messages import AbortRequests, AddRequest, EngineRequest, TokensEvent
-from engine.models.config import ModelConfig
+from engine.messages import AbortRequests, AddRequest, EngineRequest, FinishReason, TokensEvent
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams, validate, validate_prompt
 from engine.stop import OutputProcessor
@@ -70,7 +70,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for; vLLM's defaults elsewhere."""
-        return SamplingParams(**self._defaults.sampling_fields())
+        return msgspec.convert(self._defaults.sampling_fields(), SamplingParams)
 
     def generate(
         self,
@@ -79,8 +79,8 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. Results are in the prompts'
-        order. Raises InvalidRequest before anything runs if one of them cannot be served."""
+        """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. Results are
+        in the prompts' order. Raises InvalidRequest before anything runs if one of them cannot be served."""
         listed = _as_list(prompts)
         if isinstance(sampling_params, Sequence) and len(sampling_params) != len(listed):
             problem = f"{len(sampling_params)} given for {len(listed)} prompts"
@@ -143,7 +143,7 @@ class LLM:
                 )
             prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
         if not isinstance(prompt, str):
-            return None, list(prompt)
+            return None, [*prompt]
         if self.tokenizer is None:
             raise InvalidRequest(
                 "prompt", "a text prompt needs the tokenizer, which skip_tokenizer_init left out", "token ids"
@@ -202,7 +202,9 @@ class _Run:
         choice = self._running[event.request_id]
         if event.finish_reason == "error":
             raise EngineError(f"{event.request_id}: {event.error}")
-        output, finish_reason, stop_reason = choice.output, event.finish_reason, event.stop_token_id
+        output = choice.output
+        finish_reason: FinishReason | None = event.finish_reason
+        stop_reason: int | str | None = event.stop_token_id
         num_tokens = len(event.token_ids)
         if choice.text is not None:
             delta = choice.text.push(event.token_ids, finish_reason=finish_reason, stop_token_id=event.stop_token_id)

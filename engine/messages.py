@@ -4,8 +4,8 @@ Everything here is data, encoded with msgpack, free of torch. The front owns tex
 
     AddRequest ─▶  TokensEvent …  TokensEvent(finish_reason)
     AddRequest(remote_kv) ─▶ ReservedEvent | FinishedEvent(error);  KVProgress … ─▶ LoadedEvent;  Seed ─▶ TokensEvent …
-    AddRequest(hold_kv) ─▶ TransferEvent(num_ready_blocks) …, TokensEvent(finish_reason="hand_over"), TransferEvent(complete)
-    LeaseCommand(attach | renew | release) ─▶ TransferEvent(ended=released | expired | failed)
+    AddRequest(hold_kv) ─▶ TransferEvent(num_ready_blocks) …, TokensEvent(finish_reason="hand_over"),
+    TransferEvent(complete) LeaseCommand(attach | renew | release) ─▶ TransferEvent(ended=released | expired | failed)
 """
 
 from __future__ import annotations

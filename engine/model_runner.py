@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention.backend import AttentionMetadata
@@ -27,8 +28,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> dict[str, int]:
-        """Run one step. Returns request id -> next token for the shares that sample; a request whose logits are not finite is
-        missing from it."""
+        """Run one step. Returns request id -> next token for the shares that sample; a request whose logits are not
+        finite is missing from it."""
         shares = output.scheduled
         token_ids, positions, metadata = self._inputs(shares)
         hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
@@ -65,7 +66,7 @@ class ModelRunner:
         )
         return self._tensor(token_ids), self._tensor(positions), metadata
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
 

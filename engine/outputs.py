@@ -13,7 +13,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    """"stop", "length", "abort" or "error"."""
+    """Why it ended: stop, length, abort or error."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for the model's own end."""
 

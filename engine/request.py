@@ -1,7 +1,7 @@
 """One request as the scheduler sees it: tokens, and how many of them have KV.
 
-There is no phase. Every step closes the gap between `num_computed_tokens` and `num_tokens`; prefill, chunked prefill, prefix
-hits, decode and resumption after preemption are all that one subtraction.
+There is no phase. Every step closes the gap between `num_computed_tokens` and `num_tokens`; prefill, chunked prefill,
+prefix hits, decode and resumption after preemption are all that one subtraction.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Request:
 
     @property
     def moves_kv(self) -> bool:
-        """KV of this request is written to, or read from, elsewhere: its blocks are all allocated at once and it is not preempted."""
+        """KV of this request is written to, or read from, elsewhere: its blocks are all allocated at once and it is
+        not preempted."""
         return self.spec.hold_kv is not None or (self.spec.remote_kv is not None and not self.loaded)
 
     @property

@@ -5,8 +5,9 @@
              │  └─remote KV─▶ loading ──KV and seed there──▶ running
              └───preempted◀────┘ (no room; computes again from what the prefix cache still has)
 
-`schedule()` decides and returns a value, the model runner executes it, `update_from_output()` applies the result. Every step closes
-the gap between a request's computed and known tokens, within one token budget; there is no prefill or decode phase.
+`schedule()` decides and returns a value, the model runner executes it, `update_from_output()` applies the result.
+Every step closes the gap between a request's computed and known tokens, within one token budget; there is no prefill
+or decode phase.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.block_pool import KVBlock
 from engine.config import EngineConfig
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_connector import KVConnector, KVLoadResult
-from engine.messages import Event, FinishReason, LoadedEvent, ReservedEvent, TokensEvent
+from engine.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, TokensEvent
 from engine.request import Request, RequestStatus
 from engine.stop import check_token_stop
 
@@ -87,7 +88,8 @@ class Scheduler:
         if request.spec.remote_kv is not None:
             request.deadline = now + request.spec.remote_kv.reservation_s
         if needed > self.kv.num_blocks:
-            self._fail(request, f"the prompt needs {needed} KV blocks, this instance has {self.kv.num_blocks} in all")
+            problem = f"the prompt needs {needed} KV blocks, this instance has {self.kv.num_blocks} in all"
+            self._fail(request, problem, "too_large")
         else:
             insort(self.waiting, request, key=lambda other: other.order)
 
@@ -132,7 +134,8 @@ class Scheduler:
         for request in [*self.loading.values(), *self.waiting]:
             if request.deadline is not None and now >= request.deadline:
                 missing = "room" if request.status is RequestStatus.WAITING else "KV" if request.seeded else "the seed"
-                self._fail(request, f"no {missing} within the reservation time")
+                kind: ErrorKind = "no_room" if missing == "room" else "timeout"
+                self._fail(request, f"no {missing} within the reservation time", kind)
 
     # The step
 
@@ -159,8 +162,8 @@ class Scheduler:
         return SchedulerOutput(scheduled)
 
     def update_from_output(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
-        """Apply a step's result: progress, new tokens, ends. `sampled` has a token for each share that samples, unless its
-        logits were not finite."""
+        """Apply a step's result: progress, new tokens, ends. `sampled` has a token for each share that samples, unless
+        its logits were not finite."""
         for share in output.scheduled:
             request = share.request
             request.num_computed_tokens += share.num_tokens
@@ -259,8 +262,8 @@ class Scheduler:
         self.running.append(request)
 
     def _make_room(self, request: Request, num_tokens: int, scheduled: list[ScheduledRequest]) -> bool:
-        """Blocks for `num_tokens` tokens of a running request, at the cost of those that come after it. False: it was preempted
-        itself, or has to wait for I/O to free blocks."""
+        """Blocks for `num_tokens` tokens of a running request, at the cost of those that come after it. False: it was
+        preempted itself, or has to wait for I/O to free blocks."""
         while not self.kv.allocate(request, num_tokens):
             victims = [other for other in self.running if not other.moves_kv]
             if not victims:
@@ -306,8 +309,8 @@ class Scheduler:
         if reason is not None:
             self._finish(request, reason)
 
-    def _fail(self, request: Request, error: str) -> None:
-        self._events.append(TokensEvent(request.request_id, [], finish_reason="error", error=error))
+    def _fail(self, request: Request, error: str, kind: ErrorKind | None = None) -> None:
+        self._events.append(TokensEvent(request.request_id, [], finish_reason="error", error=error, error_kind=kind))
         self._finish(request, "error")
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, Literal
 
@@ -27,7 +27,9 @@ Kind = Literal["byte_level", "byte_fallback"]
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_PIECE = "\u2581"
 _WHITESPACE_BYTES = frozenset(b for c in map(chr, range(0x3001)) if c.isspace() for b in c.encode())
-_KEEPING_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Replace", "Sequence"}
+_UNICODE_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
+_KEEPING_NORMALIZERS = {*_UNICODE_NORMALIZERS, "Prepend", "Replace", "Sequence"}
+_SPACE_TO_PIECE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE_PIECE}
 _DROPPING_PRE_TOKENIZERS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}
 
 
@@ -73,6 +75,7 @@ class TokenBytes:
         self._alphabet = byte_alphabet()
         self._cache: dict[int, bytes] = {}
         self._may_drop_text = _may_drop_text(spec)
+        self._normalizes_unicode = not _UNICODE_NORMALIZERS.isdisjoint(s["type"] for s in _steps(spec["normalizer"]))
         self._swallows_whitespace = any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
         self.kind = kind
         self.num_stripped = num_stripped
@@ -115,7 +118,7 @@ class TokenBytes:
             match = _BYTE_TOKEN.fullmatch(token)
             return bytes([int(match[1], 16)]) if match else token.replace(_SPACE_PIECE, " ").encode()
         try:
-            return bytes([self._alphabet[c] for c in token])
+            return bytes(map(self._alphabet.__getitem__, token))
         except KeyError:
             return token.encode()
 
@@ -129,7 +132,7 @@ class TokenBytes:
         """
         if not self._share:
             return 0
-        if not text.isascii() and self._backend.normalizer is not None:
+        if self._normalizes_unicode and not text.isascii():
             text = self._backend.normalizer.normalize_str(text)
         if self.kind == "byte_fallback":
             text = text.replace(_SPACE_PIECE, " ")
@@ -172,18 +175,20 @@ def _kind(decoder: Any) -> tuple[Kind, int] | None:
 
 def _may_drop_text(spec: dict[str, Any]) -> bool:
     """Whether part of a text may leave no trace in the tokens, so that no bound holds."""
-    if spec["model"]["type"] not in ("BPE", "Unigram") or not set(_types(spec["normalizer"])) <= _KEEPING_NORMALIZERS:
+    if spec["model"]["type"] not in ("BPE", "Unigram"):
         return True
-    if "Removed" in str(spec["pre_tokenizer"]) or not _DROPPING_PRE_TOKENIZERS.isdisjoint(
-        _types(spec["pre_tokenizer"])
-    ):
-        return True
+    for step in _steps(spec["normalizer"]):
+        if step["type"] not in _KEEPING_NORMALIZERS or (step["type"] == "Replace" and step != _SPACE_TO_PIECE):
+            return True
+    for step in _steps(spec["pre_tokenizer"]):
+        if step["type"] in _DROPPING_PRE_TOKENIZERS or step.get("behavior") == "Removed":
+            return True
     return (spec.get("decoder") or {}).get("type") != "ByteLevel" and not spec["model"].get("byte_fallback")
 
 
-def _types(step: Any) -> Iterable[str]:
-    """Types of a pipeline step and of the steps inside it."""
-    if isinstance(step, dict) and "type" in step:
-        yield step["type"]
+def _steps(step: Any) -> Iterator[dict[str, Any]]:
+    """A pipeline's step (None, one, or a Sequence) and those inside it."""
+    if step is not None:
+        yield step
         for inner in (*step.get("normalizers", ()), *step.get("pretokenizers", ())):
-            yield from _types(inner)
+            yield from _steps(inner)

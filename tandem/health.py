@@ -26,6 +26,20 @@ def health(address: str, service: str, timeout_s: float = 2.0) -> str:
     return READY if answer.status == health_pb2.HealthCheckResponse.SERVING else NOT_READY
 
 
+def wait_serving(address: str, service: str, timeout_s: float) -> bool:
+    """Follows the health of `service` until it takes requests; False if it does not within `timeout_s`."""
+    serving = health_pb2.HealthCheckResponse.SERVING
+    with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        call = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=timeout_s, wait_for_ready=True)
+        try:
+            return any(answer.status == serving for answer in call)
+        except grpc.RpcError:
+            return False
+        finally:
+            call.cancel()
+
+
 def load(address: str, timeout_s: float = 2.0) -> instance_pb2.WatchLoadResponse:
     """The next load report of the instance at `address`; raises grpc.RpcError."""
     with grpc.insecure_channel(address, options=_OPTIONS) as channel:

@@ -34,6 +34,7 @@ _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 8.0
 _MAX_ENDS = 5
 _WITHIN_S = 60.0
+_SERVING_WITHIN_S = 10.0
 STOP_GRACE_S = 1.0
 
 Progress = Callable[[str], None]
@@ -103,6 +104,7 @@ class LocalStack:
             for member in self.members.values():
                 member.start(self._bond)
             self.wait_ready(progress=progress)
+            self._wait_serving()
         except BaseException:
             self.stop()
             raise
@@ -124,6 +126,16 @@ class LocalStack:
                     f"not ready within {self.settings.start_timeout_s:g} s: {names_left}\n{_log(waiting[0])}"
                 )
             time.sleep(_POLL_S)
+
+    def _wait_serving(self) -> None:
+        """Returns when the router has found its instances."""
+        # Imported late: gRPC takes a while, and the members start meanwhile.
+        from tandem.health import ROUTER_SERVICE, wait_serving
+
+        if not wait_serving(self.address, ROUTER_SERVICE, _SERVING_WITHIN_S):
+            raise StackFailed(
+                f"the router did not find its instances within {_SERVING_WITHIN_S:g} s\n{_log(self.members['router'])}"
+            )
 
     def supervise(self) -> list[StackEvent]:
         """One look at the members, to be called every so often: notes ends, starts again what is due.

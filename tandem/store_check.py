@@ -7,6 +7,7 @@ import secrets
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kv_transfer.page import HEADER_BYTES, PageSpec, check_header, check_payload, seal
@@ -38,9 +39,8 @@ def move_blocks(num_blocks: int = 32, block_bytes: int = 2 << 20) -> StoreSpeed:
                 store.put(_key(spec), [seal(spec, page, key=key, writer_epoch=epoch), page])
             written_s = time.perf_counter()
             for spec in specs:
-                found = store.get_into(
-                    _key(spec), [header, payload], lambda spec=spec: check_header(header, spec, digest=True)
-                )
+                check = partial(check_header, header, spec, digest=True)
+                found = store.get_into(_key(spec), [header, payload], check)
                 if not found:
                     raise OSError("a block that was written a moment ago is gone")
                 check_payload(header, payload, spec, key=key)

@@ -51,6 +51,8 @@ def _router_flags(settings: StackSettings, addresses: dict[str, str]) -> Iterato
         pool = [address for name, address in addresses.items() if name.startswith(role)]
         if pool:
             yield from (f"--{role}", ",".join(pool))
+    # The router is up seconds before the instances; on one machine it costs nothing to look for them often.
+    yield from ("--pools-max-backoff-s", "0.2", "--channel-max-backoff-ms", "200")
     if settings.lease_s is not None:
         yield from ("--disaggregation-lease-s", str(settings.lease_s))
 

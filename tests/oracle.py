@@ -22,7 +22,8 @@ class GreedyOracle:
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
-        """float32 [len(output), vocab]: what the reference says at the position of each output token, told all before it."""
+        """float32 [len(output), vocab]: what the reference says at the position of each output token, told all before
+        it."""
         token_ids = torch.tensor([[*prompt, *output]])
         return self._model(token_ids).logits[0, len(prompt) - 1 : -1]
 

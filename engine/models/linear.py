@@ -8,22 +8,24 @@ import torch
 class PackedLinear:
     """y = x W^T + b. Owns its weight; on CPU that is a copy reordered once into oneDNN's blocked layout.
 
-    Unpacked, oneDNN reorders or reads strided at every call: one row of bfloat16 runs at a third of the memory's speed
-    (`benchmarks/LOG.md`). In float32 packing wins from a few rows on. Either way a row's result depends on how many rows
-    share the call by no more than float rounding.
+    Unpacked, oneDNN reorders or reads strided at every call, and a row of bfloat16 runs at a third of the memory's
+    speed (`benchmarks/LOG.md`). In float32 packing wins from a few rows on. Either way a row's result depends on how
+    many rows share the call by no more than float rounding.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight [out_features, in_features], bias [out_features], both on the device and of the dtype to run with."""
         self.out_features, self.in_features = weight.shape
         self._bias = bias
-        self._is_packed = _can_pack(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self._is_packed else weight
+        is_packed = _can_pack(weight)
+        # Named once: looking the operator up costs as much as a small layer.
+        self._product = torch.ops.mkldnn._linear_pointwise.default if is_packed else None
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if is_packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
-        if self._is_packed:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        if self._product is not None:
+            y: torch.Tensor = self._product(x, self._weight, self._bias, "none", [], "")
             return y
         return torch.nn.functional.linear(x, self._weight, self._bias)
 

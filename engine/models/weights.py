@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,11 +41,11 @@ class SafetensorsWeights:
         self._dtype = dtype
         self._device = device
         self._file_of: dict[str, str] = {}
-        self._files = {}
+        self._files: dict[str, Any] = {}  # handles of safetensors, which has no types
         folder = Path(folder)
         for file_name in _shards(folder):
-            self._files[file_name] = handle = _open(folder / file_name)
-            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
+            self._files[file_name] = _open(folder / file_name)
+            for name in self._files[file_name].keys():
                 self._file_of[name] = file_name
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -54,7 +54,7 @@ class SafetensorsWeights:
         if file_name is None:
             raise InvalidCheckpoint(f"tensor {shown(name)} is missing from the checkpoint")
         try:
-            tensor = self._files[file_name].get_tensor(name)
+            tensor: torch.Tensor = self._files[file_name].get_tensor(name)
         except SafetensorError as error:
             raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} cannot be read: {error}") from error
         if tuple(tensor.shape) != shape:
@@ -122,7 +122,7 @@ def _shards(folder: Path) -> list[str]:
     return names
 
 
-def _open(path: Path) -> safe_open:
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

@@ -1,4 +1,5 @@
-"""The front's handle: the same events from a core in its own process and from one in a thread, and each notices the other's death."""
+"""The front's handle: the same events from a core in its own process and from one in a thread, and each notices the
+other's death."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ async def test_concurrent_requests_get_their_own_tokens(engine: AsyncEngine) -> 
     together = await asyncio.gather(
         *(collect(engine, make_request(f"b{i}", prompt)) for i, prompt in enumerate(prompts))
     )
-    assert alone == together and all(len(token_ids) == 8 for token_ids in alone)
+    assert alone == together
+    assert all(len(token_ids) == 8 for token_ids in alone)
 
 
 async def test_closing_a_stream_early_frees_its_blocks(engine: AsyncEngine) -> None:

@@ -46,7 +46,8 @@ def test_extending_in_pieces_gives_the_hashes_of_the_whole() -> None:
     pieces: list[bytes] = []
     for end in (5, 16, 40, 47, 48, 100):
         extend_block_hashes(pieces, b"r", tokens[:end], 16)
-    assert whole == pieces and len(whole) == 6
+    assert whole == pieces
+    assert len(whole) == 6
 
 
 def test_one_changed_token_changes_every_later_block() -> None:

@@ -68,7 +68,9 @@ class PoolMachine(RuleBasedStateMachine):
     def exactly_the_published_blocks_are_found(self) -> None:
         for block_hash, block_id in self.findable.items():
             found = self.pool.find(block_hash)
-            assert found is not None and found.block_id == block_id and found.block_hash == block_hash
+            assert found is not None
+            assert found.block_id == block_id
+            assert found.block_hash == block_hash
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -102,4 +104,5 @@ def test_the_end_of_a_prefix_is_forgotten_before_its_beginning() -> None:
         pool.publish(block, bytes([block.block_id]))
     pool.release(table)
     pool.take(1)
-    assert pool.find(b"\0") is not None and pool.find(b"\2") is None
+    assert pool.find(b"\0") is not None
+    assert pool.find(b"\2") is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,8 @@ def reference(checkpoint: Path, oracle: GreedyOracle, prompts: list[list[int]]) 
 
 
 @pytest.fixture(params=[*ARCHITECTURES, "demo"])
-def any_checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    yield MODEL_DIR if request.param == "demo" else lively_checkpoint(tmp_path / request.param, request.param)
+def any_checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return MODEL_DIR if request.param == "demo" else lively_checkpoint(tmp_path / request.param, request.param)
 
 
 def test_fifty_prompts_at_once_equal_transformers(any_checkpoint: Path) -> None:

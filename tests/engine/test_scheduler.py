@@ -130,7 +130,8 @@ def test_the_latest_request_is_preempted_and_comes_back() -> None:
     second = add(scheduler, [2] * 11, max_tokens=12)
     while not scheduler.counters.num_preemptions:
         step(scheduler)
-    assert first in scheduler.running and second in scheduler.waiting
+    assert first in scheduler.running
+    assert second in scheduler.waiting
     ends = finish_all(scheduler)
     assert [event.request_id for event in ends] == [first.request_id, second.request_id]
 
@@ -147,8 +148,10 @@ def test_a_prompt_that_can_never_fit_is_refused_with_both_sizes() -> None:
     scheduler = make_scheduler(num_blocks=4)
     add(scheduler, [1] * 17)
     (event,) = scheduler.take_events()
-    assert isinstance(event, TokensEvent) and event.finish_reason == "error"
-    assert "5 KV blocks" in (event.error or "") and "4 in all" in (event.error or "")
+    assert isinstance(event, TokensEvent)
+    assert event.finish_reason == "error"
+    assert "5 KV blocks" in (event.error or "")
+    assert "4 in all" in (event.error or "")
 
 
 def test_hand_over_stops_after_the_first_token_and_holds_the_blocks() -> None:
@@ -156,11 +159,13 @@ def test_hand_over_stops_after_the_first_token_and_holds_the_blocks() -> None:
     request = add(scheduler, [1] * 9, max_tokens=50, hold_kv=HoldKV(transfer_id="t", lease_s=1.0))
     while scheduler.requests:
         step(scheduler)
-    assert request.finish_reason == "hand_over" and request.num_output_tokens == 1
+    assert request.finish_reason == "hand_over"
+    assert request.num_output_tokens == 1
     assert scheduler.num_held_blocks == 3
     scheduler.free_held(request.request_id)
     scheduler.free_held(request.request_id)
-    assert scheduler.num_held_blocks == 0 and scheduler.kv.pool.num_available == scheduler.kv.num_blocks
+    assert scheduler.num_held_blocks == 0
+    assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
 
 
 def test_held_kv_makes_new_hand_overs_wait_but_not_plain_requests() -> None:
@@ -168,7 +173,8 @@ def test_held_kv_makes_new_hand_overs_wait_but_not_plain_requests() -> None:
     first = add(scheduler, [1] * 16, hold_kv=HoldKV(transfer_id="a", lease_s=1.0))
     step(scheduler)
     second = add(scheduler, [2] * 16, hold_kv=HoldKV(transfer_id="b", lease_s=1.0))
-    assert not step(scheduler).scheduled and second in scheduler.waiting
+    assert not step(scheduler).scheduled
+    assert second in scheduler.waiting
     scheduler.free_held(first.request_id)
     assert step(scheduler).scheduled
 
@@ -195,7 +201,8 @@ def test_remote_request_runs_once_kv_and_seed_are_there_and_computes_only_the_se
     assert LoadedEvent(remote.request_id, 10, 0) in scheduler.take_events()
     while scheduler.requests:
         step(scheduler)
-    assert remote.token_ids[10] == 7 and remote.num_output_tokens == 3
+    assert remote.token_ids[10] == 7
+    assert remote.num_output_tokens == 3
 
 
 def test_remote_request_computes_what_did_not_arrive() -> None:
@@ -206,7 +213,8 @@ def test_remote_request_computes_what_did_not_arrive() -> None:
     scheduler.load_finished(KVLoadResult(remote.request_id, 4, 4, 2, "digest"))
     (share,) = step(scheduler).scheduled
     assert (share.start, share.num_tokens) == (4, 7)
-    assert remote.num_recomputed_tokens == 6 and scheduler.counters.num_recomputed_blocks == 2
+    assert remote.num_recomputed_tokens == 6
+    assert scheduler.counters.num_recomputed_blocks == 2
 
 
 def test_a_reservation_without_a_seed_is_given_up_at_its_deadline() -> None:
@@ -216,9 +224,11 @@ def test_a_reservation_without_a_seed_is_given_up_at_its_deadline() -> None:
     scheduler.expire(104.9)
     assert remote.request_id in scheduler.loading
     scheduler.expire(105.0)
-    assert not scheduler.requests and scheduler.kv.pool.num_available == scheduler.kv.num_blocks
+    assert not scheduler.requests
+    assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
     end = scheduler.take_events()[-1]
-    assert isinstance(end, TokensEvent) and "seed" in (end.error or "")
+    assert isinstance(end, TokensEvent)
+    assert "seed" in (end.error or "")
 
 
 def test_aborting_in_every_state_frees_everything() -> None:
@@ -231,4 +241,5 @@ def test_aborting_in_every_state_frees_everything() -> None:
         scheduler.abort(request.request_id)
         scheduler.abort(request.request_id)
     assert not step(scheduler).scheduled
-    assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks and not scheduler.requests
+    assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
+    assert not scheduler.requests

@@ -13,7 +13,8 @@ from tests.oracle import GreedyOracle, random_prompts
 
 NUM_TOKENS = 48
 EXCUSED_MARGIN = 1e-5
-"""A uniform this close to a boundary of the distribution may fall on either side of it in another order of arithmetic."""
+"""A uniform this close to a boundary of the distribution may fall on either side of it in another order of
+arithmetic."""
 
 
 def params_for(index: int) -> SamplingParams:

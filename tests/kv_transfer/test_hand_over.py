@@ -1,4 +1,5 @@
-"""Two real engine cores and the real connector, without the network: tokens after a hand-over are the aggregated engine's."""
+"""Two real engine cores and the real connector, without the network: tokens after a hand-over are the aggregated
+engine's."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def test_tokens_after_a_hand_over_are_the_aggregated_engines(
     outcomes = list(pair.outcomes.values())
     assert [outcome.token_ids for outcome in outcomes] == aggregated(checkpoint, prompts, params)
     for prompt, outcome in zip(prompts, outcomes, strict=True):
-        assert outcome.loaded is not None and outcome.loaded.num_recomputed_blocks == 0
+        assert outcome.loaded is not None
+        assert outcome.loaded.num_recomputed_blocks == 0
         assert outcome.loaded.num_external_tokens == len(prompt) - 16 * outcome.num_local_blocks
     load = pair.decode.load
     assert load.num_prefilled_tokens == 0, "decode computed prompt tokens"
@@ -153,7 +155,8 @@ def test_decode_fetches_only_what_it_lacks(pair: Pair) -> None:
     pair.start("second", [*shared, 5, 6, 7], GREEDY)
     pair.run()
     second = pair.outcomes["second"]
-    assert second.num_local_blocks == 10 and second.loaded is not None
+    assert second.num_local_blocks == 10
+    assert second.loaded is not None
     assert second.loaded.num_external_tokens == 3
 
 
@@ -181,13 +184,17 @@ def test_a_damaged_page_is_recomputed_and_changes_no_token(
     pair.start("again", prompt, GREEDY)
     pair.run()
     again = pair.outcomes["again"]
-    assert again.token_ids == expected and again.loaded is not None
+    assert again.token_ids == expected
+    assert again.loaded is not None
     if damage in ("remove", "truncate"):
         assert again.loaded.num_recomputed_blocks == 0, "prefill sees what is missing or short, and writes it again"
     else:
-        assert again.loaded.num_recomputed_blocks > 0 and pair.decode.load.num_recomputed_blocks > 0
+        assert again.loaded.num_recomputed_blocks > 0
+        assert pair.decode.load.num_recomputed_blocks > 0
     pair.decode.scheduler.kv.pool.forget_all()
     pair.start("healed", prompt, GREEDY)
     pair.run()
     healed = pair.outcomes["healed"]
-    assert healed.token_ids == expected and healed.loaded is not None and healed.loaded.num_recomputed_blocks == 0
+    assert healed.token_ids == expected
+    assert healed.loaded is not None
+    assert healed.loaded.num_recomputed_blocks == 0

@@ -48,6 +48,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str]) -> None:
         ]
 
     monkeypatch.setattr(local_stack, "member_specs", specs)
+    monkeypatch.setattr(LocalStack, "_wait_serving", lambda stack: None)  # there is no router behind these scripts
 
 
 def settings() -> StackSettings:

@@ -1,0 +1,37 @@
+"""Where a checkpoint's end-of-text ids and sampling defaults come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.errors import UnsupportedModel
+from engine.generation_config import GenerationDefaults
+from engine.tokenizer import Tokenizer
+from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
+
+
+def test_eos_ids_come_from_the_first_file_that_has_them(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level_backend(), BYTE_LEVEL_CONFIG)
+    tokenizer_eos = Tokenizer.from_folder(folder).eos_token_id
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (tokenizer_eos,)
+    (folder / "config.json").write_text('{"text_config": {"eos_token_id": 7}}')
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (7,)
+    (folder / "config.json").write_text('{"eos_token_id": 5}')
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (5,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (3, 4)
+
+
+def test_sampling_defaults_leave_out_what_is_not_served(tmp_path: Path) -> None:
+    values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "max_new_tokens": 99}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    defaults = GenerationDefaults.from_folder(tmp_path)
+    assert defaults.repetition_penalty == 1.05
+    assert defaults.sampling_fields() == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_tokens": 99}
+    assert GenerationDefaults.from_folder(tmp_path / "empty") == GenerationDefaults()
+    (tmp_path / "generation_config.json").write_text('{"top_k": "many"}')
+    with pytest.raises(UnsupportedModel, match="top_k"):
+        GenerationDefaults.from_folder(tmp_path)

@@ -1,0 +1,226 @@
+"""Two real processes with real cores: a hand-over gives the undivided engine's tokens, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+
+from protos.tandem.v1 import common_pb2, decode_pb2, instance_pb2, prefill_pb2
+from protos.tandem.v1.decode_pb2_grpc import DecodeServiceStub
+from protos.tandem.v1.instance_pb2_grpc import InstanceServiceStub
+from protos.tandem.v1.prefill_pb2_grpc import PrefillServiceStub
+from serving.channel import open_channel
+from tests.builders import lively_checkpoint
+from tests.instance.rig import instance_request, refusal
+
+PROMPT = [3 + (7 * i * i) % 500 for i in range(70)]
+
+
+class Process:
+    """One instance's process, from its start to its end."""
+
+    def __init__(self, role: str, folder: Path, *flags: str, connector: str = "shared_storage") -> None:
+        self.role = role
+        self._ready = folder / f"{role}-{secrets.token_hex(4)}.ready"
+        argv = [sys.executable, "-m", f"{role}_service", "--listen", "127.0.0.1:0", "--ready-file", str(self._ready)]
+        argv += ["--model", str(folder / "model"), "--num-blocks", "64", "--num-threads", "1"]
+        argv += ["--kv-connector", connector]
+        if connector != "null":
+            argv += ["--kv-folder", str(folder / "kv"), "--kv-secret-file", str(folder / "secret")]
+        argv += ["--server-drain-accept-s", "0", "--server-drain-grace-s", "5", "--lease-s", "2", *flags]
+        self.popen = subprocess.Popen(argv, stdout=subprocess.PIPE)
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + 60
+        while not self._ready.exists():
+            assert self.popen.poll() is None, f"{self.role} ended with {self.popen.returncode}"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        fields = dict(field.split("=") for field in self._ready.read_text().split()[1:])
+        self.address, self.instance_id = fields["address"], fields["instance"]
+
+    def end(self) -> int:
+        """Asks it to stop and returns its exit status."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGTERM)
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
+        return self.popen.wait(20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    lively_checkpoint(folder / "model", "qwen3", vocab_size=512)
+    (folder / "secret").write_text(secrets.token_hex(32))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[tuple[Process, Process]]:
+    processes = Process("prefill", folder, "--max-num-batched-tokens", "32"), Process("decode", folder)
+    try:
+        for process in processes:
+            process.wait_ready()
+        yield processes
+    finally:
+        assert [process.end() for process in processes] == [0, 0]
+
+
+class Pair:
+    """What a router does with the two, in the smallest form."""
+
+    def __init__(self, prefill: grpc.aio.Channel, decode: grpc.aio.Channel, address: str) -> None:
+        self.prefill, self.decode = PrefillServiceStub(prefill), DecodeServiceStub(decode)
+        self.watches = InstanceServiceStub(prefill), InstanceServiceStub(decode)
+        self.address = address
+
+    def source(self, transfer_id: str, epoch: str) -> decode_pb2.TransferSource:
+        return decode_pb2.TransferSource(
+            transfer_id=transfer_id, address=self.address, instance_epoch=epoch, reservation_s=5.0
+        )
+
+    async def divided(self, request: common_pb2.InstanceRequest) -> tuple[list[int], decode_pb2.DecodeLoaded]:
+        """All ids of a request that is handed over, and how its KV came."""
+        transfer_id = f"t-{request.request_id}"
+        hand_over = prefill_pb2.HandOver(transfer_id=transfer_id, lease_s=2.0)
+        prefill = self.prefill.Prefill(prefill_pb2.PrefillRequest(request=request, hand_over=hand_over))
+        epoch = (await prefill.read()).accepted.instance_epoch
+        decode = self.decode.Decode()
+        start = decode_pb2.DecodeStart(request=request, transfer=self.source(transfer_id, epoch))
+        await decode.write(decode_pb2.DecodeRequest(start=start))
+        first = (await prefill.read()).tokens
+        assert first.finish.reason == common_pb2.FINISH_REASON_HAND_OVER
+        ids = list(first.token_ids)
+        await decode.write(decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=ids)))
+        await decode.done_writing()
+        loaded = decode_pb2.DecodeLoaded()
+        while (response := await decode.read()) is not grpc.aio.EOF:
+            if response.WhichOneof("event") == "loaded":
+                loaded = response.loaded
+            elif response.WhichOneof("event") == "tokens":
+                assert response.tokens.token_index == len(ids)
+                ids += response.tokens.token_ids
+        return ids, loaded
+
+    async def undivided(self, request: common_pb2.InstanceRequest) -> list[int]:
+        """The same request, prefilled and decoded at the decode instance."""
+
+        async def only_start() -> Any:
+            yield decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request))
+
+        return [i async for response in self.decode.Decode(only_start()) for i in response.tokens.token_ids]
+
+    async def wait_idle(self) -> None:
+        """Until neither instance has a request, a transfer or a block in use."""
+        for stub in self.watches:
+            watch = stub.WatchLoad(instance_pb2.WatchLoadRequest())
+            async with asyncio.timeout(5):
+                while True:
+                    load = await watch.read()
+                    busy = load.num_waiting + load.num_running + load.num_loading + load.num_transfers
+                    if busy + load.blocks.running + load.blocks.held + load.blocks.quarantined == 0:
+                        break
+            watch.cancel()
+
+
+@pytest.fixture
+async def stack(pair: tuple[Process, Process]) -> Any:
+    prefill, decode = pair
+    async with open_channel(prefill.address) as to_prefill, open_channel(decode.address) as to_decode:
+        yield Pair(to_prefill, to_decode, prefill.address)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_a_hand_over_gives_the_tokens_of_the_undivided_engine(stack: Pair, temperature: float) -> None:
+    sampling = {"temperature": temperature, "seed": 11, "max_tokens": 24, "ignore_eos": True}
+    salt = f"salt-{temperature}"
+    request = instance_request(f"div-{temperature}", prompt_token_ids=PROMPT, sampling=sampling, cache_salt=salt)
+    ids, loaded = await stack.divided(request)
+    assert (loaded.num_external_tokens, loaded.num_recomputed_blocks) == (len(PROMPT), 0)
+    await stack.wait_idle()
+    whole = instance_request(f"whole-{temperature}", prompt_token_ids=PROMPT, sampling=sampling)
+    reference = await stack.undivided(whole)
+    assert len(set(reference)) > 5, "a model that repeats itself proves nothing"
+    assert ids == reference
+    # A request that goes on after ids that were emitted elsewhere gives the rest.
+    whole.request_id = f"rest-{temperature}"
+    whole.emitted_token_ids.extend(reference[:9])
+    assert await stack.undivided(whole) == reference[9:]
+    await stack.wait_idle()
+
+
+async def test_cancelled_calls_leave_nothing_behind(stack: Pair) -> None:
+    sampling = {"max_tokens": 150, "ignore_eos": True}
+    request = instance_request("gone-1", prompt_token_ids=PROMPT, sampling=sampling, cache_salt="gone")
+    hand_over = prefill_pb2.HandOver(transfer_id="t-gone", lease_s=2.0)
+    prefill = stack.prefill.Prefill(prefill_pb2.PrefillRequest(request=request, hand_over=hand_over))
+    epoch = (await prefill.read()).accepted.instance_epoch
+    decode = stack.decode.Decode()
+    start = decode_pb2.DecodeStart(request=request, transfer=stack.source("t-gone", epoch))
+    await decode.write(decode_pb2.DecodeRequest(start=start))
+    assert (await decode.read()).WhichOneof("event") == "reserved"
+    prefill.cancel()
+    decode.cancel()
+    await stack.wait_idle()
+
+
+async def test_a_reservation_without_a_seed_ends(stack: Pair) -> None:
+    request = instance_request("seedless", prompt_token_ids=PROMPT)
+    source = stack.source("t-never", "no such epoch")
+    source.reservation_s = 0.3
+    decode = stack.decode.Decode()
+    await decode.write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request, transfer=source)))
+    assert (await refusal(decode)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await stack.wait_idle()
+
+
+def test_the_front_has_no_torch_in_it(pair: tuple[Process, Process]) -> None:
+    for process in pair:
+        maps = Path(f"/proc/{process.popen.pid}/maps").read_text()
+        assert "libtorch" not in maps
+
+
+@pytest.mark.parametrize("victim", ["core", "front"])
+async def test_core_and_front_die_together(folder: Path, victim: str) -> None:
+    process = Process("decode", folder, connector="null")
+    await asyncio.to_thread(process.wait_ready)
+    [core] = psutil.Process(process.popen.pid).children()
+    if victim == "core":
+        async with open_channel(process.address) as channel:
+            request = instance_request(prompt_token_ids=[5], sampling={"max_tokens": 1000, "ignore_eos": True})
+            call = DecodeServiceStub(channel).Decode()
+            await call.write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request)))
+            await call.read()
+            core.kill()
+            assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
+        assert process.end() == 1
+    else:
+        os.kill(process.popen.pid, signal.SIGKILL)
+        process.end()
+        psutil.wait_procs([core], timeout=5)
+        assert not core.is_running()
+
+
+def test_a_model_that_is_not_there_is_a_clear_end(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "decode_service", "--model", str(tmp_path), "--kv-connector", "null"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert "cannot start" in ended.stderr
