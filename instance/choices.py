@@ -15,10 +15,10 @@ from engine.async_engine import AsyncEngine, RequestStream
 from engine.errors import EngineError
 from engine.messages import Command, LoadedEvent, ReservedEvent, Seed
 from instance.convert import Choice, Limits
-from instance.status import ended_with_error, service_error
+from instance.status import RETRY_AFTER_S, ended_with_error, service_error
 from instance.text import ChoiceText, TextMaker
 from protos.tandem.v1 import common_pb2
-from serving.errors import AlreadyExists
+from serving.errors import AlreadyExists, Overloaded
 
 ChoiceEvent = ReservedEvent | LoadedEvent | common_pb2.TokenChunk
 
@@ -66,9 +66,11 @@ class Choices:
 
     @asynccontextmanager
     async def open(self, choice: Choice) -> AsyncIterator[RunningChoice]:
-        """Runs `choice`; raises AlreadyExists while its id is running, Unavailable when the engine has ended."""
+        """Runs `choice`; raises AlreadyExists, Overloaded, or Unavailable when the engine has ended."""
         if choice.request_id in self._running:
             raise AlreadyExists(f"request id {choice.request_id} is running here")
+        if len(self._running) >= self.limits.max_requests:
+            raise Overloaded(f"{len(self._running)} requests are here, the most allowed", RETRY_AFTER_S)
         self._running.add(choice.request_id)
         try:
             text = self._texts.begin(choice)

@@ -57,6 +57,9 @@ class InstanceSection(Section):
     ready_file: Path | None = setting(
         None, "File that appears when the instance is ready, with its ready line in it.", flag="--ready-file"
     )
+    max_requests: int = setting(
+        1024, "Requests here at the same time, waiting ones included; more are refused.", flag="--max-requests", ge=1
+    )
     core_unready_s: float = setting(5.0, "Seconds of the core's silence after which readiness ends.", gt=0.5)
     core_dead_s: float = setting(30.0, "Seconds of the core's silence after which liveness ends.", gt=0.5)
     load_interval_s: float = setting(0.25, "Seconds between two load reports at the most.", ge=0.02, le=10)

@@ -45,6 +45,7 @@ class Limits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    max_requests: int
     max_lease_s: float
     max_reservation_s: float
 

@@ -10,6 +10,7 @@ slow or dead the holder is. The task that is left behind ends within two seconds
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ from instance.peers import Peers
 from kv_transfer.attach import TransferReader, follow_transfer
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 
+_log = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
 """For the good word on the stream; then the call that says it instead has as long."""
 
@@ -69,7 +71,7 @@ class Followers:
         follower = Follower()
         task = asyncio.create_task(self._run(follower, source, request_id), name=f"follow {source.transfer_id}")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         try:
             yield follower
         finally:
@@ -87,6 +89,12 @@ class Followers:
     def num_following(self) -> int:
         """Transfers that have not been released yet."""
         return len(self._tasks)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # The request is not lost: without a word from its holder the core's own deadline ends the wait.
+            _log.error("%s failed", task.get_name(), exc_info=error)
 
     async def _run(self, follower: Follower, source: TransferSource, request_id: str) -> None:
         async with self._peers.channel(source.address) as channel:

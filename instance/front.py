@@ -72,7 +72,9 @@ class Role:
 class Front:
     """Owns the engine, the server and everything between them. Belongs to one event loop."""
 
-    def __init__(self, settings: InstanceSettings, role: Role, engine: AsyncEngine, signals: StopSignals) -> None:
+    def __init__(
+        self, settings: InstanceSettings, role: Role, signals: StopSignals, engine: AsyncEngine, texts: TextMaker
+    ) -> None:
         self.settings = settings
         self.engine = engine
         self.instance_epoch = uuid.uuid4().hex
@@ -108,7 +110,7 @@ class Front:
             lease_s=transfer.lease_s,
             attach_timeout_s=transfer.reservation_s,
         )
-        self.choices = Choices(engine, TextMaker.from_folder(settings.model.folder), self._limits())
+        self.choices = Choices(engine, texts, self._limits())
         self.role_service = role.make(Parts(self.choices, self.followers, self.instance_epoch))
 
     @classmethod
@@ -116,12 +118,16 @@ class Front:
         cls, settings: InstanceSettings, role: Role, signals: StopSignals, *, engine: AsyncEngine | None = None
     ) -> Front:
         """Starts a core (unless given one), then listens. Raises EngineError or OSError, leaving nothing behind."""
-        engine = engine or await AsyncEngine.start(engine_config(settings))
+        config = engine_config(settings)
+        reading = asyncio.create_task(asyncio.to_thread(TextMaker.from_folder, settings.model.folder))
         try:
-            front = cls(settings, role, engine, signals)
+            engine = engine or await AsyncEngine.start(config)
+            front = cls(settings, role, signals, engine, await reading)
             await front._listen()
         except BaseException:
-            await engine.shutdown()
+            reading.cancel()
+            if engine is not None:
+                await engine.shutdown()
             raise
         return front
 
@@ -236,6 +242,7 @@ class Front:
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             eos_token_ids=GenerationDefaults.from_folder(self.settings.model.folder).eos_token_ids,
+            max_requests=self.settings.instance.max_requests,
             max_lease_s=transfer.lease_s,
             max_reservation_s=transfer.reservation_s,
         )

@@ -33,6 +33,8 @@ def run_instance(settings: InstanceSettings, role: Role) -> int:
 
 
 async def _run(settings: InstanceSettings, role: Role) -> int:
+    if not (settings.model.folder / "config.json").is_file():
+        raise SettingsError(f"model.folder: {settings.model.folder} has no config.json")
     with stop_signals() as signals:
         starting = asyncio.ensure_future(Front.start(settings, role, signals))
         stopped = asyncio.ensure_future(signals.drain.wait())

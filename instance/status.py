@@ -13,7 +13,7 @@ from serving.errors import (
     invalid_argument,
 )
 
-_RETRY_AFTER_S = 0.5
+RETRY_AFTER_S = 0.5
 """Blocks come free at the pace of whole requests, so sooner is mostly in vain."""
 
 
@@ -23,7 +23,7 @@ def service_error(error: EngineError) -> ServiceError:
         case InvalidRequest():
             return invalid_argument(f"request.{error.field}", error.problem, error.allowed)
         case CapacityError():
-            return Overloaded(str(error), _RETRY_AFTER_S)
+            return Overloaded(str(error), RETRY_AFTER_S)
         case EngineDeadError():
             return Unavailable("the engine of this instance has ended")
         case _:
@@ -35,7 +35,7 @@ def ended_with_error(event: TokensEvent) -> ServiceError:
     text = event.error or "the engine gave the request up"
     match event.error_kind:
         case "no_room":
-            return Overloaded(text, _RETRY_AFTER_S)
+            return Overloaded(text, RETRY_AFTER_S)
         case "too_large":
             return Overloaded(text, None)
         case "timeout":

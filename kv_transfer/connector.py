@@ -237,7 +237,24 @@ class StoreConnector:
                 counters.num_loaded_blocks += 1
             elif end.failure != SKIPPED:
                 counters.load_failures[end.failure] += 1
+            if end.is_damage:
+                self._inspect_successors(end.op)
             self._loader.op_ended(end.op, end.failure)
+
+    def _inspect_successors(self, op: LoadOp) -> None:
+        """Once per load, one page at a time, so that nobody's reads wait long behind it."""
+        load = op.owner
+        if load.inspected:
+            return
+        load.inspected = True
+        names = iter(load.pages[op.block_index + 1 : load.num_full_blocks])
+
+        def inspect_next() -> None:
+            if (name := next(names, None)) is not None:
+                self._io.inspect(name)
+                self._threads.submit(inspect_next)
+
+        self._threads.submit(inspect_next)
 
     def _output(self) -> KVConnectorOutput:
         output = KVConnectorOutput(loaded=self._loader.take_results(), events=[*self._producer.take_events()])

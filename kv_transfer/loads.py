@@ -49,6 +49,8 @@ class Load:
     deadline: float = math.inf
     skip_from: int = sys.maxsize
     """Pages from this index on are not worth reading any more."""
+    inspected: bool = False
+    """A page was wrong, and its successors were looked at."""
     holds_blocks: bool = False
     """Aborted, and its blocks wait for the reads in flight."""
 

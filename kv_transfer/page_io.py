@@ -1,12 +1,14 @@
 """One page to the store, or from it, on an I/O thread: sealed on the way out, verified on the way in. Never raises.
 
 A page that is wrong is removed from the store, so that the next request writes it anew and does not trip over it again.
+Where one page is wrong its successors may be too: `inspect` looks at them for their own sake.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import time
 from dataclasses import dataclass
 
@@ -14,12 +16,15 @@ from engine import failpoints
 from engine.failpoints import FailpointError
 from kv_transfer.breaker import Breaker
 from kv_transfer.loads import LoadOp
-from kv_transfer.page import HEADER_BYTES, PageError, check_header, check_payload, seal
+from kv_transfer.page import HEADER_BYTES, Buffer, PageError, check_header, check_payload, seal
 from kv_transfer.page_memory import PageMemory
+from kv_transfer.page_naming import PageName
 from kv_transfer.production import SaveOp
 from kv_transfer.store import BadValue, BlockStore, PageKey, StoreError
 
 SKIPPED = "skipped"
+_DAMAGED = "page_"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,11 @@ class IOEnd:
     failure: str | None
     num_bytes: int = 0
     duration_s: float = 0.0
+
+    @property
+    def is_damage(self) -> bool:
+        """The store gave a page that is wrong."""
+        return self.failure is not None and self.failure.startswith(_DAMAGED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +64,23 @@ class PageIO:
         except (PageError, BadValue) as error:
             self.breaker.record(good=True)  # the store works, the page does not
             self.delete(op.name.key)
-            return IOEnd(op, f"page_{error.reason}", duration_s=time.perf_counter() - started)
+            return IOEnd(op, _DAMAGED + error.reason, duration_s=time.perf_counter() - started)
         except Exception as error:
             self.breaker.record(good=False)
             return IOEnd(op, _reason(error), duration_s=time.perf_counter() - started)
         self.breaker.record(good=True)
         failure = "missing" if num_bytes is None else None
         return IOEnd(op, failure, num_bytes or 0, time.perf_counter() - started)
+
+    def inspect(self, name: PageName) -> None:
+        """Read one page for nobody, and remove it if it is wrong."""
+        header, page = bytearray(HEADER_BYTES), bytearray(name.spec.payload_bytes)
+        try:
+            self._read(name, header, page)
+        except (PageError, BadValue):
+            self.delete(name.key)
+        except Exception as error:
+            _log.debug("a page could not be inspected: %s", _reason(error))
 
     def delete(self, key: PageKey) -> None:
         """Remove a page, if the store can."""
@@ -80,18 +100,23 @@ class PageIO:
 
     def _load(self, op: LoadOp) -> int | None:
         failpoints.hit("kv.load")
-        name, header = op.name, bytearray(HEADER_BYTES)
-        page = self.memory.page_in(op.block_id)
+        header, page = bytearray(HEADER_BYTES), self.memory.page_in(op.block_id)
         failpoints.hit("kv.store.get")
+        if not self._read(op.name, header, page):
+            return None
+        self.memory.commit(op.block_id, page)
+        return HEADER_BYTES + len(page)
+
+    def _read(self, name: PageName, header: bytearray, page: Buffer) -> bool:
+        """Fill both and verify them; False: there is no such page."""
 
         def check() -> None:
             check_header(header, name.spec, digest=self.key is not None)
 
         if not self.store.get_into(name.key, (header, page), check):
-            return None
+            return False
         check_payload(header, page, name.spec, key=self.key)
-        self.memory.commit(op.block_id, page)
-        return HEADER_BYTES + len(page)
+        return True
 
 
 def _reason(error: Exception) -> str:

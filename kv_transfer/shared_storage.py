@@ -171,7 +171,7 @@ def _open_folder(name: str, parent: int, *, create: bool) -> int | None:
 
 def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
     """A full disk may take a part first and refuse the rest after it."""
-    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     while views:
         num_written = os.writev(descriptor, views)
         if num_written == 0:
@@ -180,7 +180,7 @@ def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
 
 
 def _read_all(descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:
-    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     while views:
         num_read = os.preadv(descriptor, views, offset)
         if num_read == 0:

@@ -105,8 +105,8 @@ class Sweeper:
             for file in sorted(evictable, key=lambda file: file.used_ns):
                 if num_bytes <= self._capacity_bytes * _LOW_WATER:
                     break
-                num_evicted += self._remove(file)
-                num_files, num_bytes = num_files - 1, num_bytes - file.num_bytes
+                if self._remove(file):
+                    num_evicted, num_files, num_bytes = num_evicted + 1, num_files - 1, num_bytes - file.num_bytes
         with self._lock:
             self._num_bytes += num_bytes - written_before
         return SweepReport(num_files, num_bytes, num_evicted, num_orphans)
@@ -141,11 +141,13 @@ class Sweeper:
                     )
 
     def _remove(self, file: _File) -> bool:
-        """False: it was used since the scan, or is gone."""
+        """Whether it is gone now, by us or by another. False: it was used since the scan, or cannot be removed."""
         try:
             if os.lstat(file.path).st_mtime_ns != file.used_ns:
                 return False
             os.unlink(file.path)
+        except FileNotFoundError:
+            return True
         except OSError:
             return False
         if file.is_tail:

@@ -48,6 +48,7 @@ class RouterApp:
             decode or StaticMembership(settings.pools.decode_addresses),
             dial or (lambda address: open_channel(address, settings.channel)),
             settings.pools,
+            tokenizer_digest=model.tokenizer_digest,
         )
         self.admission = Admission(settings.admission)
         generator = Generator(self.pools, self._releases, settings, rng)

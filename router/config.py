@@ -26,6 +26,7 @@ class PoolSettings(Section):
 
     prefill: str = setting("", "Prefill instances: host:port, comma-separated.", flag="--prefill")
     decode: str = setting("", "Decode instances: host:port, comma-separated.", flag="--decode")
+    check_tokenizer: bool = setting(True, "Leave out instances whose tokenizer files differ from the router's.")
     beat_timeout_s: float = setting(2.0, "Seconds without a load report after which an instance is out.", gt=0)
     core_silence_timeout_s: float = setting(
         2.0, "Seconds of silence of an engine core after which its instance is out, or 20 of its steps if longer.", gt=0

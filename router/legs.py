@@ -30,8 +30,8 @@ from serving.events import RequestEvent
 _log = logging.getLogger(__name__)
 
 FailureKind = Literal["refused", "broken", "internal", "final"]
-"""refused: no room, another may have some. broken: the instance or the way to it. internal: it says it is its own fault,
-which a bad request can cause as well. final: no instance would answer otherwise."""
+"""refused: no room, another may have some. broken: the instance or the way to it. internal: it says that the fault is
+its own, which a bad request can cause as well. final: no instance would answer otherwise."""
 
 _KINDS: dict[grpc.StatusCode, FailureKind] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",

@@ -14,6 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -39,20 +40,39 @@ class _NotOurs(Exception):
     """What answers at this address is not what the pool is for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What must answer at an address of a pool."""
+
+    role: Role
+    tokenizer_digest: str = ""
+    """Of the tokenizer that the router encodes with; empty: not looked at. Another one would read the ids as other
+    text."""
+
+    def mismatch(self, info: InstanceInfo) -> str | None:
+        """Why `info` is not what the pool is for."""
+        if info.role not in (None, self.role):
+            return f"its role is {info.role}, not {self.role}"
+        theirs = info.identity.tokenizer_digest
+        if self.tokenizer_digest and theirs and theirs != self.tokenizer_digest:
+            return f"its tokenizer_digest is {theirs}, the router's {self.tokenizer_digest}"
+        return None
+
+
 class Member:
     """Watches one address. The pool owns it; legs register with it while they run."""
 
     def __init__(
         self,
         address: str,
-        role: Role,
+        expected: Expectation,
         channel: grpc.aio.Channel,
         settings: PoolSettings,
         on_change: Callable[[Member], None],
     ) -> None:
         self.address = address
         self.channel = channel
-        self._role = role
+        self._expected = expected
         self._settings = settings
         self._on_change = on_change
         self._info: InstanceInfo | None = None
@@ -138,13 +158,13 @@ class Member:
             call.cancel()
 
     def _meet(self, info: InstanceInfo) -> None:
-        if info.role not in (None, self._role):
-            raise _NotOurs(f"its role is {info.role}, not {self._role}")
+        if mismatch := self._expected.mismatch(info):
+            raise _NotOurs(mismatch)
         if self._info is None or info.epoch != self._info.epoch:
             self._inflight.clear()
             _log.info(
                 "%s instance %s",
-                self._role,
+                self._expected.role,
                 info.instance_id,
                 extra={"fields": {"address": self.address, "epoch": info.epoch}},
             )
@@ -202,7 +222,7 @@ class Member:
         _log.log(
             logging.INFO if out in (None, "draining") else logging.WARNING,
             "%s %s",
-            self._role,
+            self._expected.role,
             state,
             extra={"fields": fields},
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.generation_config import GenerationDefaults
+from engine.identity import tokenizer_digest
 from engine.tokenizer import Tokenizer
 from router.instances import InstanceInfo
 
@@ -18,13 +19,14 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     defaults: GenerationDefaults
+    tokenizer_digest: str
 
     @classmethod
     def from_folder(cls, folder: str | Path, name: str | None = None) -> ServedModel:
         """Reads the tokenizer and generation_config.json; raises engine.errors.UnsupportedModel."""
         tokenizer = Tokenizer.from_folder(folder)
         defaults = GenerationDefaults.from_folder(folder, tokenizer)
-        return cls(name or Path(folder).resolve().name, tokenizer, defaults)
+        return cls(name or Path(folder).resolve().name, tokenizer, defaults, tokenizer_digest(Path(folder)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import grpc
 import grpc.aio
 
 from router.config import PoolSettings
-from router.instances import InstanceInfo, InstanceKey, InstanceView, Role
-from router.member import Member
+from router.instances import InstanceInfo, InstanceKey, InstanceView
+from router.member import Expectation, Member
 
 _log = logging.getLogger(__name__)
 
@@ -45,13 +45,13 @@ class Pool:
 
     def __init__(
         self,
-        role: Role,
+        expected: Expectation,
         membership: Membership,
         dial: Dial,
         settings: PoolSettings,
         on_change: Callable[[Member], None],
     ) -> None:
-        self.role = role
+        self._expected = expected
         self._membership = membership
         self._dial = dial
         self._settings = settings
@@ -89,7 +89,7 @@ class Pool:
 
     def _reconcile(self, addresses: frozenset[str]) -> None:
         for address in addresses - self._members.keys():
-            member = Member(address, self.role, self._dial(address), self._settings, self._on_change)
+            member = Member(address, self._expected, self._dial(address), self._settings, self._on_change)
             self._members[address] = (member, asyncio.create_task(member.watch(), name=f"watch {address}"))
         for address in self._members.keys() - addresses:
             leaving = asyncio.create_task(self._let_go(address))
@@ -106,9 +106,18 @@ class Pool:
 class Pools:
     """Both pools, and the news that something in them has changed."""
 
-    def __init__(self, prefill: Membership, decode: Membership, dial: Dial, settings: PoolSettings) -> None:
-        self.prefill = Pool("prefill", prefill, dial, settings, self._changed_at)
-        self.decode = Pool("decode", decode, dial, settings, self._changed_at)
+    def __init__(
+        self,
+        prefill: Membership,
+        decode: Membership,
+        dial: Dial,
+        settings: PoolSettings,
+        *,
+        tokenizer_digest: str = "",
+    ) -> None:
+        digest = tokenizer_digest if settings.check_tokenizer else ""
+        self.prefill = Pool(Expectation("prefill", digest), prefill, dial, settings, self._changed_at)
+        self.decode = Pool(Expectation("decode", digest), decode, dial, settings, self._changed_at)
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._told: set[tuple[InstanceKey, InstanceKey]] = set()
@@ -116,9 +125,7 @@ class Pools:
 
     async def start(self) -> None:
         """Begins to watch."""
-        self._tasks = [
-            asyncio.create_task(pool.run(), name=f"pool {pool.role}") for pool in (self.prefill, self.decode)
-        ]
+        self._tasks = [asyncio.create_task(pool.run(), name="pool") for pool in (self.prefill, self.decode)]
 
     async def stop(self) -> None:
         """Lets every instance go."""

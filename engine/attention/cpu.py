@@ -16,13 +16,14 @@ import torch
 from engine.attention import cpu_kernels
 from engine.attention.backend import AttentionMetadata
 from engine.attention.openmp import Launcher, launcher
-from engine.attention.reference import gather_kv
 from engine.attention.simd import WIDTH
 
 TILE_TOKENS = 16
 """Query tokens that share one pass over the pages in the compiled loops."""
-LONG_CHUNK = 64
-"""From this many query tokens on, gathering the pages and using matrix products is the faster way."""
+LONG_CHUNK = 32
+"""From this many query tokens on, and"""
+LONG_WORK = 1 << 14
+"""from this many query-key pairs on, gathering the pages and using matrix products is the faster way."""
 SERIAL_ELEMENTS = 1 << 15
 """Below this many KV elements one thread is done before a second has started."""
 
@@ -107,7 +108,7 @@ def _make_plan(metadata: AttentionMetadata) -> _Plan:
         query_len = end - start
         if query_len == 1:
             tiles.append((request, start, 1, seq_len - 1))
-        elif query_len >= LONG_CHUNK:
+        elif query_len >= LONG_CHUNK and query_len * seq_len >= LONG_WORK:
             table = metadata.block_tables[request]
             long_chunks.append(_LongChunk(slice(start, end), table, query_len, seq_len))
         else:
@@ -193,19 +194,29 @@ def _attend_long(
     sliding_window: int | None,
 ) -> torch.Tensor:
     """query [query_len, num_heads, head_dim] of one request -> the same shape."""
-    keys, values = gather_kv(kv_cache, chunk.block_table, layer=layer, seq_len=chunk.seq_len)
+    keys, values = _gather_heads(kv_cache, layer, chunk)
     mask = chunk.masks.get(sliding_window)
     if mask is None:
         mask = chunk.masks[sliding_window] = _mask(chunk, sliding_window, query.dtype)
     output = torch.nn.functional.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
+        keys[None],
+        values[None],
         attn_mask=mask,
         scale=scale,
-        enable_gqa=query.shape[1] != keys.shape[1],
+        enable_gqa=query.shape[1] != keys.shape[0],
     )
     return output[0].transpose(0, 1)
+
+
+def _gather_heads(kv_cache: torch.Tensor, layer: int, chunk: _LongChunk) -> tuple[torch.Tensor, torch.Tensor]:
+    """keys, values [num_kv_heads, seq_len, head_dim] of one request, copied out of its pages."""
+    _, _, num_planes, num_kv_heads, block_size, head_dim = kv_cache.shape
+    num_blocks = -(-chunk.seq_len // block_size)
+    pages = kv_cache[:, layer].index_select(0, chunk.block_table[:num_blocks])
+    heads = pages.permute(1, 2, 0, 3, 4).reshape(num_planes, num_kv_heads, num_blocks * block_size, head_dim)
+    keys, values = heads[:, :, : chunk.seq_len].unbind(0)
+    return keys, values
 
 
 def _mask(chunk: _LongChunk, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:

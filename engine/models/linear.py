@@ -9,7 +9,7 @@ class PackedLinear:
     """y = x W^T + b. Owns its weight; on CPU that is a copy reordered once into oneDNN's blocked layout.
 
     Unpacked, oneDNN reorders or reads strided at every call, and a row of bfloat16 runs at a third of the memory's
-    speed (`benchmarks/LOG.md`). In float32 packing wins from a few rows on. Either way a row's result depends on how
+    speed. In float32 packing wins from a few rows on. Either way a row's result depends on how
     many rows share the call by no more than float rounding.
     """
 

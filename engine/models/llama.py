@@ -85,7 +85,7 @@ class LlamaModel:
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(elementwise.add_rms_norm(x, residual, layer.input_norm, eps))
             elementwise.rotate(qkv, cos, sin, self._shape, layer.head_norm)
-            query, key, value = qkv.view(num_tokens, -1, self._shape.head_dim).split(head_counts, dim=1)
+            query, key, value = qkv.view(num_tokens, -1, self._shape.head_dim).split_with_sizes(head_counts, dim=1)
             attended = self._attention.forward(
                 query,
                 key,

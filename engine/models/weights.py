@@ -45,7 +45,7 @@ class SafetensorsWeights:
         folder = Path(folder)
         for file_name in _shards(folder):
             self._files[file_name] = _open(folder / file_name)
-            for name in self._files[file_name].keys():
+            for name in self._files[file_name].keys():  # noqa: SIM118 - a handle is not a dict
                 self._file_of[name] = file_name
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

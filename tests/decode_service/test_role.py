@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 
 from decode_service.service import ROLE
+from engine import failpoints
 from engine.messages import (
     AbortRequests,
     KVProgress,
@@ -41,6 +42,16 @@ async def decode(tmp_path: Path) -> AsyncIterator[Rig]:
 async def prefill(tmp_path: Path) -> AsyncIterator[Rig]:
     async with running(model_folder(tmp_path / "model"), PREFILL) as rig:
         yield rig
+
+
+Failpoint = Callable[[str], None]
+
+
+@pytest.fixture
+def failpoint() -> Iterator[Failpoint]:
+    """Sets this process's failpoints for one test."""
+    yield failpoints.configure
+    failpoints.configure(None)
 
 
 class Decoding:
@@ -285,3 +296,19 @@ async def test_a_wrong_seed_is_an_invalid_argument(decode: Rig, prefill: Rig, id
     assert (await refusal(decoding.call)).code() is grpc.StatusCode.INVALID_ARGUMENT
     assert not decode.core.of(Seed)
     assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])
+
+
+@pytest.mark.parametrize("name", ["decode.reserved", "decode.loaded", "decode.after_token"])
+async def test_a_fault_at_a_failpoint_frees_everything(
+    decode: Rig, prefill: Rig, name: str, failpoint: Failpoint
+) -> None:
+    failpoint(f"{name}=fail")
+    decoding = Decoding(decode)
+    await decoding.start(prefill)
+    await decoding.seed(71)
+    await decode.core.wait_for(Seed)
+    prefill.core.emit(TransferEvent("t1", 0))
+    decode.core.emit(ReservedEvent("r1", 0, 0), LoadedEvent("r1", 0, 3), TokensEvent("r1", [72]))
+    assert (await refusal(decoding.call)).code() is grpc.StatusCode.INTERNAL
+    assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])
+    await eventually(lambda: LeaseCommand("t1", "release") in prefill.core.commands)

@@ -80,4 +80,4 @@ def prompts(request: pytest.FixtureRequest) -> random.Random:
 
 def random_prompt(source: random.Random, length: int) -> list[int]:
     """Token ids without special tokens."""
-    return [source.randrange(0, 400) for _ in range(length)]
+    return [source.randrange(0, 360) for _ in range(length)]

@@ -66,7 +66,6 @@ def test_bytes_that_are_no_request(rig: Rig, message: bytes, status: grpc.Status
         ("hi", {"stop_token_ids": [10**9]}, ["stop_token_ids"]),
         ("hi", {"logprobs": 21}, ["logprobs"]),
         ("hi", {"request_id": "a\nb"}, ["request_id"]),
-        ([{"role": "wizard", "content": "hi"}], {}, ["role"]),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value(rig: Rig, prompt: Any, options: Any, words: list[str]) -> None:

@@ -21,22 +21,23 @@ import pytest
 from tandem import AsyncClient, Client, TandemError
 from tests.e2e.asking import Asked
 from tests.e2e.conftest import random_prompt
-from tests.faults.checker import assert_no_leak, busy, footprint
+from tests.faults.checker import assert_no_leak, footprint, wait_idle
 from tests.faults.rig import Failpoint, Rig
 
-# Where a request can be: (member, failpoint). While the prefill instance stands in a step, a second request is queued.
+# Where a request can be: (member, failpoint). A queued one has been accepted while the engine stands in another's step.
 PHASES = {
-    "queued": ("prefill-0", "engine.step"),
+    "queued": ("prefill-0", "prefill.accepted"),
     "prefill chunk": ("prefill-0", "engine.step"),
     "hand-over": ("decode-0", "kv.load"),
-    "decode": ("decode-0", "decode.after_token"),
+    "decode step": ("decode-0", "engine.step"),
+    "decode stream": ("decode-0", "decode.after_token"),
 }
 DEADLINE_S = 1.2
 
 
 def ask(rig: Rig, prompt: list[int], **options: Any) -> Asked:
     """A request that would go on for long."""
-    return Asked(rig.address, prompt, max_tokens=400, temperature=0.0, ignore_eos=True, **options)
+    return Asked(rig.address, prompt, max_tokens=1500, temperature=0.0, ignore_eos=True, **options)
 
 
 def cancelled(rig: Rig, prompt: list[int], parked: Failpoint) -> None:
@@ -54,14 +55,14 @@ def aborted(rig: Rig, prompt: list[int], parked: Failpoint) -> None:
     parked.wait()
     with Client(rig.address) as other:
         assert other.abort("to-be-aborted") == 1
-    request.join()
+    assert request.completion().finish_reason == "abort"
 
 
 def killed(rig: Rig, prompt: list[int], parked: Failpoint) -> None:
     """The client's process gets SIGKILL."""
     code = (
         "import json, sys; from tandem import Client\n"
-        "Client(sys.argv[1]).generate(json.loads(sys.argv[2]), max_tokens=400, temperature=0.0, ignore_eos=True)\n"
+        "Client(sys.argv[1]).generate(json.loads(sys.argv[2]), max_tokens=1500, temperature=0.0, ignore_eos=True)\n"
     )
     client = subprocess.Popen([sys.executable, "-c", code, rig.address, str(prompt)])
     try:
@@ -90,12 +91,14 @@ def test_leaving_frees_both_pools(
 ) -> None:
     before = footprint(rig)
     member, name = PHASES[phase]
-    with rig.armed(member, name) as parked, contextlib.ExitStack() as cleanup:
+    with contextlib.ExitStack() as cleanup:
         if phase == "queued":
+            stepping = cleanup.enter_context(rig.armed("prefill-0", "engine.step"))
             first = ask(rig, random_prompt(prompts, 300))
             cleanup.callback(first.join)
             cleanup.callback(first.disconnect)
-            parked.wait()
+            stepping.wait()
+        parked = cleanup.enter_context(rig.armed(member, name))
         leave(rig, random_prompt(prompts, 300), parked)
     assert_no_leak(before, rig)
 
@@ -138,8 +141,7 @@ def test_the_checker_sees_a_request_that_holds_blocks(rig: Rig, prompts: random.
     with rig.armed("decode-0", "decode.after_token") as parked:
         request = ask(rig, random_prompt(prompts, 100))
         parked.wait()
-        time.sleep(0.5)
-        held = {name: busy(report) for name, report in rig.loads().items()}
-        assert held["decode-0"].get("running blocks", 0) > 0, held
+        with pytest.raises(AssertionError, match="running blocks"):
+            wait_idle(rig, within_s=0.3)
         request.disconnect()
     request.join()

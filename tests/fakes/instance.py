@@ -1,8 +1,8 @@
 """A fake instance: every service of a real one on a real socket, without an engine.
 
-Its tokens are those of `tests.fakes.tokens`. What it does wrong is data (`Behaviour`, which a test may change while it runs); what
-happened to it is a list of `Record`s in order. A decode instance really attaches to the prefill instance that it is told of, and a
-prefill instance really keeps its transfers until somebody releases them.
+Its tokens are those of `tests.fakes.tokens`. What it does wrong is data (`Behaviour`, which a test may change while it
+runs); what happened to it is a list of `Record`s in order. A decode instance really attaches to the prefill instance
+that it is told of, and a prefill instance really keeps its transfers until somebody releases them.
 
     async with FakeInstance("prefill") as prefill, FakeInstance("decode") as decode: ...
 """
@@ -223,9 +223,10 @@ class FakeInstance:
         return self._transfers.setdefault(transfer_id, _Transfer())
 
     @property
-    def num_held(self) -> int:
-        """Transfers that nobody has released."""
-        return sum(not transfer.released for transfer in self._transfers.values())
+    def is_busy(self) -> bool:
+        """Whether a call runs, or KV is held that nobody has released."""
+        held = any(one.complete.is_set() and not one.released for one in self._transfers.values())
+        return held or self.num_open_calls > 0
 
     # What it generates
 
@@ -261,7 +262,7 @@ class FakeInstance:
             if reason:
                 return
 
-    def _reason(self, position: int, max_tokens: int, hand_over: bool) -> common_pb2.FinishReason | None:
+    def _reason(self, position: int, max_tokens: int, hand_over: bool) -> common_pb2.FinishReason.ValueType | None:
         if position == self.behaviour.stop_at:
             return common_pb2.FINISH_REASON_STOP
         if position + 1 == max_tokens:
@@ -339,10 +340,10 @@ class _Servicer(
         self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: Any
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         instance = self._instance
-        instance.num_open_calls += 1
-        done = False
         start = (await anext(request_iterator, _NOTHING)).start
         wanted = start.request
+        instance.num_open_calls += 1
+        done = False
         try:
             instance.record("decode", wanted.request_id, start.transfer.transfer_id, start)
             await self._refuse_if_told(context)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from instance.config import InstanceSettings, ListenSettings, ModelSection
+from instance.config import InstanceSettings, ListenSettings, ModelSection, TransferSection
 from instance.front import Front, Role
 from protos.tandem.v1 import common_pb2, decode_pb2_grpc, instance_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
 from serving.channel import open_channel
@@ -39,7 +39,13 @@ def model_folder(folder: Path) -> Path:
 
 def settings_of(folder: Path, **sections: Any) -> InstanceSettings:
     server = {"drain_accept_s": 0.0, "drain_grace_s": 2.0} | sections.pop("server", {})
-    return InstanceSettings(model=ModelSection(folder=folder, name="demo"), server=ListenSettings(**server), **sections)
+    transfer = {"connector": "null"} | sections.pop("transfer", {})
+    return InstanceSettings(
+        model=ModelSection(folder=folder, name="demo"),
+        server=ListenSettings(**server),
+        transfer=TransferSection(**transfer),
+        **sections,
+    )
 
 
 @asynccontextmanager

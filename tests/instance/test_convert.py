@@ -17,7 +17,9 @@ from serving.errors import InvalidArgument, NotFound
 from tests.instance.rig import instance_request
 from tests.instance.scripted_core import INFO
 
-LIMITS = Limits(vocab_size=480, max_model_len=256, eos_token_ids=(2,), max_lease_s=30.0, max_reservation_s=20.0)
+LIMITS = Limits(
+    vocab_size=480, max_model_len=256, eos_token_ids=(2,), max_requests=8, max_lease_s=30.0, max_reservation_s=20.0
+)
 IDS = st.lists(st.integers(0, 479), min_size=1, max_size=100)
 
 

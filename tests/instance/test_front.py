@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import prefill_service.service
 from engine.messages import AbortRequests, LeaseCommand, TokensEvent, TransferEvent
-from instance.config import InstanceSection, TransferSection
+from instance.config import InstanceSection
 from instance.process import EXIT_CORE_DEAD, EXIT_STOPPED, announce, serve
 from protos.tandem.v1 import instance_pb2, kv_transfer_pb2, prefill_pb2
 from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, refusal, running
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def rig(folder: Path) -> AsyncIterator[Rig]:
-    async with running(folder, ROLE, transfer=TransferSection(lease_s=2.0)) as rig:
+    async with running(folder, ROLE, transfer={"lease_s": 2.0}) as rig:
         yield rig
 
 
@@ -175,6 +175,16 @@ async def test_a_silent_core_is_not_ready_then_not_alive_and_may_come_back(folde
 async def test_leases_that_an_attached_reader_lets_go_reach_the_core(rig: Rig) -> None:
     await rig.transfer.Release(kv_transfer_pb2.ReleaseRequest(transfer_id="unknown"))
     assert await rig.core.wait_for(LeaseCommand) == LeaseCommand("unknown", "release")
+
+
+async def test_a_full_house_refuses_at_once_and_says_when_to_come_back(folder: Path) -> None:
+    async with running(folder, ROLE, instance=InstanceSection(max_requests=1)) as rig:
+        call = await started(rig)
+        error = await refusal(rig.prefill.Prefill(request("r2", "t2")))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailers = {key: value for key, value in error.trailing_metadata() or ()}  # noqa: C416 - Metadata is no dict
+        assert trailers["grpc-retry-pushback-ms"] == "500"
+        call.cancel()
 
 
 async def test_the_ready_line_and_file(rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

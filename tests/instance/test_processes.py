@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import json
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -23,10 +22,28 @@ from protos.tandem.v1.decode_pb2_grpc import DecodeServiceStub
 from protos.tandem.v1.instance_pb2_grpc import InstanceServiceStub
 from protos.tandem.v1.prefill_pb2_grpc import PrefillServiceStub
 from serving.channel import open_channel
-from tests.builders import lively_checkpoint
 from tests.instance.rig import instance_request, refusal
 
 PROMPT = [3 + (7 * i * i) % 500 for i in range(70)]
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "eos_token_id": 2,
+}
+"""A small model whose lively weights come from a seed: the same in both processes, and nothing to write."""
 
 
 class Process:
@@ -36,7 +53,18 @@ class Process:
         self.role = role
         self._ready = folder / f"{role}-{secrets.token_hex(4)}.ready"
         argv = [sys.executable, "-m", f"{role}_service", "--listen", "127.0.0.1:0", "--ready-file", str(self._ready)]
-        argv += ["--model", str(folder / "model"), "--num-blocks", "64", "--num-threads", "1"]
+        argv += [
+            "--model",
+            str(folder / "model"),
+            "--load-format",
+            "dummy",
+            "--dtype",
+            "float32",
+            "--num-blocks",
+            "64",
+            "--num-threads",
+            "1",
+        ]
         argv += ["--kv-connector", connector]
         if connector != "null":
             argv += ["--kv-folder", str(folder / "kv"), "--kv-secret-file", str(folder / "secret")]
@@ -53,9 +81,7 @@ class Process:
         self.address, self.instance_id = fields["address"], fields["instance"]
 
     def end(self) -> int:
-        """Asks it to stop and returns its exit status."""
-        if self.popen.poll() is None:
-            self.popen.send_signal(signal.SIGTERM)
+        """Waits for its end and returns its exit status."""
         assert self.popen.stdout is not None
         self.popen.stdout.close()
         return self.popen.wait(20)
@@ -64,7 +90,8 @@ class Process:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
-    lively_checkpoint(folder / "model", "qwen3", vocab_size=512)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
     (folder / "secret").write_text(secrets.token_hex(32))
     return folder
 
@@ -77,6 +104,8 @@ def pair(folder: Path) -> Iterator[tuple[Process, Process]]:
             process.wait_ready()
         yield processes
     finally:
+        for process in processes:
+            process.popen.terminate()
         assert [process.end() for process in processes] == [0, 0]
 
 
@@ -90,7 +119,7 @@ class Pair:
 
     def source(self, transfer_id: str, epoch: str) -> decode_pb2.TransferSource:
         return decode_pb2.TransferSource(
-            transfer_id=transfer_id, address=self.address, instance_epoch=epoch, reservation_s=5.0
+            transfer_id=transfer_id, address=self.address, instance_epoch=epoch, reservation_s=20.0
         )
 
     async def divided(self, request: common_pb2.InstanceRequest) -> tuple[list[int], decode_pb2.DecodeLoaded]:
@@ -128,7 +157,7 @@ class Pair:
         """Until neither instance has a request, a transfer or a block in use."""
         for stub in self.watches:
             watch = stub.WatchLoad(instance_pb2.WatchLoadRequest())
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while True:
                     load = await watch.read()
                     busy = load.num_waiting + load.num_running + load.num_loading + load.num_transfers
@@ -194,33 +223,16 @@ def test_the_front_has_no_torch_in_it(pair: tuple[Process, Process]) -> None:
         assert "libtorch" not in maps
 
 
-@pytest.mark.parametrize("victim", ["core", "front"])
-async def test_core_and_front_die_together(folder: Path, victim: str) -> None:
+async def test_a_front_ends_with_its_core(folder: Path) -> None:
     process = Process("decode", folder, connector="null")
     await asyncio.to_thread(process.wait_ready)
     [core] = psutil.Process(process.popen.pid).children()
-    if victim == "core":
-        async with open_channel(process.address) as channel:
-            request = instance_request(prompt_token_ids=[5], sampling={"max_tokens": 1000, "ignore_eos": True})
-            call = DecodeServiceStub(channel).Decode()
-            await call.write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request)))
-            await call.read()
-            core.kill()
-            assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
-        assert process.end() == 1
-    else:
-        os.kill(process.popen.pid, signal.SIGKILL)
-        process.end()
-        psutil.wait_procs([core], timeout=5)
-        assert not core.is_running()
-
-
-def test_a_model_that_is_not_there_is_a_clear_end(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "decode_service", "--model", str(tmp_path), "--kv-connector", "null"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ended.returncode == 2
-    assert "cannot start" in ended.stderr
+    async with open_channel(process.address) as channel:
+        request = instance_request(prompt_token_ids=[5], sampling={"max_tokens": 1000, "ignore_eos": True})
+        call = DecodeServiceStub(channel).Decode()
+        await call.write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request)))
+        await call.read()
+        core.kill()
+        assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
+    assert await asyncio.to_thread(process.popen.wait, 10) == 1
+    process.end()

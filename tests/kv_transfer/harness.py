@@ -1,4 +1,4 @@
-"""Two small engines without a model: KV memory, block tables and a connector each, so that only the transfer is tested."""
+"""Engines without a model: KV memory, block tables and a connector each, so that only the transfer is tested."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Core:
     def __init__(self, store: BlockStore, *, num_blocks: int = 64, **options: object) -> None:
         self.kv = torch.zeros((num_blocks, *LAYOUT.page_shape), dtype=torch.float32)
         self.woken = threading.Event()
-        settings = StoreOptions(digest=False, **options) if "kv_secret_file" not in options else StoreOptions(**options)  # type: ignore[arg-type]
+        settings = StoreOptions(**{"digest": "kv_secret_file" in options, **options})  # type: ignore[arg-type]
         self.connector = StoreConnector(store, settings, wake=self.woken.set)
         self.connector.register_kv_cache(self.kv, LAYOUT, FINGERPRINT)
         self.next_block = 0
@@ -110,7 +110,11 @@ class Core:
         self.fill(request)
         self.progress(request, request.num_initial_tokens)
         self.finish(request, "hand_over")
-        self.wait(lambda: any(event.num_tokens for event in self.events) or self.ended is not None)
+        assert request.spec.hold_kv is not None
+        transfer_id = request.spec.hold_kv.transfer_id
+        self.wait(
+            lambda: any(event.transfer_id == transfer_id and (event.num_tokens or event.ended) for event in self.events)
+        )
 
     def reserve(self, request: Request, num_local_blocks: int = 0) -> list[int]:
         """Admit a request whose KV comes from elsewhere."""
@@ -169,7 +173,7 @@ class Core:
         while not condition():
             assert time.monotonic() < deadline, "it did not happen in time"
             next_s = self.connector.next_deadline_s()
-            self.woken.wait(min(1.0, 1.0 if next_s is None else max(next_s, 0.001)))
+            self.woken.wait(0.05 if next_s is None else min(0.05, max(next_s, 0.001)))
             self.step()
 
     def settle(self) -> None:

@@ -1,4 +1,4 @@
-"""One core saves, another loads: through memory, through a folder, and through everything that can go wrong on the way."""
+"""One core saves, another loads: through memory, through a folder, and through all that can go wrong on the way."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from engine import failpoints
+from engine.config import KVConnectorConfig
 from engine.errors import EngineError
 from engine.kv_connector import make_connector
-from engine.config import KVConnectorConfig
 from engine.messages import KVProgress, LeaseCommand
 from kv_transfer.connector import SharedStorageConnector
 from kv_transfer.page import HEADER_BYTES
@@ -154,7 +154,7 @@ def test_expired_lease_ends_the_transfer(store: MemoryStore) -> None:
     prefill, _ = pair(store)
     request = writer_of()
     now = time.monotonic()
-    prefill.connector._clock = lambda: now  # noqa: SLF001 - time itself is what is tested
+    prefill.connector._clock = lambda: now
     prefill.prefill(request)
     prefill.connector.handle(LeaseCommand("transfer", "attach", LEASE_S))
     assert prefill.connector.next_deadline_s() == pytest.approx(LEASE_S)
@@ -460,7 +460,7 @@ def test_damage_costs_a_recompute_and_never_a_wrong_block(
     assert decode.has(reader, result.num_verified_tokens)
     assert sum(decode.connector.counters.load_failures.values()) >= 1
     assert decode.connector.counters.num_recomputed_blocks == NUM_PAGES - first_bad
-    assert not decode.connector._io.breaker.is_open  # noqa: SLF001 - bad pages say nothing about the store
+    assert not decode.connector._io.breaker.is_open
     # STEP what is bad has gone from the folder, and the next request heals it
     again = writer_of(request_id="again", transfer_id="again")
     prefill.prefill(again)
@@ -472,9 +472,24 @@ def test_damage_costs_a_recompute_and_never_a_wrong_block(
         assert decode.has(healed, len(PROMPT))
 
 
-def test_pages_of_another_model_layout_or_key_are_not_found_or_not_believed(
-    folder: SharedStorage, tmp_path: Path
-) -> None:
+def test_all_damage_is_gone_after_one_request_has_met_the_first_of_it(folder: SharedStorage, tmp_path: Path) -> None:
+    ensure_secret(tmp_path / "key")
+    prefill, decode = (Core(folder, kv_secret_file=str(tmp_path / "key")) for _ in range(2))
+    request, reader = writer_of(), reader_of()
+    prefill.prefill(request)
+    naming = PageNaming.of(FINGERPRINT, LAYOUT)
+    hashes = naming.block_hashes(request)
+    names = [naming.full_block(hashes, request.root_hash, index) for index in range(NUM_FULL)]
+    paths = [folder.path.joinpath(*name.key.parts) for name in names]
+    for index in (1, 2, 4):
+        flip(paths[index], [])
+    decode.reserve(reader)
+    decode.ready(reader, 2)  # the others are not even announced when the first is met
+    assert decode.result(reader).num_verified_tokens == BLOCK_SIZE
+    decode.wait(lambda: [path.exists() for path in paths] == [True, False, False, True, False])
+
+
+def test_pages_sealed_with_another_key_are_not_believed(folder: SharedStorage, tmp_path: Path) -> None:
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     ensure_secret(mine)
     ensure_secret(theirs)

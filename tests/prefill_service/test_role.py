@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from engine import failpoints
 from engine.messages import AbortRequests, AddRequest, HoldKV, LeaseCommand, TokensEvent
 from prefill_service.service import ROLE
 from protos.tandem.v1 import common_pb2, prefill_pb2
@@ -23,6 +24,16 @@ HAND_OVER = prefill_pb2.HandOver(transfer_id="t1", lease_s=2.0)
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     async with running(model_folder(tmp_path / "model"), ROLE) as rig:
         yield rig
+
+
+Failpoint = Callable[[str], None]
+
+
+@pytest.fixture
+def failpoint() -> Iterator[Failpoint]:
+    """Sets this process's failpoints for one test."""
+    yield failpoints.configure
+    failpoints.configure(None)
 
 
 def request(request_id: str = "r1", *, hand_over: bool = True, **fields: Any) -> prefill_pb2.PrefillRequest:
@@ -127,3 +138,13 @@ async def test_a_request_that_cannot_be_never_reaches_the_core(rig: Rig) -> None
     assert "prompt_token_ids[0]" in (error.details() or "")
     assert (await refusal(rig.prefill.Prefill(prefill_pb2.PrefillRequest()))).code() is grpc.StatusCode.INVALID_ARGUMENT
     assert not rig.core.commands
+
+
+@pytest.mark.parametrize("name", ["prefill.accepted", "prefill.first_token"])
+async def test_a_fault_at_a_failpoint_frees_everything(rig: Rig, name: str, failpoint: Failpoint) -> None:
+    failpoint(f"{name}=fail")
+    call = rig.prefill.Prefill(request())
+    await rig.core.request()
+    rig.core.emit(TokensEvent("r1", [72], finish_reason="hand_over"))
+    assert (await refusal(call)).code() is grpc.StatusCode.INTERNAL
+    assert rig.core.of(LeaseCommand) == [LeaseCommand("t1", "release")]

@@ -100,10 +100,21 @@ class Rig:
                 await asyncio.sleep(0.01)
 
     async def until_idle(self, timeout_s: float = 1.0) -> None:
-        """Waits until no instance runs anything and no prefill instance holds anything for anybody."""
+        """Waits until nothing runs anywhere and no prefill instance holds anything for anybody."""
         async with asyncio.timeout(timeout_s):
-            while any(fake.num_open_calls or fake.num_held for fake in [*self.prefill, *self.decode]):
+            while self._is_router_busy() or any(fake.is_busy for fake in [*self.prefill, *self.decode]):
                 await asyncio.sleep(0.005)
+
+    async def until_router_is_idle(self) -> None:
+        """Waits until the router has let go of every request."""
+        async with asyncio.timeout(1):
+            while self._is_router_busy():
+                await asyncio.sleep(0.005)
+
+    def _is_router_busy(self) -> bool:
+        return bool(
+            self.app.admission.num_requests or self.app.admission.num_tokens or self.app.service.running.num_requests
+        )
 
 
 def request_of(
@@ -133,7 +144,7 @@ def settings_of(
     }
     for name, fields in sections.items():
         values[name] = {**values.get(name, {}), **fields}
-    return RouterSettings(**values)
+    return RouterSettings.model_validate(values)
 
 
 @asynccontextmanager
@@ -160,8 +171,7 @@ async def running(
         if wait:
             await rig.until_ready()
         yield rig
-        assert app.admission.num_requests == 0
-        assert app.service.running.num_requests == 0
+        await rig.until_router_is_idle()
 
 
 def slow(token_s: float = 0.02, **fields: Any) -> Behaviour:

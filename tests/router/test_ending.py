@@ -46,12 +46,17 @@ async def test_a_clients_cancel_before_the_reservation_never_reaches_prefill(run
 
 
 async def test_a_lost_connection_is_a_cancel(run: Run) -> None:
-    async with run(decode=[FakeInstance("decode", behaviour=slow())]) as rig:
-        async with _Wire(rig.app.address) as wire, grpc.aio.insecure_channel(wire.address) as channel:
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            await anext(aiter(stub.Generate(request_of(max_tokens=1000))))
-            wire.cut()
-            await rig.until_idle(1.0)
+    decode = FakeInstance("decode", behaviour=slow())
+    async with (
+        run(decode=[decode]) as rig,
+        _Wire(rig.app.address) as wire,
+        grpc.aio.insecure_channel(wire.address) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        await anext(aiter(stub.Generate(request_of(max_tokens=1000))))
+        wire.cut()
+        await rig.until_idle(1.0)
+        assert decode.recorded("decode cancelled")
 
 
 async def test_many_cancels_at_any_moment_leave_nothing(run: Run) -> None:
@@ -163,7 +168,7 @@ class _Wire:
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.address = "127.0.0.1:{}".format(self._server.sockets[0].getsockname()[1])
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

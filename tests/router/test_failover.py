@@ -256,7 +256,9 @@ def test_two_fruitless_attempts_are_retried_and_the_third_is_not() -> None:
 
 
 def test_progress_resets_the_retries_but_not_the_resumptions() -> None:
-    assert failures(("broken", False), ("broken", False), ("broken", True), ("broken", False), ("broken", False)) is None
+    assert (
+        failures(("broken", False), ("broken", False), ("broken", True), ("broken", False), ("broken", False)) is None
+    )
     assert failures(*[("broken", True)] * 3) is None
     assert isinstance(failures(*[("broken", True)] * 4), Unavailable)
 

@@ -67,7 +67,9 @@ CASES = [
     Case("15 id 2^63-1", request([2**63 - 1]), IA, "out of range 0..299", "token_ids"),
     Case("16 padding gap", request([299, 300]), IA, "model vocabulary", "token_ids"),
     Case("17 prompt = context", request([20] * CONTEXT), IA, "limit 4095", "prompt"),
-    Case("18 prompt > context", request([20] * (CONTEXT + 1)), IA, "prompt 4097 + max_tokens 1 > context 4096", "prompt"),
+    Case(
+        "18 prompt > context", request([20] * (CONTEXT + 1)), IA, "prompt 4097 + max_tokens 1 > context 4096", "prompt"
+    ),
     sampling("18 sum > context", "prompt 10 + max_tokens 4087 > context 4096", max_tokens=4087),
     sampling("19 max_tokens 0", "max_tokens >= 1", max_tokens=0),
     sampling("20 max_tokens -1", "max_tokens >= 1", max_tokens=-1),
@@ -102,7 +104,9 @@ CASES = [
     Case("61 adapter 10 KiB", request(lora="x" * 10240), IA, "1..128", "lora"),
     Case("61 adapter NUL", request(lora="a\0b"), IA, "a\\x00b", "lora"),
     Case("63 unknown model", request(model="gpt"), NOT_FOUND, "model: 'gpt'"),
-    Case("64 salt 1 MiB", request(cache_salt="x" * 2**20), IA, "1048576 bytes; allowed: at most 256 bytes", "cache_salt"),
+    Case(
+        "64 salt 1 MiB", request(cache_salt="x" * 2**20), IA, "1048576 bytes; allowed: at most 256 bytes", "cache_salt"
+    ),
     Case("64 salt in bytes", request(cache_salt="é" * 129), IA, "258 bytes", "cache_salt"),
     Case("67 id 1 MiB", request(request_id="x" * 2**20), IA, "1..128", "request_id"),
     Case("67 id newline", request(request_id="a\nb"), IA, "a\\nb", "request_id"),
@@ -172,7 +176,11 @@ def fields_of(error: grpc.aio.AioRpcError) -> list[str]:
 
 @pytest.mark.parametrize(
     ("row", "wire"),
-    [("1 not protobuf", b"\xff\xff\xff\xff"), ("2 truncated", b"\x0a\x10abc"), ("3 invalid UTF-8", b"\x0a\x02\xff\xfe")],
+    [
+        ("1 not protobuf", b"\xff\xff\xff\xff"),
+        ("2 truncated", b"\x0a\x10abc"),
+        ("3 invalid UTF-8", b"\x0a\x02\xff\xfe"),
+    ],
 )
 async def test_bytes_that_are_no_request_are_called_that(rig: Rig, row: str, wire: bytes) -> None:
     call = rig.channel.unary_stream("/tandem.v1.GenerationService/Generate")

@@ -1,0 +1,103 @@
+"""Settings become the engine's configuration, or an error that names the setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import KVConnectorConfig
+from instance.config import (
+    EngineSection,
+    InstanceSettings,
+    ListenSettings,
+    ModelSection,
+    TransferSection,
+    engine_config,
+)
+from serving.settings import SettingsError
+
+
+def settings(**sections: Any) -> InstanceSettings:
+    transfer = {"folder": Path("kv"), "secret_file": Path("secret")}
+    return InstanceSettings(
+        **{"model": ModelSection(folder=Path("m")), "transfer": TransferSection(**transfer)} | sections
+    )
+
+
+def test_every_setting_reaches_the_engine() -> None:
+    config = engine_config(
+        settings(
+            model=ModelSection(folder=Path("m"), dtype="float32", load_format="dummy", max_model_len=99, seed=3),
+            engine=EngineSection(
+                block_size=8,
+                num_blocks=40,
+                kv_cache_bytes=5,
+                max_num_seqs=2,
+                max_num_batched_tokens=7,
+                enable_prefix_caching=False,
+                num_threads=1,
+                cpu_cores=(0, 2),
+                attention_backend="reference",
+            ),
+            transfer=TransferSection(connector="null", lease_s=4.0, reservation_s=5.0, max_held_fraction=0.25),
+        )
+    )
+    assert (config.model, config.dtype, config.load_format, config.max_model_len, config.seed) == (
+        "m",
+        "float32",
+        "dummy",
+        99,
+        3,
+    )
+    assert (config.block_size, config.num_blocks, config.kv_cache_bytes) == (8, 40, 5)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.enable_prefix_caching) == (2, 7, False)
+    assert (config.num_threads, config.cpu_cores, config.attention_backend) == (1, (0, 2), "reference")
+    assert (config.lease_s, config.reservation_s, config.max_held_fraction) == (4.0, 5.0, 0.25)
+    assert config.kv_connector == KVConnectorConfig()
+
+
+def test_the_connector_is_told_what_was_given_and_no_more() -> None:
+    connector = engine_config(settings()).kv_connector
+    assert connector.class_path == "kv_transfer.connector:SharedStorageConnector"
+    assert connector.options == {"path": "kv", "kv_secret_file": "secret"}
+    own = TransferSection(connector="acme.kv:Connector", options={"url": "x"}, capacity_bytes=5)
+    connector = engine_config(settings(transfer=own)).kv_connector
+    assert connector == KVConnectorConfig(class_path="acme.kv:Connector", options={"url": "x", "capacity_bytes": 5})
+
+
+@pytest.mark.parametrize(
+    ("transfer", "message"),
+    [
+        ({}, "transfer.folder is required"),
+        ({"folder": "kv"}, "transfer.secret_file is required"),
+        (
+            {"folder": "kv", "secret_file": "s", "options": {"path": "x"}},
+            "transfer.options.path has a setting of its own",
+        ),
+        ({"connector": "null", "capacity_bytes": 5}, "null connector"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(transfer: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        engine_config(settings(transfer=TransferSection(**transfer)))
+
+
+def test_pages_without_digests_need_no_key() -> None:
+    transfer = TransferSection(folder=Path("kv"), options={"digest": False})
+    assert engine_config(settings(transfer=transfer)).kv_connector.options == {"path": "kv", "digest": False}
+
+
+@pytest.mark.parametrize(
+    ("listen", "host", "port"),
+    [("0.0.0.0:7000", "0.0.0.0", 7000), ("[::1]:0", "::1", 0), ("host.name:65535", "host.name", 65535)],
+)
+def test_listen_is_host_and_port_in_one(listen: str, host: str, port: int) -> None:
+    resolved = ListenSettings(listen=listen, port=1, drain_grace_s=3.0).resolved()
+    assert (resolved.host, resolved.port, resolved.drain_grace_s) == (host, port, 3.0)
+
+
+def test_the_model_is_called_by_its_folder_s_name_unless_told() -> None:
+    assert settings(model=ModelSection(folder=Path("/models/demo/"))).model_name == "demo"
+    assert settings(model=ModelSection(folder=Path("m"), name="poet")).model_name == "poet"

@@ -1,0 +1,109 @@
+"""The router alone decides what has been emitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.sampling_params import SamplingParams
+from protos.tandem.v1 import common_pb2
+from router.choice import Choice, StreamViolation
+from router.request import GenerationRequest
+from router.sampling import from_wire, to_wire
+
+
+def choice(max_tokens: int = 10) -> Choice:
+    request = GenerationRequest("l", "r", "m", (1, 2, 3), SamplingParams(max_tokens=max_tokens), seed=5)
+    begun = Choice(request, index=1)
+    begun.begin_attempt()
+    return begun
+
+
+def chunk(*ids: int, text: str = "", reason: Any = None, **fields: Any) -> common_pb2.TokenChunk:
+    made = common_pb2.TokenChunk(**{"stream_epoch": 1, "choice": 1, **fields}, token_ids=ids, text=text)
+    if reason is not None:
+        made.finish.reason = reason
+    return made
+
+
+def test_ids_and_characters_are_counted() -> None:
+    begun = choice()
+    assert begun.accept(chunk(7, 8, text="aé"))
+    assert begun.accept(chunk(9, token_index=2, text_offset=2, text="🙂"))
+    assert (begun.token_ids, begun.num_chars) == ([7, 8, 9], 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (chunk(9, token_index=2, text_offset=1), "token_index is 2, expected 1"),
+        (chunk(9, token_index=0, text_offset=1), "token_index is 0, expected 1"),
+        (chunk(9, token_index=1, text_offset=0), "text_offset is 0, expected 1"),
+        (chunk(9, token_index=1, text_offset=1, choice=0), "choice is 0, expected 1"),
+        (chunk(9, token_index=1, text_offset=1, stream_epoch=2), "stream_epoch is 2, expected 1"),
+        (chunk(*range(10), token_index=1, text_offset=1), "more than max_tokens=10"),
+        (chunk(token_index=1, text_offset=1, reason=common_pb2.FINISH_REASON_HAND_OVER), "without a token"),
+        (chunk(9, token_index=1, text_offset=1, reason=common_pb2.FINISH_REASON_ERROR), "gave up"),
+        (chunk(9, token_index=1, text_offset=1, reason=common_pb2.FINISH_REASON_ABORT), "gave up"),
+    ],
+)
+def test_what_does_not_continue_the_stream_emits_nothing(wrong: common_pb2.TokenChunk, says: str) -> None:
+    begun = choice()
+    begun.accept(chunk(7, text="a"))
+    with pytest.raises(StreamViolation, match=says):
+        begun.accept(wrong)
+    assert (begun.token_ids, begun.num_chars, begun.finished) == ([7], 1, False)
+
+
+def test_an_earlier_epoch_is_dropped_and_the_next_attempt_tells_what_was_emitted() -> None:
+    begun = choice()
+    begun.accept(chunk(7, text="a"))
+    request = begun.begin_attempt()
+    assert (request.stream_epoch, list(request.emitted_token_ids), request.request_id) == (2, [7], "r-1-2")
+    assert not begun.accept(chunk(8, token_index=1, text_offset=1))
+    assert begun.emitted_in_attempt == []
+    assert begun.accept(chunk(8, token_index=1, text_offset=1, stream_epoch=2))
+    assert begun.emitted_in_attempt == [8]
+
+
+def test_nothing_follows_a_finish() -> None:
+    begun = choice()
+    begun.accept(chunk(7, reason=common_pb2.FINISH_REASON_STOP))
+    with pytest.raises(StreamViolation, match="after the finish"):
+        begun.accept(chunk(8, token_index=1))
+
+
+def test_usage_counts_every_token_once_and_the_first_prefills_cache() -> None:
+    begun = choice()
+    first = chunk(7, reason=common_pb2.FINISH_REASON_HAND_OVER)
+    first.finish.usage.cached_tokens = 2
+    begun.accept(first)
+    assert not first.HasField("finish")
+    last = chunk(8, token_index=1, reason=common_pb2.FINISH_REASON_LENGTH)
+    last.finish.usage.CopyFrom(
+        common_pb2.Usage(prompt_tokens=4, completion_tokens=1, cached_tokens=3, external_tokens=1)
+    )
+    begun.accept(last)
+    assert last.finish.usage == common_pb2.Usage(
+        prompt_tokens=3, completion_tokens=2, cached_tokens=2, external_tokens=1
+    )
+
+
+def test_sampling_parameters_survive_the_way_to_the_instance() -> None:
+    params = SamplingParams(
+        n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=2**64 - 1, stop=("a", "b"), stop_token_ids=(4,),
+        ignore_eos=True, max_tokens=9, min_tokens=2, include_stop_str_in_output=True, skip_special_tokens=False,
+        presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5, logprobs=0, prompt_logprobs=2,
+        logit_bias={3: -1.0}, allowed_token_ids=(1, 2), bad_words=("x",),
+    )  # fmt: skip
+    wire = to_wire(params, params.seed)
+    assert not wire.HasField("n")
+    wire.n = 3
+    assert from_wire(wire, {}) == params
+
+
+def test_what_the_request_names_goes_before_the_models_defaults() -> None:
+    wire = common_pb2.SamplingParams(temperature=0.0)
+    params = from_wire(wire, {"temperature": 0.7, "top_k": 5})
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.0, 5, None)

@@ -1,0 +1,93 @@
+"""The router as a process: what it imports, says and obeys."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from protos.tandem.v1 import generation_pb2_grpc
+from router.config import PoolSettings, RouterSection, RouterSettings
+from tests.fakes.instance import FakeInstance
+from tests.router.rig import request_of
+
+
+def test_the_router_needs_neither_torch_nor_transformers_nor_kv() -> None:
+    code = (
+        "import sys, router.__main__\n"
+        "from router.model import ServedModel\n"
+        "names = ('torch', 'transformers', 'kv_transfer', 'numpy', 'numba')\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+async def test_a_process_announces_itself_serves_and_drains(model_folder: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    async with FakeInstance("prefill") as prefill, FakeInstance("decode") as decode:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "router", "--listen", "127.0.0.1:0", "--model", str(model_folder)),
+            *("--prefill", prefill.address, "--decode", f"{decode.address},127.0.0.1:1", "--ready-file", str(ready)),
+            *("--disaggregation", "always", "--log-format", "json", "--server-drain-accept-s", "0"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "TANDEM_ROUTER__MODEL_NAME": "fake"},
+        )
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+        assert line.startswith("ready address=127.0.0.1:")
+        assert ready.read_text() == line
+        async with grpc.aio.insecure_channel(line.removeprefix("ready address=").strip()) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            for _ in range(200):
+                try:
+                    ids = [i async for response in stub.Generate(request_of()) for i in response.tokens.token_ids]
+                    break
+                except grpc.aio.AioRpcError:  # the pools are not yet known
+                    await asyncio.sleep(0.02)
+            assert len(ids) == 12
+        process.send_signal(signal.SIGTERM)
+        _, errors = await asyncio.wait_for(process.communicate(), 10)
+        assert process.returncode == 0
+    lines = [json.loads(line) for line in errors.decode().splitlines()]
+    finished = [line["fields"] for line in lines if line.get("event") == "finished"]
+    assert len(finished) == 1
+    fields = finished[0]
+    assert (fields["num_prompt_tokens"], fields["num_tokens"], fields["disaggregated"]) == (100, 12, True)
+    stages = [
+        "received",
+        "admitted",
+        "picked",
+        "kv_reserved",
+        "prefill_started",
+        "first_token",
+        "kv_loaded",
+        "decode_started",
+        "finished",
+    ]
+    times = [fields[f"{stage}_ms"] for stage in stages]
+    assert times == sorted(times)
+
+
+def test_listen_goes_before_host_and_port() -> None:
+    def listen(value: str) -> tuple[str, int]:
+        server = RouterSettings(router=RouterSection(model="m", listen=value)).effective_server
+        return server.host, server.port
+
+    assert listen("0.0.0.0:80") == ("0.0.0.0", 80)
+    assert listen("[::1]:0") == ("::1", 0)
+    for wrong in ("nothing", ":5", "a:b", "a:70000"):
+        with pytest.raises(ValueError, match=r"router\.listen"):
+            listen(wrong)
+
+
+def test_addresses_are_listed_with_commas() -> None:
+    assert PoolSettings(decode="a:1, b:2,a:1,").decode_addresses == ("a:1", "b:2")

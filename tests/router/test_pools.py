@@ -1,0 +1,173 @@
+"""The pools follow their instances: who is in, who is out, who may pair, and what readiness says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.fakes.instance import Behaviour, FakeInstance
+from tests.router.conftest import Run
+from tests.router.rig import Rig, request_of, slow
+
+SERVICE = "tandem.v1.GenerationService"
+
+
+async def health(rig: Rig, service: str = SERVICE) -> str:
+    request = health_pb2.HealthCheckRequest(service=service)
+    response = await health_pb2_grpc.HealthStub(rig.channel).Check(request)
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+
+
+async def until_health(rig: Rig, wanted: str, timeout_s: float = 2.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while await health(rig) != wanted:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_burst_between_two_reports_is_spread(run: Run) -> None:
+    fakes = [FakeInstance("decode", f"decode-{i}", behaviour=slow(), beat_s=0.4) for i in range(4)]
+    async with run(prefill=0, decode=fakes) as rig:
+        await asyncio.gather(*(rig.generate(max_tokens=10) for _ in range(20)))
+        assert [len(fake.recorded("decode")) for fake in fakes] == [5, 5, 5, 5]
+
+
+async def test_a_burst_is_spread_over_the_prefill_instances_as_well(run: Run) -> None:
+    fakes = [FakeInstance("prefill", f"prefill-{i}", behaviour=Behaviour(prefill_s=0.2), beat_s=0.4) for i in range(3)]
+    async with run(prefill=fakes, decode=1) as rig:
+        await asyncio.gather(*(rig.generate() for _ in range(12)))
+        assert [len(fake.recorded("prefill")) for fake in fakes] == [4, 4, 4]
+
+
+async def test_reported_load_steers(run: Run) -> None:
+    fakes = [FakeInstance("decode", "a", behaviour=Behaviour(num_waiting=5)), FakeInstance("decode", "b")]
+    async with run(prefill=0, decode=fakes) as rig:
+        answers = [await rig.generate() for _ in range(8)]
+        assert Counter(answer.trailers["tandem-decode"] for answer in answers) == {"b": 8}
+
+
+async def test_a_draining_instance_gets_no_new_requests_and_finishes_its_old(run: Run) -> None:
+    fakes = [FakeInstance("decode", f"decode-{i}", behaviour=slow()) for i in range(2)]
+    async with run(prefill=0, decode=fakes) as rig:
+        running = [asyncio.create_task(rig.generate(max_tokens=25)) for _ in range(2)]
+        await fakes[0].until("token")
+        fakes[0].behaviour.draining = True
+        await rig.until_ready(num_decode=1)
+        assert [(await rig.generate(max_tokens=2)).trailers["tandem-decode"] for _ in range(3)] == ["decode-1"] * 3
+        assert all(answer.is_exactly(25) for answer in await asyncio.gather(*running))
+        assert not fakes[0].recorded("decode cancelled")
+
+
+@pytest.mark.parametrize("fault", ["no beats", "frozen", "killed", "wedged"])
+async def test_an_instance_in_trouble_is_out_and_comes_back(run: Run, fault: str) -> None:
+    async with run(prefill=0, decode=2) as rig:
+        fake = rig.decode[0]
+        started_s = time.monotonic()
+        if fault == "no beats":
+            fake.behaviour.beats = False
+        elif fault == "frozen":
+            fake.freeze()
+        elif fault == "killed":
+            await fake.kill()
+        else:
+            fake.behaviour.core_silence_s = 5
+        await rig.until_ready(num_decode=1)
+        assert time.monotonic() - started_s < 1.0
+        assert (await rig.generate()).trailers["tandem-decode"] == "decode-1"
+        fake.behaviour.beats, fake.behaviour.core_silence_s = True, 0.0
+        fake.thaw()
+        if fault == "killed":
+            await fake.restart()
+        await rig.until_ready()
+
+
+async def test_a_restarted_instance_is_another_one(run: Run) -> None:
+    async with run(prefill=0) as rig:
+        before = rig.app.pools.decode.views()[0].key
+        await rig.decode[0].kill()
+        await rig.until_ready(num_decode=0)
+        await rig.decode[0].restart()
+        await rig.until_ready()
+        after = rig.app.pools.decode.views()[0].key
+        assert (after.address, after.epoch) == (before.address, "decode-0-epoch-2")
+        assert rig.app.pools.decode.member(before) is None
+        assert (await rig.generate()).is_exactly(12)
+
+
+async def test_incompatible_instances_are_named_and_never_paired(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    odd = FakeInstance("prefill", "odd", identity={"dtype": "bfloat16", "fingerprint": "f1"})
+    with caplog.at_level(logging.WARNING, "router.pools"):
+        async with run(prefill=[odd]) as rig:
+            answer = await rig.generate()
+            assert answer.is_exactly(12)
+            assert answer.trailers["tandem-disaggregated"] == "no"
+            assert not odd.recorded("prefill")
+    told = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
+    assert told == [
+        "dtype differs between decode decode-0 (float32) and prefill odd (bfloat16): they will not be paired"
+    ]
+
+
+async def test_each_request_pairs_within_its_own_version(run: Run) -> None:
+    def version(role: str, name: str) -> FakeInstance:
+        return FakeInstance(role, f"{role}-{name}", identity={"fingerprint": name})  # type: ignore[arg-type]
+
+    fakes = [version(role, name) for role in ("prefill", "decode") for name in ("old", "new")]
+    async with run(prefill=fakes[:2], decode=fakes[2:]) as rig:
+        for answer in await asyncio.gather(*(rig.generate(request_of()) for _ in range(20))):
+            prefill, decode = answer.trailers["tandem-prefill"], answer.trailers["tandem-decode"]
+            assert prefill.removeprefix("prefill") == decode.removeprefix("decode")
+        assert all(fake.recorded("token") for fake in fakes)
+
+
+async def test_an_instance_in_the_wrong_pool_is_out(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async with run(prefill=0, decode=[FakeInstance("prefill")], wait=False) as rig:
+        await asyncio.sleep(0.3)
+        assert rig.app.pools.decode.num_ready() == 0
+    assert "its role is prefill, not decode" in caplog.text
+
+
+async def test_an_instance_that_reads_ids_as_other_text_is_out(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async with run(prefill=0, decode=[FakeInstance("decode", identity={"tokenizer_digest": "bad"})], wait=False) as rig:
+        await asyncio.sleep(0.3)
+        assert rig.app.pools.decode.num_ready() == 0
+    assert "its tokenizer_digest is bad, the router's " in caplog.text
+
+
+async def test_the_limits_are_the_tightest_of_the_pool(run: Run) -> None:
+    fakes = [FakeInstance("decode", "a", max_model_len=64), FakeInstance("decode", "b")]
+    async with run(prefill=0, decode=fakes) as rig:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await rig.generate(request_of([20] * 64))
+        assert "context 64" in str(raised.value.details())
+
+
+async def test_readiness_follows_the_decode_pool(run: Run) -> None:
+    async with run(prefill=0) as rig:
+        await until_health(rig, "SERVING")
+        await rig.decode[0].kill()
+        await until_health(rig, "NOT_SERVING")
+        assert await health(rig, "") == "SERVING"  # alive
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await rig.generate()
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        await rig.decode[0].restart()
+        await until_health(rig, "SERVING")
+
+
+async def test_always_is_ready_only_with_a_prefill_instance(run: Run) -> None:
+    async with run(disaggregation={"mode": "always"}) as rig:
+        await until_health(rig, "SERVING")
+        await rig.prefill[0].kill()
+        await until_health(rig, "NOT_SERVING")
+
+
+async def test_nobody_there_is_not_ready(run: Run) -> None:
+    async with run(prefill=0, decode=0) as rig:
+        assert await health(rig) == "NOT_SERVING"
