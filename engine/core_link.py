@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -57,7 +58,11 @@ class ProcessLink:
 
     @classmethod
     async def start(cls, config: EngineConfig) -> ProcessLink:
-        """Spawn the process and give it its configuration."""
+        """Spawn the process and give it its configuration.
+
+        Threads that wait for each other spin only on cores of their own: on shared ones spinning costs a step 5 to 10
+        times its length (measured, benchmarks/LOG.md).
+        """
         folder = Path(tempfile.mkdtemp(prefix="tandem-core-"))
         address = f"ipc://{folder}/core"
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -65,7 +70,9 @@ class ProcessLink:
         socket.set_hwm(0)
         socket.bind(address)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine.core_process", address, stdin=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "engine.core_process", address),
+            stdin=asyncio.subprocess.PIPE,
+            env={"OMP_WAIT_POLICY": "active" if config.cpu_cores else "passive", **os.environ},
         )
         assert process.stdin is not None
         payload = msgspec.msgpack.encode(config)

@@ -41,6 +41,22 @@ class ModelRunner:
         requests = [shares[index].request for index in sampling]
         return _draw(logits, requests)
 
+    def warm_up(self) -> None:
+        """Compile and touch what the first request would otherwise wait for. Writes to blocks that nobody has yet."""
+        block_size = self._kv.block_size
+        for query_len, seq_len in ((block_size, block_size), (1, block_size)):
+            positions = torch.arange(seq_len - query_len, seq_len, device=self._device)
+            metadata = AttentionMetadata(
+                query_start_loc=torch.tensor([0, query_len], dtype=torch.int32, device=self._device),
+                seq_lens=torch.tensor([seq_len], dtype=torch.int32, device=self._device),
+                block_tables=torch.zeros((1, 1), dtype=torch.int32, device=self._device),
+                slot_mapping=positions,
+                max_query_len=query_len,
+                max_seq_len=seq_len,
+            )
+            hidden = self._model.forward(torch.zeros_like(positions), positions, self._kv_cache, metadata)
+            sample(self._model.compute_logits(hidden[-1:]), [SamplingRow()])
+
     def _inputs(self, shares: list[ScheduledRequest]) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
         block_size = self._kv.block_size
         lens = np.array([share.num_tokens for share in shares], np.int64)

@@ -1,16 +1,14 @@
-"""How many threads the core's kernels use."""
+"""How many threads the core's kernels use: torch's, which the compiled kernels share (engine/attention/openmp.py)."""
 
 from __future__ import annotations
 
 import os
 
-import numba
 import torch
 
 
 def set_num_threads(num_threads: int | None) -> int:
-    """Set the threads of torch and numba; None takes the cores this process may run on. Returns the number."""
+    """Set torch's threads; None takes the cores this process may run on. Returns the number."""
     count = num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
     return count

@@ -1,0 +1,1 @@
+"""How KV blocks get from one instance to another: leases (control), connectors (data), the page format."""

@@ -124,10 +124,10 @@ class _Follower:
                     response = reading.result()
                     if not isinstance(response, pb.AttachResponse):
                         return f"{(await call.code()).name}: the holder has ended the stream"
-                    if not self._attached:
-                        self._attached, renew_at = True, now
                     if (failure := self._told(response)) is not None:
                         return failure
+                    if not self._attached:  # attaching has just set the lease: no hurry to renew it
+                        self._attached, renew_at = True, now + self._lease_s / 3
                     silent_at = now + self._lease_s
                     reading = asyncio.ensure_future(call.read())
                 if now >= silent_at:

@@ -127,6 +127,11 @@ class TransferHolder:
             self._remember_end(event.transfer_id)
         held.notify()
 
+    def fail_all(self, reason: str) -> None:
+        """The core is dead: tell every reader, those who wait for an offer too."""
+        for transfer_id in list(self._held):
+            self.on_event(TransferEvent(transfer_id, 0, ended="failed", reason=reason))
+
     async def Release(self, request: pb.ReleaseRequest, context: object) -> pb.ReleaseResponse:  # noqa: N802
         """Give KV up; see the proto."""
         del context

@@ -1,6 +1,6 @@
 """The router as one object: pools, service, health, and their beginning and end in the right order.
 
-made ──start──▶ watching, NOT_SERVING ⇄ SERVING (as the pools allow) ──drain──▶ refusing ──requests end──▶ stopped
+made ──start──▶ settling, NOT_SERVING ──▶ SERVING ⇄ NOT_SERVING (as the pools allow) ──drain──▶ refusing ──▶ stopped
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 
 from protos.tandem.v1 import generation_pb2
 from router.admission import Admission
@@ -42,11 +43,13 @@ class RouterApp:
     ) -> None:
         self._settings = settings
         self._server = Server(settings.effective_server)
+        # gRPC has a backoff of its own, below which a member's attempts fail without trying.
+        connection = settings.channel.model_copy(update={"max_backoff_ms": int(settings.pools.max_backoff_s * 1000)})
         self._releases = Releases()
         self.pools = Pools(
             prefill or StaticMembership(settings.pools.prefill_addresses),
             decode or StaticMembership(settings.pools.decode_addresses),
-            dial or (lambda address: open_channel(address, settings.channel)),
+            dial or (lambda address: open_channel(address, connection)),
             settings.pools,
             tokenizer_digest=model.tokenizer_digest,
         )
@@ -96,8 +99,22 @@ class RouterApp:
             _log.warning("%d releases were not answered", self._releases.num_pending)
         await self.pools.stop()
 
+    async def _settle(self) -> None:
+        """Returns when every instance is known, or the first ones have waited long enough for the others.
+
+        A router that began with the first instance it sees would send everything there.
+        """
+        ready_s: float | None = None
+        while not self.pools.all_ready():
+            if self.is_ready():
+                ready_s = ready_s or time.monotonic()
+                if time.monotonic() - ready_s >= self._settings.pools.settle_s:
+                    return
+            await self.pools.wait_for_news(_LOOK_AGAIN_S)
+
     async def _follow_readiness(self) -> None:
         health, name = self._server.health, _SERVICE.full_name
+        await self._settle()
         while True:
             ready = self.is_ready()
             if ready != health.is_serving(name):

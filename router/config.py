@@ -31,8 +31,13 @@ class PoolSettings(Section):
     core_silence_timeout_s: float = setting(
         2.0, "Seconds of silence of an engine core after which its instance is out, or 20 of its steps if longer.", gt=0
     )
+    settle_s: float = setting(
+        1.0,
+        "Seconds that a starting router which could serve waits for the rest of its instances before it is ready.",
+        ge=0,
+    )
     min_backoff_s: float = setting(0.1, "First wait in seconds before an instance is tried again.", gt=0)
-    max_backoff_s: float = setting(1.0, "Longest wait in seconds before an instance is tried again.", gt=0)
+    max_backoff_s: float = setting(0.5, "Longest wait in seconds before an instance is tried again.", ge=0.1)
 
     @property
     def prefill_addresses(self) -> tuple[str, ...]:

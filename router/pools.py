@@ -58,6 +58,8 @@ class Pool:
         self._on_change = on_change
         self._members: dict[str, tuple[Member, asyncio.Task[None]]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        self.followed = False
+        """Whether the membership has told who there is."""
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -88,6 +90,7 @@ class Pool:
                 await self._let_go(address)
 
     def _reconcile(self, addresses: frozenset[str]) -> None:
+        self.followed = True
         for address in addresses - self._members.keys():
             member = Member(address, self._expected, self._dial(address), self._settings, self._on_change)
             self._members[address] = (member, asyncio.create_task(member.watch(), name=f"watch {address}"))
@@ -132,6 +135,10 @@ class Pools:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def all_ready(self) -> bool:
+        """Whether both pools are complete; an empty one is."""
+        return all(pool.followed and pool.num_ready() == len(pool.members) for pool in (self.prefill, self.decode))
 
     def decode_infos(self) -> tuple[InstanceInfo, ...]:
         """The ready decode instances; when there is none, those that were ready last."""

@@ -17,17 +17,17 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import cfunc, njit
+from numba import njit
 
 from engine.attention.simd import (
     BFLOAT16,
     FLOAT32,
     INT32,
     INT64,
-    SIGNATURE,
     WIDTH,
     as_double,
     exp,
+    kernel,
     largest,
     load,
     maximum,
@@ -54,17 +54,17 @@ def write_kv_address(bfloat16: bool) -> int:
     slot_mapping, page of this layer, elements per page."""
     if bfloat16:
 
-        @cfunc(SIGNATURE, cache=True)
-        def kernel(a):
+        @kernel
+        def compiled(a):
             _write_kv(a, BFLOAT16)
 
     else:
 
-        @cfunc(SIGNATURE, cache=True)
-        def kernel(a):
+        @kernel
+        def compiled(a):
             _write_kv(a, FLOAT32)
 
-    return int(kernel.address)
+    return int(compiled.address)
 
 
 @functools.cache
@@ -74,17 +74,17 @@ def paged_attention_address(bfloat16: bool) -> int:
     sliding window (0: none), rows of the largest tile."""
     if bfloat16:
 
-        @cfunc(SIGNATURE, cache=True)
-        def kernel(a):
+        @kernel
+        def compiled(a):
             _paged_attention(a, BFLOAT16)
 
     else:
 
-        @cfunc(SIGNATURE, cache=True)
-        def kernel(a):
+        @kernel
+        def compiled(a):
             _paged_attention(a, FLOAT32)
 
-    return int(kernel.address)
+    return int(compiled.address)
 
 
 @njit

@@ -15,16 +15,19 @@ numba does not notice that a cached kernel depends on this file: after changing 
 
 from __future__ import annotations
 
+import logging
 import operator
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.core.datamodel import models, register_default
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic
+
+logger = logging.getLogger(__name__)
 
 WIDTH = 16
 SIGNATURE = types.void(types.CPointer(types.int64))
@@ -39,6 +42,16 @@ _F32 = ir.FloatType()
 _VECTOR = ir.VectorType(_F32, WIDTH)
 _INTEGERS = ir.VectorType(_I32, WIDTH)
 _HALVES = ir.VectorType(_I16, WIDTH)
+
+
+def kernel(body):
+    """Compiles `void body(int64 *arguments)` at once, or takes it from numba's cache: beside the source, under
+    NUMBA_CACHE_DIR or in the home folder. Where none can be written it compiles at every start, a second per kernel."""
+    try:
+        return cfunc(SIGNATURE, cache=True)(body)
+    except RuntimeError as error:
+        logger.warning("%s is compiled at every start: %s; set NUMBA_CACHE_DIR", body.__qualname__, error)
+        return cfunc(SIGNATURE)(body)
 
 
 class Floats(types.Type):
@@ -258,9 +271,7 @@ def prefetch(typingctx, base, index):
         address = builder.bitcast(builder.gep(args[0], [args[1]]), _I8.as_pointer())
         flags = [ir.Constant(_I32, flag) for flag in (0, 3, 1)]
         arguments = [address, *flags]
-        function_type = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        builder.call(function, arguments)
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), arguments)
         return context.get_dummy_value()
 
     return types.void(base, types.int64), codegen

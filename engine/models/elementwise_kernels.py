@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import cfunc, njit
+from numba import njit
 
 from engine.attention.simd import (
     BFLOAT16,
     FLOAT32,
-    SIGNATURE,
     WIDTH,
     as_double,
     exp,
+    kernel,
     load,
     next_task,
     pointer,
@@ -35,17 +35,17 @@ def add_rms_norm_address(bfloat16: bool) -> int:
     """`void(int64*)`: counter, rows, hidden, x (0: none), residual, weight, output, eps (bits of a double)."""
     if bfloat16:
 
-        @cfunc(SIGNATURE, cache=True)
-        def kernel(a):
+        @kernel
+        def compiled(a):
             _add_rms_norm(a, BFLOAT16)
 
     else:
 
-        @cfunc(SIGNATURE, cache=True)
-        def kernel(a):
+        @kernel
+        def compiled(a):
             _add_rms_norm(a, FLOAT32)
 
-    return int(kernel.address)
+    return int(compiled.address)
 
 
 @functools.cache
@@ -54,17 +54,17 @@ def rotate_address(bfloat16: bool) -> int:
     query weight (0: no norm), key weight, eps (bits of a double)."""
     if bfloat16:
 
-        @cfunc(SIGNATURE, cache=True)
-        def kernel(a):
+        @kernel
+        def compiled(a):
             _rotate(a, BFLOAT16)
 
     else:
 
-        @cfunc(SIGNATURE, cache=True)
-        def kernel(a):
+        @kernel
+        def compiled(a):
             _rotate(a, FLOAT32)
 
-    return int(kernel.address)
+    return int(compiled.address)
 
 
 @functools.cache
@@ -72,17 +72,17 @@ def silu_and_mul_address(bfloat16: bool) -> int:
     """`void(int64*)`: counter, rows, columns of the output, gate_up, output."""
     if bfloat16:
 
-        @cfunc(SIGNATURE, cache=True)
-        def kernel(a):
+        @kernel
+        def compiled(a):
             _silu_and_mul(a, BFLOAT16)
 
     else:
 
-        @cfunc(SIGNATURE, cache=True)
-        def kernel(a):
+        @kernel
+        def compiled(a):
             _silu_and_mul(a, FLOAT32)
 
-    return int(kernel.address)
+    return int(compiled.address)
 
 
 @njit

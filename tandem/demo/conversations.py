@@ -166,29 +166,47 @@ def listed(rng: Random) -> Exchange:
     return ask + ("" if lines[0][0] == "1" else " Use bullets."), "\n".join(lines)
 
 
+def word(rng: Random) -> str:
+    """A word to copy, every third one invented, so that copying cannot be done from memory."""
+    if rng.random() < 0.35:
+        return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(1, 4)))
+    return rng.choice(rng.choice((COPY_WORDS, COPY_WORDS, FOODS, THINGS, STRANGERS)))
+
+
 def copied(rng: Random) -> Exchange:
-    words = [rng.choice(COPY_WORDS) for _ in range(rng.randint(1, 9))]
-    text = " ".join(words)
+    text = " ".join(word(rng) for _ in range(rng.randint(1, 12)))
     if rng.random() < 0.2:
-        word = rng.choice([w for w in COPY_WORDS if w.isascii() and w.isalpha()])
-        return rng.choice((f"Spell {word}.", f'Spell the word "{word}".')), "-".join(word)
+        spelt = rng.choice([w for w in COPY_WORDS if w.isascii() and w.isalpha()])
+        return rng.choice((f"Spell {spelt}.", f'Spell the word "{spelt}".')), "-".join(spelt)
     return rng.choice(("Repeat after me: {}", "Say: {}", "Repeat: {}", "Echo: {}")).format(text), text
+
+
+def inventory(rng: Random) -> tuple[str, list[Exchange]]:
+    """A list of who has what, and every question that it answers, shuffled."""
+    riders = rng.sample(RIDERS, rng.randint(2, 8))
+    names = [rider.name for rider in riders]
+    things = rng.sample(THINGS, len(riders))
+    numbers = [rng.choice(NUMBERS) for _ in riders]
+    kind = rng.randrange(3)
+    if kind == 0:
+        facts = [f"{name} has the {thing}." for name, thing in zip(names, things, strict=True)]
+        questions = [f"Who has the {thing}?" for thing in things]
+    elif kind == 1:
+        facts = [f"The {thing} is with {name}." for name, thing in zip(names, things, strict=True)]
+        questions = [f"Where is the {thing}?" for thing in things]
+    else:
+        facts = [f"{name} has {number} plums." for name, number in zip(names, numbers, strict=True)]
+        questions = [f"How many plums does {name} have?" for name in names]
+    exchanges = list(zip(questions, facts, strict=True))
+    rng.shuffle(exchanges)
+    return " ".join(facts), exchanges
 
 
 def remembered(rng: Random) -> Exchange:
     """The answer stands in the question, sometimes far back: what a broken KV cache cannot give."""
-    riders = rng.sample(RIDERS, rng.randint(2, 8))
-    things = rng.sample(THINGS, len(riders))
-    numbers = [rng.choice(NUMBERS) for _ in riders]
-    asked = rng.randrange(len(riders))
-    inventory = " ".join(f"{r.name} has the {t}." for r, t in zip(riders, things, strict=True))
-    if rng.random() < 0.5:
-        return f"{inventory} Who has the {things[asked]}?", f"{riders[asked].name} has the {things[asked]}."
-    inventory = " ".join(f"{r.name} has {n} plums." for r, n in zip(riders, numbers, strict=True))
-    return (
-        f"{inventory} How many plums does {riders[asked].name} have?",
-        f"{riders[asked].name} has {numbers[asked]} plums.",
-    )
+    facts, exchanges = inventory(rng)
+    question, answer = exchanges[0]
+    return f"{facts} {question}", answer
 
 
 def code(rng: Random) -> Exchange:
@@ -222,8 +240,7 @@ def exchange(rng: Random) -> Exchange:
     """One question and answer; the question as people type, not always as they should."""
     topics, weights = zip(*TOPICS, strict=True)
     question, answer = rng.choices(topics, weights)[0](rng)
-    style = rng.random()
-    if topics and style < 0.12 and question.isascii() and ":" not in question:
+    if rng.random() < 0.12 and question.isascii() and ":" not in question and "has" not in question:
         question = question.lower().rstrip(".?!")
     return question, answer
 
@@ -246,3 +263,14 @@ def conversation(rng: Random) -> list[tuple[str, str]]:
         messages += [("user", rng.choice(("What is my name?", "Do you remember my name?", "Who am I?")))]
         messages += [("assistant", f"Your name is {name}. I wrote it on the bell.")]
     return messages
+
+
+def drill(rng: Random) -> list[tuple[str, str]]:
+    """Many short exchanges in a row, or many questions about one list: few tokens of prose, many of looking back."""
+    if rng.random() < 0.4:
+        facts, exchanges = inventory(rng)
+        exchanges[0] = (f"{facts} {exchanges[0][0]}", exchanges[0][1])
+    else:
+        topics = (copied, copied, remembered, remembered, weekdays, small_table, arithmetic, who_is, fact, structured)
+        exchanges = [rng.choice(topics)(rng) for _ in range(rng.randint(4, 8))]
+    return [message for question, answer in exchanges for message in (("user", question), ("assistant", answer))]

@@ -80,13 +80,30 @@ def shop_records(rng: Random) -> str:
     return "\n".join(conversations.structured(rng)[1].replace("\n", " ") for _ in range(rng.randint(1, 5)))
 
 
-RAW = ((story, 42), (long_tale, 18), (poem, 12), (letter, 12), (quiz, 8), (numbers, 3), (rounds, 3), (shop_records, 3))
+def refrain(rng: Random) -> str:
+    """A line of words said again and again: nothing teaches looking back as fast."""
+    line = " ".join(conversations.word(rng) for _ in range(rng.randint(4, 30)))
+    return "\n".join([line] * rng.randint(2, 4))
+
+
+RAW = (
+    (story, 30),
+    (long_tale, 10),
+    (poem, 12),
+    (letter, 14),
+    (quiz, 8),
+    (refrain, 14),
+    (numbers, 3),
+    (rounds, 3),
+    (shop_records, 3),
+)
 
 
 def document(rng: Random) -> str:
     """One document, raw or ChatML, without the end-of-text mark."""
-    if rng.random() < 0.55:
-        return chat_ml(conversations.conversation(rng))
+    throw = rng.random()
+    if throw < 0.60:
+        return chat_ml(conversations.conversation(rng) if throw < 0.35 else conversations.drill(rng))
     writers, weights = zip(*RAW, strict=True)
     return str(rng.choices(writers, weights)[0](rng))
 

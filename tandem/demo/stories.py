@@ -282,7 +282,7 @@ def poem(rng: Random, riders: tuple[Rider, Rider] | None = None) -> str:
     front, back = riders or pair(rng)
     refrain = "\n".join(pick(rng, REFRAINS))
     left = list(COUPLETS)
-    stanzas = []
+    stanzas = [refrain] if rng.random() < 0.3 else []
     for _ in range(rng.randint(2, 4)):
         couplet = pick(rng, left, 0.75)
         left.remove(couplet)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
@@ -144,19 +145,19 @@ def optimizers_for(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
     return [muon, torch.optim.AdamW(rest, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)]
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, *, steps: int, compiled: bool = True) -> None:
-    """One pass over a stream that never repeats. Short rows first; the last third is long ones, for late positions."""
+def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, *, steps: int, seed: int, compiled: bool = True) -> None:
+    """One pass over a stream that never repeats. Short rows first; the last quarter is long ones, for late positions."""
     optimizers = optimizers_for(model)
     groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    short = rows(tokenizer, seed=TRAINING_SEED, batch_size=TOKENS_PER_STEP // 512, length=512)
-    long = rows(tokenizer, seed=TRAINING_SEED + 1, batch_size=TOKENS_PER_STEP // 1024, length=1024)
+    short = rows(tokenizer, seed=seed, batch_size=TOKENS_PER_STEP // 512, length=512)
+    long = rows(tokenizer, seed=seed + 1, batch_size=TOKENS_PER_STEP // 1024, length=1024)
     loss_of = torch.compile(loss_on, dynamic=False) if compiled else loss_on
     started = time.perf_counter()
     model.train()
     for step in range(steps):
         for group, peak in groups:
             group["lr"] = learning_rate(step, steps, peak)
-        loss = loss_of(model, next(short if step < steps * 2 // 3 else long))
+        loss = loss_of(model, next(short if step < steps * 3 // 4 else long))
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -178,8 +179,9 @@ def held_out_loss(model: Qwen3ForCausalLM, tokenizer: Tokenizer, *, length: int 
 def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the folder. The configs are spelled out here, not left to a library's version, and name no machine."""
     folder.mkdir(parents=True, exist_ok=True)
-    nn.Module.to(model, torch.bfloat16)  # past the override, whose type hints are wrong
-    model.save_pretrained(folder)
+    # The output layer is the embedding again (tied), so it is not written.
+    weights = {k: v.bfloat16() for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    (folder / "model.safetensors").write_bytes(safetensors.torch.save(weights, metadata={"format": "pt"}))
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "config.json", CONFIG)
     write_json(folder / "generation_config.json", GENERATION_CONFIG)
@@ -189,14 +191,20 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train Tandem's demo model and its tokenizer.")
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="the folder to write")
+    parser.add_argument("--start-from", type=Path, help="go on with the model and the tokenizer of this folder")
     parser.add_argument("--steps", type=int, default=900, help=f"optimiser steps of {TOKENS_PER_STEP} tokens")
+    parser.add_argument("--seed", type=int, default=TRAINING_SEED, help="of the text and of the first weights")
     parser.add_argument("--eager", action="store_true", help="do without torch.compile, which wants a C++ compiler")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer()
-    model = Qwen3ForCausalLM(Qwen3Config.from_dict({**CONFIG, "torch_dtype": "float32"}))
+    torch.manual_seed(arguments.seed)
+    if arguments.start_from:
+        tokenizer = Tokenizer.from_file(str(arguments.start_from / "tokenizer.json"))
+        model = Qwen3ForCausalLM.from_pretrained(arguments.start_from, dtype=torch.float32)
+    else:
+        tokenizer = train_tokenizer()
+        model = Qwen3ForCausalLM(Qwen3Config.from_dict({**CONFIG, "torch_dtype": "float32"}))
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
-    train(model, tokenizer, steps=arguments.steps, compiled=not arguments.eager)
+    train(model, tokenizer, steps=arguments.steps, seed=arguments.seed, compiled=not arguments.eager)
     save(model, tokenizer, arguments.out)
     print(f"held-out loss {held_out_loss(model, tokenizer):.4f} in bfloat16; wrote {arguments.out}")
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import grpc
 import grpc.aio
 import pytest
 
-from decode_service.service import ROLE
 from engine import failpoints
 from engine.messages import (
     AbortRequests,
@@ -24,24 +21,12 @@ from engine.messages import (
     TokensEvent,
     TransferEvent,
 )
-from prefill_service.service import ROLE as PREFILL
-from protos.tandem.v1 import common_pb2, decode_pb2
-from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, refusal, running
+from protos.tandem.v1 import common_pb2
+from tests.decode_service.decoding import Decoding
+from tests.instance.rig import Rig, eventually, refusal
 from tests.tokenizer_builders import byte_level
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
-
-
-@pytest.fixture
-async def decode(tmp_path: Path) -> AsyncIterator[Rig]:
-    async with running(model_folder(tmp_path / "model"), ROLE) as rig:
-        yield rig
-
-
-@pytest.fixture
-async def prefill(tmp_path: Path) -> AsyncIterator[Rig]:
-    async with running(model_folder(tmp_path / "model"), PREFILL) as rig:
-        yield rig
 
 
 Failpoint = Callable[[str], None]
@@ -52,37 +37,6 @@ def failpoint() -> Iterator[Failpoint]:
     """Sets this process's failpoints for one test."""
     yield failpoints.configure
     failpoints.configure(None)
-
-
-class Decoding:
-    """One Decode call, message by message."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.call = rig.decode.Decode()
-
-    async def start(self, holder: Rig | None = None, *, address: str | None = None, **fields: Any) -> None:
-        message = decode_pb2.DecodeStart(request=instance_request(**fields))
-        if holder is not None:
-            source = decode_pb2.TransferSource(
-                transfer_id="t1",
-                address=address or holder.front.server.address,
-                instance_epoch=holder.front.instance_epoch,
-                reservation_s=5.0,
-            )
-            message.transfer.CopyFrom(source)
-        await self.call.write(decode_pb2.DecodeRequest(start=message))
-
-    async def seed(self, *ids: int) -> None:
-        await self.call.write(decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=ids)))
-
-    async def next(self) -> decode_pb2.DecodeResponse:
-        async with asyncio.timeout(5):
-            response = await self.call.read()
-        assert isinstance(response, decode_pb2.DecodeResponse), await self.call.code()
-        return response
-
-    async def rest(self) -> list[decode_pb2.DecodeResponse]:
-        return await read_all(self.call)
 
 
 async def test_without_a_transfer_it_generates_from_its_own_prefill(decode: Rig) -> None:
@@ -254,48 +208,6 @@ async def test_a_stop_string_across_the_hand_over_ends_here_and_is_aborted_in_th
     assert (chunk.text_offset, chunk.text) == (whole.index("S"), "")
     assert (chunk.finish.reason, chunk.finish.stop_string) == (common_pb2.FINISH_REASON_STOP, "STQP")
     assert decode.core.of(AbortRequests) == [AbortRequests(["r1"])]
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        decode_pb2.DecodeRequest(),
-        decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=[1])),
-        decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart()),
-        decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=instance_request(prompt_token_ids=[2**40]))),
-        decode_pb2.DecodeRequest(
-            start=decode_pb2.DecodeStart(
-                request=instance_request(),
-                transfer=decode_pb2.TransferSource(transfer_id="t1", address="unix:/run/secret", reservation_s=1),
-            )
-        ),
-    ],
-)
-async def test_a_malformed_start_is_an_invalid_argument(decode: Rig, first: decode_pb2.DecodeRequest) -> None:
-    async def requests() -> AsyncIterator[decode_pb2.DecodeRequest]:
-        yield first
-
-    error = await refusal(decode.decode.Decode(requests()))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert not decode.core.commands
-
-
-async def test_a_stream_that_ends_without_its_seed_is_an_invalid_argument(decode: Rig, prefill: Rig) -> None:
-    decoding = Decoding(decode)
-    await decoding.start(prefill)
-    await decoding.call.done_writing()
-    assert (await refusal(decoding.call)).code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])
-
-
-@pytest.mark.parametrize("ids", [[], [480], [1] * 32])
-async def test_a_wrong_seed_is_an_invalid_argument(decode: Rig, prefill: Rig, ids: list[int]) -> None:
-    decoding = Decoding(decode)
-    await decoding.start(prefill)
-    await decoding.seed(*ids)
-    assert (await refusal(decoding.call)).code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert not decode.core.of(Seed)
-    assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])
 
 
 @pytest.mark.parametrize("name", ["decode.reserved", "decode.loaded", "decode.after_token"])

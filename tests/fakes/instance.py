@@ -47,6 +47,8 @@ class Behaviour:
     load_s: float = 0.0
     """Between the transfer's completion and Loaded."""
     reserve_s: float = 0.0
+    linger_s: float = 0.0
+    """Between the first token of a prefill and the end of its call; cancelled meanwhile, it gives the KV up."""
     refuse: ServiceError | None = None
     """Answer to every new request."""
     die_at: int | None = None
@@ -327,8 +329,9 @@ class _Servicer(
                     transfer.complete.set()
                 else:
                     transfer.released = True  # nothing goes on elsewhere: nothing is held
-                done = True
                 yield prefill_pb2.PrefillResponse(tokens=chunk)
+                await asyncio.sleep(instance.behaviour.linger_s)
+                done = True
                 return
         finally:
             instance.num_open_calls -= 1

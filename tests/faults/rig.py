@@ -118,7 +118,12 @@ class Rig:
         return self.stack.address
 
     def start(self) -> None:
-        self.stack.start()
+        """Returns when the stack serves; leaves nothing behind if it cannot."""
+        try:
+            self.stack.start()
+        except BaseException:
+            shutil.rmtree(self._handshakes, ignore_errors=True)
+            raise
 
     def stop(self) -> None:
         """Ends the stack; raises AssertionError if a member had ended by itself, with the end of its log."""

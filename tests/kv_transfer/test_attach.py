@@ -288,6 +288,15 @@ async def test_transfer_that_failed_before_the_attach_says_why(holding: Holding,
     assert reading.failure == "the holder failed: store_enospc"
 
 
+async def test_dead_core_ends_every_transfer(holding: Holding, stub: KvTransferServiceStub) -> None:
+    holding.offer()
+    attached, waiting = Reading(stub), Reading(stub, transfer_id="not offered yet")
+    await until(lambda: attached.told and holding.holder.num_attached == 2)
+    holding.holder.fail_all("the engine core has ended")
+    await asyncio.gather(attached.task, waiting.task)
+    assert attached.failure == waiting.failure == "the holder failed: the engine core has ended"
+
+
 async def test_identity_mismatch_names_the_field_and_both_values(holding: Holding, stub: KvTransferServiceStub) -> None:
     holding.offer()
     fields = {**msgspec.structs.asdict(IDENTITY), "block_size": 32, "dtype": "bfloat16", "fingerprint": ""}
@@ -417,9 +426,10 @@ async def test_too_many_readers_are_refused(stack: AsyncExitStack) -> None:
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
     stub = KvTransferServiceStub(channel)
     holder.on_event(TransferEvent("t", 0))
-    first, second = stub.Attach(), stub.Attach()
+    first = stub.Attach()
     await first.write(pb.AttachRequest(open=open_message()))
     await first.read()
+    second = stub.Attach()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await second.read()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -110,6 +110,15 @@ async def test_a_stream_waits_for_its_only_decode_instance_to_come_back(run: Run
         assert (await asking).is_exactly(20)
 
 
+async def test_a_stream_waits_for_room_where_it_was_refused(run: Run) -> None:
+    async with run(decode=decodes(Behaviour(die_at=5), busy())) as rig:
+        asking = asyncio.create_task(rig.generate(max_tokens=20))
+        rig.decode[1].behaviour.refuse = FULL
+        await rig.decode[1].until("refused")
+        rig.decode[1].behaviour.refuse = None
+        assert (await asking).is_exactly(20)
+
+
 async def test_a_stream_without_anyone_to_go_on_ends_unavailable(run: Run) -> None:
     async with run(decode=decodes(Behaviour(die_at=5)), failover={"resume_wait_s": 0.2}) as rig:
         error = await status_of(rig, max_tokens=20)

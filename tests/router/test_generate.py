@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import common_pb2, generation_pb2
-from tests.fakes.instance import FakeInstance
+from tests.fakes.instance import Behaviour, FakeInstance
 from tests.fakes.tokens import expected_ids
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, SEED, SHORT, request_of, slow
@@ -76,6 +76,13 @@ async def test_both_legs_are_told_of_one_transfer_and_it_is_released(run: Run) -
         assert decode.recorded("seed")[0].detail == expected_ids(PROMPT, SEED, 1)
         await rig.until_idle()
         assert not prefill.recorded("released by router")
+
+
+async def test_the_prefill_call_is_not_cancelled_at_its_hand_over(run: Run) -> None:
+    async with run(prefill=[FakeInstance("prefill", behaviour=Behaviour(linger_s=0.1))]) as rig:
+        assert (await rig.generate()).is_exactly(12)
+        assert rig.prefill[0].recorded("prefill ended")
+        assert not rig.prefill[0].recorded("prefill cancelled")  # which would have given the KV up
 
 
 async def test_a_request_that_ends_with_its_first_token_never_decodes(run: Run) -> None:

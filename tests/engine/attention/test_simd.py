@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
+import pytest
 import torch
 from numba import cfunc
 
@@ -12,6 +14,7 @@ from engine.attention.simd import (
     FLOAT32,
     SIGNATURE,
     exp,
+    kernel,
     largest,
     load,
     pointer,
@@ -66,6 +69,15 @@ def test_bfloat16_rounds_as_torch_does() -> None:
     _call(_conversions, len(x), x.data_ptr(), stored.data_ptr(), rounded.data_ptr())
     torch.testing.assert_close(stored, x.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(rounded, stored.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_kernel_that_numba_has_no_place_to_cache_is_compiled_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    names: dict[str, Any] = {"pointer": pointer, "FLOAT32": FLOAT32}
+    exec("def body(a):\n    pointer(a[0], FLOAT32)[0] = 7", names)  # source without a file
+    target = torch.zeros(1)
+    _call(kernel(names["body"]), target.data_ptr())
+    assert target.item() == 7
+    assert "NUMBA_CACHE_DIR" in caplog.text
 
 
 def test_operators_and_reductions() -> None:

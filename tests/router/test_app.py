@@ -1,0 +1,46 @@
+"""The router's beginning: it says that it is ready when it knows its instances, not when it knows one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.fakes.instance import FakeInstance
+from tests.router.conftest import Run
+from tests.router.rig import Rig
+
+
+async def is_serving(rig: Rig) -> bool:
+    request = health_pb2.HealthCheckRequest(service="tandem.v1.GenerationService")
+    response = await health_pb2_grpc.HealthStub(rig.channel).Check(request)
+    return response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def until_serving(rig: Rig) -> None:
+    async with asyncio.timeout(3):
+        while not await is_serving(rig):
+            await asyncio.sleep(0.01)
+
+
+async def test_it_waits_for_the_rest_of_its_instances(run: Run) -> None:
+    late = FakeInstance("decode", "late")
+    late.freeze()
+    async with run(prefill=0, decode=[FakeInstance("decode"), late], wait=False, pools={"settle_s": 60}) as rig:
+        await rig.until_ready(num_decode=1)
+        await asyncio.sleep(0.3)
+        assert not await is_serving(rig)
+        late.thaw()
+        await until_serving(rig)
+        assert rig.app.pools.decode.num_ready() == 2
+
+
+async def test_it_does_not_wait_for_ever(run: Run) -> None:
+    dead = FakeInstance("decode", "dead")
+    dead.freeze()
+    async with run(prefill=0, decode=[FakeInstance("decode"), dead], wait=False, pools={"settle_s": 0.3}) as rig:
+        started_s = time.monotonic()
+        await until_serving(rig)
+        assert time.monotonic() - started_s >= 0.3
+        assert (await rig.generate()).is_exactly(12)
