@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.errors import CapacityError
 from engine.identity import ModelIdentity, compute_identity
 from engine.kv_cache_manager import KVCacheManager
-from engine.kv_connector import make_connector
+from engine.kv_connector import KVLoadResult, make_connector
 from engine.kv_layout import KVLayout
 from engine.messages import (
     AbortRequests,
@@ -40,7 +40,7 @@ from engine.model_runner import ModelRunner
 from engine.models import load_model
 from engine.models.config import ModelConfig
 from engine.request import Request
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, SchedulerOutput
 
 _PROFILED_SHARE = 0.3
 """Of the memory that is free once the weights are loaded, when no KV size is given: several instances share a host."""
@@ -89,10 +89,16 @@ class EngineCore:
         self._step_s = 0.0
         self._num_expired_leases = 0
         self._idle = True
+        self._started = 0.0
+        self._output = SchedulerOutput([])
+        self._sampled: dict[str, int] = {}
+        self._events: list[Event] = []
+        self._loaded: list[KVLoadResult] = []
+        self._freed_request_ids: list[str] = []
         self.info = self._make_info(identity, layout, model.attention_name, model_config.vocab_size)
 
     def handle(self, command: Command) -> None:
-        """Apply one command. `Shutdown` is the owner's to act on."""
+        """Apply one command, between steps. `Shutdown` is the owner's to act on."""
         self._idle = False
         match command:
             case AddRequest(spec):
@@ -113,20 +119,52 @@ class EngineCore:
 
     def step(self) -> list[Event]:
         """Compute one step, if there is anything to compute, and return what has happened since the last one."""
-        started = time.monotonic()
-        events = self._poll_connector()
-        self.scheduler.expire(started)
-        output = self.scheduler.schedule()
+        if self.begin_step():
+            self.compute()
+            self.finish_step()
+        return self.take_events()
+
+    def begin_step(self) -> bool:
+        """Apply what I/O has ended, decide, start I/O. True: `compute`, then `finish_step` must follow."""
+        self._started = time.monotonic()
+        self.keep_kv_moving()
+        for result in self._loaded:
+            self.scheduler.load_finished(result)
+        for request_id in self._freed_request_ids:
+            self.scheduler.free_held(request_id)
+        self._loaded, self._freed_request_ids = [], []
+        self.scheduler.expire(self._started)
+        self._output = self.scheduler.schedule()
         self._start_io()
-        self._idle = not output.scheduled
-        if output.scheduled:
-            failpoints.hit("engine.step")
-            sampled = self._runner.execute(output)
-            self.scheduler.update_from_output(output, sampled)
-            self._start_io()
-            self._num_steps += 1
-            self._step_s += _STEP_SMOOTHING * (time.monotonic() - started - self._step_s)
-        events += self.scheduler.take_events()
+        self._idle = not self._output.scheduled
+        return not self._idle
+
+    def compute(self) -> None:
+        """Run the model on what `begin_step` decided. May run in a thread of its own: meanwhile the owner calls
+        nothing but `keep_kv_moving`, `take_events`, `load` and `handle` with words for the connector."""
+        failpoints.hit("engine.step")
+        self._sampled = self._runner.execute(self._output)
+
+    def finish_step(self) -> None:
+        """Apply what was computed."""
+        self.scheduler.update_from_output(self._output, self._sampled)
+        self._start_io()
+        self._num_steps += 1
+        self._step_s += _STEP_SMOOTHING * (time.monotonic() - self._started - self._step_s)
+
+    def keep_kv_moving(self) -> None:
+        """Collect what I/O has ended and start what that allows. What concerns the scheduler waits for the next
+        step."""
+        output = self._connector.poll()
+        self._loaded += output.loaded
+        self._freed_request_ids += output.freed_request_ids
+        self._events += output.events
+        self._num_expired_leases += output.num_expired_leases
+        self._start_io()
+
+    def take_events(self) -> list[Event]:
+        """What has happened since the last call."""
+        events, self._events = [*self._events, *self.scheduler.take_events()], []
         return events
 
     @property
@@ -167,15 +205,6 @@ class EngineCore:
     def shutdown(self) -> None:
         """End I/O. The core is not used afterwards."""
         self._connector.shutdown()
-
-    def _poll_connector(self) -> list[Event]:
-        output = self._connector.poll()
-        for result in output.loaded:
-            self.scheduler.load_finished(result)
-        for request_id in output.freed_request_ids:
-            self.scheduler.free_held(request_id)
-        self._num_expired_leases += output.num_expired_leases
-        return output.events
 
     def _start_io(self) -> None:
         meta = self._connector.build_connector_meta()

@@ -12,13 +12,14 @@ import os
 import queue
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import msgspec
 import zmq
 
 from engine.core import EngineCore
-from engine.messages import Command, CoreMessage, Outputs, Shutdown
+from engine.messages import Command, CoreMessage, KVProgress, LeaseCommand, Outputs, Shutdown
 
 HEARTBEAT_S = 0.25
 
@@ -105,25 +106,60 @@ class ThreadMailbox:
 
 
 def run_core(core: EngineCore, mailbox: Mailbox) -> None:
-    """Serve until `Shutdown` comes."""
+    """Serve until `Shutdown` comes. The model computes in a thread of its own; the connector's words, in and out, do
+    not wait for a step to end, everybody else's do."""
     mailbox.send(core.info)
-    last_report = 0.0
-    while True:
-        for command in mailbox.receive(_patience_s(core, last_report)):
-            if isinstance(command, Shutdown):
-                core.shutdown()
-                return
-            core.handle(command)
-        events = core.step()
+    reporter = _Reporter(core, mailbox)
+    deferred: list[Command] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="model") as model_thread:
+        while True:
+            commands = [*deferred, *mailbox.receive(0.0 if deferred else _patience_s(core, reporter.last_s))]
+            deferred = []
+            for command in commands:
+                if isinstance(command, Shutdown):
+                    core.shutdown()
+                    return
+                core.handle(command)
+            if not core.begin_step():
+                reporter.report(heartbeat=True)
+                continue
+            reporter.report()
+            computed = model_thread.submit(core.compute)
+            computed.add_done_callback(lambda _: mailbox.wake())
+            while not computed.done():
+                for command in mailbox.receive(HEARTBEAT_S):
+                    if isinstance(command, KVProgress | LeaseCommand):
+                        core.handle(command)
+                    else:
+                        deferred.append(command)
+                core.keep_kv_moving()
+                reporter.report()
+            computed.result()
+            core.finish_step()
+            reporter.report(heartbeat=True)
+
+
+class _Reporter:
+    """Sends events, and the load with them."""
+
+    def __init__(self, core: EngineCore, mailbox: Mailbox) -> None:
+        self._core = core
+        self._mailbox = mailbox
+        self.last_s = 0.0
+
+    def report(self, *, heartbeat: bool = False) -> None:
+        """Send what has happened, if anything has; `heartbeat`: the load alone if it is time. Not during a step: a
+        wedged model is known by its core's silence."""
+        events = self._core.take_events()
         now = time.monotonic()
-        if events or now - last_report >= HEARTBEAT_S:
-            mailbox.send(Outputs(events, core.load))
-            last_report = now
+        if events or (heartbeat and now - self.last_s >= HEARTBEAT_S):
+            self._mailbox.send(Outputs(events, self._core.load))
+            self.last_s = now
 
 
-def _patience_s(core: EngineCore, last_report: float) -> float:
+def _patience_s(core: EngineCore, last_report_s: float) -> float:
     if not core.idle:
         return 0.0
-    patience = max(0.001, last_report + HEARTBEAT_S - time.monotonic())
+    patience = max(0.001, last_report_s + HEARTBEAT_S - time.monotonic())
     deadline = core.next_deadline_s()
     return patience if deadline is None else min(patience, max(0.001, deadline))

@@ -69,6 +69,7 @@ class RouterApp:
         await self._server.register(_SERVICE, self.service, policies, ready=False)
         await self.pools.start()
         self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
+        self._readiness.add_done_callback(_tell_failure)
         await self._server.start()
 
     def is_ready(self) -> bool:
@@ -120,3 +121,8 @@ class RouterApp:
             if ready != health.is_serving(name):
                 await health.set_serving(name, ready)
             await self.pools.wait_for_news(_LOOK_AGAIN_S)
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("readiness is no longer followed", exc_info=error)

@@ -118,7 +118,7 @@ class Generator:
         transfer_id = secrets.token_hex(16)
         prefill_leg = self._prefill_leg(flow, plan.prefill.instance)
         async with self._decode_leg(flow, plan) as decode, prefill_leg as prefill:
-            await decode.start(request, self._transfer(plan.prefill.instance, transfer_id))
+            decode.start(request, self._transfer(plan.prefill.instance, transfer_id))
             await decode.reserved(self._settings.disaggregation.reserve_timeout_s)
             try:
                 # 4. The prefill instance computes the prompt; its first token goes to the client at once.
@@ -128,7 +128,7 @@ class Generator:
                 if choice.finished:
                     return
                 # 5, 6. The two hand the KV over between them; the seed is what decode cannot know.
-                await decode.seed(choice.emitted_in_attempt)
+                decode.seed(choice.emitted_in_attempt)
                 await prefill.ended()
                 # 7. The decode instance streams the rest.
                 await self._decode_rest(flow, decode)
@@ -139,7 +139,7 @@ class Generator:
     async def _decode_alone(self, flow: _Flow, plan: Plan, request: common_pb2.InstanceRequest) -> None:
         """The decode instance prefills too: steps 3 to 6 vanish."""
         async with self._decode_leg(flow, plan) as decode:
-            await decode.start(request)
+            decode.start(request)
             await self._decode_rest(flow, decode)
 
     async def _decode_rest(self, flow: _Flow, decode: DecodeLeg) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, Self
 
 import grpc
@@ -177,18 +176,20 @@ class PrefillLeg(_Leg):
 
 
 class DecodeLeg(_Leg):
-    """Generates; with a transfer it first reserves, then loads KV, then goes on from the seed."""
+    """Generates; with a transfer it first reserves, then loads KV, then goes on from the seed.
 
-    async def start(
-        self, request: common_pb2.InstanceRequest, transfer: decode_pb2.TransferSource | None = None
-    ) -> None:
+    What is said goes through an iterator: grpcio's own `write` waits for ever on a call that failed before its metadata
+    was out. However the call ends, reading says so.
+    """
+
+    def start(self, request: common_pb2.InstanceRequest, transfer: decode_pb2.TransferSource | None = None) -> None:
         """Opens the call. Without a transfer the instance prefills by itself, and nothing more is said to it."""
         self._check_not_lost()
-        stub = decode_pb2_grpc.DecodeServiceStub(self._member.channel)
-        self._call = stub.Decode(**self._options())
-        await self._write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request, transfer=transfer)))
+        self._to_say: asyncio.Queue[decode_pb2.DecodeRequest | None] = asyncio.Queue()
+        self._say(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request, transfer=transfer)))
         if transfer is None:
-            await self._done_writing()
+            self._say(None)
+        self._call = decode_pb2_grpc.DecodeServiceStub(self._member.channel).Decode(self._said(), **self._options())
 
     async def reserved(self, timeout_s: float) -> None:
         """Waits for the reservation. Raises LegFailed when it is refused or does not come in time."""
@@ -203,10 +204,10 @@ class DecodeLeg(_Leg):
             raise self._broken(f"another process answers: epoch {message.reserved.instance_epoch}")
         self._mark(RequestEvent.KV_RESERVED)
 
-    async def seed(self, token_ids: list[int]) -> None:
+    def seed(self, token_ids: list[int]) -> None:
         """Tells the ids that prefill emitted; the last that is said."""
-        await self._write(decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=token_ids)))
-        await self._done_writing()
+        self._say(decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=token_ids)))
+        self._say(None)
 
     async def next_tokens(self) -> common_pb2.TokenChunk:
         """The next chunk, checked and counted as emitted."""
@@ -222,25 +223,13 @@ class DecodeLeg(_Leg):
                 return chunk
         raise self._broken("ended without a finish")
 
-    async def _write(self, message: decode_pb2.DecodeRequest) -> None:
-        try:
-            await self._call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._raise_status()
-        except asyncio.CancelledError:
-            if self._lost is None or _is_cancelling():
-                raise
-            raise self._broken(self._lost) from None
+    def _say(self, message: decode_pb2.DecodeRequest | None) -> None:
+        self._to_say.put_nowait(message)
 
-    async def _done_writing(self) -> None:
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the call is over; the next read says how
-            await self._call.done_writing()
-
-    async def _raise_status(self) -> None:
-        """The call ended under a write: its status says why."""
-        while await self._read() is not None:
-            pass
-        raise self._broken("ended before all was said")
+    async def _said(self) -> AsyncIterator[decode_pb2.DecodeRequest]:
+        """What is said, and then the half-close."""
+        while (message := await self._to_say.get()) is not None:
+            yield message
 
 
 def _is_cancelling() -> bool:

@@ -17,14 +17,15 @@ class ServedModel:
     """What the folder says. No weights and no torch are needed for it."""
 
     name: str
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None: the folder has none (random weights, in benchmarks); prompts are then token ids only."""
     defaults: GenerationDefaults
     tokenizer_digest: str
 
     @classmethod
     def from_folder(cls, folder: str | Path, name: str | None = None) -> ServedModel:
         """Reads the tokenizer and generation_config.json; raises engine.errors.UnsupportedModel."""
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder) if (Path(folder) / "tokenizer.json").is_file() else None
         defaults = GenerationDefaults.from_folder(folder, tokenizer)
         return cls(name or Path(folder).resolve().name, tokenizer, defaults, tokenizer_digest(Path(folder)))
 

@@ -50,8 +50,10 @@ def make_plan(
     prefill = picker.pick(
         prefill_views, [*usual, picker.pairs_with(decode.instance)], rng=rng, preferred=choice.prefill_key
     )
+    # A stream that has begun is better ended by the decode instance alone than not at all, even in `always`.
+    resumes_alone = choice.num_emitted > 0 and isinstance(prefill, NoPick)
     decision, reason = decide(
-        settings.mode,
+        "auto" if resumes_alone else settings.mode,
         num_tokens=choice.num_tokens,
         prefill_available=isinstance(prefill, Pick),
         min_tokens=settings.min_tokens,

@@ -103,7 +103,7 @@ class GenerationService:
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             eos_token_ids=self._model.defaults.eos_token_ids,
-            supports_chat=self._model.tokenizer.has_chat_template,
+            supports_chat=self._model.tokenizer is not None and self._model.tokenizer.has_chat_template,
             identity=self._pools.decode_infos()[0].identity.to_wire(),
             sampling_defaults=to_wire(defaults, None),
         )

@@ -107,6 +107,8 @@ async def _prompt(request: generation_pb2.GenerateRequest, model: ServedModel, l
         if len(request.token_ids.ids) > max_tokens:
             return [0] * len(request.token_ids.ids)  # too long whatever they are: validate_prompt says so
         return list(request.token_ids.ids)
+    if model.tokenizer is None:
+        raise InvalidRequest(given[0], "this model has no tokenizer", "token_ids")
     if request.HasField("text"):
         if not request.text:
             raise InvalidRequest("prompt", "prompt is empty", f"1..{max_tokens} tokens")

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Literal
 
 from tandem.machine import available_bytes, cpu_quota, usable_cores
 from tandem.models import ModelNotFound, display_name, resolve
+from tandem.running import temporary_folder
 
 _PR_GET_PDEATHSIG = 2
 _LITTLE_MEMORY = 2 << 30
@@ -111,7 +111,7 @@ def kernel() -> Iterator[Finding]:
         yield Finding("warn", "/dev/shm", f"{free >> 20} MiB free", remedy)
     else:
         yield Finding("ok", "/dev/shm", f"{free / 2**30:.1f} GiB free")
-    temporary = tempfile.gettempdir()
+    temporary = temporary_folder()
     free = shutil.disk_usage(temporary).free
     verdict: Literal["ok", "warn"] = "ok" if free > _LITTLE_MEMORY else "warn"
     remedy = "" if verdict == "ok" else "the local store lies there; set TMPDIR to a larger disk"

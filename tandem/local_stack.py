@@ -210,6 +210,7 @@ class LocalStack:
         secret.write_bytes(secrets.token_bytes(32))
 
     def _note_end(self, member: Member, now_s: float) -> StackEvent:
+        member.kill()  # its engine core may be left
         ends = self._ends.setdefault(member.name, deque(maxlen=_MAX_ENDS + 1))
         ends.append(now_s)
         recent = [end_s for end_s in ends if now_s - end_s < _WITHIN_S]

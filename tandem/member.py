@@ -49,6 +49,7 @@ class Member:
         self.started_s = 0.0
         self.ready_s: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._group_is_gone = False
 
     @property
     def name(self) -> str:
@@ -81,6 +82,7 @@ class Member:
         assert not self.running, f"{self.name} runs already"
         self.spec.ready_file.unlink(missing_ok=True)
         self.ready_s = None
+        self._group_is_gone = False
         self.num_starts += 1
         self.started_s = time.monotonic()
         with self.spec.log_file.open("ab") as log:
@@ -100,11 +102,15 @@ class Member:
             self._process.send_signal(signum)
 
     def kill(self) -> None:
-        """Ends the member with its whole group at once, and waits until it is gone."""
-        if self._process is None:
+        """Ends the member with its whole group at once, and waits until it is gone. Idempotent.
+
+        A group is signalled once: later its number may be somebody else's.
+        """
+        if self._process is None or self._group_is_gone:
             return
         _signal_group(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._group_is_gone = True
 
     def end(self) -> str:
         """How it ended, for people."""

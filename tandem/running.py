@@ -24,6 +24,8 @@ from tandem.errors import NotRunning
 
 _LOCK = "lock"
 _UNLOCKED_GRACE_S = 60.0
+_MAX_FOLDER_CHARS = 48
+"""A socket's path has 107 characters at the most, and below this folder it needs about 55."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class StackFolder:
     """The private folder of one stack: secret, sockets, ready files, logs, the shared store. Owned by LocalStack."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=_folder_prefix()))  # mkdtemp makes it 0700
+        self.path = Path(tempfile.mkdtemp(prefix=_folder_prefix(), dir=temporary_folder()))  # mkdtemp makes it 0700
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -57,6 +59,12 @@ class StackFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def temporary_folder() -> Path:
+    """Where stacks have their folders: the system's temporary directory, or /tmp where that is too deep for sockets."""
+    folder = tempfile.gettempdir()
+    return Path(folder if len(folder) <= _MAX_FOLDER_CHARS else "/tmp")
 
 
 def state_dir() -> Path:
@@ -95,7 +103,7 @@ def running_address() -> str:
 def sweep() -> int:
     """Removes folders and state files that killed stacks of this user left behind; returns how many folders."""
     num_removed = 0
-    for folder in Path(tempfile.gettempdir()).glob(_folder_prefix() + "*"):
+    for folder in temporary_folder().glob(_folder_prefix() + "*"):
         if _is_ours(folder) and not _is_locked(folder):
             shutil.rmtree(folder, ignore_errors=True)
             num_removed += 1

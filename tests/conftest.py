@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 pytest.register_assert_rewrite("tests.faults.checker")  # so that its asserts say what differed
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A temporary folder with a path short enough for sockets below it, which pytest's own is not."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True, scope="session")

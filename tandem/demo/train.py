@@ -146,7 +146,7 @@ def optimizers_for(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, *, steps: int, seed: int, compiled: bool = True) -> None:
-    """One pass over a stream that never repeats. Short rows first; the last quarter is long ones, for late positions."""
+    """One pass over a stream that never repeats; the last quarter in long rows, for late positions."""
     optimizers = optimizers_for(model)
     groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     short = rows(tokenizer, seed=seed, batch_size=TOKENS_PER_STEP // 512, length=512)
@@ -158,7 +158,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, *, steps: int, seed: in
         for group, peak in groups:
             group["lr"] = learning_rate(step, steps, peak)
         loss = loss_of(model, next(short if step < steps * 3 // 4 else long))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()

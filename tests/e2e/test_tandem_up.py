@@ -65,10 +65,10 @@ class Up:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    return tmp_path
+def folder(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_folder / "run"))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder / "tmp"))
+    return short_folder
 
 
 @pytest.fixture
@@ -134,6 +134,17 @@ def test_up_shows_text_answers_generate_and_leaves_nothing(up: Up, folder: Path)
     assert list((folder / "tmp").iterdir()) == []
     assert running_stacks() == []
     assert not list((folder / "run").rglob("*.json"))
+
+
+def test_ctrl_c_while_it_starts_leaves_nothing(up: Up, folder: Path) -> None:
+    up.wait_for("starting the router")
+    deadline_s = time.monotonic() + 10
+    while len(processes := up.descendants()) < 3:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert up.end(signal.SIGINT) < 3
+    assert gone(processes, within_s=0.5)
+    assert list((folder / "tmp").iterdir()) == []
 
 
 def test_members_die_with_up_and_a_dead_member_comes_back(up: Up, folder: Path) -> None:

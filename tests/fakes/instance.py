@@ -20,65 +20,17 @@ import grpc.aio
 
 from protos.tandem.v1 import (
     common_pb2,
-    decode_pb2,
     decode_pb2_grpc,
     instance_pb2,
     instance_pb2_grpc,
-    kv_transfer_pb2,
     kv_transfer_pb2_grpc,
-    prefill_pb2,
     prefill_pb2_grpc,
 )
-from serving.errors import InvalidArgument, NotFound, Overloaded, ServiceError, status_text, trailers
+from tests.fakes.behaviour import Behaviour, Record
+from tests.fakes.servicer import Servicer
 from tests.fakes.tokens import VOCAB_SIZE, text_of, token_at
 
-_NOTHING = decode_pb2.DecodeRequest()
 _ROLES = {"prefill": instance_pb2.ROLE_PREFILL, "decode": instance_pb2.ROLE_DECODE}
-
-
-@dataclass
-class Behaviour:
-    """How a fake instance deviates from a fast and healthy one. Everything may be changed while it runs."""
-
-    prefill_s: float = 0.0
-    """Before the first token of a prompt."""
-    token_s: float = 0.0
-    """Before every further token."""
-    load_s: float = 0.0
-    """Between the transfer's completion and Loaded."""
-    reserve_s: float = 0.0
-    linger_s: float = 0.0
-    """Between the first token of a prefill and the end of its call; cancelled meanwhile, it gives the KV up."""
-    refuse: ServiceError | None = None
-    """Answer to every new request."""
-    die_at: int | None = None
-    """Dies (every call broken, the port closed) instead of emitting the token with this index."""
-    freeze_at: int | None = None
-    """Freezes (no answer, no beat, no end) instead of emitting the token with this index."""
-    fail_at: int | None = None
-    """Answers INTERNAL instead of emitting the token with this index."""
-    index_error_at: int | None = None
-    """Emits the token with this index under the next one's."""
-    stale_at: int | None = None
-    """Emits rubbish of the stream epoch before, just before the token with this index."""
-    stop_at: int | None = None
-    """Ends with STOP at the token with this index."""
-    beats: bool = True
-    draining: bool = False
-    core_silence_s: float = 0.0
-    num_waiting: int = 0
-    num_running: int = 0
-
-
-@dataclass(frozen=True)
-class Record:
-    """One thing that happened."""
-
-    what: str
-    at_s: float
-    request_id: str = ""
-    transfer_id: str = ""
-    detail: Any = None
 
 
 @dataclass
@@ -137,7 +89,7 @@ class FakeInstance:
         server = grpc.aio.server(
             options=[("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 250)]
         )
-        servicer = _Servicer(self)
+        servicer = Servicer(self)
         instance_pb2_grpc.add_InstanceServiceServicer_to_server(servicer, server)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
@@ -282,153 +234,3 @@ class FakeInstance:
         if position == self.behaviour.fail_at:
             raise RuntimeError("a fault that the test asked for")
         await self.not_frozen()
-
-
-class _Servicer(
-    instance_pb2_grpc.InstanceServiceServicer,
-    prefill_pb2_grpc.PrefillServiceServicer,
-    decode_pb2_grpc.DecodeServiceServicer,
-    kv_transfer_pb2_grpc.KvTransferServiceServicer,
-):
-    """The wire's side of one process of a fake instance."""
-
-    def __init__(self, instance: FakeInstance) -> None:
-        self._instance = instance
-
-    # InstanceService
-
-    async def GetInstanceInfo(self, request: Any, context: Any) -> instance_pb2.GetInstanceInfoResponse:
-        await self._instance.not_frozen()
-        return self._instance.info()
-
-    async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[instance_pb2.WatchLoadResponse]:
-        async for beat in self._instance.beats():
-            yield beat
-
-    async def Drain(self, request: Any, context: Any) -> instance_pb2.DrainResponse:
-        self._instance.behaviour.draining = True
-        return instance_pb2.DrainResponse(num_unfinished=self._instance.num_open_calls)
-
-    # PrefillService
-
-    async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        instance, wanted = self._instance, request.request
-        instance.num_open_calls += 1
-        done = False
-        try:
-            instance.record("prefill", wanted.request_id, request.hand_over.transfer_id, request)
-            await self._refuse_if_told(context)
-            accepted = prefill_pb2.PrefillAccepted(instance_epoch=instance.epoch)
-            yield prefill_pb2.PrefillResponse(accepted=accepted)
-            await asyncio.sleep(instance.behaviour.prefill_s)
-            transfer = instance.transfer(request.hand_over.transfer_id)
-            async for chunk in instance.tokens(wanted, list(wanted.emitted_token_ids), hand_over=True):
-                if chunk.finish.reason == common_pb2.FINISH_REASON_HAND_OVER:
-                    transfer.complete.set()
-                else:
-                    transfer.released = True  # nothing goes on elsewhere: nothing is held
-                yield prefill_pb2.PrefillResponse(tokens=chunk)
-                await asyncio.sleep(instance.behaviour.linger_s)
-                done = True
-                return
-        finally:
-            instance.num_open_calls -= 1
-            instance.record("prefill ended" if done else "prefill cancelled", wanted.request_id)
-
-    # DecodeService
-
-    async def Decode(
-        self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: Any
-    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        instance = self._instance
-        start = (await anext(request_iterator, _NOTHING)).start
-        wanted = start.request
-        instance.num_open_calls += 1
-        done = False
-        try:
-            instance.record("decode", wanted.request_id, start.transfer.transfer_id, start)
-            await self._refuse_if_told(context)
-            emitted = list(wanted.emitted_token_ids)
-            if start.HasField("transfer"):
-                await asyncio.sleep(instance.behaviour.reserve_s)
-                instance.record("reserved", wanted.request_id, start.transfer.transfer_id)
-                yield decode_pb2.DecodeResponse(reserved=decode_pb2.DecodeReserved(instance_epoch=instance.epoch))
-                loading = asyncio.create_task(self._load(start.transfer))
-                try:
-                    seed = [*(await anext(request_iterator, _NOTHING)).seed.token_ids]
-                    instance.record("seed", wanted.request_id, detail=seed)
-                    emitted += seed
-                    loaded = await loading
-                finally:
-                    loading.cancel()
-                instance.record("loaded" if loaded else "recomputed", wanted.request_id)
-                yield decode_pb2.DecodeResponse(loaded=decode_pb2.DecodeLoaded(num_recomputed_blocks=int(not loaded)))
-            else:
-                await asyncio.sleep(instance.behaviour.prefill_s)
-            async for chunk in instance.tokens(wanted, emitted, hand_over=False):
-                done = chunk.HasField("finish")
-                yield decode_pb2.DecodeResponse(tokens=chunk)
-        finally:
-            instance.num_open_calls -= 1
-            instance.record("decode ended" if done else "decode cancelled", wanted.request_id)
-
-    async def _load(self, source: decode_pb2.TransferSource) -> bool:
-        """Follows the transfer at its holder; False when the KV cannot be had and is computed here."""
-        opening = kv_transfer_pb2.AttachOpen(
-            transfer_id=source.transfer_id, instance_epoch=source.instance_epoch, identity=self._instance.identity
-        )
-        async with grpc.aio.insecure_channel(source.address) as channel:
-            try:
-                call = kv_transfer_pb2_grpc.KvTransferServiceStub(channel).Attach()
-                await call.write(kv_transfer_pb2.AttachRequest(open=opening))
-                async for answer in call:
-                    if answer.WhichOneof("event") == "complete":
-                        break
-                await asyncio.sleep(self._instance.behaviour.load_s)
-                await call.write(kv_transfer_pb2.AttachRequest(release=kv_transfer_pb2.AttachRelease(loaded=True)))
-                await call.done_writing()
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return False
-            return True
-
-    # KvTransferService
-
-    async def Attach(
-        self, request_iterator: AsyncIterator[kv_transfer_pb2.AttachRequest], context: Any
-    ) -> AsyncIterator[kv_transfer_pb2.AttachResponse]:
-        opening = (await anext(request_iterator, kv_transfer_pb2.AttachRequest())).open
-        if opening.instance_epoch != self._instance.epoch:
-            await self._abort(context, NotFound("no such epoch here"))
-        transfer = self._instance.transfer(opening.transfer_id)
-        yield kv_transfer_pb2.AttachResponse(attached=kv_transfer_pb2.Attached(protocol_version=1))
-        await transfer.complete.wait()
-        yield kv_transfer_pb2.AttachResponse(complete=kv_transfer_pb2.TransferComplete())
-        async for message in request_iterator:
-            if message.WhichOneof("message") == "release":
-                transfer.released = True
-                self._instance.record("released by decode", transfer_id=opening.transfer_id)
-
-    async def Release(self, request: kv_transfer_pb2.ReleaseRequest, context: Any) -> kv_transfer_pb2.ReleaseResponse:
-        await self._instance.not_frozen()
-        transfer = self._instance.transfer(request.transfer_id)
-        was_held, transfer.released = not transfer.released, True
-        self._instance.record("released by router", transfer_id=request.transfer_id)
-        return kv_transfer_pb2.ReleaseResponse(was_held=was_held)
-
-    # Errors
-
-    async def _refuse_if_told(self, context: Any) -> None:
-        await self._instance.not_frozen()
-        if self._instance.behaviour.refuse is not None:
-            self._instance.record("refused")
-            await self._abort(context, self._instance.behaviour.refuse)
-
-    async def _abort(self, context: Any, error: ServiceError) -> None:
-        text = status_text(error, None)
-        await context.abort(error.code, text, trailing_metadata=trailers(error, text))
-
-
-FULL = Overloaded("no free blocks", 0.5)
-WRONG = InvalidArgument("a fault that the test asked for")

@@ -26,7 +26,7 @@ class Reference:
     """The aggregated engine on one checkpoint, in this process, one thread. Loaded at the first question."""
 
     def __init__(self, folder: Path, *, dtype: str = "float32", **engine_options: Any) -> None:
-        self._folder = folder
+        self.folder = folder
         self._options = {"dtype": dtype, "num_threads": 1, **engine_options}
         self._llm: Any = None
         self._answers: dict[str, Answer] = {}
@@ -42,8 +42,8 @@ class Reference:
         from engine import LLM, SamplingParams
 
         if self._llm is None:
-            has_tokenizer = (self._folder / "tokenizer.json").exists()
-            self._llm = LLM(self._folder, skip_tokenizer_init=not has_tokenizer, **self._options)
+            has_tokenizer = (self.folder / "tokenizer.json").exists()
+            self._llm = LLM(self.folder, skip_tokenizer_init=not has_tokenizer, **self._options)
         [output] = self._llm.generate([prompt], SamplingParams(**sampling), use_tqdm=False)
         [choice] = output.outputs
         text = choice.text if self._llm.tokenizer is not None else None

@@ -159,9 +159,16 @@ class Rig:
             os.killpg(group, signal.SIGCONT)
 
     def restart(self, member: str) -> None:
-        """Starts a dead member again and waits until it is ready."""
+        """Starts a dead instance again and waits until the router counts it in."""
+        news = f"is ready address={self.stack.instances[member]}"
+        log = self.stack.members["router"].spec.log_file
+        num_before = log.read_text().count(news)
         self.stack.restart(member)
         self.stack.wait_ready(member)
+        deadline_s = time.monotonic() + ARRIVAL_TIMEOUT_S
+        while log.read_text().count(news) == num_before:
+            assert time.monotonic() < deadline_s, f"the router did not find {member} again"
+            time.sleep(0.02)
 
     def load(self, member: str) -> instance_pb2.WatchLoadResponse:
         """The next load report of an instance."""

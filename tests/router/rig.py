@@ -17,7 +17,8 @@ from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.app import RouterApp
 from router.config import RouterSettings
 from router.model import ServedModel
-from tests.fakes.instance import Behaviour, FakeInstance
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids, text_of
 
 PROMPT = list(range(20, 120))

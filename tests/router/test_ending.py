@@ -10,7 +10,8 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.fakes.instance import Behaviour, FakeInstance
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import Rig, request_of, slow
 

@@ -15,7 +15,8 @@ from router.failover import History, give_up
 from router.instances import InstanceKey
 from router.legs import FailureKind, LegFailed
 from serving.errors import InternalError, Overloaded, ServiceError, Unavailable
-from tests.fakes.instance import FULL, WRONG, Behaviour, FakeInstance
+from tests.fakes.behaviour import FULL, WRONG, Behaviour
+from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, Rig, request_of
 
@@ -159,6 +160,14 @@ async def test_prefill_that_dies_alone_leaves_decode_to_prefill(run: Run) -> Non
     async with run(prefill=prefills(Behaviour(die_at=0))) as rig:
         assert (await rig.generate()).is_exactly(12)
         assert rig.prefill[0].recorded("died")
+
+
+async def test_a_stream_that_has_begun_goes_on_without_prefill_instances_even_in_always(run: Run) -> None:
+    async with run(decode=decodes(Behaviour(die_at=5, token_s=0.02), busy()), disaggregation={"mode": "always"}) as rig:
+        asking = asyncio.create_task(rig.generate(max_tokens=20))
+        await rig.decode[0].until("token", 2)
+        await rig.prefill[0].kill()
+        assert (await asking).is_exactly(20)
 
 
 async def test_prefill_that_dies_after_the_first_token_costs_nothing(run: Run) -> None:

@@ -10,7 +10,8 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import common_pb2, generation_pb2
-from tests.fakes.instance import Behaviour, FakeInstance
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, SEED, SHORT, request_of, slow

@@ -12,7 +12,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.fakes.instance import Behaviour, FakeInstance
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import Rig, request_of, slow
 

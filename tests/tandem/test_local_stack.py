@@ -56,11 +56,11 @@ def settings() -> StackSettings:
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def temporary(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Stack folders lie here; afterwards none may be left."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield tmp_path
-    assert list(tmp_path.glob("tandem-*")) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    yield short_folder
+    assert list(short_folder.glob("tandem-*")) == []
 
 
 def gone(pids: list[int], within_s: float = 2.0) -> bool:

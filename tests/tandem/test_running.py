@@ -17,9 +17,9 @@ from tandem.running import RunningStack, StackFolder
 
 
 @pytest.fixture(autouse=True)
-def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def _own_folders(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
 
 
 def announced(folder: Path, address: str = "127.0.0.1:1", started_s: float = 1.0) -> Path:
@@ -71,11 +71,11 @@ def test_what_a_killed_stack_left_is_swept_and_what_a_living_one_has_is_not() ->
     living.remove()
 
 
-def test_a_link_in_the_temporary_folder_is_not_followed(tmp_path: Path) -> None:
-    target = tmp_path / "precious"
+def test_a_link_in_the_temporary_folder_is_not_followed(short_folder: Path) -> None:
+    target = short_folder / "precious"
     target.mkdir()
     (target / "lock").touch()
-    (tmp_path / f"tandem-{os.getuid()}-link").symlink_to(target)
+    (short_folder / f"tandem-{os.getuid()}-link").symlink_to(target)
     assert running.sweep() == 0
     assert target.is_dir()
 
@@ -83,3 +83,9 @@ def test_a_link_in_the_temporary_folder_is_not_followed(tmp_path: Path) -> None:
 def test_a_broken_state_file_is_no_running_stack() -> None:
     (running.state_dir() / "stack-1-x.json").write_text("{")
     assert running.running_stacks() == []
+
+
+def test_a_temporary_directory_too_deep_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = "/tmp/" + "deep/" * 20
+    monkeypatch.setattr(tempfile, "tempdir", deep)
+    assert running.temporary_folder() == Path("/tmp")

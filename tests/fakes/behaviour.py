@@ -1,0 +1,56 @@
+"""What a fake instance does wrong, as data, and what happened to it, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from serving.errors import InvalidArgument, Overloaded, ServiceError
+
+FULL = Overloaded("no free blocks", 0.5)
+WRONG = InvalidArgument("a fault that the test asked for")
+
+
+@dataclass
+class Behaviour:
+    """How a fake instance deviates from a fast and healthy one. Everything may be changed while it runs."""
+
+    prefill_s: float = 0.0
+    """Before the first token of a prompt."""
+    token_s: float = 0.0
+    """Before every further token."""
+    load_s: float = 0.0
+    """Between the transfer's completion and Loaded."""
+    reserve_s: float = 0.0
+    linger_s: float = 0.0
+    """Between the first token of a prefill and the end of its call; cancelled meanwhile, it gives the KV up."""
+    refuse: ServiceError | None = None
+    """Answer to every new request."""
+    die_at: int | None = None
+    """Dies (every call broken, the port closed) instead of emitting the token with this index."""
+    freeze_at: int | None = None
+    """Freezes (no answer, no beat, no end) instead of emitting the token with this index."""
+    fail_at: int | None = None
+    """Answers INTERNAL instead of emitting the token with this index."""
+    index_error_at: int | None = None
+    """Emits the token with this index under the next one's."""
+    stale_at: int | None = None
+    """Emits rubbish of the stream epoch before, just before the token with this index."""
+    stop_at: int | None = None
+    """Ends with STOP at the token with this index."""
+    beats: bool = True
+    draining: bool = False
+    core_silence_s: float = 0.0
+    num_waiting: int = 0
+    num_running: int = 0
+
+
+@dataclass(frozen=True)
+class Record:
+    """One thing that happened."""
+
+    what: str
+    at_s: float
+    request_id: str = ""
+    transfer_id: str = ""
+    detail: Any = None
