@@ -2,6 +2,7 @@
 
 EngineError
 ├── InvalidRequest       the caller's request is wrong; the same request will always be refused
+│   └── NotServed        the request is right, but asks for something that this version does not do
 ├── UnsupportedModel     the checkpoint needs something this engine does not have, named in the message
 ├── InvalidCheckpoint    the model's files are missing, damaged or do not fit its config, named in the message
 ├── CapacityError        the request is fine but does not fit this engine's KV memory or queue
@@ -34,6 +35,13 @@ class InvalidRequest(EngineError):
         self.problem = problem
         self.allowed = allowed
         super().__init__(f"{field}: {problem}" + (f"; allowed: {allowed}" if allowed else ""))
+
+
+class NotServed(InvalidRequest):
+    """A field with a value that is right and that a later version may serve. The same request is refused until then."""
+
+    def __init__(self, field: str, value: str, allowed: str | None = None) -> None:
+        super().__init__(field, f"{value} is not supported yet", allowed)
 
 
 class UnsupportedModel(EngineError):

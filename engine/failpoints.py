@@ -129,7 +129,7 @@ async def hit_async(name: str) -> None:
     for action in actions:
         if action.kind == "park":
             go = _active.announce(name, count)
-            while not go.exists():
+            while not go.exists():  # noqa: ASYNC110 - another process makes the file
                 await asyncio.sleep(_POLL_S)
         elif action.kind == "sleep":
             await asyncio.sleep(action.seconds)

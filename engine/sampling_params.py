@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.errors import InvalidRequest, shown
+from engine.errors import InvalidRequest, NotServed, shown
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this choose the best token: the division would only overflow (vLLM's bound as well)."""
@@ -243,7 +243,7 @@ def _check_not_built(params: SamplingParams, vocab_size: int) -> None:
         _check_logit_bias(params.logit_bias, vocab_size)
     for name, neutral in _NOT_BUILT.items():
         if (value := getattr(params, name)) != neutral:
-            raise InvalidRequest(name, f"{shown(value)} is not supported yet", shown(neutral))
+            raise NotServed(name, shown(value), shown(neutral))
 
 
 def _check_logit_bias(logit_bias: Any, vocab_size: int) -> None:

@@ -12,7 +12,7 @@ import time
 
 import msgspec
 
-from engine.errors import InvalidRequest, UnsupportedModel, shown
+from engine.errors import InvalidRequest, NotServed, UnsupportedModel, shown
 from engine.sampling_params import MAX_SEED, SamplingParams, validate, validate_prompt
 from protos.tandem.v1 import generation_pb2
 from router.model import ModelLimits, ServedModel
@@ -25,8 +25,6 @@ _LABEL_ALLOWED = "1..128 of [A-Za-z0-9._-]"
 _MAX_SALT_BYTES = 256
 _MAX_KEY_BYTES = 128
 _MAX_PRIORITY = 100
-_NOT_SUPPORTED = "is not supported yet"
-"""How `engine.sampling_params.validate` ends its refusal of a field that is right but not served."""
 
 
 async def validated(
@@ -35,9 +33,9 @@ async def validated(
     """The request with every default resolved. Raises InvalidArgument, NotFound or Unsupported."""
     label = checked_label(request.request_id) if request.request_id else secrets.token_hex(8)
     _check_model(request.model, model.name)
-    _check_extras(request)
     deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
     try:
+        _check_extras(request)
         prompt = await _prompt(request, model, limits)
         validate_prompt(prompt, limits.vocab_size, limits.max_model_len)
         params = _params(request, model, limits, len(prompt))
@@ -68,7 +66,7 @@ def checked_label(label: str) -> str:
 
 def refused(error: InvalidRequest) -> ServiceError:
     """The engine's refusal as the client sees it."""
-    if error.problem.endswith(_NOT_SUPPORTED):
+    if isinstance(error, NotServed):
         return Unsupported(str(error))
     return invalid_argument(error.field, error.problem, error.allowed)
 
@@ -92,7 +90,7 @@ def _check_extras(request: generation_pb2.GenerateRequest) -> None:
     if request.idempotency_key:
         if (num_bytes := len(request.idempotency_key.encode())) > _MAX_KEY_BYTES:
             raise invalid_argument("idempotency_key", f"{num_bytes} bytes", f"at most {_MAX_KEY_BYTES} bytes")
-        raise Unsupported(f"idempotency_key: {shown(request.idempotency_key)} {_NOT_SUPPORTED}")
+        raise NotServed("idempotency_key", shown(request.idempotency_key))
 
 
 async def _prompt(request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits) -> list[int]:
@@ -132,7 +130,5 @@ def _params(
         if sampling.best_of < params.n:
             raise InvalidRequest("best_of", f"best_of={sampling.best_of} < n={params.n}", f"at least n={params.n}")
         if sampling.best_of > params.n:
-            raise InvalidRequest(
-                "best_of", f"best_of={sampling.best_of} > n={params.n} {_NOT_SUPPORTED}", str(params.n)
-            )
+            raise NotServed("best_of", f"best_of={sampling.best_of} > n={params.n}", str(params.n))
     return params
