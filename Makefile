@@ -68,8 +68,9 @@ format: $(INSTALLED) ## Format the Python code and mend what ruff can mend.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## Measure this machine: make bench ARGS="serve --help".
-	$(BIN)/tandem bench $(ARGS)
+bench: $(INSTALLED) ## Measure this machine against transformers, and the hand-over (minutes; benchmarks/LOG.md).
+	$(BIN)/python -m benchmarks.engine_vs_transformers
+	$(BIN)/python -m benchmarks.hand_over_gap
 
 clean: ## Remove caches and builds; .venv and node_modules stay.
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

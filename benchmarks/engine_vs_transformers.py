@@ -78,9 +78,8 @@ def run_shape(shape: str, folder: Path, repeat: int, threads: int, bandwidth: fl
         num_tokens = work.num_requests * (work.output_len if work.output_len > 1 else work.input_len)
         roof = work.output_len * weight_bytes / bandwidth
         of_roof = f"{roof / ours:8.0%}" if work.num_requests == 1 and work.output_len > 1 else f"{'':8}"
-        click.echo(
-            f"{shape:6} {work!s:12} {num_tokens / ours:13.0f} {num_tokens / theirs:13.0f} {theirs / ours:6.2f} {of_roof}"
-        )
+        speeds = f"{num_tokens / ours:13.0f} {num_tokens / theirs:13.0f}"
+        click.echo(f"{shape:6} {work!s:12} {speeds} {theirs / ours:6.2f} {of_roof}")
 
 
 def with_engine(llm: LLM, prompts: torch.Tensor, work: Work) -> None:

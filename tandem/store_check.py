@@ -26,7 +26,7 @@ class StoreSpeed:
 
 
 def move_blocks(num_blocks: int = 32, block_bytes: int = 2 << 20, rounds: int = 2) -> StoreSpeed:
-    """Writes blocks, reads them back, verifies their digests; the best of some rounds, since the first finds cold memory.
+    """Writes blocks, reads them back, verifies their digests; the best of some rounds: the first finds cold memory.
 
     Raises what the store or the page format raises.
     """

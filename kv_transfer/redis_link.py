@@ -1,0 +1,199 @@
+"""A connection that many threads use at once: each sends its request when it comes, and reads its answer in its turn.
+
+    send, take a number ─▶ wait for the turn ─▶ read the answer into one's own memory ─▶ next
+                                 │                       │ raised: broken
+                                 └──── broken ───────────┴─▶ every waiter ends ─▶ the last to leave closes the socket
+
+So several requests are in flight (the next page is on its way while this one's digest is checked) without a thread
+that owns the connection or a copy between threads. Nobody waits for ever: whoever sends or reads has a deadline, and
+breaks the connection for all when it has passed. There are no second tries here; a `Slot` makes a new connection for
+the next request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kv_transfer.page import Buffer
+from kv_transfer.redis_wire import LinkError, ReplyReader, Wire, link_error
+
+T = TypeVar("T")
+ReadAnswer = Callable[[ReplyReader, float], T]
+"""Reads exactly the answers to one request, by the deadline given. What it raises breaks the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How long a request may take, seconds; each counts from when its turn has come."""
+
+    send_s: float
+    answer_s: float
+
+
+class Connection:
+    """In step, or broken for good. Thread-safe; `join` before, `leave` after each use."""
+
+    def __init__(self, wire: Wire, reader: ReplyReader) -> None:
+        self._wire = wire
+        self._reader = reader
+        self._send_lock = threading.Lock()
+        self._turns = threading.Condition()
+        self._num_users = 0
+        self._num_sent = 0
+        self._num_read = 0
+        self._failure: str | None = None
+        # A wire that is not duplex is one thread's from its request to the answer.
+        self._whole = contextlib.nullcontext() if wire.is_duplex else threading.Lock()
+
+    @property
+    def num_users(self) -> int:
+        return self._num_users
+
+    def join(self) -> bool:
+        """Begin to use it; False: it is broken, or Redis has closed it while nobody looked."""
+        with self._turns:
+            if self._failure is None and not self._num_users and not self._wire.is_quiet():
+                self._failure = "closed"
+                self._wire.close()
+            if self._failure is not None:
+                return False
+            self._num_users += 1
+            return True
+
+    def leave(self) -> None:
+        """End one use."""
+        with self._turns:
+            self._num_users -= 1
+            if self._failure is not None and not self._num_users:
+                self._wire.close()
+
+    def break_off(self, reason: str) -> None:
+        """End it for everybody."""
+        with self._turns:
+            if self._failure is None:
+                self._failure = reason
+                self._wire.shutdown()
+                if not self._num_users:
+                    self._wire.close()
+            self._turns.notify_all()
+
+    def exchange(self, request: Sequence[Buffer], read: ReadAnswer[T], budget: Budget) -> T:
+        """Send, and return what `read` made of the answer. Raises LinkError."""
+        try:
+            with self._whole:
+                turn = self._send(request, budget.send_s)
+                self._await(turn)
+                answer = read(self._reader, time.monotonic() + budget.answer_s)
+                self._pass()
+                return answer
+        except OSError as error:
+            failure = link_error(error)
+            self.break_off(failure.reason)
+            raise failure from error
+        except LinkError as error:
+            self.break_off(error.reason)
+            raise
+        except BaseException:
+            self.break_off("interrupted")
+            raise
+
+    def _send(self, request: Sequence[Buffer], send_s: float) -> int:
+        with self._send_lock:
+            if self._failure is not None:
+                raise LinkError(self._failure)
+            turn = self._num_sent
+            self._num_sent += 1
+            self._wire.send(request, time.monotonic() + send_s)
+            return turn
+
+    def _await(self, turn: int) -> None:
+        with self._turns:
+            while self._num_read != turn and self._failure is None:
+                self._turns.wait()
+            if self._failure is not None:
+                raise LinkError(self._failure)
+
+    def _pass(self) -> None:
+        with self._turns:
+            self._num_read += 1
+            self._turns.notify_all()
+
+
+class Slot:
+    """Where one connection is, or will be at the next request."""
+
+    def __init__(self, connect: Callable[[], Connection]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._failed_at = 0.0
+        self._failure = ""
+        self._closed = False
+
+    @property
+    def num_users(self) -> int:
+        connection = self._connection
+        return connection.num_users if connection is not None else 0
+
+    def take(self) -> Connection:
+        """A connection, joined. Who waited while another failed to connect fails with it: once, not one by one."""
+        asked_at = time.monotonic()
+        with self._lock:
+            if self._closed:
+                raise LinkError("closed")
+            if self._connection is not None and self._connection.join():
+                return self._connection
+            self._connection = None
+            if self._failed_at >= asked_at:
+                raise LinkError(self._failure)
+            try:
+                connection = self._connect()
+            except LinkError as error:
+                self._failed_at, self._failure = time.monotonic(), error.reason
+                raise
+            if not connection.join():
+                raise LinkError("closed")
+            self._connection = connection
+            return connection
+
+    def drop(self, reason: str) -> None:
+        """Break the connection, if there is one: the next request makes another."""
+        connection = self._connection
+        if connection is not None:
+            connection.break_off(reason)
+
+    def close(self) -> None:
+        """No connection any more, and none to come."""
+        with self._lock:
+            self._closed = True
+        self.drop("closed")
+
+
+class Slots:
+    """A few connections for the same kind of work. A request takes the one that has the fewest others."""
+
+    def __init__(self, num_connections: int, connect: Callable[[], Connection]) -> None:
+        self._slots = [Slot(connect) for _ in range(num_connections)]
+
+    def exchange(self, request: Sequence[Buffer], read: ReadAnswer[T], budget: Budget) -> T:
+        """As Connection.exchange, on one of them."""
+        connection = min(self._slots, key=lambda slot: slot.num_users).take()
+        try:
+            return connection.exchange(request, read, budget)
+        finally:
+            connection.leave()
+
+    def drop(self, reason: str) -> None:
+        """Break all connections."""
+        for slot in self._slots:
+            slot.drop(reason)
+
+    def close(self) -> None:
+        """End all connections for good."""
+        for slot in self._slots:
+            slot.close()
