@@ -122,8 +122,8 @@ def fields(sample: Sample) -> tuple[float, float, float, float]:
 
 def show(sample: Sample) -> None:
     click.echo(
-        f"TTFT {sample.ttft_s * 1e3:6.0f} ms  gap 1-2 {sample.gap_s * 1e3:5.0f} ms  step {sample.step_s * 1e3:5.1f} ms  "
-        f"gap - 2 steps {sample.excess_s * 1e3:6.0f} ms  early blocks {sample.early_share:4.0%}"
+        f"TTFT {sample.ttft_s * 1e3:6.0f} ms  gap 1-2 {sample.gap_s * 1e3:5.0f} ms  step {sample.step_s * 1e3:5.1f} ms "
+        f" gap - 2 steps {sample.excess_s * 1e3:6.0f} ms  early blocks {sample.early_share:4.0%}"
     )
 
 

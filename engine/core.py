@@ -41,10 +41,10 @@ from engine.models import load_model
 from engine.models.config import ModelConfig
 from engine.request import Request
 from engine.scheduler import Scheduler, SchedulerOutput
+from engine.step_pace import StepPace
 
 _PROFILED_SHARE = 0.3
 """Of the memory that is free once the weights are loaded, when no KV size is given: several instances share a host."""
-_STEP_SMOOTHING = 0.1
 
 
 class EngineCore:
@@ -83,10 +83,9 @@ class EngineCore:
         self._connector.register_kv_cache(kv_cache, layout, bytes.fromhex(self._fingerprint))
         self.scheduler = Scheduler(config, kv, self._connector, max_model_len)
         self._runner = ModelRunner(config, model, kv_cache, kv)
-        self._runner.warm_up()
+        self._pace = StepPace(self._runner.warm_up())
         self._num_arrived = 0
         self._num_steps = 0
-        self._step_s = 0.0
         self._num_expired_leases = 0
         self._idle = True
         self._started = 0.0
@@ -137,6 +136,7 @@ class EngineCore:
         self._output = self.scheduler.schedule()
         self._start_io()
         self._idle = not self._output.scheduled
+        self._pace.step_begins(self._output.num_tokens)
         return not self._idle
 
     def compute(self) -> None:
@@ -150,7 +150,7 @@ class EngineCore:
         self.scheduler.update_from_output(self._output, self._sampled)
         self._start_io()
         self._num_steps += 1
-        self._step_s += _STEP_SMOOTHING * (time.monotonic() - self._started - self._step_s)
+        self._pace.step_took(time.monotonic() - self._started, self._output.num_tokens)
 
     def keep_kv_moving(self) -> None:
         """Collect what I/O has ended and start what that allows. What concerns the scheduler waits for the next
@@ -177,6 +177,11 @@ class EngineCore:
         return self._connector.next_deadline_s()
 
     @property
+    def predicted_step_s(self) -> float:
+        """How long the step that has begun will take, by what earlier ones took."""
+        return self._pace.predicted_s
+
+    @property
     def load(self) -> EngineLoad:
         """How busy the core is now."""
         scheduler, counters = self.scheduler, self.scheduler.counters
@@ -193,7 +198,7 @@ class EngineCore:
             held_blocks=held,
             num_transfers=self._connector.num_transfers,
             num_steps=self._num_steps,
-            step_s=self._step_s,
+            step_s=self._pace.predicted_s,
             num_prefilled_tokens=counters.num_prefilled_tokens,
             num_generated_tokens=counters.num_generated_tokens,
             num_external_tokens=counters.num_external_tokens,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.core_loop import ThreadMailbox
 
 _SHUTDOWN_S = 5.0
+_MAX_SOCKET_HOME = 70
 
 
 class CoreLink(Protocol):
@@ -63,7 +64,7 @@ class ProcessLink:
         Threads that wait for each other spin only on cores of their own: on shared ones spinning costs a step 5 to 10
         times its length (measured, benchmarks/LOG.md).
         """
-        folder = Path(tempfile.mkdtemp(prefix="tandem-core-"))
+        folder = Path(tempfile.mkdtemp(prefix="tandem-core-", dir=_socket_home()))
         address = f"ipc://{folder}/core"
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 0)
@@ -104,6 +105,12 @@ class ProcessLink:
         finally:
             self._socket.close()
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _socket_home() -> str:
+    """Where the socket's folder goes: a socket's path has 107 characters at the most, and TMPDIR may be longer."""
+    home = tempfile.gettempdir()
+    return home if len(home) <= _MAX_SOCKET_HOME else "/tmp"
 
 
 class ThreadLink:

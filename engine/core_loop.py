@@ -123,7 +123,7 @@ def run_core(core: EngineCore, mailbox: Mailbox) -> None:
             if not core.begin_step():
                 reporter.report(heartbeat=True)
                 continue
-            reporter.report()
+            reporter.report(heartbeat=core.predicted_step_s > HEARTBEAT_S)
             computed = model_thread.submit(core.compute)
             computed.add_done_callback(lambda _: mailbox.wake())
             while not computed.done():

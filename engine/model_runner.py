@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import chain
 
 import numpy as np
@@ -41,10 +42,12 @@ class ModelRunner:
         requests = [shares[index].request for index in sampling]
         return _draw(logits, requests)
 
-    def warm_up(self) -> None:
-        """Compile and touch what the first request would otherwise wait for. Writes to blocks that nobody has yet."""
+    def warm_up(self) -> float:
+        """Compile and touch what the first request would otherwise wait for. Writes to blocks that nobody has yet.
+        Returns the seconds per token of a step of one block."""
         block_size = self._kv.block_size
-        for query_len, seq_len in ((block_size, block_size), (1, block_size)):
+        for query_len, seq_len in ((1, block_size), (block_size, block_size), (block_size, block_size)):
+            started = time.monotonic()
             positions = torch.arange(seq_len - query_len, seq_len, device=self._device)
             metadata = AttentionMetadata(
                 query_start_loc=torch.tensor([0, query_len], dtype=torch.int32, device=self._device),
@@ -56,6 +59,7 @@ class ModelRunner:
             )
             hidden = self._model.forward(torch.zeros_like(positions), positions, self._kv_cache, metadata)
             sample(self._model.compute_logits(hidden[-1:]), [SamplingRow()])
+        return (time.monotonic() - started) / block_size
 
     def _inputs(self, shares: list[ScheduledRequest]) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
         block_size = self._kv.block_size

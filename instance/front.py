@@ -141,6 +141,7 @@ class Front:
             self.server.health,
             [self.role_service.service.full_name],
             lambda: self.engine.core_silence_s,
+            predicted_step_s=lambda: self.engine.load.step_s,
             unready_s=self.settings.instance.core_unready_s,
             dead_s=self.settings.instance.core_dead_s,
         )

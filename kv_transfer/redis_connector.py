@@ -53,8 +53,7 @@ class RedisOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Speed below which a page is given up."""
 
     def __post_init__(self) -> None:
-        # msgspec calls the most derived one alone, and zero-argument super() does not work in its structs.
-        StoreOptions.__post_init__(self)
+        super().__post_init__()
         if not _PREFIX.fullmatch(self.prefix):
             raise ValueError("prefix: letters, digits, `_`, `.` and `-`, 1 to 64 of them")
         if self.tail_ttl_s < self.max_lease_s:

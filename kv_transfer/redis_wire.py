@@ -41,7 +41,7 @@ _REASONS = {
     b"WRONGTYPE": "type",
 }
 
-Reply: TypeAlias = "bytes | int | None | list[Reply] | Refused"
+Reply: TypeAlias = "bytes | int | list[Reply] | Refused | None"
 
 
 class LinkError(StoreError):

@@ -26,7 +26,7 @@ from router.inflight import Inflight
 from router.instances import InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
 
 _log = logging.getLogger(__name__)
-_STEPS_OF_SILENCE = 20  # an engine core says nothing during a step; a long step is no wedge
+_STEPS_OF_SILENCE = 5  # an engine core says nothing during a step; one that takes as long as predicted is no wedge
 
 
 class Losable(Protocol):

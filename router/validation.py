@@ -25,6 +25,7 @@ _LABEL_ALLOWED = "1..128 of [A-Za-z0-9._-]"
 _MAX_SALT_BYTES = 256
 _MAX_KEY_BYTES = 128
 _MAX_PRIORITY = 100
+_ROLES = ("system", "user", "assistant", "tool")
 
 
 async def validated(
@@ -111,6 +112,9 @@ async def _prompt(request: generation_pb2.GenerateRequest, model: ServedModel, l
         if not request.text:
             raise InvalidRequest("prompt", "prompt is empty", f"1..{max_tokens} tokens")
         return await model.tokenizer.encode_async(request.text, max_tokens=max_tokens)
+    for index, message in enumerate(request.chat.messages):
+        if message.role not in _ROLES:
+            raise InvalidRequest(f"chat.messages[{index}].role", shown(message.role), ", ".join(_ROLES))
     messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
     return await model.tokenizer.encode_chat_async(messages, max_tokens=max_tokens)
 

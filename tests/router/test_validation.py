@@ -60,6 +60,13 @@ CASES = [
     Case("10 empty text", no_prompt(text=""), IA, "prompt is empty", "prompt"),
     Case("11 empty ids", request([]), IA, "prompt is empty", "prompt"),
     Case("12 text and ids", both(), IA, "exactly one of", "prompt"),
+    Case(
+        "chat with an unknown role",
+        no_prompt(chat=generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="wizard", content="x")])),
+        IA,
+        "system, user, assistant, tool",
+        "chat.messages[0].role",
+    ),
     Case("chat without messages", no_prompt(chat=generation_pb2.Chat()), IA, "at least one message", "messages"),
     Case("13 id = vocab", request([20, 300]), IA, "token_ids[1]=300 out of range 0..299", "token_ids"),
     Case("14 id -1", request([-1]), IA, "token_ids[0]=-1 out of range 0..299", "token_ids"),

@@ -1,0 +1,136 @@
+"""A real Redis on a loopback port, in a folder of its own, that keeps nothing on disk; and what can befall it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+_START_S = 10.0
+
+
+class RedisServer:
+    """One server. `client` is redis-py: another implementation than ours looks at what ours has done."""
+
+    def __init__(self, folder: Path, *options: str, password: str | None = None, tls: Path | None = None) -> None:
+        binary = shutil.which("redis-server")
+        assert binary is not None, "these tests need a Redis: apt-get install redis-server"
+        self.folder = folder
+        self.password = password
+        self.tls = tls
+        self.port = _free_port()
+        self._binary = binary
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"{'rediss' if self.tls else 'redis'}://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Returns once it answers."""
+        command = [self._binary, "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", "", "--appendonly", "no"]
+        command += ["--logfile", str(self.folder / "redis.log"), *self._options]
+        if self.password is not None:
+            command += ["--requirepass", self.password]
+        if self.tls is None:
+            command += ["--port", str(self.port)]
+        else:
+            command += ["--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no"]
+            command += ["--tls-cert-file", str(self.tls / "cert.pem"), "--tls-key-file", str(self.tls / "key.pem")]
+            command += ["--tls-ca-cert-file", str(self.tls / "cert.pem")]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(redis.RedisError, OSError), self.client() as client:
+                if client.ping():
+                    return
+            assert self._process.poll() is None, (self.folder / "redis.log").read_text()
+            assert time.monotonic() < deadline, "redis-server does not answer"
+            time.sleep(0.02)
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[redis.Redis]:
+        """A client that tries once and waits for two seconds."""
+        tls = {"ssl": True, "ssl_ca_certs": str(self.tls / "cert.pem")} if self.tls else {}
+        client = redis.Redis(
+            port=self.port,
+            password=self.password,
+            socket_timeout=2.0,
+            retry=Retry(NoBackoff(), 0),
+            **tls,  # type: ignore[arg-type]
+        )
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def run(self, *command: str | int) -> object:
+        """One command, its answer."""
+        with self.client() as client:
+            return client.execute_command(*command)
+
+    def keys(self) -> list[bytes]:
+        with self.client() as client:
+            return sorted(client.keys("*"))
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL: what it held is gone."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """End it, whatever its state."""
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+
+
+@contextlib.contextmanager
+def redis_server(
+    folder: Path, *options: str, password: str | None = None, tls: Path | None = None
+) -> Iterator[RedisServer]:
+    """One that runs, for as long as the block does."""
+    server = RedisServer(folder, *options, password=password, tls=tls)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def make_certificate(folder: Path) -> Path:
+    """cert.pem and key.pem for 127.0.0.1, its own authority. Returns the folder."""
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem"), "-days", "2"]
+    subprocess.run([*command, *files, *subject], check=True, capture_output=True)
+    return folder
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
