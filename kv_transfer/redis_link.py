@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -42,10 +43,11 @@ class Connection:
         self._wire = wire
         self._reader = reader
         self._send_lock = threading.Lock()
-        self._turns = threading.Condition()
+        self._lock = threading.Lock()  # of all below
         self._num_users = 0
-        self._num_sent = 0
-        self._num_read = 0
+        self._turns: deque[threading.Lock] = deque()
+        """A gate for each request whose answer is not read yet; the first one is open. Waking only the next thread
+        matters: woken all together they would fight for the interpreter while a page waits."""
         self._failure: str | None = None
         # A wire that is not duplex is one thread's from its request to the answer.
         self._whole = contextlib.nullcontext() if wire.is_duplex else threading.Lock()
@@ -56,7 +58,7 @@ class Connection:
 
     def join(self) -> bool:
         """Begin to use it; False: it is broken, or Redis has closed it while nobody looked."""
-        with self._turns:
+        with self._lock:
             if self._failure is None and not self._num_users and not self._wire.is_quiet():
                 self._failure = "closed"
                 self._wire.close()
@@ -67,27 +69,32 @@ class Connection:
 
     def leave(self) -> None:
         """End one use."""
-        with self._turns:
+        with self._lock:
             self._num_users -= 1
             if self._failure is not None and not self._num_users:
                 self._wire.close()
 
     def break_off(self, reason: str) -> None:
         """End it for everybody."""
-        with self._turns:
-            if self._failure is None:
-                self._failure = reason
-                self._wire.shutdown()
-                if not self._num_users:
-                    self._wire.close()
-            self._turns.notify_all()
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = reason
+            self._wire.shutdown()
+            if not self._num_users:
+                self._wire.close()
+            for gate in self._turns:
+                if gate.locked():
+                    gate.release()
 
     def exchange(self, request: Sequence[Buffer], read: ReadAnswer[T], budget: Budget) -> T:
         """Send, and return what `read` made of the answer. Raises LinkError."""
         try:
             with self._whole:
                 turn = self._send(request, budget.send_s)
-                self._await(turn)
+                turn.acquire()  # as long as it takes: those before us have deadlines
+                if self._failure is not None:
+                    raise LinkError(self._failure)
                 answer = read(self._reader, time.monotonic() + budget.answer_s)
                 self._pass()
                 return answer
@@ -102,26 +109,27 @@ class Connection:
             self.break_off("interrupted")
             raise
 
-    def _send(self, request: Sequence[Buffer], send_s: float) -> int:
+    def _send(self, request: Sequence[Buffer], send_s: float) -> threading.Lock:
         with self._send_lock:
-            if self._failure is not None:
-                raise LinkError(self._failure)
-            turn = self._num_sent
-            self._num_sent += 1
+            turn = self._line_up()
             self._wire.send(request, time.monotonic() + send_s)
             return turn
 
-    def _await(self, turn: int) -> None:
-        with self._turns:
-            while self._num_read != turn and self._failure is None:
-                self._turns.wait()
+    def _line_up(self) -> threading.Lock:
+        gate = threading.Lock()
+        with self._lock:
             if self._failure is not None:
                 raise LinkError(self._failure)
+            if self._turns:
+                gate.acquire()
+            self._turns.append(gate)
+        return gate
 
     def _pass(self) -> None:
-        with self._turns:
-            self._num_read += 1
-            self._turns.notify_all()
+        with self._lock:
+            self._turns.popleft()
+            if self._turns and self._turns[0].locked():
+                self._turns[0].release()
 
 
 class Slot:

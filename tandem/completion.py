@@ -53,6 +53,8 @@ class Piece:
     """Tokens of this choice before this piece."""
     finish_reason: str | None = None
     """stop, length, abort or error on the choice's last piece."""
+    usage: Usage | None = None
+    """What the choice cost; on its last piece."""
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
 
 
@@ -128,6 +130,7 @@ class _Growing:
             choice=chunk.choice,
             token_index=len(self.token_ids),
             finish_reason=_REASONS.get(chunk.finish.reason, "unknown") if chunk.HasField("finish") else None,
+            usage=_usage(chunk.finish.usage) if chunk.HasField("finish") else None,
             logprobs=logprobs,
         )
         self.token_ids += piece.token_ids
@@ -142,22 +145,25 @@ class _Growing:
         finish = self.finish
         if finish is None:
             raise StreamError(f"choice {choice} ended after {len(self.token_ids)} tokens without a finish reason")
-        usage = finish.usage
         return Choice(
             text="".join(self.texts),
             token_ids=tuple(self.token_ids),
             finish_reason=_REASONS.get(finish.reason, "unknown"),
-            usage=Usage(
-                usage.prompt_tokens,
-                usage.completion_tokens,
-                usage.cached_tokens,
-                usage.external_tokens,
-                usage.recomputed_tokens,
-            ),
+            usage=_usage(finish.usage),
             stop_string=finish.stop_string if finish.HasField("stop_string") else None,
             stop_token_id=finish.stop_token_id if finish.HasField("stop_token_id") else None,
             logprobs=tuple(self.logprobs),
         )
+
+
+def _usage(usage: common_pb2.Usage) -> Usage:
+    return Usage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        usage.external_tokens,
+        usage.recomputed_tokens,
+    )
 
 
 class Assembler:

@@ -20,6 +20,10 @@ class GreedyOracle:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model.eval()
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.config.vocab_size)
+
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
         """float32 [len(output), vocab]: what the reference says at the position of each output token, told all before

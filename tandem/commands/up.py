@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,9 +15,17 @@ from tandem.local_stack import LocalStack, StackFailed
 from tandem.models import ModelNotFound, display_name, resolve
 from tandem.stack_settings import CONNECTORS, Disaggregation, StackSettings
 
+if TYPE_CHECKING:
+    from tandem.completion import Usage
+
 _LOOK_EVERY_S = 0.05
-_DEMO_PROMPT = "Once upon a time"
-_DEMO_TOKENS = 40
+_DEMO_PROMPT = """\
+Once upon a time there was a penguin called Penny who had a tandem, but nobody to sit on the back of it. Then Dex the \
+dachshund came by. Penny lived above the bicycle shop and was known for one thing: she reads the whole map in one look.
+
+They wanted to ride to the sea, but in between stood a hill. "I will steer," said Penny."""
+"""Long enough to be worth a prefill instance, so that what one sees has crossed both pools."""
+_DEMO_TOKENS = 60
 
 
 @click.command("up")
@@ -189,18 +198,29 @@ def _watch(stack: LocalStack, stop: threading.Event) -> None:
 def _try(stack: LocalStack) -> None:
     """One request through the whole stack, so that the first thing one sees is text."""
     from tandem.client import Client
+    from tandem.completion import Usage
     from tandem.errors import TandemError
 
     _say("")
     try:
         with Client(stack.address, timeout_s=60) as client:
             click.secho(_DEMO_PROMPT, bold=True, nl=False)
+            usage = Usage()
             for piece in client.stream(_DEMO_PROMPT, max_tokens=_DEMO_TOKENS, temperature=0.0):
                 click.echo(piece.text, nl=False)
                 sys.stdout.flush()
+                usage = piece.usage or usage
             _say(" …\n")
+            _say(_what_moved(usage))
     except TandemError as error:
         raise StackFailed(f"the stack is up but did not answer: {error}") from error
+
+
+def _what_moved(usage: Usage) -> str:
+    if not usage.external_tokens:
+        return f"({usage.prompt_tokens} prompt tokens, prefilled where they were decoded)"
+    split = f"{usage.external_tokens} of {usage.prompt_tokens} prompt tokens"
+    return f"({split} were prefilled by one instance and handed over to another, which wrote the rest)"
 
 
 def _how_to_call(stack: LocalStack) -> str:
