@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.errors import CapacityError, EngineDeadError, EngineError, InvalidRequest
 from engine.messages import TokensEvent
 from serving.errors import (
-    DeadlineExceeded,
+    Aborted,
     InternalError,
     Overloaded,
     ServiceError,
@@ -39,6 +39,6 @@ def ended_with_error(event: TokensEvent) -> ServiceError:
         case "too_large":
             return Overloaded(text, None)
         case "timeout":
-            return DeadlineExceeded(text)
+            return Aborted(text)  # the reservation's time, not the request's: the router tries again
         case _:
             return InternalError(text)

@@ -127,7 +127,7 @@ async def test_without_a_seed_the_reservation_s_end_is_answered(decode: Rig, pre
     decode.core.emit(ReservedEvent("r1", 0, 0))
     await decoding.next()
     decode.core.emit(TokensEvent("r1", [], finish_reason="error", error="no seed", error_kind="timeout"))
-    assert (await refusal(decoding.call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await refusal(decoding.call)).code() is grpc.StatusCode.ABORTED
     # The holder is told although it never offered anything: a late prefill must not hold KV for nobody.
     assert await prefill.core.wait_for(LeaseCommand) == LeaseCommand("t1", "release")
 

@@ -104,6 +104,7 @@ def test_up_shows_text_answers_generate_and_leaves_nothing(up: Up, folder: Path)
     shown = [line for line in up.lines if line.startswith("Once upon a time")]
     assert shown
     assert len(shown[0]) > 40, f"no text to be seen: {shown}"
+    assert any("handed over" in line for line in up.lines), "the first text has not crossed the pools"
     up.wait_for("Ctrl-C ends it")
     # STEP: other commands find it
     answer = up.tandem("generate", "Once upon a time", "--max-tokens", "12", "--temperature", "0", "--stats")

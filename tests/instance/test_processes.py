@@ -213,7 +213,7 @@ async def test_a_reservation_without_a_seed_ends(stack: Pair) -> None:
     source.reservation_s = 0.3
     decode = stack.decode.Decode()
     await decode.write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request, transfer=source)))
-    assert (await refusal(decode)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await refusal(decode)).code() is grpc.StatusCode.ABORTED
     await stack.wait_idle()
 
 
