@@ -2,9 +2,9 @@
 
     python -m benchmarks.redis_transfer [--page-bytes 1835008] [--pages 64] [--threads 4] [--rounds 5]
 
-Starts a Redis of its own on loopback. Each round measures, one after another: the raw connection (GET in lock step,
-and with the next GETs sent ahead, each read with recv_into into a ready buffer), then save and load through the
-store, with digests and without. What is compared was measured in the same round; the medians over rounds are printed.
+Starts a Redis of its own on loopback. Each round measures, one after another: the raw connection (GET in lock step
+with a plain socket, with a socket buffered as ours are, and with the next GET sent ahead; read with recv_into into a
+ready buffer), then save and load through the store, with digests and without. What is compared was measured in the same round; the medians over rounds are printed.
 Load and save run as an instance runs them: on I/O threads, header and digest made and verified, straight from and
 into one KV memory.
 """
@@ -26,12 +26,15 @@ import click
 from kv_transfer.io_threads import IOThreads
 from kv_transfer.page import EPOCH_BYTES, HEADER_BYTES, PageSpec, check_header, check_payload, seal
 from kv_transfer.redis_connector import RedisOptions, make_store
+from kv_transfer.redis_dial import set_receive_buffer
 from kv_transfer.redis_store import RedisStore
 from kv_transfer.redis_wire import encode
 from kv_transfer.store import PageKey
 from tests.kv_transfer.redis_server import RedisServer, redis_server
 
 _KEY = bytes(range(32))
+RAW = (("raw", 1, False), ("raw with our buffer", 1, True), ("raw, 2 ahead", 2, False))
+"""Name, GETs in flight, and whether the socket has the receive buffer that the store's sockets have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +71,13 @@ def main(page_bytes: int, num_pages: int, num_threads: int, num_connections: int
         options = RedisOptions(
             url=server.url, digest=False, num_io_threads=num_threads, num_connections=num_connections
         )
-        store = make_store(options)
         for number in range(rounds + 1):
+            store = make_store(options)  # new connections for both sides of the comparison
             measured = measure(server, store, memory, target, num_threads)
+            store.close()
             if number:  # the first one warms up
                 for name, speed in measured.items():
                     figures.setdefault(name, []).append(speed)
-        store.close()
     show(figures)
 
 
@@ -97,8 +100,11 @@ def measure(
         figures[f"save, {name}"] = speed(each(lambda index, key=key: save(store, memory, index, key)))  # type: ignore[misc]
         figures[f"load, {name}"] = speed(each(lambda index, key=key: load(store, target, index, key)))  # type: ignore[misc]
         assert target.kv == memory.kv, "what was loaded is not what was saved"
-    for depth, name in ((1, "raw, lock step"), (num_threads, "raw, sent ahead")):
-        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+    for name, depth, is_tuned in RAW:
+        with socket.socket() as sock:
+            if is_tuned:
+                set_receive_buffer(sock)
+            sock.connect(("127.0.0.1", server.port))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             figures[name] = speed(lambda sock=sock, depth=depth: read_raw(sock, target, depth))  # type: ignore[misc]
     return figures
@@ -154,9 +160,9 @@ def on_threads(num_threads: int, num_jobs: int, job: Callable[[int], None]) -> N
 
 def show(figures: dict[str, list[float]]) -> None:
     for name, speeds in figures.items():
-        line = f"{name:16} {statistics.median(speeds):5.2f} GB/s  ({min(speeds):.2f}-{max(speeds):.2f})"
+        line = f"{name:20} {statistics.median(speeds):5.2f} GB/s  ({min(speeds):.2f}-{max(speeds):.2f})"
         if name.startswith("load"):
-            for raw in ("raw, lock step", "raw, sent ahead"):
+            for raw, *_ in RAW:
                 share = statistics.median(ours / bare for ours, bare in zip(speeds, figures[raw], strict=True))
                 line += f"  {share:4.0%} of {raw}"
         click.echo(line)

@@ -186,7 +186,8 @@ class EngineCore:
         """How busy the core is now."""
         scheduler, counters = self.scheduler, self.scheduler.counters
         pool = scheduler.kv.pool
-        held = scheduler.num_held_blocks
+        # Each block in one class, by precedence: quarantined (all of them held), held, running, cached, free.
+        held, quarantined = scheduler.num_held_blocks, self._connector.num_quarantined_blocks
         return EngineLoad(
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
@@ -195,7 +196,8 @@ class EngineCore:
             free_blocks=pool.num_available - pool.num_cached,
             cached_blocks=pool.num_cached,
             running_blocks=scheduler.kv.num_blocks - pool.num_available - held,
-            held_blocks=held,
+            held_blocks=held - quarantined,
+            quarantined_blocks=quarantined,
             num_transfers=self._connector.num_transfers,
             num_steps=self._num_steps,
             step_s=self._pace.predicted_s,

@@ -81,6 +81,10 @@ class KVCacheManager:
             self.pool.publish(table[index], request.block_hashes[index])
         self._num_published[request.request_id] = last
 
+    def has_table(self, request_id: str) -> bool:
+        """Whether the request has blocks."""
+        return request_id in self._tables
+
     def block_ids(self, request_id: str) -> list[int]:
         """The request's block table; empty if it has none."""
         return [block.block_id for block in self._tables.get(request_id, ())]

@@ -40,6 +40,9 @@ class KVLoadResult:
     num_external_tokens: int
     num_recomputed_blocks: int
     reason: str | None = None
+    retained_id: str | None = None
+    """Set where reads were given up that may still write: blocks past the verified ones stay with the connector until
+    poll() names this as freed, and the request computes into others."""
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ class KVConnectorOutput:
 
     loaded: list[KVLoadResult] = field(default_factory=list)
     freed_request_ids: list[str] = field(default_factory=list)
-    """Finished requests whose blocks the connector no longer needs."""
+    """Finished requests, and retained ids, whose blocks the connector no longer needs."""
     events: list[Event] = field(default_factory=list)
     num_expired_leases: int = 0
 
@@ -116,6 +119,11 @@ class KVConnector(Protocol):
         """Leases not yet released or expired."""
         ...
 
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Of the blocks that it holds, those that a given-up read may still write to."""
+        return 0
+
     # Worker half
 
     def register_kv_cache(self, kv_cache: torch.Tensor, layout: KVLayout, fingerprint: bytes) -> None:
@@ -148,6 +156,7 @@ class NullKVConnector:
 
     name = "null"
     num_transfers = 0
+    num_quarantined_blocks = 0
 
     def __init__(self, *, wake: Callable[[], None]) -> None:
         del wake

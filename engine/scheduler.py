@@ -3,7 +3,8 @@
     add ─▶ waiting ──room──▶ running ──stop──▶ finished ──no I/O left──▶ freed
              ▲  │              │
              │  └─remote KV─▶ loading ──KV and seed there──▶ running
-             └───preempted◀────┘ (no room; computes again from what the prefix cache still has)
+             ├───preempted◀────┘ (no room; computes again from what the prefix cache still has)
+             └───preempted◀── loading, where the connector keeps blocks that a given-up read may still write to
 
 `schedule()` decides and returns a value, the model runner executes it, `update_from_output()` applies the result.
 Every step closes the gap between a request's computed and known tokens, within one token budget; there is no prefill
@@ -75,7 +76,7 @@ class Scheduler:
     running: list[Request] = field(default_factory=list)
     loading: dict[str, Request] = field(default_factory=dict)
     held: dict[str, list[KVBlock]] = field(default_factory=dict)
-    """Blocks of finished requests that the connector still needs."""
+    """Blocks of finished requests, and of given-up loads, that the connector still needs."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     _events: list[Event] = field(default_factory=list)
 
@@ -120,6 +121,8 @@ class Scheduler:
         self.counters.num_external_tokens += result.num_external_tokens
         self.counters.num_recomputed_blocks += result.num_recomputed_blocks
         self.kv.publish(request)
+        if result.retained_id is not None:
+            self._retain(request, result.retained_id)
         self._events.append(
             LoadedEvent(request.request_id, result.num_external_tokens, result.num_recomputed_blocks, result.reason)
         )
@@ -258,8 +261,21 @@ class Scheduler:
             return
         del self.loading[request.request_id]
         request.deadline = None
+        if not self.kv.has_table(request.request_id):
+            request.status = RequestStatus.PREEMPTED
+            insort(self.waiting, request, key=lambda other: other.order)
+            return
         request.status = RequestStatus.RUNNING
         self.running.append(request)
+
+    def _retain(self, request: Request, retained_id: str) -> None:
+        """Leave a loading request's blocks past the verified ones to the connector. It begins again once it has its
+        seed, with what the prefix cache has."""
+        num_verified_blocks = request.num_computed_tokens // self.kv.block_size
+        blocks = self.kv.close_table(request.request_id)
+        self.kv.pool.release(blocks[:num_verified_blocks])
+        self.held[retained_id] = blocks[num_verified_blocks:]
+        request.num_computed_tokens = 0
 
     def _make_room(self, request: Request, num_tokens: int, scheduled: list[ScheduledRequest]) -> bool:
         """Blocks for `num_tokens` tokens of a running request, at the cost of those that come after it. False: it was

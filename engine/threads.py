@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 
 def set_num_threads(num_threads: int | None) -> int:
-    """Set torch's threads; None takes the cores this process may run on. Returns the number."""
-    count = num_threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(count)
-    return count
+    """Set torch's threads; None leaves torch's own choice: OMP_NUM_THREADS, else the cores this process may run on.
+    Returns the number."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    return torch.get_num_threads()

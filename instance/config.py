@@ -17,6 +17,7 @@ from serving.settings import Section, Settings, SettingsError, setting
 CONNECTORS = {
     "null": "engine.kv_connector:NullKVConnector",
     "shared_storage": "kv_transfer.connector:SharedStorageConnector",
+    "redis": "kv_transfer.redis_connector:RedisConnector",
 }
 """The connectors that have a short name; any other is given as module:Class."""
 
@@ -110,6 +111,9 @@ class TransferSection(Section):
     folder: Path | None = setting(
         None, "Folder of the shared_storage connector, the same for all instances.", flag="--kv-folder"
     )
+    url: str | None = setting(
+        None, "Server of the redis connector, redis:// or rediss://host:port/db; no login in it.", flag="--kv-url"
+    )
     secret_file: Path | None = setting(
         None, "File with the key of the page digests, the same for all instances.", flag="--kv-secret-file"
     )
@@ -185,6 +189,7 @@ def _connector_config(transfer: TransferSection) -> KVConnectorConfig:
     class_path = CONNECTORS.get(transfer.connector, transfer.connector)
     named: dict[str, str | int | float | bool | None] = {
         "path": None if transfer.folder is None else str(transfer.folder),
+        "url": transfer.url,
         "kv_secret_file": None if transfer.secret_file is None else str(transfer.secret_file),
         "capacity_bytes": transfer.capacity_bytes,
     }
@@ -192,16 +197,18 @@ def _connector_config(transfer: TransferSection) -> KVConnectorConfig:
     if twice := given.keys() & transfer.options.keys():
         raise SettingsError(f"transfer.options.{min(twice)} has a setting of its own; give it there")
     if transfer.connector == "null" and (given or transfer.options):
-        raise SettingsError("the null connector moves nothing and takes no folder, key, capacity or options")
+        raise SettingsError("the null connector moves nothing and takes no folder, url, key, capacity or options")
     if transfer.connector == "shared_storage" and "path" not in given:
         raise SettingsError("transfer.folder is required by the shared_storage connector: set --kv-folder")
+    if transfer.connector == "redis" and "url" not in given:
+        raise SettingsError("transfer.url is required by the redis connector: set --kv-url")
     if (
-        transfer.connector == "shared_storage"
+        transfer.connector in ("shared_storage", "redis")
         and "kv_secret_file" not in given
         and transfer.options.get("digest", True)
     ):
         raise SettingsError(
-            "transfer.secret_file is required by the shared_storage connector: make one with `openssl rand -hex 32`,"
-            " the same for all instances, and set --kv-secret-file"
+            f"transfer.secret_file is required by the {transfer.connector} connector: make one with"
+            " `openssl rand -hex 32`, the same for all instances, and set --kv-secret-file"
         )
     return KVConnectorConfig(class_path=class_path, options={**transfer.options, **given})

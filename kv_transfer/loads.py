@@ -2,13 +2,15 @@
 
     reserve ─▶ reserved ──progress──▶ loading ──all read and verified───────────▶ verified ─▶ KVLoadResult, once
                   │                      ├──a page is bad or missing, or the end is bad──▶ failed ─▶ KVLoadResult, once
-                  └──finished (abort)────┴─▶ aborted ──no read in flight──▶ freed
+                  ├──give_up, reads in flight ──▶ KVLoadResult(retained_id) ──┐
+                  └──finished (abort)────┴─▶ aborted ─────────────────────────┴──no read in flight──▶ freed
 
 What precedes the first bad page is used, the rest is computed by the engine. A result waits until no read is in
 flight, because the engine then writes to the same blocks. An operation carries its `Load`, so what ends late never
 counts for another request, not even one of the same name. Waiting for the holder's word ends with the attach stream
 (its silence is a failure) or with the request's reservation, which the scheduler watches; waiting for the store ends
-with `load_timeout_s` after the last word.
+with `load_timeout_s` after the last word. A read that may never end is given up: its blocks stay with the connector,
+and the engine computes into others.
 
 Pure: no I/O, no clock; used in the step loop alone. `Load.skip_from` is also read by I/O threads, which at worst see
 it late.
@@ -52,7 +54,9 @@ class Load:
     inspected: bool = False
     """A page was wrong, and its successors were looked at."""
     holds_blocks: bool = False
-    """Aborted, and its blocks wait for the reads in flight."""
+    """Aborted or given up, and its blocks wait for the reads in flight."""
+    retained_id: str | None = None
+    """Given up: what `take_freed` will name."""
 
     @property
     def is_over(self) -> bool:
@@ -73,6 +77,7 @@ class Load:
             num_external_tokens=num_verified_tokens - self.num_local_blocks * self.block_size,
             num_recomputed_blocks=len(self.pages) - num_pages,
             reason=None if whole else self.failure,
+            retained_id=self.retained_id,
         )
 
 
@@ -99,6 +104,7 @@ class Loader:
         self._ops: list[LoadOp] = []
         self._results: list[KVLoadResult] = []
         self._freed: list[str] = []
+        self._num_given_up = 0
 
     # The scheduler's word
 
@@ -174,7 +180,7 @@ class Loader:
             self._fail(load, failure, op.block_index)
         if load.holds_blocks and load.num_in_flight == 0:
             load.holds_blocks = False
-            self._freed.append(load.request_id)
+            self._freed.append(load.retained_id or load.request_id)
         self._settle(load)
 
     def expire(self, now: float) -> None:
@@ -183,6 +189,20 @@ class Loader:
             load.deadline = math.inf
             self._fail(load, f"the store did not deliver within {self._load_timeout_s:g} s", 0)
             self._settle(load)
+
+    def give_up(self, load: Load, failure: str) -> None:
+        """Wait no longer for reads of this load that have begun."""
+        if self._loads.get(load.request_id) is not load:
+            return  # aborted, or over
+        self._fail(load, failure, 0)
+        if not load.num_in_flight:
+            self._settle(load)
+            return
+        del self._loads[load.request_id]
+        self._num_given_up += 1
+        load.retained_id = f"{load.request_id}/given-up/{self._num_given_up}"
+        load.holds_blocks = True
+        self._results.append(load.result())
 
     @property
     def next_deadline(self) -> float | None:
@@ -203,7 +223,7 @@ class Loader:
         return results
 
     def take_freed(self) -> list[str]:
-        """Aborted requests whose last read has ended."""
+        """Aborted requests, and what given-up loads retained, once their last read has ended."""
         freed, self._freed = self._freed, []
         return freed
 

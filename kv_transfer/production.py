@@ -6,7 +6,8 @@
 
 Blocks of a finished request stay with the connector until the last save that touches them has ended, then `freed`
 names the request. The lease then guards only the tail's page, which is deleted when the lease ends. Full pages stay:
-they are everybody's.
+they are everybody's. Where readers read the blocks themselves there is no store and "saved" means "fit to be read":
+nixl_production overrides what differs (`_offer_event`, `_progress_event`, `_is_in_use`, `_end`).
 
 Pure: no I/O, no clock; used in the step loop alone. `Production.cancelled` is also read by I/O threads, which at
 worst see it late.
@@ -45,7 +46,7 @@ class Production:
     cancelled: bool = False
     """The transfer has ended: nothing more is to be saved."""
     holds_blocks: bool = False
-    """The request has finished and its blocks wait for the saves in flight."""
+    """The request has finished and its blocks are still in use."""
 
     @property
     def is_complete(self) -> bool:
@@ -84,7 +85,7 @@ class Producer:
 
     def progressed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int, now: float) -> None:
         """KV of the first `num_computed_tokens` tokens is there: save the blocks that have become full."""
-        production = self._by_request.get(request.request_id) or self._begin(request, now)
+        production = self._by_request.get(request.request_id) or self._begin(request, block_ids, now)
         if not production.cancelled:
             self._leases.progress(production.transfer_id, 0, now=now)
             self._save_full_blocks(production, request, block_ids, num_computed_tokens)
@@ -93,7 +94,7 @@ class Producer:
         """The request has ended. True: its blocks are in use until `take_freed` names it."""
         if request.spec.hold_kv is None:
             return False
-        production = self._by_request.get(request.request_id) or self._begin(request, now)
+        production = self._by_request.get(request.request_id) or self._begin(request, block_ids, now)
         del self._by_request[request.request_id]
         if production.cancelled:
             pass  # its transfer has ended, or was never its own
@@ -104,7 +105,7 @@ class Producer:
             self._save_tail(production, request, block_ids)
             self._announce(production, now)
         self._apply_ended()
-        production.holds_blocks = production.num_in_flight > 0
+        production.holds_blocks = self._is_in_use(production)
         return production.holds_blocks
 
     def command(self, command: LeaseCommand, now: float) -> None:
@@ -152,7 +153,7 @@ class Producer:
         return events
 
     def take_freed(self) -> list[str]:
-        """Finished requests whose last save has ended."""
+        """Finished requests whose blocks are in use no more."""
         freed, self._freed = self._freed, []
         return freed
 
@@ -178,7 +179,7 @@ class Producer:
 
     # Inside
 
-    def _begin(self, request: Request, now: float) -> Production:
+    def _begin(self, request: Request, block_ids: Sequence[int], now: float) -> Production:
         assert request.spec.hold_kv is not None
         hold, num_full = request.spec.hold_kv, self._naming.num_full_blocks(request)
         has_tail = self._naming.num_tail_tokens(request) > 0
@@ -192,7 +193,7 @@ class Producer:
         self._by_request[request.request_id] = production
         if self._leases.offer(hold.transfer_id, lease_s=hold.lease_s, now=now):
             self._by_transfer[hold.transfer_id] = production
-            self._events.append(TransferEvent(hold.transfer_id, 0))
+            self._events.append(self._offer_event(production, block_ids))
         else:
             production.cancelled = True
             self._apply_ended()
@@ -247,10 +248,25 @@ class Producer:
         if production.is_complete and production.request_id not in self._by_request:
             self._leases.progress(transfer_id, num_ready, now=now)
             self._leases.complete(transfer_id, production.num_tokens, now=now)
-            self._events.append(TransferEvent(transfer_id, num_ready, num_tokens=production.num_tokens))
+            self._events.append(self._progress_event(production, before, num_ready, is_end=True))
         elif production.num_ready_pages > before:
             self._leases.progress(transfer_id, num_ready, now=now)
-            self._events.append(TransferEvent(transfer_id, num_ready))
+            self._events.append(self._progress_event(production, before, num_ready, is_end=False))
+
+    def _offer_event(self, production: Production, block_ids: Sequence[int]) -> TransferEvent:
+        """The first word of a transfer, whose pages are to be in these blocks."""
+        del block_ids
+        return TransferEvent(production.transfer_id, 0)
+
+    def _progress_event(self, production: Production, first: int, num_ready: int, *, is_end: bool) -> TransferEvent:
+        """Pages from index `first` on are new, the first `num_ready` full ones can be read; at the end, all can."""
+        del first
+        num_tokens = production.num_tokens if is_end else None
+        return TransferEvent(production.transfer_id, num_ready, num_tokens=num_tokens)
+
+    def _is_in_use(self, production: Production) -> bool:
+        """Whether a finished request's blocks have to stay."""
+        return production.num_in_flight > 0
 
     def _apply_ended(self) -> None:
         for ended in self._leases.take_ended():
@@ -278,6 +294,6 @@ class Producer:
             production.tail_key = None
 
     def _free_if_idle(self, production: Production) -> None:
-        if production.holds_blocks and production.num_in_flight == 0:
+        if production.holds_blocks and not self._is_in_use(production):
             production.holds_blocks = False
             self._freed.append(production.request_id)

@@ -41,6 +41,8 @@ class RedisOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Threads that read and write pages: so many requests are in flight at once."""
     num_connections: int = 1
     """Connections for reading, and as many for writing. With TLS, where none can be shared, at least num_io_threads."""
+    max_in_flight: int | None = None
+    """Requests sent ahead of their answers on one connection; none: 8, and 1 to a Redis on this machine."""
     ttl_s: float = 3600.0
     """How long a full block is kept that nobody has saved again, seconds."""
     tail_ttl_s: float = 3600.0
@@ -87,7 +89,14 @@ def make_store(options: RedisOptions) -> RedisStore:
     tls = None
     if address.tls:
         tls = tls_context(ca_file=options.tls_ca_file, cert_file=options.tls_cert_file, key_file=options.tls_key_file)
-    dialer = Dialer(address, login, tls=tls, connect_timeout_s=options.connect_timeout_s, timeout_s=options.timeout_s)
+    dialer = Dialer(
+        address,
+        login,
+        tls=tls,
+        max_in_flight=options.max_in_flight,
+        connect_timeout_s=options.connect_timeout_s,
+        timeout_s=options.timeout_s,
+    )
     limits = RedisLimits(
         ttl_s=options.ttl_s,
         tail_ttl_s=options.tail_ttl_s,

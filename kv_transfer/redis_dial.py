@@ -33,6 +33,10 @@ PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
 CLIENT_NAME = "tandem-kv"
 _DEFAULT_PORT = 6379
 _MAX_PASSWORD_BYTES = 4096
+_RECEIVE_BYTES = 4 << 20
+# On one machine the two ends best take turns, with the page in a cache between them: 2.5 GB/s on two cores, 1.5 with
+# the next GET sent ahead. Over a network that would cost a round trip for each page.
+_LOCAL_IN_FLIGHT, _REMOTE_IN_FLIGHT = 1, 8
 _FIRST_LOGIN_WAIT_S, _LONGEST_LOGIN_WAIT_S = 2.0, 60.0
 _INFO_LINE = re.compile(rb"([a-z_0-9]+):([^\r\n]*)")
 _log = logging.getLogger(__name__)
@@ -108,6 +112,7 @@ class Dialer:
         login: RedisLogin,
         *,
         tls: ssl.SSLContext | None = None,
+        max_in_flight: int | None = None,
         connect_timeout_s: float = 0.25,
         timeout_s: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
@@ -117,6 +122,7 @@ class Dialer:
         self.num_restarts = 0
         self._login = login
         self._tls = tls
+        self._max_in_flight = max_in_flight
         self._connect_timeout_s = connect_timeout_s
         self._timeout_s = timeout_s
         self._clock = clock
@@ -144,7 +150,8 @@ class Dialer:
         except BaseException:
             wire.close()
             raise
-        return Connection(wire, reader)
+        max_in_flight = self._max_in_flight or (_LOCAL_IN_FLIGHT if wire.is_local else _REMOTE_IN_FLIGHT)
+        return Connection(wire, reader, max_in_flight=max_in_flight)
 
     def _wire(self) -> Wire:
         deadline = time.monotonic() + self._connect_timeout_s
@@ -167,6 +174,7 @@ class Dialer:
                 break
             sock = socket.socket(family, kind, protocol)
             try:
+                set_receive_buffer(sock)
                 sock.settimeout(left)
                 sock.connect(address)
             except OSError as error:
@@ -220,6 +228,20 @@ class Dialer:
         self._refused_login = password
         self._login_wait_s = min(max(2 * self._login_wait_s, _FIRST_LOGIN_WAIT_S), _LONGEST_LOGIN_WAIT_S)
         self._login_at = self._clock() + self._login_wait_s
+
+
+def set_receive_buffer(sock: socket.socket) -> None:
+    """Room for a page or two in the kernel, if it allows so much; before connecting, so that the window can be as wide.
+
+    With the kernel's own tuning a connection runs at one of two speeds as luck has it (loopback, 1.8 MB values: 1.1 or
+    1.75 GB/s, and 1.7 times the CPU time at the lower one); with a fixed buffer of 4 MB always at the higher. A buffer
+    that was asked for is never tuned again, so that one cut short by rmem_max would be worse than none.
+    """
+    with socket.socket(sock.family, sock.type) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
+        if trial.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) < _RECEIVE_BYTES:
+            return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
 
 
 def parse_info(text: bytes) -> dict[str, str]:

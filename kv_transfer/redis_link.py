@@ -12,7 +12,6 @@ the next request.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -39,7 +38,7 @@ class Budget:
 class Connection:
     """In step, or broken for good. Thread-safe; `join` before, `leave` after each use."""
 
-    def __init__(self, wire: Wire, reader: ReplyReader) -> None:
+    def __init__(self, wire: Wire, reader: ReplyReader, *, max_in_flight: int) -> None:
         self._wire = wire
         self._reader = reader
         self._send_lock = threading.Lock()
@@ -50,7 +49,7 @@ class Connection:
         matters: woken all together they would fight for the interpreter while a page waits."""
         self._failure: str | None = None
         # A wire that is not duplex is one thread's from its request to the answer.
-        self._whole = contextlib.nullcontext() if wire.is_duplex else threading.Lock()
+        self._in_flight = threading.Semaphore(max_in_flight if wire.is_duplex else 1)
 
     @property
     def num_users(self) -> int:
@@ -90,7 +89,7 @@ class Connection:
     def exchange(self, request: Sequence[Buffer], read: ReadAnswer[T], budget: Budget) -> T:
         """Send, and return what `read` made of the answer. Raises LinkError."""
         try:
-            with self._whole:
+            with self._in_flight:
                 turn = self._send(request, budget.send_s)
                 turn.acquire()  # as long as it takes: those before us have deadlines
                 if self._failure is not None:

@@ -79,6 +79,8 @@ class Wire(Protocol):
 
     is_duplex: bool
     """One thread may send while another receives."""
+    is_local: bool
+    """Both ends are on this machine."""
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         """All of it."""
@@ -109,6 +111,7 @@ class TcpWire:
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.is_local = sock.getsockname()[0] == sock.getpeername()[0]
         self._socket = sock
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
@@ -155,6 +158,7 @@ class TlsWire:
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.is_local = sock.getsockname()[0] == sock.getpeername()[0]
         self._socket = sock
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:

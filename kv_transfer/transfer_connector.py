@@ -68,7 +68,6 @@ class TransferConnector:
     the KV memory, and has the worker half."""
 
     name: str
-    num_quarantined_blocks = 0
 
     def __init__(
         self, name: str, options: TransferOptions, *, wake: Callable[[], None], clock: Callable[[], float]
@@ -118,6 +117,10 @@ class TransferConnector:
     def num_transfers(self) -> int:
         return len(self._leases)
 
+    @property
+    def num_quarantined_blocks(self) -> int:
+        return 0
+
     # Inside
 
     def _end_op(self, end: IOEnd) -> None:
@@ -135,6 +138,7 @@ class TransferConnector:
 
     def _output(self) -> KVConnectorOutput:
         output = KVConnectorOutput(loaded=self._loader.take_results(), events=[*self._producer.take_events()])
+        self._held.update({result.retained_id: 1 for result in output.loaded if result.retained_id is not None})
         for request_id in (*self._producer.take_freed(), *self._loader.take_freed()):
             self._held[request_id] -= 1
             if not self._held[request_id]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+# Before torch is imported: on tiny models a second thread only spins, and the machine has other tests' processes to run.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.register_assert_rewrite("tests.faults.checker")  # so that its asserts say what differed
 
 

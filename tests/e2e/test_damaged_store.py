@@ -7,6 +7,7 @@ first one. In between the test does to the files what disks, other programs and 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +61,18 @@ def remove_all(pages: list[Path], source: random.Random) -> None:
         page.unlink()
 
 
+def wait_for_pages(store: Path, old: set[Path], count: int) -> list[Path]:
+    """The pages that have come since `old`, once there are `count`: the last ones are saved after the first token is
+    out."""
+    deadline_s = time.monotonic() + 5.0
+    while True:
+        pages = [path for path in set(store.rglob("*")) - old if path.is_file() and not path.name.startswith(".")]
+        if len(pages) == count:
+            return pages
+        assert time.monotonic() < deadline_s, f"{len(pages)} of {count} pages are in the store"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("damage", [flip_a_bit, flip_a_header_bit, truncate, swap, remove, remove_all])
 def test_damage_costs_a_recompute_and_never_a_token(
     rig: Rig,
@@ -75,8 +88,7 @@ def test_damage_costs_a_recompute_and_never_a_token(
         asked = Asked(rig.address, prompt, **SAMPLING)
         loading.wait()
         asked.wait_first_token()
-        pages = [path for path in set(store.rglob("*")) - old if path.is_file() and not path.name.startswith(".")]
-        assert len(pages) == LENGTH // BLOCK_SIZE + 1, "not every page is in the store yet"
+        pages = wait_for_pages(store, old, LENGTH // BLOCK_SIZE + 1)
         damage(sorted(pages), prompts)
     completion = asked.completion()
     assert_same_answer(completion, reference.answer(prompt, **SAMPLING))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine import LLM, SamplingParams
 from tandem.demo import MODEL_DIR
@@ -117,6 +118,14 @@ def test_one_by_one_gives_the_tokens_of_the_batch(
 ) -> None:
     llm = make_llm(checkpoint, enable_prefix_caching=False)
     assert [generate(llm, [prompt])[0] for prompt in prompts[:6]] == reference[:6]
+
+
+def test_threads_do_not_change_tokens(checkpoint: Path, prompts: list[list[int]], reference: list[list[int]]) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert generate(make_llm(checkpoint, num_threads=2), prompts[:4]) == reference[:4]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_reference_attention_gives_the_tokens_of_the_compiled_one(

@@ -16,6 +16,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from kv_transfer.redis_connector import RedisOptions
+from kv_transfer.store import PageKey
+
 _START_S = 10.0
 
 
@@ -85,9 +88,15 @@ class RedisServer:
         with self.client() as client:
             return client.execute_command(*command)
 
-    def keys(self) -> list[bytes]:
+    def names(self) -> list[bytes]:
+        """All keys."""
         with self.client() as client:
             return sorted(client.keys("*"))
+
+    def num_clients(self) -> int:
+        """Connections, but for the one that asks."""
+        with self.client() as client:
+            return len(client.client_list()) - 1
 
     def freeze(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -118,6 +127,16 @@ def redis_server(
         yield server
     finally:
         server.stop()
+
+
+def options_of(server: RedisServer, **options: object) -> RedisOptions:
+    """Without digests, for stores that are tested alone."""
+    return RedisOptions(url=server.url, **{"digest": False, **options})  # type: ignore[arg-type]
+
+
+def name_of(key: PageKey, prefix: str = "tandem") -> str:
+    """What a page is called in Redis."""
+    return f"{prefix}:{'/'.join(key.parts)}"
 
 
 def make_certificate(folder: Path) -> Path:

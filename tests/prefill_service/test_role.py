@@ -118,7 +118,7 @@ async def test_the_id_of_a_running_request_is_refused_and_its_lease_left_alone(r
     [
         ("no_room", grpc.StatusCode.RESOURCE_EXHAUSTED),
         ("too_large", grpc.StatusCode.RESOURCE_EXHAUSTED),
-        ("timeout", grpc.StatusCode.DEADLINE_EXCEEDED),
+        ("timeout", grpc.StatusCode.ABORTED),
         (None, grpc.StatusCode.INTERNAL),
     ],
 )

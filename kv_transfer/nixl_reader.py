@@ -1,0 +1,292 @@
+"""The thread that reads pages out of holders' memory. It owns the reading agent; nobody else touches it.
+
+    submit ─▶ queued ─▶ pages posted ──done──▶ word posted ──done──▶ ended, well or "lease_ended"
+                │              │                    │
+                └─cancelled─▶ ended "skipped"       │
+                               ├──disconnected──────┴─▶ ended "nixl_remotedisconnect"
+                               ├──another error─▶ stuck: whether it still writes is unknown
+                               └──rebuild: given up ─▶ ended "given_up"; wanted ─▶ queued again
+
+An end is told once, through `on_end`, when nothing of the read can write to memory any more. A frozen peer makes a
+read that never ends; the connector then gives it up, keeps its blocks in quarantine, and asks for a rebuild when that
+is too much. A rebuild breaks the agent's connections, which ends its reads, destroys it and makes another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from engine import failpoints
+from engine.errors import EngineError
+from kv_transfer.loads import Load, LoadOp
+from kv_transfer.nixl_agent import Handle, NixlAgent, NixlDisconnected, NixlError, Region
+from kv_transfer.nixl_metadata import WORD_BYTES, TransferMetadata
+from kv_transfer.nixl_peers import Peer, Peers
+from kv_transfer.page_io import SKIPPED
+
+GIVEN_UP = "given_up"
+LEASE_ENDED = "lease_ended"
+_READS_PER_PEER = 2
+"""In flight at once: while one is verified the next one moves, and none waits long behind others."""
+_NUM_WORDS = 1024
+_MAX_PEERS = 256
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """A few pages of one load, read in one go."""
+
+    owner: Load
+    source: TransferMetadata
+    ops: list[LoadOp]
+    digests: list[bytes]
+    """One for each operation; empty while digests are off."""
+    deadline: float
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Not worth beginning any more."""
+        return all(op.is_cancelled for op in self.ops)
+
+
+class Wire(Protocol):
+    """What carries reads out. `on_end(read, failure, seconds)` tells the end of each, from any thread."""
+
+    def submit(self, read: Read) -> None:
+        """Begin soon. Returns at once."""
+        ...
+
+    def rebuild(self) -> None:
+        """End every read that was given up (`owner.holds_blocks`), whatever it takes, then call `on_rebuilt`."""
+        ...
+
+    def shutdown(self, timeout_s: float) -> bool:
+        """End all; False: it took longer, and reads may be left."""
+        ...
+
+
+OnEnd = Callable[[Read, str | None, float], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """One read in flight."""
+
+    read: Read
+    peer: Peer
+    transfer: Handle
+    word_slot: int
+    started: float
+    stage: Literal["pages", "word", "stuck"] = "pages"
+
+
+class PageReader:
+    """Implements Wire over NIXL. `make_agent` is called on the thread, again after each rebuild."""
+
+    def __init__(
+        self, make_agent: Callable[[], NixlAgent], pages: Region, *, on_end: OnEnd, on_rebuilt: Callable[[], None]
+    ) -> None:
+        self._make_agent = make_agent
+        self._region = pages
+        self._on_end = on_end
+        self._on_rebuilt = on_rebuilt
+        self._jobs: queue.SimpleQueue[Read | Literal["rebuild", "end"]] = queue.SimpleQueue()
+        self._queued: deque[Read] = deque()
+        self._active: list[_Active] = []
+        self._words = np.zeros(_NUM_WORDS, dtype="<u8")
+        self._free_words = list(range(_NUM_WORDS))
+        self._agent: NixlAgent | None = None
+        self._peers: Peers
+        self._pages: Handle
+        self._word_list: Handle
+        self._transports: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="kv-nixl-reader", daemon=True)
+        self._thread.start()
+
+    def submit(self, read: Read) -> None:
+        self._jobs.put(read)
+
+    def rebuild(self) -> None:
+        self._jobs.put("rebuild")
+
+    def shutdown(self, timeout_s: float) -> bool:
+        self._jobs.put("end")
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # The thread
+
+    def _run(self) -> None:
+        with contextlib.suppress(NixlError, EngineError):  # the first read tries again, and says so
+            self._connect()  # half a second that the first read need not wait for
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._pause_s())
+            except queue.Empty:
+                self._advance()
+                continue
+            if job == "end":
+                break
+            if job == "rebuild":
+                self._rebuild()
+            elif isinstance(job, Read):
+                self._queued.append(job)
+                self._advance()
+        for read in self._take_queued():
+            self._on_end(read, SKIPPED, 0.0)
+        self._destroy(GIVEN_UP, keep_wanted=False)
+
+    def _pause_s(self) -> float | None:
+        """Until the next look: short for young reads, long for those nobody waits for; None: there are none."""
+        wanted = [active for active in self._active if not active.read.owner.holds_blocks and active.stage != "stuck"]
+        if wanted:
+            age_s = time.monotonic() - max(active.started for active in wanted)
+            return min(2e-3, max(1e-4, age_s / 20))
+        return 0.02 if self._active else None
+
+    def _advance(self) -> None:
+        for active in list(self._active):
+            self._step(active)
+        waiting = self._take_queued()
+        while waiting:
+            read = waiting.popleft()
+            if read.is_cancelled:
+                self._on_end(read, SKIPPED, 0.0)
+            elif not self._begin(read):
+                self._queued.append(read)
+
+    def _take_queued(self) -> deque[Read]:
+        waiting, self._queued = self._queued, deque()
+        return waiting
+
+    def _begin(self, read: Read) -> bool:
+        """False: later, its peer is busy."""
+        started = time.monotonic()
+        try:
+            failpoints.hit("kv.load")
+            agent = self._connect()
+            peer = self._peers.get(read.source)
+            if peer.num_reads >= _READS_PER_PEER or not self._free_words:
+                return False
+            remote_ids = [read.source.block_ids[op.block_index] for op in read.ops]
+            transfer = agent.read(self._pages, [op.block_id for op in read.ops], peer.pages, remote_ids)
+        except (NixlError, EngineError, failpoints.FailpointError) as error:
+            _log.warning("pages of %s cannot be read: %s", read.source.agent_name, error)
+            self._on_end(read, _reason(error), 0.0)
+            return True
+        active = _Active(read, peer, transfer, self._free_words.pop(), started)
+        peer.num_reads += 1
+        self._active.append(active)
+        self._step(active, is_new=True)
+        return True
+
+    def _step(self, active: _Active, *, is_new: bool = False) -> None:
+        """Take a read in flight as far as it goes now."""
+        agent = self._agent
+        if agent is None or active.stage == "stuck":
+            return
+        try:
+            done = agent.post(active.transfer) if is_new else agent.is_done(active.transfer)
+            if done and active.stage == "pages":
+                done = self._ask_word(agent, active)
+        except NixlDisconnected as error:
+            active.peer.broken = True
+            self._end(active, error.reason)
+        except NixlError as error:
+            _log.error("a read from %s is stuck: %s", active.peer.name, error)
+            active.stage = "stuck"
+        else:
+            if done:
+                self._end(active, None if self._word_is_right(active) else LEASE_ENDED)
+
+    def _ask_word(self, agent: NixlAgent, active: _Active) -> bool:
+        """The pages are here: now the lease word, after them. True: it is here too."""
+        word_index = active.read.source.word_index
+        self._words[active.word_slot] = 0
+        transfer = agent.read(self._word_list, [active.word_slot], active.peer.words, [word_index])
+        agent.release(active.transfer)
+        active.transfer, active.stage = transfer, "word"
+        return agent.post(transfer)
+
+    def _word_is_right(self, active: _Active) -> bool:
+        return bytes(self._words[active.word_slot].tobytes()) == active.read.source.word
+
+    def _end(self, active: _Active, failure: str | None) -> None:
+        assert self._agent is not None
+        self._agent.release(active.transfer)
+        self._active.remove(active)
+        self._free_words.append(active.word_slot)
+        active.peer.num_reads -= 1
+        if failure is None:
+            self._name_transport(active.peer)
+        self._peers.drop_if_broken(active.peer)
+        self._on_end(active.read, failure, time.monotonic() - active.started)
+
+    def _name_transport(self, peer: Peer) -> None:
+        if peer.name not in self._transports and self._agent is not None:
+            self._transports.add(peer.name)
+            _log.info("pages of %s come over UCX %s", peer.name, self._agent.transport)
+
+    # The agent
+
+    def _connect(self) -> NixlAgent:
+        """The agent, made if there is none."""
+        if self._agent is None:
+            agent = self._make_agent()
+            try:
+                words = Region("DRAM", 0, self._words.ctypes.data, WORD_BYTES, _NUM_WORDS)
+                for region in (self._region, words):
+                    agent.register(region)
+                self._pages, self._word_list = agent.prepare(self._region), agent.prepare(words)
+            except NixlError:
+                agent.close()
+                raise
+            self._agent = agent
+            self._peers = Peers(agent, max_peers=_MAX_PEERS)
+        return self._agent
+
+    def _rebuild(self) -> None:
+        num_given_up = sum(active.read.owner.holds_blocks for active in self._active)
+        _log.warning("the reading agent is rebuilt, to end %d reads that were given up", num_given_up)
+        self._destroy(GIVEN_UP, keep_wanted=True)
+        self._on_rebuilt()
+        self._advance()
+
+    def _destroy(self, failure: str, *, keep_wanted: bool) -> None:
+        """Break the connections, let go of everything, and end the reads; those still wanted go back to the queue."""
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        ended, self._active = self._active, []
+        if ended:
+            agent.cut()
+        for active in ended:
+            agent.release(active.transfer)
+            active.peer.num_reads -= 1
+            self._free_words.append(active.word_slot)
+        self._peers.drop_all()
+        agent.release_list(self._pages)
+        agent.release_list(self._word_list)
+        agent.close()
+        for active in ended:
+            if keep_wanted and not active.read.owner.holds_blocks and active.stage != "stuck":
+                self._queued.appendleft(active.read)
+            else:
+                self._on_end(active.read, failure, time.monotonic() - active.started)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NixlError):
+        return error.reason
+    return "failpoint" if isinstance(error, failpoints.FailpointError) else "nixl_agent"

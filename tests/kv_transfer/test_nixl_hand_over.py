@@ -1,0 +1,150 @@
+"""Two real engine cores and real NIXL, in one process: tokens after a hand-over are the aggregated engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.messages import LeaseCommand
+from kv_transfer.nixl_connector import NixlConnector
+from tests.builders import lively_checkpoint
+from tests.kv_transfer.nixl_pair import NixlPair
+from tests.oracle import random_prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=200, max_tokens=16, ignore_eos=True, seed=11)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_checkpoint(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+@pytest.fixture
+def pair(checkpoint: Path, tmp_path: Path) -> Iterator[NixlPair]:
+    pair = NixlPair(checkpoint, tmp_path)
+    yield pair
+    pair.close()
+
+
+def aggregated(checkpoint: Path, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=512)
+    return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def check_all_moved(pair: NixlPair, prompts: list[list[int]]) -> None:
+    for prompt, outcome in zip(prompts, pair.outcomes.values(), strict=True):
+        assert outcome.loaded is not None
+        assert outcome.loaded.num_recomputed_blocks == 0, outcome.loaded.reason
+        assert outcome.loaded.num_external_tokens == len(prompt) - 16 * outcome.num_local_blocks
+    assert pair.decode.load.num_prefilled_tokens == 0, "decode computed prompt tokens"
+
+
+@pytest.mark.parametrize("digest", [True, False], ids=["digest", "no-digest"])
+def test_tokens_after_a_hand_over_are_the_aggregated_engines(checkpoint: Path, tmp_path: Path, digest: bool) -> None:
+    params = GREEDY if digest else SEEDED
+    pair = NixlPair(checkpoint, tmp_path, options={"digest": digest})
+    prompts = [*random_prompts(8, longest=300, vocab_size=1024, seed=5), [7] * 16, [8] * 64]
+    for index, prompt in enumerate(prompts):
+        pair.start(f"r{index}", prompt, params)
+    pair.run()
+    tokens = [outcome.token_ids for outcome in pair.outcomes.values()]
+    assert tokens == aggregated(checkpoint, prompts, params)
+    assert len({token for row in tokens for token in row}) > 20, "a model that says one thing proves nothing"
+    check_all_moved(pair, prompts)
+    pair.close()
+
+
+def test_pages_come_over_tcp_as_well(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    pair = NixlPair(checkpoint, tmp_path, options={"ucx_tls": "tcp"})
+    prompts = random_prompts(3, longest=200, vocab_size=1024, seed=6)
+    for index, prompt in enumerate(prompts):
+        pair.start(f"r{index}", prompt, GREEDY)
+    pair.run()
+    assert [outcome.token_ids for outcome in pair.outcomes.values()] == aggregated(checkpoint, prompts, GREEDY)
+    check_all_moved(pair, prompts)
+    assert any("come over UCX" in record.message for record in caplog.records), "the transport is not named"
+    pair.close()
+
+
+def test_blocks_move_while_later_chunks_are_still_computed(checkpoint: Path, tmp_path: Path) -> None:
+    pair = NixlPair(checkpoint, tmp_path, max_num_batched_tokens=64)
+    pair.start("long", random_prompts(2, longest=900, vocab_size=1024)[1], GREEDY)
+    pair.run()
+    assert pair.num_moves_before_first_token >= 3
+    pair.close()
+
+
+def test_decode_fetches_only_what_it_lacks(pair: NixlPair) -> None:
+    shared = random_prompts(2, longest=160, vocab_size=1024)[1]
+    pair.start("first", shared, GREEDY)
+    pair.run()
+    moved_before = connector_of(pair).counters.num_loaded_blocks
+    pair.start("second", [*shared, 5, 6, 7], GREEDY)
+    pair.run()
+    second = pair.outcomes["second"]
+    assert second.num_local_blocks == 10
+    assert second.loaded is not None
+    assert second.loaded.num_external_tokens == 3
+    assert connector_of(pair).counters.num_loaded_blocks == moved_before + 1
+
+
+def test_a_page_that_changed_after_its_digest_is_recomputed(checkpoint: Path, pair: NixlPair) -> None:
+    prompt = random_prompts(2, longest=200, vocab_size=1024, seed=9)[1]
+    expected = aggregated(checkpoint, [prompt], GREEDY)[0]
+    pair.hold_back = True
+    pair.start("hit", prompt, GREEDY)
+    pair.run_until(lambda: any(event.num_tokens for event in pair.held_back))
+    # STEP the holder's fifth page changes, after its digest was announced and before it is read
+    kv = pair.prefill_kv()
+    block_id = pair.metadata(pair.held_back[0].connector_metadata).block_ids[4]
+    kv[block_id].view(-1)[17] += 1.0
+    pair.let_go()
+    pair.run()
+    hit = pair.outcomes["hit"]
+    assert hit.token_ids == expected
+    assert hit.loaded is not None
+    assert hit.loaded.num_recomputed_blocks == 9
+    assert connector_of(pair).counters.load_failures["page_digest"] >= 1
+
+
+@pytest.mark.parametrize("digest", [True, False], ids=["digest", "no-digest"])
+def test_pages_read_after_their_lease_has_ended_count_for_nothing(
+    checkpoint: Path, tmp_path: Path, digest: bool
+) -> None:
+    pair = NixlPair(checkpoint, tmp_path, options={"digest": digest})
+    prompt = random_prompts(2, longest=200, vocab_size=1024, seed=9)[1]
+    pair.hold_back = True
+    pair.start("late", prompt, GREEDY)
+    pair.run_until(lambda: any(event.num_tokens for event in pair.held_back))
+    pair.prefill.handle(LeaseCommand("late", "release"))
+    pair.run_until(lambda: pair.prefill.load.held_blocks == 0)
+    pair.let_go()
+    pair.run()
+    late = pair.outcomes["late"]
+    assert late.token_ids == aggregated(checkpoint, [prompt], GREEDY)[0]
+    assert late.loaded is not None
+    assert late.loaded.num_external_tokens == 0
+    assert connector_of(pair).counters.load_failures["lease_ended"] >= 1
+    pair.close()
+
+
+def test_blocks_stay_until_the_lease_ends(pair: NixlPair) -> None:
+    prompt = random_prompts(2, longest=200, vocab_size=1024, seed=9)[1]
+    pair.hold_back = True
+    pair.start("kept", prompt, GREEDY)
+    pair.run_until(lambda: any(event.num_tokens for event in pair.held_back))
+    assert pair.prefill.load.held_blocks == 13
+    pair.let_go()
+    pair.run()
+    assert pair.prefill.load.held_blocks == 0
+
+
+def connector_of(pair: NixlPair) -> NixlConnector:
+    connector = pair.decode._connector
+    assert isinstance(connector, NixlConnector)
+    return connector
