@@ -1,23 +1,25 @@
 """How fast pages go to Redis and come back, next to one raw connection that reads the same values.
 
-    python -m benchmarks.redis_transfer [--page-bytes 1835008] [--pages 64] [--threads 4] [--rounds 5]
+    python -m benchmarks.redis_transfer [--page-bytes 1835008] [--pages 64] [--threads 2] [--lives 4] [--rounds 3]
 
-Starts a Redis of its own on loopback. Each round measures, one after another: the raw connection (GET in lock step
-with a plain socket, with a socket buffered as ours are, and with the next GET sent ahead; read with recv_into into a
-ready buffer), then save and load through the store, with digests and without. What is compared was measured in the same round; the medians over rounds are printed.
-Load and save run as an instance runs them: on I/O threads, header and digest made and verified, straight from and
-into one KV memory.
+Starts a Redis of its own on loopback. Each round measures, one after another: save and load through the store, with
+digests and without; then the raw connection (GET and recv_into a ready buffer, in lock step: with a plain socket, with
+a socket buffered as ours are, and with the next GET sent ahead). What is compared was measured in the same round. A
+connection's speed depends on what the kernel's congestion control has made of its beginnings (BBR: up to a factor of
+two, for its whole life), so connections are made anew a few times; medians over all rounds are printed. Load and save
+run as in an instance: on I/O threads, header and digest made and verified, from and into one KV memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,10 +62,11 @@ class Memory:
 @click.command(help=__doc__)
 @click.option("--page-bytes", default=1_835_008, show_default=True, help="16 tokens of a 0.6B Qwen3 in bfloat16.")
 @click.option("--pages", "num_pages", default=64, show_default=True, help="Pages moved in each measurement.")
-@click.option("--threads", "num_threads", default=4, show_default=True, help="I/O threads, as num_io_threads.")
+@click.option("--threads", "num_threads", default=2, show_default=True, help="I/O threads, as num_io_threads.")
 @click.option("--connections", "num_connections", default=1, show_default=True, help="As num_connections.")
-@click.option("--rounds", default=5, show_default=True)
-def main(page_bytes: int, num_pages: int, num_threads: int, num_connections: int, rounds: int) -> None:
+@click.option("--lives", default=4, show_default=True, help="Sets of connections, one after another.")
+@click.option("--rounds", default=3, show_default=True, help="Measurements of each, after one to warm up.")
+def main(page_bytes: int, num_pages: int, num_threads: int, num_connections: int, lives: int, rounds: int) -> None:
     memory = Memory.of(num_pages, page_bytes)
     target = Memory(memoryview(bytearray(len(memory.kv))), page_bytes, memory.specs)
     figures: dict[str, list[float]] = {}
@@ -71,43 +74,50 @@ def main(page_bytes: int, num_pages: int, num_threads: int, num_connections: int
         options = RedisOptions(
             url=server.url, digest=False, num_io_threads=num_threads, num_connections=num_connections
         )
-        for number in range(rounds + 1):
-            store = make_store(options)  # new connections for both sides of the comparison
-            measured = measure(server, store, memory, target, num_threads)
-            store.close()
-            if number:  # the first one warms up
-                for name, speed in measured.items():
-                    figures.setdefault(name, []).append(speed)
+        for _ in range(lives):
+            for number, measured in enumerate(life(server, options, memory, target, rounds + 1)):
+                if number:  # the first one warms up
+                    for name, speed in measured.items():
+                        figures.setdefault(name, []).append(speed)
     show(figures)
 
 
-def measure(
-    server: RedisServer, store: RedisStore, memory: Memory, target: Memory, num_threads: int
-) -> dict[str, float]:
-    """One round, in GB/s."""
-    num_pages, num_bytes = len(memory.specs), len(memory.kv)
+def life(
+    server: RedisServer, options: RedisOptions, memory: Memory, target: Memory, rounds: int
+) -> Iterator[dict[str, float]]:
+    """Rounds on one set of connections, in GB/s."""
+    store, num_bytes = make_store(options), len(memory.kv)
 
     def speed(work: Callable[[], None]) -> float:
         started_s = time.perf_counter()
         work()
         return num_bytes / (time.perf_counter() - started_s) / 1e9
 
-    def each(job: Callable[[int], None]) -> Callable[[], None]:
-        return lambda: on_threads(num_threads, num_pages, job)
+    def each(job: Callable[[RedisStore, Memory, int, bytes | None], None], own: Memory, key: bytes | None) -> float:
+        return speed(
+            lambda: on_threads(options.num_io_threads, len(own.specs), lambda index: job(store, own, index, key))
+        )
 
-    figures = {}
-    for name, key in (("digest on", _KEY), ("digest off", None)):
-        figures[f"save, {name}"] = speed(each(lambda index, key=key: save(store, memory, index, key)))  # type: ignore[misc]
-        figures[f"load, {name}"] = speed(each(lambda index, key=key: load(store, target, index, key)))  # type: ignore[misc]
-        assert target.kv == memory.kv, "what was loaded is not what was saved"
-    for name, depth, is_tuned in RAW:
-        with socket.socket() as sock:
+    with contextlib.ExitStack() as stack:
+        stack.callback(store.close)
+        store.connect()
+        time.sleep(0.1)  # an instance connects when it starts, and pages come later
+        sockets = {}
+        for name, _, is_tuned in RAW:
+            sock = sockets[name] = stack.enter_context(socket.socket())
             if is_tuned:
                 set_receive_buffer(sock)
             sock.connect(("127.0.0.1", server.port))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            figures[name] = speed(lambda sock=sock, depth=depth: read_raw(sock, target, depth))  # type: ignore[misc]
-    return figures
+        for _ in range(rounds):
+            figures = {}
+            for name, key in (("digest on", _KEY), ("digest off", None)):
+                figures[f"save, {name}"] = each(save, memory, key)
+                figures[f"load, {name}"] = each(load, target, key)
+                assert target.kv == memory.kv, "what was loaded is not what was saved"
+            for name, depth, _ in RAW:
+                figures[name] = speed(lambda name=name, depth=depth: read_raw(sockets[name], target, depth))  # type: ignore[misc]
+            yield figures
 
 
 def save(store: RedisStore, memory: Memory, index: int, key: bytes | None) -> None:

@@ -18,6 +18,7 @@ CONNECTORS = {
     "null": "engine.kv_connector:NullKVConnector",
     "shared_storage": "kv_transfer.connector:SharedStorageConnector",
     "redis": "kv_transfer.redis_connector:RedisConnector",
+    "nixl": "kv_transfer.nixl_connector:NixlConnector",
 }
 """The connectors that have a short name; any other is given as module:Class."""
 
@@ -49,6 +50,12 @@ class ListenSettings(ServerSettings):
             return self
         update = {"host": matched["host"].strip("[]"), "port": int(matched["port"]), "listen": None}
         return self.model_validate({**self.model_dump(), **update})
+
+    @property
+    def advertised_host(self) -> str:
+        """Where peers reach this instance, without the port."""
+        matched = _HOST_PORT.fullmatch(self.advertise or "")
+        return matched["host"].strip("[]") if matched is not None else self.resolved().host
 
 
 class InstanceSection(Section):
@@ -181,11 +188,11 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         lease_s=transfer.lease_s,
         max_held_fraction=transfer.max_held_fraction,
         reservation_s=transfer.reservation_s,
-        kv_connector=_connector_config(transfer),
+        kv_connector=_connector_config(transfer, settings.server.advertised_host),
     )
 
 
-def _connector_config(transfer: TransferSection) -> KVConnectorConfig:
+def _connector_config(transfer: TransferSection, advertised_host: str = "127.0.0.1") -> KVConnectorConfig:
     class_path = CONNECTORS.get(transfer.connector, transfer.connector)
     named: dict[str, str | int | float | bool | None] = {
         "path": None if transfer.folder is None else str(transfer.folder),
@@ -194,6 +201,11 @@ def _connector_config(transfer: TransferSection) -> KVConnectorConfig:
         "capacity_bytes": transfer.capacity_bytes,
     }
     given = {name: value for name, value in named.items() if value is not None}
+    if transfer.connector == "nixl":
+        if unused := given.keys() - {"kv_secret_file"}:
+            raise SettingsError(f"the nixl connector stores nothing and takes no {min(unused)}")
+        if "address" not in transfer.options:
+            given["address"] = advertised_host
     if twice := given.keys() & transfer.options.keys():
         raise SettingsError(f"transfer.options.{min(twice)} has a setting of its own; give it there")
     if transfer.connector == "null" and (given or transfer.options):
@@ -203,7 +215,7 @@ def _connector_config(transfer: TransferSection) -> KVConnectorConfig:
     if transfer.connector == "redis" and "url" not in given:
         raise SettingsError("transfer.url is required by the redis connector: set --kv-url")
     if (
-        transfer.connector in ("shared_storage", "redis")
+        transfer.connector in ("shared_storage", "redis", "nixl")
         and "kv_secret_file" not in given
         and transfer.options.get("digest", True)
     ):

@@ -124,7 +124,7 @@ class NixlConnector(TransferConnector):
             max_age_s=self._options.max_quarantine_s,
         )
         self._loader = MemoryLoader(naming, load_timeout_s=self._options.load_timeout_s, key=self._key)
-        self._lender = Lender(self._epoch, self._pages, self._words, self._settings, self._key)
+        self._lender = self._make_lender()
         self._producer = MemoryProducer(naming, self._leases, self._words, self._lender.describe)
         self._wire = self._make_wire()
 
@@ -149,9 +149,7 @@ class NixlConnector(TransferConnector):
 
     def poll(self) -> KVConnectorOutput:
         now = self._clock()
-        self._apply_read_ends()
-        for end in self._take_ended():
-            self._apply(end, now)
+        self._apply_ends(now)
         self._producer.expire(now)
         self._give_up_late_reads(now)
         self._tend_quarantine(now)
@@ -170,14 +168,15 @@ class NixlConnector(TransferConnector):
         for read in self._reads:
             self._loader.give_up(read.owner, "the instance ends")
         self._wire.shutdown(self._options.shutdown_timeout_s)
-        self._apply_read_ends()
         self._threads.shutdown(self._options.shutdown_timeout_s)
-        for end in self._take_ended():
-            self._apply(end, self._clock())
+        self._apply_ends(self._clock())
         if not lends:
             self._lender.close()  # else a reader may be at it, and the end of the process ends that better
 
     # Inside: lending
+
+    def _make_lender(self) -> Lender:
+        return Lender(self._epoch, self._pages, self._words, self._settings, self._key)
 
     def _digest(self, op: SaveOp) -> None:
         """On an I/O thread."""
@@ -195,7 +194,7 @@ class NixlConnector(TransferConnector):
     # Inside: reading
 
     def _make_wire(self) -> Wire:
-        name = f"tandem-{self._epoch.hex()}-reads"
+        name = f"reads-{self._epoch.hex()}"
         return PageReader(
             lambda: NixlAgent(name, self._settings), self._pages, on_end=self._end_read, on_rebuilt=self._end_rebuild
         )
@@ -233,16 +232,19 @@ class NixlConnector(TransferConnector):
             self._num_rebuilt += 1
         self._wake()
 
-    def _apply_read_ends(self) -> None:
+    def _apply_ends(self, now: float) -> None:
+        ends = self._take_ended()  # first: a read's end is told before those of its pages, so it is never missed here
         with self._ended_lock:
-            ends, self._read_ends = self._read_ends, []
+            read_ends, self._read_ends = self._read_ends, []
             num_rebuilt = self._num_rebuilt
-        for read in ends:
+        for read in read_ends:
             self._reads.pop(read, None)
             self._quarantine.ended(read)
         if num_rebuilt > self.num_rebuilt:
             self.num_rebuilt = num_rebuilt
             self._quarantine.rebuilt()
+        for end in ends:
+            self._apply(end, now)
 
     def _give_up_late_reads(self, now: float) -> None:
         for read in list(self._reads):

@@ -23,7 +23,7 @@ class Lender:
         self._pages = pages
         self._words = words.region
         self._key = key
-        self._agent = NixlAgent(f"tandem-{epoch.hex()}-lends", settings)
+        self._agent = NixlAgent(f"lends-{epoch.hex()}", settings)
         for region in (pages, self._words):
             self._agent.register(region)
         self._agent_metadata = self._agent.metadata()

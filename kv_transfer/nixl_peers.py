@@ -26,6 +26,8 @@ class Peer:
     words: Handle
     num_reads: int = 0
     """In flight."""
+    num_moving: int = 0
+    """Of these, those whose pages are under way."""
     broken: bool = False
     """The connection is lost: nothing more is begun, and it goes when nothing is in flight."""
 

@@ -14,7 +14,6 @@ is too much. A rebuild breaks the agent's connections, which ends its reads, des
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -37,7 +36,7 @@ from kv_transfer.page_io import SKIPPED
 GIVEN_UP = "given_up"
 LEASE_ENDED = "lease_ended"
 _READS_PER_PEER = 2
-"""In flight at once: while one is verified the next one moves, and none waits long behind others."""
+"""Whose pages move at once: while one is verified the next one moves, and no word waits long behind pages."""
 _NUM_WORDS = 1024
 _MAX_PEERS = 256
 _log = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class _Active:
 
 
 class PageReader:
-    """Implements Wire over NIXL. `make_agent` is called on the thread, again after each rebuild."""
+    """Implements Wire over NIXL. `make_agent` is called at once, and on the thread after each rebuild."""
 
     def __init__(
         self, make_agent: Callable[[], NixlAgent], pages: Region, *, on_end: OnEnd, on_rebuilt: Callable[[], None]
@@ -111,6 +110,7 @@ class PageReader:
         self._pages: Handle
         self._word_list: Handle
         self._transports: set[str] = set()
+        self._connect()  # here, so that what is wrong is known at the start, and the first read need not wait
         self._thread = threading.Thread(target=self._run, name="kv-nixl-reader", daemon=True)
         self._thread.start()
 
@@ -128,8 +128,6 @@ class PageReader:
     # The thread
 
     def _run(self) -> None:
-        with contextlib.suppress(NixlError, EngineError):  # the first read tries again, and says so
-            self._connect()  # half a second that the first read need not wait for
         while True:
             try:
                 job = self._jobs.get(timeout=self._pause_s())
@@ -156,8 +154,7 @@ class PageReader:
         return 0.02 if self._active else None
 
     def _advance(self) -> None:
-        for active in list(self._active):
-            self._step(active)
+        self._step_all()
         waiting = self._take_queued()
         while waiting:
             read = waiting.popleft()
@@ -165,6 +162,12 @@ class PageReader:
                 self._on_end(read, SKIPPED, 0.0)
             elif not self._begin(read):
                 self._queued.append(read)
+            else:
+                self._step_all()  # over shared memory it took milliseconds; what was waiting for a word may have it
+
+    def _step_all(self) -> None:
+        for active in list(self._active):
+            self._step(active)
 
     def _take_queued(self) -> deque[Read]:
         waiting, self._queued = self._queued, deque()
@@ -177,7 +180,7 @@ class PageReader:
             failpoints.hit("kv.load")
             agent = self._connect()
             peer = self._peers.get(read.source)
-            if peer.num_reads >= _READS_PER_PEER or not self._free_words:
+            if peer.num_moving >= _READS_PER_PEER or not self._free_words:
                 return False
             remote_ids = [read.source.block_ids[op.block_index] for op in read.ops]
             transfer = agent.read(self._pages, [op.block_id for op in read.ops], peer.pages, remote_ids)
@@ -187,6 +190,7 @@ class PageReader:
             return True
         active = _Active(read, peer, transfer, self._free_words.pop(), started)
         peer.num_reads += 1
+        peer.num_moving += 1
         self._active.append(active)
         self._step(active, is_new=True)
         return True
@@ -217,6 +221,7 @@ class PageReader:
         transfer = agent.read(self._word_list, [active.word_slot], active.peer.words, [word_index])
         agent.release(active.transfer)
         active.transfer, active.stage = transfer, "word"
+        active.peer.num_moving -= 1
         return agent.post(transfer)
 
     def _word_is_right(self, active: _Active) -> bool:
@@ -228,6 +233,7 @@ class PageReader:
         self._active.remove(active)
         self._free_words.append(active.word_slot)
         active.peer.num_reads -= 1
+        active.peer.num_moving -= active.stage == "pages"
         if failure is None:
             self._name_transport(active.peer)
         self._peers.drop_if_broken(active.peer)

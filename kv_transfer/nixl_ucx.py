@@ -1,8 +1,8 @@
 """What UCX is told through the environment, what it says in its log, and how its connections are cut.
 
 UCX reads UCX_* when an agent is made, and where its log goes when its library is loaded. The environment belongs to
-the whole process, so it is changed for the length of that call alone. The log goes to a file that has no name any
-more once it is open; it is read back to name the transport and to pass warnings on.
+the whole process, so it is changed for the length of that call alone, in which no other process may be started. The log
+goes to a file that has no name any more once it is open; it is read back to name the transport and to pass warnings on.
 
 Cutting. UCX 1.23 over TCP cannot cancel a read: released, it goes on writing; and an agent that is destroyed under a
 read makes its peer fail an assertion when the peer next runs. A connection that breaks does neither: the read ends
@@ -14,6 +14,7 @@ another one for each agent.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import logging
 import os
@@ -79,15 +80,16 @@ class UcxLog:
     """The log of the one UCX in this process."""
 
     def __init__(self) -> None:
-        self._file = tempfile.NamedTemporaryFile(mode="r", prefix="ucx-", suffix=".log", errors="replace")  # noqa: SIM115
-        self.environment = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": self._file.name}
+        self._descriptor, self._path = tempfile.mkstemp(prefix="ucx-", suffix=".log")
+        self._begun = ""  # a line that is not whole yet
+        self.environment = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": self._path}
         self._chosen: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def loaded(self) -> None:
         """UCX has the file open."""
         with contextlib.suppress(OSError):
-            os.unlink(self._file.name)
+            os.unlink(self._path)
 
     def transport(self, agent_name: str) -> str | None:
         """What UCX chose for the last peer of this agent; None: it has not said."""
@@ -97,7 +99,11 @@ class UcxLog:
     def read(self) -> None:
         """Take in what is new; warnings and errors go on to the log of this process."""
         with self._lock:
-            for line in self._file:
+            ctypes.CDLL(None).fflush(None)  # UCX writes through C's buffers, and leaves the text there
+            while new := os.read(self._descriptor, 1 << 16):
+                self._begun += new.decode(errors="replace")
+            *lines, self._begun = self._begun.split("\n")
+            for line in lines:
                 if (chosen := _CHOSEN.search(line)) is not None:
                     self._chosen[chosen["agent"][:_WORKER_NAME_LEN]] = f"{chosen['where']} {chosen['lanes'].strip()}"
                 elif (said := _SAID.search(line)) is not None:

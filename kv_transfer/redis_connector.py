@@ -109,8 +109,9 @@ def make_store(options: RedisOptions) -> RedisStore:
 
 
 def look_at(store: RedisStore) -> list[str]:
-    """Log what is wrong with the server's set-up, if it can be reached at all. Never raises for its sake."""
+    """Connect, and log what is wrong with the server's set-up. That it cannot be reached is no error."""
     try:
+        store.connect()
         info = {**store.info("memory"), **store.info("replication")}
     except StoreError:
         return []  # the store has said so already; an instance starts without Redis, too

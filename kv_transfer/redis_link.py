@@ -23,6 +23,7 @@ from kv_transfer.page import Buffer
 from kv_transfer.redis_wire import LinkError, ReplyReader, Wire, link_error
 
 T = TypeVar("T")
+_IDLE_S = 0.05
 ReadAnswer = Callable[[ReplyReader, float], T]
 """Reads exactly the answers to one request, by the deadline given. What it raises breaks the connection."""
 
@@ -49,7 +50,9 @@ class Connection:
         matters: woken all together they would fight for the interpreter while a page waits."""
         self._failure: str | None = None
         # A wire that is not duplex is one thread's from its request to the answer.
-        self._in_flight = threading.Semaphore(max_in_flight if wire.is_duplex else 1)
+        is_alone = max_in_flight == 1 or not wire.is_duplex
+        self._in_flight = threading.Lock() if is_alone else threading.Semaphore(max_in_flight)
+        self._left_at = time.monotonic()
 
     @property
     def num_users(self) -> int:
@@ -58,9 +61,8 @@ class Connection:
     def join(self) -> bool:
         """Begin to use it; False: it is broken, or Redis has closed it while nobody looked."""
         with self._lock:
-            if self._failure is None and not self._num_users and not self._wire.is_quiet():
-                self._failure = "closed"
-                self._wire.close()
+            if not self._num_users and self._failure is None and time.monotonic() - self._left_at > _IDLE_S:
+                self._look()
             if self._failure is not None:
                 return False
             self._num_users += 1
@@ -70,6 +72,7 @@ class Connection:
         """End one use."""
         with self._lock:
             self._num_users -= 1
+            self._left_at = time.monotonic()
             if self._failure is not None and not self._num_users:
                 self._wire.close()
 
@@ -107,6 +110,12 @@ class Connection:
         except BaseException:
             self.break_off("interrupted")
             raise
+
+    def _look(self) -> None:
+        """Whether it is still good after a while in which nobody used it."""
+        if not self._wire.is_quiet():
+            self._failure = "closed"
+            self._wire.close()
 
     def _send(self, request: Sequence[Buffer], send_s: float) -> threading.Lock:
         with self._send_lock:
@@ -189,11 +198,17 @@ class Slots:
 
     def exchange(self, request: Sequence[Buffer], read: ReadAnswer[T], budget: Budget) -> T:
         """As Connection.exchange, on one of them."""
-        connection = min(self._slots, key=lambda slot: slot.num_users).take()
+        slots = self._slots
+        connection = (slots[0] if len(slots) == 1 else min(slots, key=lambda slot: slot.num_users)).take()
         try:
             return connection.exchange(request, read, budget)
         finally:
             connection.leave()
+
+    def connect(self) -> None:
+        """Make all connections that are not there."""
+        for slot in self._slots:
+            slot.take().leave()
 
     def drop(self, reason: str) -> None:
         """Break all connections."""

@@ -56,7 +56,7 @@ class RedisLimits:
 
 
 class RedisStore:
-    """See the module. Implements kv_transfer.store.BlockStore. Connects when it is first asked for something."""
+    """See the module. Implements kv_transfer.store.BlockStore. Connects whenever it has no connection."""
 
     name = "redis"
 
@@ -117,6 +117,19 @@ class RedisStore:
         self._readers.close()
         self._writers.close()
 
+    def connect(self) -> None:
+        """Make the connections before they are needed. Raises StoreError.
+
+        Not for the milliseconds alone: where pages follow the login at once, BBR takes the small answers for all that
+        the way can carry, and may leave the connection at half its speed for good (1.4 GB/s against 2.2 on loopback).
+        """
+        try:
+            self._readers.connect()
+            self._writers.connect()
+        except LinkError as error:
+            self._health.failed(error.reason)
+            raise
+
     def info(self, section: str) -> dict[str, str]:
         """What Redis says of itself. Raises StoreError."""
         reply = self._ask(self._writers, [encode("INFO", section)], ReplyReader.reply, self._limits.budget())
@@ -146,7 +159,7 @@ class RedisStore:
         return round(1000 * (self._limits.tail_ttl_s if key.scope else self._limits.ttl_s))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _PageAnswer:
     """Reads what GETRANGE answers. Whatever the value is, it is read or skipped to its end, to stay in step."""
 

@@ -24,6 +24,7 @@ _BUFFER_BYTES = 4096  # a line must fit; what of a page comes with it is copied 
 _SCRATCH_BYTES = 1 << 16
 _MAX_CONTROL_BYTES = 1 << 18
 _MAX_ITEMS = 256
+_TIMEVAL = struct.Struct("@ll")
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 _REASONS = {
     b"ASK": "cluster",
@@ -113,6 +114,7 @@ class TcpWire:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.is_local = sock.getsockname()[0] == sock.getpeername()[0]
         self._socket = sock
+        self._deadlines: dict[int, float] = {}
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
@@ -146,9 +148,12 @@ class TcpWire:
         self._socket.close()
 
     def _limit(self, option: int, deadline: float) -> None:
-        seconds, fraction = divmod(_left(deadline), 1.0)
-        timeval = struct.pack("@ll", int(seconds), max(1, int(fraction * 1e6)))
-        self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+        """At most twice the time: once set, it is for each wait until the deadline has passed."""
+        left = _left(deadline)
+        if self._deadlines.get(option) != deadline:
+            self._deadlines[option] = deadline
+            timeval = _TIMEVAL.pack(int(left), max(1, int(left % 1.0 * 1e6)))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 class TlsWire:

@@ -6,6 +6,7 @@ msgpack in hex, and writes an event a line.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -77,10 +78,8 @@ class HolderProcess:
         self._thread.join(5.0)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
 
     def _send(self, data: bytes) -> None:
         assert self._process.stdin is not None

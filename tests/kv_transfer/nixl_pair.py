@@ -124,7 +124,7 @@ class NixlPair:
 
     def prefill_kv(self) -> torch.Tensor:
         """The holder's KV memory."""
-        return self.prefill._runner._kv_cache  # noqa: SLF001
+        return self.prefill._runner._kv_cache
 
     def metadata(self, encoded: bytes) -> TransferMetadata:
         """What a transfer's metadata says, unchecked."""

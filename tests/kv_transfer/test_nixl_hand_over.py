@@ -67,7 +67,9 @@ def test_pages_come_over_tcp_as_well(checkpoint: Path, tmp_path: Path, caplog: p
     pair.run()
     assert [outcome.token_ids for outcome in pair.outcomes.values()] == aggregated(checkpoint, prompts, GREEDY)
     check_all_moved(pair, prompts)
-    assert any("come over UCX" in record.message for record in caplog.records), "the transport is not named"
+    (named,) = [record.message for record in caplog.records if "come over UCX" in record.message]
+    assert "tcp/lo" in named
+    assert "cma" not in named
     pair.close()
 
 

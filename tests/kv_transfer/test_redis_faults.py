@@ -196,8 +196,9 @@ def test_restarted_server_is_noticed(own_server: RedisServer) -> None:
     store.close()
 
 
-def test_frozen_server_costs_one_time_out_for_all_who_wait(own_server: RedisServer) -> None:
-    store = make_store(options_of(own_server))
+@pytest.mark.parametrize("max_in_flight", [1, 8])
+def test_frozen_server_costs_one_time_out_for_all_who_wait(own_server: RedisServer, max_in_flight: int) -> None:
+    store = make_store(options_of(own_server, max_in_flight=max_in_flight))
     store.put(key_of(1), (HEADER, PAGE))
     assert read(store, key_of(1)) == (HEADER, PAGE)
     own_server.freeze()

@@ -148,9 +148,11 @@ def test_readers_see_one_of_two_writers_whole(store: RedisStore) -> None:
         writer.join()
 
 
-def test_many_threads_share_two_connections_and_get_their_own_answers(store: RedisStore, server: RedisServer) -> None:
+@pytest.mark.parametrize("max_in_flight", [1, 3, 8])
+def test_many_threads_share_two_connections_and_get_their_own_answers(server: RedisServer, max_in_flight: int) -> None:
     num_keys, num_bytes, wrong = 16, 50_000, []
     before = server.num_clients()
+    store = make_store(options_of(server, max_in_flight=max_in_flight))
     for number in range(num_keys):
         store.put(key_of(number), (HEADER, bytes([number]) * num_bytes))
     store.put(key_of(100), (b"too short",))
@@ -177,6 +179,7 @@ def test_many_threads_share_two_connections_and_get_their_own_answers(store: Red
     assert not wrong
     assert server.num_clients() == before + 2
     assert b"name=tandem-kv" in server.run("CLIENT", "LIST")  # type: ignore[operator]
+    store.close()
 
 
 def test_closed_store_leaves_no_connection_and_makes_none(server: RedisServer) -> None:
