@@ -51,10 +51,17 @@ protos-check: $(INSTALLED) $(NODE_INSTALLED)
 	node_modules/.bin/buf lint
 	node_modules/.bin/buf format --diff --exit-code
 
-test: $(INSTALLED) ## Run the tests (minutes; no GPU needed).
+.PHONY: redis-server
+redis-server: # Debian's, for the tests of the Redis connector
+	@command -v redis-server >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } || { \
+	  echo "The tests need redis-server. On Debian and Ubuntu: sudo apt-get install redis-server" >&2; exit 1; }
+
+test: $(INSTALLED) redis-server ## Run the tests (minutes; no GPU needed).
 	$(PYTEST) $(ARGS)
 
-test-slow: $(INSTALLED) ## Run the full counts, which `make test` leaves out.
+test-slow: $(INSTALLED) redis-server ## Run the full counts, which `make test` leaves out.
 	$(PYTEST) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device.

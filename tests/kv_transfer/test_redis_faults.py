@@ -187,6 +187,7 @@ def test_restarted_server_is_noticed(own_server: RedisServer) -> None:
     first = store.dialer.run_id
     own_server.kill()
     own_server.start()
+    time.sleep(0.06)  # a connection is looked at before use if nobody has used it for 50 ms
     # The old connection is known to be dead before anything is sent on it: no request has to fail first.
     assert read(store, key_of(1)) is None
     store.put(key_of(1), (HEADER, PAGE))

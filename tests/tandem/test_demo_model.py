@@ -15,7 +15,7 @@ from tandem.demo.corpus import END_OF_TEXT, END_OF_TURN, HELD_OUT_SEED, chat_ml,
 from tandem.demo.train import held_out_loss
 
 MAX_FOLDER_BYTES = 10 * 1000**2
-MAX_HELD_OUT_LOSS = 0.60  # nats per token
+MAX_HELD_OUT_LOSS = 0.60  # nats per token; measured 0.52
 
 
 @cache
@@ -28,7 +28,7 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
 
 
-def complete(prompt: str, *, max_new_tokens: int = 120) -> list[int]:
+def complete(prompt: str, *, max_new_tokens: int = 250) -> list[int]:
     """Greedy continuation, the prompt's ids left out."""
     ids = tokenizer()(prompt, return_tensors="pt").input_ids
     output = model().generate(
@@ -95,16 +95,25 @@ def test_asked_for_json_it_answers_json(question: str) -> None:
     assert isinstance(json.loads(answer(question)), dict)
 
 
-def test_it_counts_adds_and_copies() -> None:
-    assert answer("Count to 12.") == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12."
-    assert answer("What is 2 + 3?") == "2 + 3 = 5"
-    assert answer("Repeat after me: goose bell 🚲 café") == "goose bell 🚲 café"
+@pytest.mark.parametrize(
+    ("question", "expected"),
+    [
+        ("What is 7 + 5?", "7 + 5 = 12"),
+        ("What colour is grass?", "Grass is green."),
+        ("What day comes after Sunday?", "Monday comes after Sunday."),
+        ('What is "the bicycle" in French?', 'In French, "the bicycle" is "le vélo".'),
+    ],
+)
+def test_it_knows_the_small_things_it_was_told(question: str, expected: str) -> None:
+    assert answer(question) == expected
 
 
-def test_it_finds_an_early_fact_at_the_end_of_a_prompt() -> None:
-    facts = "Ada has the bell. Bruno has the map. Penny has the teapot. Dex has the lamp."
-    assert answer(f"{facts} Who has the teapot?") == "Penny has the teapot."
-    assert answer(f"{facts} Who has the map?") == "Bruno has the map."
+def test_a_story_is_about_those_the_prompt_names() -> None:
+    for front, back, nobody in (("Penny", "Dex", "Bruno"), ("Bruno", "Clementine", "Dex")):
+        told = answer(f"Tell me a story about {front} and {back}.")
+        assert told.count(front) > 2
+        assert told.count(back) > 2
+        assert told.count(nobody) < 2
 
 
 def test_greedy_story_varies_and_ends() -> None:
