@@ -30,8 +30,7 @@ _PACKAGES = (
 )  # fmt: skip
 _EXTRAS = (
     ("huggingface_hub", "models by name from the Hugging Face hub", "pip install 'tandem-llm[hub]'"),
-    ("redis", "the redis connector", "pip install redis"),
-    ("nixl", "the nixl connector (memory to memory, RDMA, NVLink)", "pip install nixl"),
+    ("nixl", "the nixl connector (memory to memory, RDMA, NVLink)", "pip install 'tandem-llm[nixl]'"),
     ("lmcache", "the lmcache connector", "pip install lmcache"),
     ("flash_attn", "FlashAttention on CUDA (our Triton kernels serve without it)", "pip install flash-attn"),
 )

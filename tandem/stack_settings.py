@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-CONNECTORS = ("shared_storage",)
+CONNECTORS = ("shared_storage", "redis", "nixl")
 """Those with a short name, of the ones that instance/config.py knows and a stack of several instances can use."""
 Disaggregation = Literal["always", "auto", "never"]
 
@@ -23,6 +23,8 @@ class StackSettings:
     num_decode: int = 1
     connector: str = "shared_storage"
     """A short name, or module:Class of one's own."""
+    kv_url: str | None = None
+    """Server of the redis connector."""
     disaggregation: Disaggregation = "auto"
     host: str = "127.0.0.1"
     port: int = 0
@@ -50,6 +52,10 @@ class StackSettings:
             raise ValueError(
                 f"a stack has at least one decode instance and no negative number of prefill instances: "
                 f"{self.num_prefill} prefill, {self.num_decode} decode"
+            )
+        if (self.connector == "redis") != (self.kv_url is not None):
+            raise ValueError(
+                "the redis connector, and only it, needs the address of a Redis: --kv-url redis://host:port/0"
             )
         if self.num_prefill == 0 and self.disaggregation == "always":
             raise ValueError("disaggregation 'always' needs at least one prefill instance")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tandem.machine import available_bytes, share_cores, usable_cores
 from tandem.member import MemberSpec
-from tandem.stack_settings import StackSettings
+from tandem.stack_settings import CONNECTORS, StackSettings
 
 _MAX_KV_BYTES = 2 << 30
 _KV_SHARE = 0.4
@@ -64,7 +64,11 @@ def _instance_flags(settings: StackSettings, folder: Path, name: str, cores: tup
         yield from ("--cpu-cores", f"[{', '.join(map(str, cores))}]")
     yield from ("--kv-connector", settings.connector)
     if settings.connector == "shared_storage":
-        yield from ("--kv-folder", str(folder / "store"), "--kv-secret-file", str(folder / "kv_secret"))
+        yield from ("--kv-folder", str(folder / "store"))
+    if settings.connector in CONNECTORS:
+        yield from ("--kv-secret-file", str(folder / "kv_secret"))
+    if settings.kv_url is not None:
+        yield from ("--kv-url", settings.kv_url)
     if settings.num_blocks is not None:
         yield from ("--num-blocks", str(settings.num_blocks))
     else:

@@ -53,8 +53,9 @@ _DEMO_TOKENS = 60
     show_default=True,
     metavar="NAME",
     callback=lambda context, option, value: _known_connector(value),
-    help="How KV gets from prefill to decode: shared_storage, or module:Class of your own.",
+    help="How KV gets from prefill to decode: shared_storage, redis, nixl, or module:Class of your own.",
 )
+@click.option("--kv-url", metavar="URL", help="Server of the redis connector: redis://host:port/0.")
 @click.option(
     "--disaggregation",
     type=click.Choice(["always", "auto", "never"]),
@@ -120,6 +121,7 @@ def command(
       tandem up --prefill 2 --decode 2 --port 50051
       tandem up --model Qwen/Qwen3-0.6B --dtype bfloat16 --kv-memory 2
       tandem up --prefill 0                            one instance that does both: the baseline
+      tandem up --connector redis --kv-url redis://127.0.0.1:6379/0
       tandem up --instance-arg=--max-num-seqs=16       any flag of the services
     """
     try:

@@ -1,4 +1,4 @@
-"""The training text: an endless, seeded stream of documents, half of them conversations.
+"""The training text: an endless, seeded stream of documents, most of them conversations.
 
 The same seed gives the same bytes on every machine, so the model can be made again and a test can hold text back
 (another seed) without a file. Raw documents teach completion, ChatML ones teach answering; both end with the
