@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-# Before torch is imported: on tiny models a second thread only spins, and the machine has other tests' processes to run.
+# Before torch is imported: on tiny models a second thread only spins, and other tests' processes need the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.register_assert_rewrite("tests.faults.checker")  # so that its asserts say what differed
 
