@@ -40,7 +40,8 @@ from engine.model_runner import ModelRunner
 from engine.models import load_model
 from engine.models.config import ModelConfig
 from engine.request import Request
-from engine.scheduler import Scheduler, SchedulerOutput
+from engine.scheduler import Scheduler
+from engine.scheduler_output import SchedulerOutput
 from engine.step_pace import StepPace
 
 _PROFILED_SHARE = 0.3

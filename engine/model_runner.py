@@ -15,7 +15,7 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.models.llama import LlamaModel
 from engine.request import Request
 from engine.sampler import NonFiniteLogits, SamplingRow, sample
-from engine.scheduler import ScheduledRequest, SchedulerOutput
+from engine.scheduler_output import ScheduledRequest, SchedulerOutput
 
 
 class ModelRunner:

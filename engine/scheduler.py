@@ -23,44 +23,8 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.kv_connector import KVConnector, KVLoadResult
 from engine.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, TokensEvent
 from engine.request import Request, RequestStatus
+from engine.scheduler_output import ScheduledRequest, SchedulerCounters, SchedulerOutput
 from engine.stop import check_token_stop
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request's share of a step: its next `num_tokens` tokens from `start`."""
-
-    request: Request
-    start: int
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """The step computes the request's last known token, so that its next one can be drawn."""
-        return self.start + self.num_tokens == self.request.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """What one step computes."""
-
-    scheduled: list[ScheduledRequest]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in this step."""
-        return sum(share.num_tokens for share in self.scheduled)
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start."""
-
-    num_preemptions: int = 0
-    num_prefilled_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_external_tokens: int = 0
-    num_recomputed_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -154,7 +118,7 @@ class Scheduler:
                 preempted = True
                 continue
             num_tokens = min(request.num_uncomputed_tokens, budget)
-            if not self._make_room(request, request.num_computed_tokens + num_tokens, scheduled):
+            if not self._make_room(request, request.num_computed_tokens + num_tokens):
                 preempted = True
                 continue
             scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
@@ -277,7 +241,7 @@ class Scheduler:
         self.held[retained_id] = blocks[num_verified_blocks:]
         request.num_computed_tokens = 0
 
-    def _make_room(self, request: Request, num_tokens: int, scheduled: list[ScheduledRequest]) -> bool:
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens of a running request, at the cost of those that come after it. False: it was
         preempted itself, or has to wait for I/O to free blocks."""
         while not self.kv.allocate(request, num_tokens):

@@ -13,7 +13,8 @@ from engine.kv_connector import KVLoadResult, NullKVConnector
 from engine.messages import EngineRequest, HoldKV, LoadedEvent, RemoteKV, ReservedEvent, TokensEvent
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, SchedulerOutput
+from engine.scheduler import Scheduler
+from engine.scheduler_output import SchedulerOutput
 
 BLOCK_SIZE = 4
 _ids = itertools.count()

@@ -1,0 +1,44 @@
+"""What a scheduler decides, as values: the model runner executes them, the scheduler applies what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: its next `num_tokens` tokens from `start`."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """The step computes the request's last known token, so that its next one can be drawn."""
+        return self.start + self.num_tokens == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What one step computes."""
+
+    scheduled: list[ScheduledRequest]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(share.num_tokens for share in self.scheduled)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    num_preemptions: int = 0
+    num_prefilled_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_external_tokens: int = 0
+    num_recomputed_blocks: int = 0
