@@ -247,7 +247,15 @@ def _zeroed_memory(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> t
     """Zeros. On the CPU they are the system's own, page by page at the first touch: writing 2 GiB takes seconds."""
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):
+        free = psutil.virtual_memory().available
+        raise CapacityError(
+            f"KV memory of {num_bytes / 2**30:.1f} GiB is not to be had, {free / 2**30:.1f} GiB are free; ask for "
+            "fewer KV bytes or blocks"
+        ) from None
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 

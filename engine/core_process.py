@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from engine.config import EngineConfig
+from engine.errors import EngineError
 
 
 def main() -> None:
@@ -40,7 +41,11 @@ def _run(config: EngineConfig, address: str) -> None:
     from engine.core_loop import ZmqMailbox, run_core
 
     mailbox = ZmqMailbox(address)
-    run_core(EngineCore(config, mailbox.wake), mailbox)
+    try:
+        core = EngineCore(config, mailbox.wake)
+    except (EngineError, OSError) as error:
+        sys.exit(f"engine core: {error}")  # what a person can mend; anything else is ours and shows where
+    run_core(core, mailbox)
     mailbox.close()
 
 

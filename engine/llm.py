@@ -61,6 +61,8 @@ class LLM:
             raise TypeError(
                 f"LLM got unknown arguments {sorted(unknown)}; known: {sorted(EngineConfig.__struct_fields__)}"
             )
+        if not (Path(model) / "config.json").is_file():
+            raise EngineError(f"model: {shown(str(model))} has no config.json; LLM takes a checkpoint's folder")
         config = msgspec.convert(fields, EngineConfig)
         set_num_threads(num_threads)
         self.core = EngineCore(config, wake=lambda: None)

@@ -26,25 +26,27 @@ class History:
     num_resumptions: int = 0
     num_internal: int = 0
     failed: set[InstanceKey] = field(default_factory=set)
-    refused: set[InstanceKey] = field(default_factory=set)
+    """Said that it was their own fault, which the request may have caused: never asked again."""
+    set_aside: set[InstanceKey] = field(default_factory=set)
+    """Were full, or could not be reached: not asked again while there are others."""
     last_error: ServiceError | None = None
 
     @property
     def excluded(self) -> frozenset[InstanceKey]:
-        """Instances that are not asked again."""
-        return frozenset(self.failed | self.refused)
+        """Instances that are not asked now."""
+        return frozenset(self.failed | self.set_aside)
 
     def record(self, failure: LegFailed, *, progressed: bool) -> None:
         """Takes note of one failed attempt."""
-        (self.refused if failure.kind == "refused" else self.failed).add(failure.key)
+        (self.failed if failure.kind == "internal" else self.set_aside).add(failure.key)
         self.num_internal += failure.kind == "internal"
         self.num_fruitless = 0 if progressed else self.num_fruitless + 1
         self.num_resumptions += progressed
         self.last_error = failure.error
 
-    def forgive_refusals(self) -> None:
-        """A full instance may have room by now."""
-        self.refused.clear()
+    def forgive(self) -> None:
+        """A full instance may have room by now, and one that was frozen or cut off may be back."""
+        self.set_aside.clear()
 
 
 def give_up(

@@ -153,7 +153,8 @@ class Generator:
 
     async def _plan(self, flow: _Flow) -> Plan:
         """Where to run. A stream that has begun waits a while for somebody to go on with it; a new request does not."""
-        wait_s = self._settings.failover.resume_wait_s if flow.choice.num_emitted else 0.0
+        has_begun = flow.journey.timeline.at(RequestEvent.FIRST_TOKEN) is not None  # by any of the request's choices
+        wait_s = self._settings.failover.resume_wait_s if has_begun else 0.0
         until_s = time.monotonic() + wait_s
         while True:
             plan = make_plan(
@@ -170,7 +171,7 @@ class Generator:
             if remaining_s <= 0:
                 raise self._nobody(flow, plan)
             await self._pools.wait_for_news(min(remaining_s, _LOOK_AGAIN_S))
-            flow.history.forgive_refusals()
+            flow.history.forgive()
 
     def _nobody(self, flow: _Flow, plan: NoPlan) -> ServiceError:
         _log.warning("%s: %s", plan.message, plan.why)

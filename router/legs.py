@@ -42,6 +42,8 @@ _KINDS: dict[grpc.StatusCode, FailureKind] = {
     grpc.StatusCode.INTERNAL: "internal",
     grpc.StatusCode.DATA_LOSS: "internal",
 }
+_GRPCIO_INTERNAL = "Internal error from Core"
+"""What grpcio says when one of our writes races with the end of the call, whatever that end was."""
 _DEADLINE_MARGIN_S = 0.02
 """Legs end this much before the request does, so that its end is told by us and not by a timer at the client."""
 
@@ -126,6 +128,9 @@ class _Leg:
 
     def _failed(self, error: grpc.aio.AioRpcError) -> LegFailed:
         code = error.code()
+        if code is grpc.StatusCode.INTERNAL and error.details() == _GRPCIO_INTERNAL:
+            late = self._choice.request.deadline_s is not None and time.monotonic() >= self._choice.request.deadline_s
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
         answer = received(error)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             answer = DeadlineExceeded("the request's deadline has passed")
@@ -182,10 +187,17 @@ class DecodeLeg(_Leg):
     was out. However the call ends, reading says so.
     """
 
+    def __init__(self, member: Member, key: InstanceKey, choice: Choice, mark: Mark) -> None:
+        super().__init__(member, key, choice, mark)
+        self._to_say: asyncio.Queue[decode_pb2.DecodeRequest | None] = asyncio.Queue()
+
+    async def __aexit__(self, *error: object) -> None:
+        await super().__aexit__(*error)
+        self._say(None)  # ends the iterator, which grpcio leaves waiting when the call has ended by itself
+
     def start(self, request: common_pb2.InstanceRequest, transfer: decode_pb2.TransferSource | None = None) -> None:
         """Opens the call. Without a transfer the instance prefills by itself, and nothing more is said to it."""
         self._check_not_lost()
-        self._to_say: asyncio.Queue[decode_pb2.DecodeRequest | None] = asyncio.Queue()
         self._say(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request, transfer=transfer)))
         if transfer is None:
             self._say(None)

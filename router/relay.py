@@ -28,7 +28,7 @@ class Relay:
         self._wake_writer = asyncio.Event()
         self._aborted = False
         self._task = asyncio.create_task(self._run(work))
-        self._task.add_done_callback(lambda _: self._wake_reader.set())
+        self._task.add_done_callback(self._ended)
 
     @property
     def aborted(self) -> bool:
@@ -58,8 +58,11 @@ class Relay:
         """Ends the work and waits until it has let go of everything."""
         self._task.cancel()
         await asyncio.wait({self._task})
-        if not self._task.cancelled():
-            self._task.exception()  # has been told, or nobody is left to tell
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()  # looked at here, since nobody may be left to tell
+        self._wake_reader.set()
 
     async def _run(self, work: Callable[[Emit], Awaitable[None]]) -> None:
         await work(self._put)

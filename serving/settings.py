@@ -118,7 +118,7 @@ def load(tree: type[S], *, config: Path | None = None, flags: Mapping[Keys, obje
     try:
         return tree(**merged)
     except ValidationError as error:
-        raise SettingsError("\n".join(_explained(item, layers) for item in error.errors())) from None
+        raise SettingsError("\n".join(_explained(item, layers, tree) for item in error.errors())) from None
 
 
 def settings_options(tree: type[S]) -> Callable[[Callable[[S], None]], click.Command]:
@@ -211,7 +211,7 @@ def _suggestion(tree: type[BaseModel], path: Keys, origin: str) -> str:
     return f"{origin}: unknown setting {shown(path)}; {hint}"
 
 
-def _explained(item: Any, layers: Mapping[str, Tree]) -> str:
+def _explained(item: Any, layers: Mapping[str, Tree], tree: type[Settings]) -> str:
     """One line for one of pydantic's errors: the setting, its value, where that came from and what is wrong."""
     path: Keys = tuple(str(part) for part in item["loc"])
     origin = "default"
@@ -222,7 +222,11 @@ def _explained(item: Any, layers: Mapping[str, Tree]) -> str:
         origin = name if value is not None else origin
     where = environment_name(path) if origin == _ENVIRONMENT else origin
     if item["type"] == "missing":
-        return f"{'.'.join(path)} is required: set {environment_name(path)} or --{'-'.join(path).replace('_', '-')}"
+        missing = [keys for keys, field in leaves(tree) if keys[: len(path)] == path and field.is_required()]
+        return "\n".join(
+            f"{'.'.join(keys)} is required: set {environment_name(keys)} or --{'-'.join(keys).replace('_', '-')}"
+            for keys in missing
+        )
     return f"{'.'.join(path)} = {ascii(item['input'])[:64]} (from {where}): {item['msg']}"
 
 

@@ -31,8 +31,6 @@ _PACKAGES = (
 _EXTRAS = (
     ("huggingface_hub", "models by name from the Hugging Face hub", "pip install 'tandem-llm[hub]'"),
     ("nixl", "the nixl connector (memory to memory, RDMA, NVLink)", "pip install 'tandem-llm[nixl]'"),
-    ("lmcache", "the lmcache connector", "pip install lmcache"),
-    ("flash_attn", "FlashAttention on CUDA (our Triton kernels serve without it)", "pip install flash-attn"),
 )
 
 

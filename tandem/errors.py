@@ -60,7 +60,10 @@ def from_rpc(error: grpc.RpcError, address: str) -> TandemError:
     status = code().name if callable(code) and code() is not None else "UNKNOWN"
     message = (details() if callable(details) else None) or str(error)
     if status == "UNAVAILABLE" and ("connect" in message.lower() or "dns" in message.lower()):
-        return TandemError(status, f"no router answers at {address}: {message}")
+        hint = "give host:port of a router, such as 127.0.0.1:50051; `tandem doctor` says what runs here"
+        return TandemError(status, f"no router answers at {address} ({hint}): {message}")
+    if status == "UNIMPLEMENTED" and message == "Method not found!":
+        return TandemError(status, f"what answers at {address} is no router: give the router's host:port")
     trailing = getattr(error, "trailing_metadata", None)
     violations, retry_after_s = _details((trailing() if callable(trailing) else None) or ())
     return TandemError(status, message, retry_after_s=retry_after_s, violations=violations)

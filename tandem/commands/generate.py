@@ -41,7 +41,10 @@ def command(
     from tandem.errors import TandemError
 
     if prompt == "-":
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as error:
+            raise click.ClickException(f"the prompt on standard input is not UTF-8: {error}") from None
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
     messages = [{"role": "system", "content": system}] if system is not None else []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+import socket
 import sys
 import threading
 import time
 from types import FrameType
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import click
 
@@ -144,6 +147,28 @@ def _known_connector(value: str) -> str:
     return value
 
 
+def _check_addresses(settings: StackSettings) -> None:
+    """What would otherwise be said by a member, after seconds and in its own words."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            if settings.port and error.errno == errno.EADDRINUSE:
+                raise click.ClickException(f"port {settings.port} is taken; choose another --port, or none") from None
+            raise click.ClickException(f"cannot listen on --host {settings.host}: {error.strerror}") from None
+    if settings.kv_url is None:
+        return
+    server = urlsplit(settings.kv_url)
+    try:
+        host, port = server.hostname or "127.0.0.1", server.port or 6379
+        socket.create_connection((host, port), timeout=2).close()
+    except (OSError, ValueError) as error:
+        raise click.ClickException(
+            f"no Redis answers at --kv-url {settings.kv_url}: {error}; start one, for example: redis-server --port 6379"
+        ) from None
+
+
 class _Interrupted(Exception):
     """Ctrl-C, or its like, while the stack was starting."""
 
@@ -162,6 +187,7 @@ def _run(settings: StackSettings, model: str, try_it: bool) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
+    _check_addresses(settings)
     stack = LocalStack(settings)
     started_s = time.monotonic()
     try:

@@ -91,6 +91,29 @@ async def test_a_frozen_decode_instance_is_left_within_its_beat_timeout(run: Run
         await rig.until_ready()  # the same process may come back
 
 
+async def test_a_stream_goes_on_at_its_only_instance_once_that_is_back(run: Run) -> None:
+    async with run(decode=decodes(Behaviour(freeze_at=5)), failover={"resume_wait_s": 5.0}) as rig:
+        asking = asyncio.create_task(rig.generate(max_tokens=20))
+        await rig.decode[0].until("froze")
+        rig.decode[0].behaviour.freeze_at = None
+        await asyncio.sleep(1.0)
+        rig.decode[0].thaw()
+        assert (await asking).is_exactly(20)
+
+
+async def test_a_choice_that_has_not_begun_waits_for_an_instance_when_its_request_has(run: Run) -> None:
+    slow = Behaviour(token_s=0.05)
+    always = {"mode": "always"}
+    async with run(prefill=1, decode=decodes(slow), disaggregation=always, failover={"resume_wait_s": 5.0}) as rig:
+        asking = asyncio.create_task(rig.generate(n=3, max_tokens=30))
+        await rig.prefill[0].until("token", 1)  # choice 0 has begun, the others are about to
+        rig.prefill[0].freeze()
+        await asyncio.sleep(1.0)
+        rig.prefill[0].thaw()
+        answer = await asking
+        assert all(answer.is_exactly(30, choice=choice) for choice in range(3))
+
+
 async def test_a_wedged_engine_behind_living_beats_is_left(run: Run) -> None:
     async with run(decode=decodes(Behaviour(token_s=0.05), busy())) as rig:
         asking = asyncio.create_task(rig.generate(max_tokens=40))
