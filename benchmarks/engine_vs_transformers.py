@@ -1,6 +1,6 @@
 """Aggregated engine against transformers' `generate`, the same random-weight shapes, side by side in one run.
 
-    python -m benchmarks.engine_vs_transformers [--shape 33m --shape 0.6b] [--repeat 3]
+    python -m benchmarks.engine_vs_transformers [--shape 0.6b] [--work 1x32->64] [--repeat 3]
 
 bf16, greedy, forced length. Both sides alternate, the median of the repeats counts, and what is compared is the ratio:
 absolute figures drift from machine to machine. The roof is the time to read every weight once per step at the memory
@@ -44,18 +44,20 @@ WORKS = [Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(1, 512, 1)]
 @click.option(
     "--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), default=list(SHAPES), show_default=True
 )
+@click.option("--work", "only", multiple=True, type=click.Choice([str(work) for work in WORKS]), help="Only these.")
 @click.option("--repeat", default=3, show_default=True, help="Runs of each side; the median counts.")
 @click.option("--threads", default=2, show_default=True, help="Threads of both sides.")
-def main(shapes: tuple[str, ...], repeat: int, threads: int) -> None:
+def main(shapes: tuple[str, ...], only: tuple[str, ...], repeat: int, threads: int) -> None:
     bandwidth = measure_bandwidth(threads)
     click.echo(f"memory read {bandwidth / 1e9:.0f} GB/s, {threads} threads, torch {torch.__version__}")
     click.echo(f"{'shape':6} {'work':12} {'engine tok/s':>13} {'transformers':>13} {'ratio':>6} {'of roof':>8}")
     for shape in shapes:
         with tempfile.TemporaryDirectory() as folder:
-            run_shape(shape, write_config(Path(folder), shape), repeat, threads, bandwidth)
+            works = [work for work in WORKS if not only or str(work) in only]
+            run_shape(shape, write_config(Path(folder), shape), works, repeat, threads, bandwidth)
 
 
-def run_shape(shape: str, folder: Path, repeat: int, threads: int, bandwidth: float) -> None:
+def run_shape(shape: str, folder: Path, works: list[Work], repeat: int, threads: int, bandwidth: float) -> None:
     """One row per work."""
     torch.manual_seed(0)
     llm = LLM(
@@ -71,7 +73,7 @@ def run_shape(shape: str, folder: Path, repeat: int, threads: int, bandwidth: fl
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     torch.set_num_threads(threads)
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    for work in WORKS:
+    for work in works:
         prompts = torch.randint(3, config.vocab_size, (work.num_requests, work.input_len))
         sides = partial(with_engine, llm, prompts, work), partial(with_peer, model, prompts, work)
         ours, theirs = alternate(*sides, repeat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -34,6 +35,9 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("up", "--model", "./nowhere"), "Qwen/Qwen3-0.6B"),
         (("up", "--prefill", "0", "--disaggregation", "always"), "needs at least one prefill instance"),
         (("up", "--connector", "carrier-pigeon"), "shared_storage"),
+        (("up", "--connector", "redis"), "--kv-url redis://host:port/0"),
+        (("up", "--connector", "redis", "--kv-url", "redis://127.0.0.1:1/0"), "no Redis answers"),
+        (("up", "--host", "192.0.2.1"), "cannot listen on --host 192.0.2.1"),
         (("generate", "hi"), "tandem up"),
         (("generate", "hi", "--address", "127.0.0.1:1"), "no router answers at 127.0.0.1:1"),
         (("generate", "hi", "--system", "x"), "--chat"),
@@ -44,6 +48,21 @@ def test_a_mistake_is_answered_with_what_to_type(args: tuple[str, ...], hint: st
     assert status != 0
     assert hint in output
     assert "Traceback" not in output
+
+
+def test_a_taken_port_is_named_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        status, output = run("up", "--port", str(port))
+    assert status != 0
+    assert f"port {port} is taken" in output
+    assert "starting" not in output
+
+
+def test_a_prompt_that_is_not_utf8_is_refused() -> None:
+    result = CliRunner().invoke(main, ("generate", "-"), input=b"\xff\xfe")
+    assert result.exit_code != 0
+    assert "not UTF-8" in result.output
 
 
 def test_no_command_imports_torch_or_transformers() -> None:
