@@ -138,6 +138,7 @@ def command(
         )
     except (ModelNotFound, ValueError) as error:
         raise click.ClickException(str(error)) from None
+    _check_addresses(settings)
     _run(settings, model, try_it)
 
 
@@ -187,7 +188,6 @@ def _run(settings: StackSettings, model: str, try_it: bool) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
-    _check_addresses(settings)
     stack = LocalStack(settings)
     started_s = time.monotonic()
     try:
