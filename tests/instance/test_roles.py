@@ -60,7 +60,7 @@ def test_help_names_every_setting_with_its_default_and_variable(role: str) -> No
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "model is required"),
+        ([], "model.folder is required"),
         (["--model", "m", "--kv-connector", "carrier pigeon"], "must be one of"),
         (["--model", "m", "--listen", "nonsense"], "must be host:port"),
         (["--model", "m", "--block-sise", "8"], "--block-size"),
