@@ -1,6 +1,7 @@
 """The loop that owns an engine core, and the two ways to reach it: a process of its own (ZeroMQ) or a thread (queues).
 
-    command ─▶ inbox ─▶ core.handle ─▶ core.step ─▶ outbox ─▶ event
+    command ─▶ inbox ─▶ core.handle ─▶ begin_step ─▶ compute (its own thread) ─▶ finish_step ─▶ outbox ─▶ event
+                              └─ words for the connector ─▶ keep_kv_moving ─▶ events, meanwhile
 
 The loop sleeps while the core is idle and wakes for a command, for I/O that has ended, for a deadline, and every 250
 ms to report its load, so that its silence means trouble.
