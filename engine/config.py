@@ -49,8 +49,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     seed: int = 0
     """Of dummy weights."""
+    lease_s: float = 30.0
+    """How long held KV outlives the last sign of its reader."""
     max_held_fraction: float = 0.5
     """Share of the blocks that transfers may hold before new hand-over requests wait."""
+    reservation_s: float = 30.0
+    """How long a request may wait, with blocks reserved, for KV or for its first token."""
     kv_connector: KVConnectorConfig = KVConnectorConfig()
     model_fingerprint: str = ""
     """Hex digest of the model's identity, mixed into every block hash; empty: the core computes it."""

@@ -185,7 +185,9 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         cpu_cores=engine.cpu_cores,
         attention_backend=engine.attention_backend,
         seed=model.seed,
+        lease_s=transfer.lease_s,
         max_held_fraction=transfer.max_held_fraction,
+        reservation_s=transfer.reservation_s,
         kv_connector=_connector_config(transfer, settings.server.advertised_host),
     )
 
