@@ -30,7 +30,8 @@ class PrefillRole:
         self._instance_epoch = instance_epoch
 
     async def run(self, choice: Choice) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """Everything that happens to one prefill, in order. Closing it early gives the KV up."""
+        """Everything that happens to one prefill, in order. Closed before its hand-over, it gives the KV up; after it,
+        the lease alone decides, however late the call's end is seen."""
         opened = handed_over = False
         try:
             with self._metrics.observed() as observation:
@@ -43,8 +44,8 @@ class PrefillRole:
                         assert isinstance(chunk, common_pb2.TokenChunk), "reserved or loaded without remote_kv"
                         if observation.saw(chunk):
                             await failpoints.hit_async("prefill.first_token")
-                        yield prefill_pb2.PrefillResponse(tokens=chunk)
                         handed_over = chunk.finish.reason == common_pb2.FINISH_REASON_HAND_OVER
+                        yield prefill_pb2.PrefillResponse(tokens=chunk)
         finally:
             if opened and not handed_over:  # after the abort, which comes with leaving `open`
                 self._give_up_lease(choice)

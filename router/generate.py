@@ -129,7 +129,7 @@ class Generator:
                     return
                 # 5, 6. The two hand the KV over between them; the seed is what decode cannot know.
                 decode.seed(choice.emitted_in_attempt)
-                await prefill.ended()
+                prefill.handed_over()
                 # 7. The decode instance streams the rest.
                 await self._decode_rest(flow, decode)
             except BaseException:

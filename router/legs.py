@@ -168,16 +168,9 @@ class PrefillLeg(_Leg):
                 return chunk
         raise self._broken("ended without a finish")
 
-    async def ended(self, timeout_s: float = 1.0) -> None:
-        """Lets the call end by itself, since cancelling it gives the KV up. However it ends, the first token is out."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while await self._read() is not None:
-                    pass
-        except (LegFailed, TimeoutError) as error:
-            _log.warning("prefill leg did not end well after its hand-over: %s", str(error) or "timed out")
-        finally:
-            self._member.end(self)
+    def handed_over(self) -> None:
+        """The instance has done its part: it counts as load no more, and how its call ends is of no interest."""
+        self._member.end(self)
 
 
 class DecodeLeg(_Leg):

@@ -114,13 +114,16 @@ class LocalStack:
         waiting = [self.members[name] for name in names or self.members]
         deadline_s = time.monotonic() + self.settings.start_timeout_s
         while waiting:
+            still_waiting = []
             for member in waiting:
                 if member.ready:
                     progress(f"{member.name} is ready after {time.monotonic() - member.started_s:.1f} s")
-                elif not member.running:
+                elif member.running:
+                    still_waiting.append(member)
+                else:
                     raise StackFailed(_ended(member, "before it was ready"))
-            waiting = [member for member in waiting if not member.ready]
-            if time.monotonic() > deadline_s:
+            waiting = still_waiting
+            if waiting and time.monotonic() > deadline_s:
                 names_left = ", ".join(member.name for member in waiting)
                 raise StackFailed(
                     f"not ready within {self.settings.start_timeout_s:g} s: {names_left}\n{_log(waiting[0])}"

@@ -23,7 +23,7 @@ class Behaviour:
     """Between the transfer's completion and Loaded."""
     reserve_s: float = 0.0
     linger_s: float = 0.0
-    """Between the first token of a prefill and the end of its call; cancelled meanwhile, it gives the KV up."""
+    """Between the first token of a prefill and the end of its call."""
     refuse: ServiceError | None = None
     """Answer to every new request."""
     die_at: int | None = None

@@ -170,6 +170,11 @@ class Rig:
             assert time.monotonic() < deadline_s, f"the router did not find {member} again"
             time.sleep(0.02)
 
+    def router_warnings(self) -> str:
+        """What the router has complained of so far: why KV was computed again, which legs failed."""
+        lines = self.stack.members["router"].spec.log_file.read_text().splitlines()
+        return "\n".join(line for line in lines if " WARNING " in line or " ERROR " in line)
+
     def load(self, member: str) -> instance_pb2.WatchLoadResponse:
         """The next load report of an instance."""
         return load(self.stack.instances[member])

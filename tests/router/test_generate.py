@@ -79,11 +79,13 @@ async def test_both_legs_are_told_of_one_transfer_and_it_is_released(run: Run) -
         assert not prefill.recorded("released by router")
 
 
-async def test_the_prefill_call_is_not_cancelled_at_its_hand_over(run: Run) -> None:
-    async with run(prefill=[FakeInstance("prefill", behaviour=Behaviour(linger_s=0.1))]) as rig:
+async def test_a_prefill_call_that_does_not_end_delays_nothing(run: Run) -> None:
+    async with run(prefill=[FakeInstance("prefill", behaviour=Behaviour(linger_s=60.0))]) as rig:
         assert (await rig.generate()).is_exactly(12)
-        assert rig.prefill[0].recorded("prefill ended")
-        assert not rig.prefill[0].recorded("prefill cancelled")  # which would have given the KV up
+        await rig.until_idle()
+        [ended] = rig.prefill[0].recorded("prefill cancelled")
+        assert rig.decode[0].recorded("loaded")[0].at_s < ended.at_s, "the KV was given up before it was read"
+        assert not rig.prefill[0].recorded("released by router")
 
 
 async def test_a_request_that_ends_with_its_first_token_never_decodes(run: Run) -> None:
