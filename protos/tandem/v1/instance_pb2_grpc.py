@@ -5,7 +5,7 @@ import warnings
 
 from protos.tandem.v1 import instance_pb2 as tandem_dot_v1_dot_instance__pb2
 
-GRPC_GENERATED_VERSION = '1.78.2'
+GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
