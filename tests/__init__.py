@@ -1,1 +1,1 @@
-"""The tests, as a package: a dependency of LMCache installs a top-level `tests` of its own, which would hide a folder."""
+"""A package: otherwise the top-level `tests` that a dependency of LMCache installs would hide this folder."""
