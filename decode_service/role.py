@@ -23,8 +23,11 @@ from instance.convert import Choice, TransferSource, seed_ids
 from instance.followers import Follower, Followers
 from protos.tandem.v1 import decode_pb2
 from serving.errors import invalid_argument
+from serving.events import RequestEvent
 
 Requests = AsyncIterator[decode_pb2.DecodeRequest]
+
+_MARKS = {ReservedEvent: RequestEvent.KV_RESERVED, LoadedEvent: RequestEvent.KV_LOADED}
 
 
 class DecodeRole:
@@ -46,6 +49,7 @@ class DecodeRole:
                 async with aclosing(events):
                     async for event in events:
                         if isinstance(event, ReservedEvent | LoadedEvent):
+                            observation.timeline.mark(_MARKS[type(event)])
                             yield self._progress(event)
                             continue
                         observation.saw(event)
@@ -103,7 +107,7 @@ async def _tell(event: ChoiceEvent, follower: Follower) -> None:
         follower.follow(event.num_local_blocks)
         await failpoints.hit_async("decode.reserved")
     elif isinstance(event, LoadedEvent):
-        follower.release(whole=event.num_recomputed_blocks == 0)
+        follower.arrived(event)
         await failpoints.hit_async("decode.loaded")
 
 

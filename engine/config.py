@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,7 +16,7 @@ class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     class_path: str = "engine.kv_connector:NullKVConnector"
     """`module:Class`; a third party names its own."""
-    options: dict[str, str | int | float | bool] = {}
+    options: dict[str, Any] = {}
     """Passed to the class as keyword arguments."""
 
 

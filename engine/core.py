@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.errors import CapacityError
 from engine.identity import ModelIdentity, compute_identity
 from engine.kv_cache_manager import KVCacheManager
-from engine.kv_connector import KVLoadResult, make_connector
+from engine.kv_connector import KVLoadResult, make_connector, self_test
 from engine.kv_layout import KVLayout
 from engine.messages import (
     AbortRequests,
@@ -32,6 +32,7 @@ from engine.messages import (
     EngineLoad,
     Event,
     KVProgress,
+    KVTotals,
     LeaseCommand,
     Seed,
     Shutdown,
@@ -46,6 +47,7 @@ from engine.step_pace import StepPace
 
 _PROFILED_SHARE = 0.3
 """Of the memory that is free once the weights are loaded, when no KV size is given: several instances share a host."""
+_NOTHING_MOVED = KVTotals()
 
 
 class EngineCore:
@@ -82,6 +84,7 @@ class EngineCore:
         )
         self._connector = make_connector(config.kv_connector, wake)
         self._connector.register_kv_cache(kv_cache, layout, bytes.fromhex(self._fingerprint))
+        self_test(self._connector)
         self.scheduler = Scheduler(config, kv, self._connector, max_model_len)
         self._runner = ModelRunner(config, model, kv_cache, kv)
         self._pace = StepPace(self._runner.warm_up())
@@ -106,6 +109,7 @@ class EngineCore:
                 request = Request.from_spec(spec, arrival=self._num_arrived, fingerprint=self._fingerprint)
                 self.scheduler.add_request(request, time.monotonic())
             case AbortRequests(request_ids):
+                self._apply_io()  # what a given-up read may still write to must not be freed with its request
                 for request_id in request_ids:
                     self.scheduler.abort(request_id)
             case Seed(request_id, token_ids):
@@ -128,11 +132,7 @@ class EngineCore:
         """Apply what I/O has ended, decide, start I/O. True: `compute`, then `finish_step` must follow."""
         self._started = time.monotonic()
         self.keep_kv_moving()
-        for result in self._loaded:
-            self.scheduler.load_finished(result)
-        for request_id in self._freed_request_ids:
-            self.scheduler.free_held(request_id)
-        self._loaded, self._freed_request_ids = [], []
+        self._apply_io()
         self.scheduler.expire(self._started)
         self._output = self.scheduler.schedule()
         self._start_io()
@@ -208,11 +208,20 @@ class EngineCore:
             num_recomputed_blocks=counters.num_recomputed_blocks,
             num_expired_leases=self._num_expired_leases,
             num_preemptions=counters.num_preemptions,
+            kv_totals=getattr(self._connector, "totals", _NOTHING_MOVED),  # a connector need not count
         )
 
     def shutdown(self) -> None:
         """End I/O. The core is not used afterwards."""
         self._connector.shutdown()
+
+    def _apply_io(self) -> None:
+        """Tell the scheduler what I/O has ended; between steps."""
+        for result in self._loaded:
+            self.scheduler.load_finished(result)
+        for request_id in self._freed_request_ids:
+            self.scheduler.free_held(request_id)
+        self._loaded, self._freed_request_ids = [], []
 
     def _start_io(self) -> None:
         meta = self._connector.build_connector_meta()

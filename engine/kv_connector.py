@@ -11,6 +11,7 @@ be the request finished or aborted.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -89,17 +90,17 @@ class KVConnector(Protocol):
     # Scheduler half
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """How many prompt tokens past `num_computed_tokens` will come from elsewhere, asynchronously. No side
-        effects."""
+        """How many prompt tokens past `num_computed_tokens` will come from elsewhere (remote_kv), or are to be looked
+        for there before they are computed; 0 once the request is `loaded`. No side effects."""
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_local_blocks: int) -> None:
         """A request with external tokens has its blocks (all of its prompt's); those before num_local_blocks are
-        filled."""
+        filled. Sooner or later poll() has a result for it, also if nothing was found."""
         ...
 
     def request_progressed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """A step has ended for a request with hold_kv: KV of the first num_computed_tokens is in its blocks."""
+        """KV of the first num_computed_tokens of a request with hold_kv is in its blocks: found, loaded or computed."""
         ...
 
     def build_connector_meta(self) -> KVConnectorMeta:
@@ -129,6 +130,12 @@ class KVConnector(Protocol):
     def register_kv_cache(self, kv_cache: torch.Tensor, layout: KVLayout, fingerprint: bytes) -> None:
         """The KV memory [num_blocks, *layout.page_shape]; called once, before anything else."""
         ...
+
+    def self_test(self) -> str | None:
+        """Optional. Moves a block to itself, right after `register_kv_cache`, while all blocks are free and zeros, as
+        they are again afterwards. None: well. A sentence, logged already: its store cannot be used now, and requests
+        compute meanwhile. Raises EngineError where it would hand over wrong KV."""
+        return None
 
     def start_load_kv(self, meta: KVConnectorMeta) -> None:
         """Start reading pages. Returns at once."""
@@ -209,3 +216,17 @@ def make_connector(config: KVConnectorConfig, wake: Callable[[], None]) -> KVCon
         raise EngineError(f"kv_connector: cannot import {config.class_path!r}: {error}") from error
     connector: KVConnector = connector_class(wake=wake, **config.options)
     return connector
+
+
+def self_test(connector: KVConnector) -> str | None:
+    """The connector's `self_test`, if it has one. It is ended if it fails. Raises EngineError."""
+    test: Callable[[], str | None] = getattr(connector, "self_test", lambda: None)
+    try:
+        return test()
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            connector.shutdown()
+        if isinstance(error, EngineError):
+            raise
+        problem = f"{type(error).__name__}: {error}"
+        raise EngineError(f"self-test of the {connector.name} connector: {problem}") from error

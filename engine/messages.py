@@ -159,6 +159,26 @@ class TransferEvent(msgspec.Struct, frozen=True, tag=True):
     reason: str | None = None
 
 
+class KVMoved(msgspec.Struct, frozen=True, array_like=True):
+    """What a connector has moved in one direction since the start."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    """Summed over its I/O threads."""
+    failures: dict[str, int] = {}
+    """Operations by what ended them; the words are few, and the connector's own."""
+
+
+class KVTotals(msgspec.Struct, frozen=True, array_like=True):
+    """What a connector has done since the start."""
+
+    saved: KVMoved = KVMoved()
+    loaded: KVMoved = KVMoved()
+    num_shared_blocks: int = 0
+    """Blocks that were to be saved and were in the store already."""
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How busy the core is; with every batch of events, and at least every 250 ms."""
 
@@ -180,6 +200,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_recomputed_blocks: int = 0
     num_expired_leases: int = 0
     num_preemptions: int = 0
+    kv_totals: KVTotals = KVTotals()
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -17,7 +17,7 @@ class RequestStatus(enum.Enum):
     """Where a request stands. `waiting → (loading →) running ⇄ preempted → finished`."""
 
     WAITING = "waiting"
-    LOADING = "loading"  # blocks reserved; KV or seed still to come from elsewhere
+    LOADING = "loading"  # blocks reserved; KV or seed still to come from elsewhere, or KV sought there
     RUNNING = "running"
     PREEMPTED = "preempted"  # blocks given up; computes again from what the prefix cache still has
     FINISHED = "finished"
@@ -80,7 +80,12 @@ class Request:
     def moves_kv(self) -> bool:
         """KV of this request is written to, or read from, elsewhere: its blocks are all allocated at once and it is
         not preempted."""
-        return self.spec.hold_kv is not None or (self.spec.remote_kv is not None and not self.loaded)
+        return self.spec.hold_kv is not None or self.awaits_kv
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Its KV is promised by another instance, and not all that will come has come."""
+        return self.spec.remote_kv is not None and not self.loaded
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
     add ─▶ waiting ──room──▶ running ──stop──▶ finished ──no I/O left──▶ freed
              ▲  │              │
-             │  └─remote KV─▶ loading ──KV and seed there──▶ running
+             │  └─remote KV─▶ loading ──KV (and seed) there, or not to be had──▶ running
              ├───preempted◀────┘ (no room; computes again from what the prefix cache still has)
              └───preempted◀── loading, where the connector keeps blocks that a given-up read may still write to
 
@@ -81,15 +81,16 @@ class Scheduler:
         request.loaded = True
         request.num_computed_tokens = result.num_verified_tokens
         request.num_external_tokens = result.num_external_tokens
-        request.num_recomputed_tokens = request.num_initial_tokens - result.num_verified_tokens
         self.counters.num_external_tokens += result.num_external_tokens
         self.counters.num_recomputed_blocks += result.num_recomputed_blocks
         self.kv.publish(request)
         if result.retained_id is not None:
             self._retain(request, result.retained_id)
-        self._events.append(
-            LoadedEvent(request.request_id, result.num_external_tokens, result.num_recomputed_blocks, result.reason)
-        )
+        if request.spec.remote_kv is not None:
+            request.num_recomputed_tokens = request.num_initial_tokens - result.num_verified_tokens
+            self._events.append(
+                LoadedEvent(request.request_id, result.num_external_tokens, result.num_recomputed_blocks, result.reason)
+            )
         self._start_if_ready(request)
 
     def free_held(self, request_id: str) -> None:
@@ -137,9 +138,7 @@ class Scheduler:
             is_decode = share.start >= request.num_initial_tokens
             self.counters.num_prefilled_tokens += 0 if is_decode else share.num_tokens
             self.kv.publish(request)
-            if request.spec.hold_kv is not None:
-                block_ids = self.kv.block_ids(request.request_id)
-                self.connector.request_progressed(request, block_ids, request.num_computed_tokens)
+            self._offer(request)
             if not share.samples:
                 continue
             token_id = sampled.get(request.request_id)
@@ -170,28 +169,34 @@ class Scheduler:
     def _admit(self, budget: int, scheduled: list[ScheduledRequest]) -> None:
         while self.waiting and len(self.running) + len(self.loading) < self.config.max_num_seqs:
             request = self.waiting[0]
-            expects_kv = request.spec.remote_kv is not None and not request.loaded
-            if not expects_kv and budget == 0:
+            if budget == 0 and not request.awaits_kv and not self._num_external_tokens(request, 0):
                 return
             if not self._allocate_first(request, budget):
                 return
             self.waiting.pop(0)
-            if expects_kv:
-                self._reserve(request)
+            num_external = self._num_external_tokens(request, request.num_computed_tokens)
+            if request.awaits_kv or num_external:
+                self._load(request, num_external)
                 continue
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)
+            self._run(request)
             num_tokens = min(request.num_uncomputed_tokens, budget)
-            scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
-            budget -= num_tokens
+            if num_tokens:
+                scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+                budget -= num_tokens
+
+    def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """What the connector is to be asked for, past the first tokens."""
+        return 0 if request.loaded else self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def _allocate_first(self, request: Request, budget: int) -> bool:
         """Give a waiting request its first blocks, prefix hits included. False: no room, nothing done."""
-        expects_kv = request.spec.remote_kv is not None and not request.loaded
-        max_hit = request.num_initial_tokens if expects_kv else request.num_tokens - 1
+        max_hit = request.num_initial_tokens if request.awaits_kv else request.num_tokens - 1
         prefix = self.kv.find_prefix(request, max_hit)
         num_hit = len(prefix) * self.kv.block_size
-        num_tokens = request.num_initial_tokens if request.moves_kv else min(num_hit + budget, request.num_tokens)
+        if request.moves_kv or self._num_external_tokens(request, num_hit):
+            num_tokens = request.num_initial_tokens
+        else:
+            num_tokens = min(num_hit + budget, request.num_tokens)
         if request.spec.hold_kv is not None and not self._may_hold(num_tokens):
             return False
         if not self.kv.allocate(request, num_tokens, prefix):
@@ -208,29 +213,42 @@ class Scheduler:
             held == 0 or held + self.kv.num_blocks_for(num_tokens) <= self.config.max_held_fraction * self.kv.num_blocks
         )
 
-    def _reserve(self, request: Request) -> None:
+    def _load(self, request: Request, num_external: int) -> None:
+        """Let the connector fill the request's blocks past its prefix hits."""
         request.status = RequestStatus.LOADING
         self.loading[request.request_id] = request
-        num_local_blocks = request.num_cached_tokens // self.kv.block_size
-        self._events.append(ReservedEvent(request.request_id, request.num_cached_tokens, num_local_blocks))
-        num_external = self.connector.get_num_new_matched_tokens(request, request.num_cached_tokens)
-        block_ids = self.kv.block_ids(request.request_id)
+        num_local_blocks = request.num_computed_tokens // self.kv.block_size
+        if request.spec.remote_kv is not None:
+            self._events.append(ReservedEvent(request.request_id, request.num_cached_tokens, num_local_blocks))
         if num_external > 0:
+            block_ids = self.kv.block_ids(request.request_id)
             self.connector.update_state_after_alloc(request, block_ids, num_local_blocks)
         else:
             self.load_finished(KVLoadResult(request.request_id, request.num_cached_tokens, 0, 0))
 
     def _start_if_ready(self, request: Request) -> None:
-        if not (request.seeded and request.loaded) or request.status is not RequestStatus.LOADING:
+        is_seeded = request.seeded or request.spec.remote_kv is None
+        if not (is_seeded and request.loaded) or request.status is not RequestStatus.LOADING:
             return
         del self.loading[request.request_id]
         request.deadline = None
-        if not self.kv.has_table(request.request_id):
+        if self.kv.has_table(request.request_id):
+            self._run(request)
+        else:
             request.status = RequestStatus.PREEMPTED
             insort(self.waiting, request, key=lambda other: other.order)
-            return
+
+    def _run(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
         self.running.append(request)
+        if request.num_computed_tokens:
+            self._offer(request)
+
+    def _offer(self, request: Request) -> None:
+        """Tell the connector how far KV that it is to hand over has come."""
+        if request.spec.hold_kv is not None:
+            block_ids = self.kv.block_ids(request.request_id)
+            self.connector.request_progressed(request, block_ids, request.num_computed_tokens)
 
     def _retain(self, request: Request, retained_id: str) -> None:
         """Leave a loading request's blocks past the verified ones to the connector. It begins again once it has its

@@ -9,21 +9,14 @@ from typing import Literal
 from pydantic import field_validator
 
 from engine.config import Device, Dtype, EngineConfig, KVConnectorConfig, LoadFormat
+from instance.connectors import CONNECTORS, check_names, connector_config
 from serving.channel import ChannelSettings
 from serving.logging import LogSettings
+from serving.metrics import MetricsSettings
 from serving.server import ServerSettings
-from serving.settings import Section, Settings, SettingsError, setting
-
-CONNECTORS = {
-    "null": "engine.kv_connector:NullKVConnector",
-    "shared_storage": "kv_transfer.connector:SharedStorageConnector",
-    "redis": "kv_transfer.redis_connector:RedisConnector",
-    "nixl": "kv_transfer.nixl_connector:NixlConnector",
-}
-"""The connectors that have a short name; any other is given as module:Class."""
+from serving.settings import Section, Settings, setting
 
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:/]+):(?P<port>[0-9]{1,5})")
-_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class ListenSettings(ServerSettings):
@@ -113,13 +106,18 @@ class TransferSection(Section):
     """How KV comes from and goes to other instances."""
 
     connector: str = setting(
-        "shared_storage", f"{', '.join(CONNECTORS)}, or module:Class of your own.", flag="--kv-connector"
+        "shared_storage",
+        f"{', '.join(CONNECTORS)}, or module:Class of your own. Several, as in nixl,redis: the first hands over, the"
+        " others keep prefixes that instances share.",
+        flag="--kv-connector",
     )
     folder: Path | None = setting(
-        None, "Folder of the shared_storage connector, the same for all instances.", flag="--kv-folder"
+        None, "Folder of shared_storage, or of lmcache on a disk, the same for all instances.", flag="--kv-folder"
     )
     url: str | None = setting(
-        None, "Server of the redis connector, redis:// or rediss://host:port/db; no login in it.", flag="--kv-url"
+        None,
+        "Server of redis: redis:// or rediss://host:port/db, without a login. Of lmcache: that, or tcp://host:port.",
+        flag="--kv-url",
     )
     secret_file: Path | None = setting(
         None, "File with the key of the page digests, the same for all instances.", flag="--kv-secret-file"
@@ -128,7 +126,9 @@ class TransferSection(Section):
         None, "Size in bytes the store is swept to; none: the connector's default.", flag="--kv-capacity-bytes", ge=1
     )
     options: dict[str, str | int | float | bool] = setting(
-        {}, "Further keyword arguments of the connector's class.", flag="--kv-options"
+        {},
+        "Further keyword arguments of the connector's class; of several connectors: after its name, redis.ttl_s.",
+        flag="--kv-options",
     )
     lease_s: float = setting(
         30.0, "Seconds that held KV outlives the last sign of its reader.", flag="--lease-s", gt=0, le=3600
@@ -141,9 +141,7 @@ class TransferSection(Section):
     @field_validator("connector")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        if value not in CONNECTORS and not _CLASS_PATH.fullmatch(value):
-            raise ValueError(f"must be one of {', '.join(CONNECTORS)}, or module:Class")
-        return value
+        return check_names(value)
 
 
 class InstanceSettings(Settings):
@@ -156,6 +154,7 @@ class InstanceSettings(Settings):
     transfer: TransferSection = TransferSection()
     peers: ChannelSettings = ChannelSettings()
     log: LogSettings = LogSettings()
+    metrics: MetricsSettings = MetricsSettings()
 
     @property
     def model_name(self) -> str:
@@ -193,34 +192,10 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
 
 
 def _connector_config(transfer: TransferSection, advertised_host: str = "127.0.0.1") -> KVConnectorConfig:
-    class_path = CONNECTORS.get(transfer.connector, transfer.connector)
-    named: dict[str, str | int | float | bool | None] = {
+    named = {
         "path": None if transfer.folder is None else str(transfer.folder),
         "url": transfer.url,
         "kv_secret_file": None if transfer.secret_file is None else str(transfer.secret_file),
         "capacity_bytes": transfer.capacity_bytes,
     }
-    given = {name: value for name, value in named.items() if value is not None}
-    if transfer.connector == "nixl":
-        if unused := given.keys() - {"kv_secret_file"}:
-            raise SettingsError(f"the nixl connector stores nothing and takes no {min(unused)}")
-        if "address" not in transfer.options:
-            given["address"] = advertised_host
-    if twice := given.keys() & transfer.options.keys():
-        raise SettingsError(f"transfer.options.{min(twice)} has a setting of its own; give it there")
-    if transfer.connector == "null" and (given or transfer.options):
-        raise SettingsError("the null connector moves nothing and takes no folder, url, key, capacity or options")
-    if transfer.connector == "shared_storage" and "path" not in given:
-        raise SettingsError("transfer.folder is required by the shared_storage connector: set --kv-folder")
-    if transfer.connector == "redis" and "url" not in given:
-        raise SettingsError("transfer.url is required by the redis connector: set --kv-url")
-    if (
-        transfer.connector in ("shared_storage", "redis", "nixl")
-        and "kv_secret_file" not in given
-        and transfer.options.get("digest", True)
-    ):
-        raise SettingsError(
-            f"transfer.secret_file is required by the {transfer.connector} connector: make one with"
-            " `openssl rand -hex 32`, the same for all instances, and set --kv-secret-file"
-        )
-    return KVConnectorConfig(class_path=class_path, options={**transfer.options, **given})
+    return connector_config(transfer.connector, named, transfer.options, advertised_host=advertised_host)

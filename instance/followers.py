@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from engine.identity import ModelIdentity
-from engine.messages import KVProgress
+from engine.messages import KVProgress, LoadedEvent
 from instance.convert import TransferSource
 from instance.peers import Peers
 from kv_transfer.attach import TransferReader, follow_transfer
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
+from serving import tracing
 
 _log = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
@@ -29,8 +30,11 @@ _FAREWELL_S = 1.0
 class Follower:
     """One transfer that a request here reads. Made by `Followers`; its methods do not block."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: tracing.StageSpans, block_size: int) -> None:
         loop = asyncio.get_running_loop()
+        self._spans = spans
+        self._block_size = block_size
+        self._gone = False
         self.reserved: asyncio.Future[int] = loop.create_future()
         self.loaded: asyncio.Future[bool] = loop.create_future()
 
@@ -38,12 +42,39 @@ class Follower:
         """The request has its blocks, of which the first `num_local_blocks` are filled: begin."""
         if not self.reserved.done():
             self.reserved.set_result(num_local_blocks)
+            self._spans.next("kv.load")
+
+    def arrived(self, event: LoadedEvent) -> None:
+        """The core has what it will get: let go."""
+        self._spans.note(
+            {
+                "tandem.num_blocks": -(-event.num_external_tokens // self._block_size),
+                "tandem.num_external_tokens": event.num_external_tokens,
+                "tandem.num_recomputed_blocks": event.num_recomputed_blocks,
+                "tandem.reason": event.reason or "",
+            }
+        )
+        self._end(whole=event.num_recomputed_blocks == 0)
 
     def release(self, *, whole: bool) -> None:
         """The request needs the KV no longer; `whole`: because everything wanted has come. The first word counts."""
-        self.follow(0)
-        if not self.loaded.done():
-            self.loaded.set_result(whole)
+        self._end(whole=whole, failure=None if whole else "the request needs it no longer")
+
+    def _end(self, *, whole: bool, failure: str | None = None) -> None:
+        if self.loaded.done():
+            return
+        if not self.reserved.done():
+            self.reserved.set_result(0)
+        self.loaded.set_result(whole)
+        self._spans.next("kv.release", failure)
+        if self._gone:
+            self._spans.end()
+
+    def gone(self, task: asyncio.Task[None]) -> None:
+        """The task has ended, maybe long before the request lets go: the holder has been told, or could not be."""
+        self._gone = True
+        if self.loaded.done():
+            self._spans.end("the holder was not told in time" if task.cancelled() else None)
 
 
 class Followers:
@@ -57,8 +88,10 @@ class Followers:
         *,
         lease_s: float,
         attach_timeout_s: float,
+        connector: str = "",
     ) -> None:
         self._peers = peers
+        self._connector = connector
         self._identity = identity
         self._on_progress = on_progress
         self._lease_s = lease_s
@@ -68,10 +101,17 @@ class Followers:
     @contextmanager
     def following(self, source: TransferSource, request_id: str) -> Iterator[Follower]:
         """A follower for the time of a call; whatever ends the block, the transfer is released."""
-        follower = Follower()
+        attributes = {
+            "gen_ai.request.id": request_id,
+            "tandem.transfer_id": source.transfer_id,
+            "tandem.connector": self._connector,
+        }
+        spans = tracing.StageSpans("kv.transfer", "kv.reserve", attributes)
+        follower = Follower(spans, self._identity.block_size)
         task = asyncio.create_task(self._run(follower, source, request_id), name=f"follow {source.transfer_id}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        task.add_done_callback(follower.gone)
         try:
             yield follower
         finally:

@@ -28,14 +28,16 @@ from instance.convert import Limits, model_identity
 from instance.core_health import watch_core
 from instance.followers import Followers
 from instance.load import LoadReporter
-from instance.metrics import RequestMetrics
+from instance.metrics import InstanceCollector, RequestMetrics
 from instance.peers import Peers
 from instance.text import TextMaker
 from kv_transfer import holder
 from kv_transfer.wire import identity_to_proto
 from protos.tandem.v1 import instance_pb2
 from serving.lifetime import StopSignals
+from serving.metrics import MetricsServer
 from serving.server import Server
+from serving.tracing import Traced
 
 _log = logging.getLogger(__name__)
 _CUT_OFF_S = 1.0
@@ -109,9 +111,12 @@ class Front:
             engine.send,
             lease_s=transfer.lease_s,
             attach_timeout_s=transfer.reservation_s,
+            connector=engine.info.kv_connector,
         )
         self.choices = Choices(engine, texts, self._limits())
         self.role_service = role.make(Parts(self.choices, self.followers, self.instance_epoch))
+        collector = InstanceCollector(engine, self.role_service.metrics, self.info)
+        self.metrics_server = MetricsServer(settings.metrics, collector)
 
     @classmethod
     async def start(
@@ -135,8 +140,13 @@ class Front:
         servicer = service.InstanceServicer(self.info, self.reporter, self._begin_drain)
         await self.server.register(service.SERVICE, servicer, service.POLICIES)
         await self.server.register(holder.SERVICE, self.holder, holder.POLICIES)
-        await self.server.register(self.role_service.service, self.role_service.servicer)
+        await self.server.register(self.role_service.service, Traced(self.role_service.servicer))
         await self.server.start()
+        try:
+            self.metrics_server.start()
+        except OSError:
+            await self.server.stop()
+            raise
         watch = watch_core(
             self.server.health,
             [self.role_service.service.full_name],
@@ -218,6 +228,7 @@ class Front:
         except TimeoutError:
             _log.warning("%d calls did not end by themselves", self.server.calls.num_awaited)
         await self.followers.close()
+        await asyncio.to_thread(self.metrics_server.close)
         await self.server.stop()
         await self.peers.close()
         _log.info("stopped", extra={"fields": self.role_service.metrics.totals()})

@@ -1,4 +1,10 @@
-"""What an instance counts about its requests, whichever its role. Plain numbers, for the log and for exporters."""
+"""What an instance counts, whichever its role: its requests here, its engine and KV in the core's load reports.
+
+    Observation ─ends▶ RequestMetrics ─┐
+    core ─▶ EngineLoad ────────────────┴─▶ InstanceCollector ─▶ Prometheus, when it asks
+
+Counted are plain numbers, on the event loop; the names under which Prometheus sees them stand in docs/metrics.md.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +12,25 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
-from protos.tandem.v1 import common_pb2
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.registry import Collector
+
+from engine.messages import EngineLoad
+from instance.load import LoadSource
+from protos.tandem.v1 import common_pb2, instance_pb2
 from serving.events import RequestEvent, Timeline
 from serving.logging import log_event
+from serving.metrics import LatencyHistogram
 
 _log = logging.getLogger(__name__)
+
+Stages = dict[str, tuple[RequestEvent, RequestEvent]]
 
 
 class Observation:
@@ -41,7 +57,14 @@ class Observation:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Totals since the start. Written on the event loop alone."""
+    """Totals since the start. Written on the event loop alone. A role adds numbers, and says what they are called."""
+
+    STAGES: ClassVar[Stages] = {"first_token": (RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN)}
+    """Parts of a request's life here whose length is observed, once per request that came so far."""
+    COUNTERS: ClassVar[dict[str, tuple[str, str]]] = {
+        "num_received": ("tandem_requests_received", "Requests that have come."),
+    }
+    """Field → name for Prometheus, without _total, and what it means."""
 
     num_received: int = 0
     num_cancelled: int = 0
@@ -54,6 +77,10 @@ class RequestMetrics:
     num_first_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     """Requests that ended by themselves, by finish reason."""
+    stages: dict[str, LatencyHistogram] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stages = {name: LatencyHistogram() for name in self.STAGES}
 
     @contextmanager
     def observed(self) -> Iterator[Observation]:
@@ -78,7 +105,23 @@ class RequestMetrics:
 
     def totals(self) -> dict[str, object]:
         """Every number by name, for one log line."""
-        return asdict(self)
+        totals = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "stages"}
+        return {**totals, "finished": dict(self.finished)}
+
+    def collect(self) -> Iterator[Metric]:
+        """The same for Prometheus."""
+        for name, (called, documentation) in self.COUNTERS.items():
+            yield CounterMetricFamily(called, documentation, value=getattr(self, name))
+        ended = CounterMetricFamily("tandem_requests_ended", "Requests that have ended, by how.", labels=["reason"])
+        for reason, number in {**self.finished, "cancelled": self.num_cancelled, "failed": self.num_failed}.items():
+            ended.add_metric([reason], number)
+        yield ended
+        stages = HistogramMetricFamily(
+            "tandem_request_stage_seconds", "How long a part of a request's life took here.", labels=["stage"]
+        )
+        for stage, histogram in self.stages.items():
+            stages.add_metric([stage], histogram.buckets(), histogram.sum_s)
+        yield stages
 
     def _finished(self, observation: Observation) -> None:
         reason = observation.finish_reason or "unknown"
@@ -92,4 +135,104 @@ class RequestMetrics:
         if (first_token_s := timeline.between(RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN)) is not None:
             self.num_first_tokens += 1
             self.first_token_s += first_token_s
+        for stage, (start, end) in self.STAGES.items():
+            if (took_s := timeline.between(start, end)) is not None:
+                self.stages[stage].observe(took_s)
         log_event(_log, event, "", num_tokens=observation.num_tokens, **{**fields, **timeline.milliseconds()})
+
+
+class InstanceCollector(Collector):
+    """Everything an instance tells Prometheus. Reads, on whatever thread asks, the newest report of the core."""
+
+    def __init__(
+        self,
+        source: LoadSource,
+        requests: RequestMetrics,
+        info: Callable[[], instance_pb2.GetInstanceInfoResponse],
+    ) -> None:
+        self._source = source
+        self._requests = requests
+        self._info = info
+
+    def collect(self) -> Iterator[Metric]:
+        load, info = self._source.load, self._info()
+        role = instance_pb2.Role.Name(info.role).removeprefix("ROLE_").lower()
+        yield InfoMetricFamily(
+            "tandem_instance",
+            "Who this is.",
+            {"instance_id": info.instance_id, "role": role, "model": info.model, "connector": info.kv_connector},
+        )
+        yield from _engine(load, self._source.core_silence_s)
+        yield from _kv(load, info.kv_connector)
+        yield from _by_vllms_names(load, info.model)
+        yield from self._requests.collect()
+
+
+def _engine(load: EngineLoad, core_silence_s: float) -> Iterator[Metric]:
+    requests = GaugeMetricFamily("tandem_engine_requests", "Requests that are here now, by state.", labels=["state"])
+    requests.add_metric(["waiting"], load.num_waiting)
+    requests.add_metric(["running"], load.num_running)
+    requests.add_metric(["loading"], load.num_loading)
+    yield requests
+    for name, documentation, value in (
+        ("waiting_tokens", "Tokens that the waiting requests have yet to compute.", load.num_waiting_tokens),
+        ("step_seconds", "How long a step takes, smoothed.", load.step_s),
+        ("silence_seconds", "Since the engine core last gave a sign.", core_silence_s),
+    ):
+        yield GaugeMetricFamily(f"tandem_engine_{name}", documentation, value=value)
+    for name, documentation, total in (
+        ("steps", "Steps computed.", load.num_steps),
+        ("prefilled_tokens", "Prompt tokens computed, not found in any cache.", load.num_prefilled_tokens),
+        ("generated_tokens", "Tokens generated.", load.num_generated_tokens),
+        ("preemptions", "Requests whose blocks the engine took back.", load.num_preemptions),
+    ):
+        yield CounterMetricFamily(f"tandem_engine_{name}", documentation, value=total)
+
+
+def _kv(load: EngineLoad, connector: str) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily("tandem_kv_blocks", "KV blocks, each in one class.", labels=["class"])
+    for name in ("free", "cached", "running", "held", "quarantined"):
+        blocks.add_metric([name], getattr(load, f"{name}_blocks"))
+    yield blocks
+    leases = GaugeMetricFamily("tandem_kv_leases", "Transfers whose KV is held here.", labels=["connector"])
+    leases.add_metric([connector], load.num_transfers)
+    yield leases
+    totals = load.kv_totals
+    for name, documentation, total in (
+        ("expired_leases", "Leases that ran out before their reader came or released.", load.num_expired_leases),
+        ("external_tokens", "Tokens whose KV came from elsewhere.", load.num_external_tokens),
+        ("recomputed_blocks", "Blocks whose KV should have come and did not.", load.num_recomputed_blocks),
+        ("shared_blocks", "Blocks that were to be saved and were in the store already.", totals.num_shared_blocks),
+    ):
+        family = CounterMetricFamily(f"tandem_kv_{name}", documentation, labels=["connector"])
+        family.add_metric([connector], total)
+        yield family
+    labels = ["connector", "direction"]
+    num_blocks = CounterMetricFamily("tandem_kv_transfer_blocks", "Blocks moved.", labels=labels)
+    num_bytes = CounterMetricFamily("tandem_kv_transfer_bytes", "Bytes moved.", labels=labels)
+    seconds = CounterMetricFamily("tandem_kv_transfer_seconds", "Spent by the I/O threads together.", labels=labels)
+    failures = CounterMetricFamily(
+        "tandem_kv_transfer_failures", "Blocks that were not moved, by why.", labels=[*labels, "reason"]
+    )
+    for direction, moved in (("save", totals.saved), ("load", totals.loaded)):
+        num_blocks.add_metric([connector, direction], moved.num_blocks)
+        num_bytes.add_metric([connector, direction], moved.num_bytes)
+        seconds.add_metric([connector, direction], moved.seconds)
+        for reason, number in moved.failures.items():
+            failures.add_metric([connector, direction, reason], number)
+    yield from (num_blocks, num_bytes, seconds, failures)
+
+
+def _by_vllms_names(load: EngineLoad, model: str) -> Iterator[Metric]:
+    """What dashboards, autoscalers and gateways look for at a model server."""
+    num_blocks = sum((load.free_blocks, load.cached_blocks, load.running_blocks, load.held_blocks))
+    num_blocks += load.quarantined_blocks
+    num_used = num_blocks - load.free_blocks - load.cached_blocks
+    for name, documentation, value in (
+        ("num_requests_running", "Requests that run.", load.num_running),
+        ("num_requests_waiting", "Requests that wait, for KV too.", load.num_waiting + load.num_loading),
+        ("kv_cache_usage_perc", "Share of the KV blocks that is in use, 0 to 1.", num_used / max(1, num_blocks)),
+    ):
+        family = GaugeMetricFamily(f"vllm:{name}", documentation, labels=["model_name", "engine"])
+        family.add_metric([model, "0"], value)
+        yield family

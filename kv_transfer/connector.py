@@ -25,7 +25,9 @@ from kv_transfer.page import EPOCH_BYTES
 from kv_transfer.page_io import SKIPPED, IOEnd, PageIO
 from kv_transfer.page_memory import make_page_memory
 from kv_transfer.page_naming import PageNaming
+from kv_transfer.prefix_production import PrefixProducer
 from kv_transfer.production import Producer, SaveOp
+from kv_transfer.self_test import TIMEOUT_S, self_test_store
 from kv_transfer.shared_storage import SharedStorage
 from kv_transfer.store import BlockStore
 from kv_transfer.transfer_connector import TransferConnector, TransferOptions
@@ -41,6 +43,12 @@ class StoreOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fi
     """Errors of the store in a row after which it is left alone for a while."""
     breaker_retry_s: float = 2.0
     """How long it is left alone before the next try, seconds."""
+    lookup: bool = True
+    """Before a prompt is computed, look whether the store has its blocks."""
+    save: bool = True
+    """Save what is computed here. Only as a further one in a list of connectors can a store do without."""
+    prefix_only: bool = False
+    """A further one in a list of connectors: hands nothing over, keeps full blocks for whoever has the same prompt."""
 
 
 class SharedStorageOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,19 +78,34 @@ class StoreConnector(TransferConnector):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(store.name, options, wake=wake, clock=clock)
+        if not (options.save or options.prefix_only):
+            raise EngineError(f"the {store.name} connector cannot hand KV over with save off")
         self._store = store
         self._options = options
         self._io: PageIO
+        self._naming: PageNaming
 
     # Worker half
 
     def register_kv_cache(self, kv_cache: torch.Tensor, layout: KVLayout, fingerprint: bytes) -> None:
-        naming = PageNaming.of(fingerprint, layout)
+        naming = self._naming = PageNaming.of(fingerprint, layout)
         breaker = Breaker(max_failures=self._options.breaker_failures, retry_s=self._options.breaker_retry_s)
         memory = make_page_memory(kv_cache)
         self._io = PageIO(self._store, memory, self._key, os.urandom(EPOCH_BYTES), breaker)
-        self._producer = Producer(naming, self._leases)
-        self._loader = Loader(naming, load_timeout_s=self._options.load_timeout_s)
+        options = self._options
+        if options.prefix_only:
+            self._producer = PrefixProducer(naming) if options.save else PrefixProducer(naming, max_waiting=0)
+        else:
+            self._producer = Producer(naming, self._leases)
+        self._loader = Loader(
+            naming,
+            load_timeout_s=options.load_timeout_s,
+            looks_up=options.lookup,
+            follows=not options.prefix_only,
+        )
+
+    def self_test(self) -> str | None:
+        return self_test_store(self.name, self._io, self._naming, self._threads, TIMEOUT_S)
 
     def start_load_kv(self, meta: KVConnectorMeta) -> None:
         for op in meta.loads:

@@ -26,6 +26,7 @@ from engine.identity import ModelIdentity
 from engine.messages import LeaseCommand, TransferEvent
 from kv_transfer.wire import MAX_PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, identity_from_proto
 from protos.tandem.v1 import kv_transfer_pb2 as pb
+from serving import tracing
 from serving.errors import FailedPrecondition, NotFound, Overloaded, invalid_argument
 from serving.open_calls import CONTROL, CallPolicy
 
@@ -70,6 +71,7 @@ class _Held:
     ended: Literal["released", "expired", "failed"] | None = None
     reason: str | None = None
     num_waiting: int = 0
+    span: tracing.Span = tracing.INVALID_SPAN
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def notify(self) -> None:
@@ -115,6 +117,8 @@ class TransferHolder:
         held = self._held.setdefault(event.transfer_id, _Held())
         if held.ended is not None:
             return
+        if not held.offered and event.ended is None:
+            held.span = tracing.begin("kv.hold", tracing.kept(event.transfer_id))
         held.offered = True
         held.num_ready_blocks = max(held.num_ready_blocks, event.num_ready_blocks)
         held.digests += event.digests
@@ -124,6 +128,8 @@ class TransferHolder:
         if event.ended is not None:
             held.ended, held.reason = event.ended, event.reason
             held.digests.clear()
+            told = {"tandem.num_blocks": held.num_ready_blocks, "tandem.lease": event.ended}
+            tracing.end(held.span, told, None if event.ended == "released" else event.reason or event.ended)
             self._remember_end(event.transfer_id)
         held.notify()
 

@@ -1,16 +1,18 @@
-"""The decode side: pages come out of the store into the blocks that were reserved for a request.
+"""The reader's side: pages come out of the store into the blocks that were reserved for a request.
 
-    reserve ─▶ reserved ──progress──▶ loading ──all read and verified───────────▶ verified ─▶ KVLoadResult, once
-                  │                      ├──a page is bad or missing, or the end is bad──▶ failed ─▶ KVLoadResult, once
-                  ├──give_up, reads in flight ──▶ KVLoadResult(retained_id) ──┐
-                  └──finished (abort)────┴─▶ aborted ─────────────────────────┴──no read in flight──▶ freed
+    transfer  reserve ─▶ reserved ──progress──▶ loading ──all read and verified──▶ verified ─▶ KVLoadResult, once
+    lookup    reserve ─▶ probing ──found──▶ loading       │ └─ a page is bad or missing, or the holder has failed
+                            └─missing───────────────────▶ failed ─▶ KVLoadResult, once
+    finished (abort) ─▶ aborted ───────────────────────────────── no read in flight ─▶ freed
+    give_up, reads in flight ─▶ KVLoadResult(retained_id) ──────────────────┘
 
-What precedes the first bad page is used, the rest is computed by the engine. A result waits until no read is in
-flight, because the engine then writes to the same blocks. An operation carries its `Load`, so what ends late never
-counts for another request, not even one of the same name. Waiting for the holder's word ends with the attach stream
-(its silence is a failure) or with the request's reservation, which the scheduler watches; waiting for the store ends
-with `load_timeout_s` after the last word. A read that may never end is given up: its blocks stay with the connector,
-and the engine computes into others.
+A transfer (remote_kv) waits for its holder's word on every page. A lookup has no holder: before a prompt is computed,
+its full blocks are sought in the store, the first alone, since most often there is none. What precedes the first bad
+page is used, the rest is computed by the engine. A result waits until no read is in flight, because the engine then
+writes to the same blocks. An operation carries its `Load`, so what ends late never counts for another request, not
+even one of the same name. Waiting for the holder's word ends with the attach stream (its silence is a failure) or with
+the request's reservation, which the scheduler watches; waiting for the store ends with `load_timeout_s` after the last
+word. A read that may never end is given up: its blocks stay with the connector, and the engine computes into others.
 
 Pure: no I/O, no clock; used in the step loop alone. `Load.skip_from` is also read by I/O threads, which at worst see
 it late.
@@ -41,6 +43,8 @@ class Load:
     num_local_blocks: int
     pages: list[PageName]
     block_ids: tuple[int, ...]
+    is_lookup: bool
+    """Nobody has announced these pages, and that one is missing is no failure."""
     num_started: int
     """Pages before this index are local, or their reads were queued."""
     num_in_flight: int = 0
@@ -75,7 +79,7 @@ class Load:
             request_id=self.request_id,
             num_verified_tokens=num_verified_tokens,
             num_external_tokens=num_verified_tokens - self.num_local_blocks * self.block_size,
-            num_recomputed_blocks=len(self.pages) - num_pages,
+            num_recomputed_blocks=0 if self.is_lookup else len(self.pages) - num_pages,
             reason=None if whole else self.failure,
             retained_id=self.retained_id,
         )
@@ -97,9 +101,15 @@ class LoadOp(KVBlockOp):
 class Loader:
     """Owns the requests of this core that wait for KV from elsewhere."""
 
-    def __init__(self, naming: PageNaming, *, load_timeout_s: float) -> None:
+    def __init__(
+        self, naming: PageNaming, *, load_timeout_s: float, looks_up: bool = False, follows: bool = True
+    ) -> None:
+        """`looks_up`: seek the prompts that nobody hands over. `follows` False: transfers are sought like those, for
+        another connector has their holders' word."""
         self._naming = naming
         self._load_timeout_s = load_timeout_s
+        self._looks_up = looks_up
+        self._follows = follows
         self._loads: dict[str, Load] = {}
         self._ops: list[LoadOp] = []
         self._results: list[KVLoadResult] = []
@@ -109,32 +119,43 @@ class Loader:
     # The scheduler's word
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Prompt tokens past `num_computed_tokens` that are to come from elsewhere."""
-        if request.spec.remote_kv is None or request.loaded:
+        """Prompt tokens past `num_computed_tokens` that are to come, or are sought, elsewhere."""
+        if request.loaded:
             return 0
-        return max(0, request.num_initial_tokens - num_computed_tokens)
+        if self._is_lookup(request):
+            num_tokens = self._num_sought_pages(request) * self._naming.block_size if self._looks_up else 0
+        else:
+            num_tokens = request.num_initial_tokens
+        return max(0, num_tokens - num_computed_tokens)
 
-    def reserve(self, request: Request, block_ids: Sequence[int], num_local_blocks: int) -> None:
-        """The request has blocks for all of its tokens; the first `num_local_blocks` are filled."""
-        if request.spec.remote_kv is None:
-            return
-        naming, transfer_id = self._naming, request.spec.remote_kv.transfer_id
-        num_full = naming.num_full_blocks(request)
+    def reserve(self, request: Request, block_ids: Sequence[int], num_local_blocks: int, now: float) -> None:
+        """The request has blocks for all that is to come; the first `num_local_blocks` are filled."""
+        naming, is_lookup = self._naming, self._is_lookup(request)
+        num_full = self._num_sought_pages(request) if is_lookup else naming.num_full_blocks(request)
         hashes = naming.block_hashes(request)
         pages = [naming.full_block(hashes, request.root_hash, index) for index in range(num_full)]
-        if naming.num_tail_tokens(request):
-            pages.append(naming.tail(request, hashes, transfer_id))
-        self._loads[request.request_id] = Load(
+        num_tokens = num_full * naming.block_size
+        transfer_id = "" if request.spec.remote_kv is None else request.spec.remote_kv.transfer_id
+        if not is_lookup:
+            num_tokens = request.num_initial_tokens
+            if naming.num_tail_tokens(request):
+                pages.append(naming.tail(request, hashes, transfer_id))
+        load = self._loads[request.request_id] = Load(
             request_id=request.request_id,
             transfer_id=transfer_id,
-            num_tokens=request.num_initial_tokens,
+            num_tokens=num_tokens,
             block_size=naming.block_size,
             num_full_blocks=num_full,
             num_local_blocks=num_local_blocks,
             pages=pages,
             block_ids=tuple(block_ids[: len(pages)]),
+            is_lookup=is_lookup,
             num_started=num_local_blocks,
+            complete=is_lookup,
         )
+        if is_lookup:
+            load.deadline = now + self._load_timeout_s
+            self._queue_until(load, num_local_blocks + 1)
 
     def finished(self, request: Request) -> bool:
         """The request has ended. True: its blocks are in use until `take_freed` names it."""
@@ -163,9 +184,7 @@ class Loader:
         elif command.failed is not None:
             load.failure = command.failed
         load.deadline = now + self._load_timeout_s
-        for index in range(load.num_started, num_ready):
-            self._queue(load, index)
-        load.num_started = max(load.num_started, num_ready)
+        self._queue_until(load, num_ready)
         self._settle(load)
 
     # The I/O's word
@@ -176,6 +195,8 @@ class Loader:
         load.num_in_flight -= 1
         if failure is None:
             load.verified.add(op.block_index)
+            if load.is_lookup and load.failure is None:
+                self._queue_until(load, len(load.pages))
         else:
             self._fail(load, failure, op.block_index)
         if load.holds_blocks and load.num_in_flight == 0:
@@ -184,11 +205,9 @@ class Loader:
         self._settle(load)
 
     def expire(self, now: float) -> None:
-        """Give up pages that the store has not delivered in time, but for reads that have begun."""
+        """Give up pages that the store has not delivered in time."""
         for load in [load for load in self._loads.values() if load.num_in_flight and load.deadline <= now]:
-            load.deadline = math.inf
-            self._fail(load, f"the store did not deliver within {self._load_timeout_s:g} s", 0)
-            self._settle(load)
+            self.give_up(load, f"the store did not deliver within {self._load_timeout_s:g} s")
 
     def give_up(self, load: Load, failure: str) -> None:
         """Wait no longer for reads of this load that have begun."""
@@ -233,6 +252,19 @@ class Loader:
             load.skip_from = 0
 
     # Inside
+
+    def _is_lookup(self, request: Request) -> bool:
+        return request.spec.remote_kv is None or not self._follows
+
+    def _num_sought_pages(self, request: Request) -> int:
+        """Full blocks worth seeking. Of a prompt that is computed here, one token must be left to compute."""
+        num_tokens = request.num_initial_tokens - (request.spec.remote_kv is None)
+        return num_tokens // self._naming.block_size
+
+    def _queue_until(self, load: Load, end: int) -> None:
+        for index in range(load.num_started, end):
+            self._queue(load, index)
+        load.num_started = max(load.num_started, end)
 
     def _queue(self, load: Load, index: int) -> None:
         load.num_in_flight += 1

@@ -25,6 +25,7 @@ from engine.errors import EngineError
 from engine.failpoints import FailpointError
 from engine.kv_connector import KVConnectorMeta, KVConnectorOutput
 from engine.kv_layout import KVLayout
+from kv_transfer.counters import TransferCounters
 from kv_transfer.loads import LoadOp
 from kv_transfer.nixl_agent import NixlAgent, Region
 from kv_transfer.nixl_digest import page_digest
@@ -40,6 +41,7 @@ from kv_transfer.page_memory import make_page_memory
 from kv_transfer.page_naming import PageNaming
 from kv_transfer.production import SaveOp
 from kv_transfer.quarantine import Quarantine
+from kv_transfer.self_test import TIMEOUT_S, self_test_hand_over
 from kv_transfer.transfer_connector import TransferConnector, TransferOptions
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class NixlConnector(TransferConnector):
         self._quarantine: Quarantine
         self._wire: Wire
         self._pages: Region
+        self._naming: PageNaming
 
     @property
     def num_quarantined_blocks(self) -> int:
@@ -108,7 +111,7 @@ class NixlConnector(TransferConnector):
     # Worker half
 
     def register_kv_cache(self, kv_cache: torch.Tensor, layout: KVLayout, fingerprint: bytes) -> None:
-        naming = PageNaming.of(fingerprint, layout)
+        naming = self._naming = PageNaming.of(fingerprint, layout)
         self._memory = make_page_memory(kv_cache)
         is_host = kv_cache.device.type == "cpu"
         self._pages = Region(
@@ -127,6 +130,12 @@ class NixlConnector(TransferConnector):
         self._lender = self._make_lender()
         self._producer = MemoryProducer(naming, self._leases, self._words, self._lender.describe)
         self._wire = self._make_wire()
+
+    def self_test(self) -> str | None:
+        num_blocks = self._pages.num_spans
+        self_test_hand_over(self, self._memory, self._naming, num_blocks=num_blocks, timeout_s=TIMEOUT_S)
+        self.counters = TransferCounters()  # it was no request's
+        return None
 
     def start_load_kv(self, meta: KVConnectorMeta) -> None:
         deadline = self._clock() + self._options.load_timeout_s
@@ -195,9 +204,11 @@ class NixlConnector(TransferConnector):
 
     def _make_wire(self) -> Wire:
         name = f"reads-{self._epoch.hex()}"
-        return PageReader(
+        reader = PageReader(
             lambda: NixlAgent(name, self._settings), self._pages, on_end=self._end_read, on_rebuilt=self._end_rebuild
         )
+        reader._transports.add(f"lends-{self._epoch.hex()}")  # the way to ourselves is no peer's, and not worth a line
+        return reader
 
     def _end_read(self, read: Read, failure: str | None, duration_s: float) -> None:
         """On the reading thread: nothing writes to the read's pages any more."""

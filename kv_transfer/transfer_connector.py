@@ -17,13 +17,14 @@ import msgspec
 
 from engine.errors import EngineError
 from engine.kv_connector import KVConnectorMeta, KVConnectorOutput
-from engine.messages import KVProgress, LeaseCommand
+from engine.messages import KVProgress, KVTotals, LeaseCommand
 from engine.request import Request
 from kv_transfer.counters import TransferCounters
 from kv_transfer.io_threads import IOThreads
 from kv_transfer.leases import LeaseTable
 from kv_transfer.loads import Loader
 from kv_transfer.page_io import IOEnd
+from kv_transfer.prefix_production import PrefixProducer
 from kv_transfer.production import Producer
 from kv_transfer.secret import load_secret
 
@@ -84,7 +85,7 @@ class TransferConnector:
         self._threads = IOThreads(options.num_io_threads, f"kv-{name}")
         self._ended: list[IOEnd] = []
         self._ended_lock = threading.Lock()
-        self._producer: Producer
+        self._producer: Producer | PrefixProducer
         self._loader: Loader
 
     # Scheduler half
@@ -93,7 +94,7 @@ class TransferConnector:
         return self._loader.num_external_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_local_blocks: int) -> None:
-        self._loader.reserve(request, block_ids, num_local_blocks)
+        self._loader.reserve(request, block_ids, num_local_blocks, self._clock())
 
     def request_progressed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         self._producer.progressed(request, block_ids, num_computed_tokens, self._clock())
@@ -120,6 +121,11 @@ class TransferConnector:
     @property
     def num_quarantined_blocks(self) -> int:
         return 0
+
+    @property
+    def totals(self) -> KVTotals:
+        """For EngineLoad; optional, as far as the engine is concerned."""
+        return self.counters.totals()
 
     # Inside
 

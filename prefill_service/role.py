@@ -19,6 +19,7 @@ from instance.choices import Choices
 from instance.convert import Choice
 from prefill_service.metrics import Metrics
 from protos.tandem.v1 import common_pb2, prefill_pb2
+from serving import tracing
 
 
 class PrefillRole:
@@ -33,6 +34,7 @@ class PrefillRole:
         """Everything that happens to one prefill, in order. Closed before its hand-over, it gives the KV up; after it,
         the lease alone decides, however late the call's end is seen."""
         opened = handed_over = False
+        span = self._begin_span(choice)
         try:
             with self._metrics.observed() as observation:
                 async with self._choices.open(choice) as running:
@@ -43,12 +45,26 @@ class PrefillRole:
                     async for chunk in running:
                         assert isinstance(chunk, common_pb2.TokenChunk), "reserved or loaded without remote_kv"
                         if observation.saw(chunk):
+                            tracing.end(span, {"tandem.num_cached_tokens": chunk.finish.usage.cached_tokens})
                             await failpoints.hit_async("prefill.first_token")
                         handed_over = chunk.finish.reason == common_pb2.FINISH_REASON_HAND_OVER
                         yield prefill_pb2.PrefillResponse(tokens=chunk)
         finally:
+            tracing.end(span, failure="ended before its first token")
             if opened and not handed_over:  # after the abort, which comes with leaving `open`
                 self._give_up_lease(choice)
+
+    def _begin_span(self, choice: Choice) -> tracing.Span:
+        """From the call to the first token; the parent of what becomes of the KV."""
+        request = choice.engine_request
+        attributes: tracing.Attributes = {
+            "gen_ai.request.id": request.request_id,
+            "tandem.num_prompt_tokens": len(request.prompt_token_ids),
+        }
+        span = tracing.begin("prefill.compute", attributes=attributes)
+        if request.hold_kv is not None:
+            tracing.keep(request.hold_kv.transfer_id, span)
+        return span
 
     def _give_up_lease(self, choice: Choice) -> None:
         hold_kv = choice.engine_request.hold_kv

@@ -22,6 +22,7 @@ from protos.tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb
 from router.choice import Choice, StreamViolation
 from router.instances import InstanceKey
 from router.member import Member
+from serving import tracing
 from serving.calls import REQUEST_ID_KEY
 from serving.errors import DeadlineExceeded, InternalError, ServiceError, Unavailable, received
 from serving.events import RequestEvent
@@ -97,7 +98,7 @@ class _Leg:
     def _options(self) -> dict[str, Any]:
         deadline_s = self._choice.request.deadline_s
         timeout = None if deadline_s is None else max(deadline_s - time.monotonic() - _DEADLINE_MARGIN_S, 0.001)
-        return {"timeout": timeout, "metadata": ((REQUEST_ID_KEY, self._choice.request.label),)}
+        return {"timeout": timeout, "metadata": ((REQUEST_ID_KEY, self._choice.request.label), *tracing.outgoing())}
 
     async def _read(self) -> Any:
         """The next message, None at a good end. Raises LegFailed."""

@@ -31,6 +31,7 @@ _PACKAGES = (
 _EXTRAS = (
     ("huggingface_hub", "models by name from the Hugging Face hub", "pip install 'tandem-llm[hub]'"),
     ("nixl", "the nixl connector (memory to memory, RDMA, NVLink)", "pip install 'tandem-llm[nixl]'"),
+    ("lmcache", "the lmcache connector (LMCache's disk format, its server)", "pip install 'tandem-llm[lmcache]'"),
 )
 
 

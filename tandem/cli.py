@@ -14,6 +14,7 @@ _COMMANDS = {
     "up": "Start a router and its prefill and decode instances on this machine.",
     "generate": "Send a prompt to a running stack and stream the answer.",
     "doctor": "Check this machine, the model, the connectors and a running stack.",
+    "bench": "Measure this machine: how fast KV blocks move, by connector.",
 }
 
 

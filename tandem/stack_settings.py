@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-CONNECTORS = ("shared_storage", "redis", "nixl")
+CONNECTORS = ("shared_storage", "redis", "nixl", "lmcache")
 """Those with a short name, of the ones that instance/config.py knows and a stack of several instances can use."""
 Disaggregation = Literal["always", "auto", "never"]
 
@@ -22,9 +22,9 @@ class StackSettings:
     num_prefill: int = 1
     num_decode: int = 1
     connector: str = "shared_storage"
-    """A short name, or module:Class of one's own."""
+    """A short name, or module:Class of one's own; several, separated by commas: the first one hands over."""
     kv_url: str | None = None
-    """Server of the redis connector."""
+    """Server of the redis connector, or of lmcache: tcp:// of its server, or redis://. lmcache without: on disk."""
     disaggregation: Disaggregation = "auto"
     host: str = "127.0.0.1"
     port: int = 0
@@ -53,9 +53,16 @@ class StackSettings:
                 f"a stack has at least one decode instance and no negative number of prefill instances: "
                 f"{self.num_prefill} prefill, {self.num_decode} decode"
             )
-        if (self.connector == "redis") != (self.kv_url is not None):
+        if "redis" in self.connectors and self.kv_url is None:
+            raise ValueError("the redis connector needs the address of a Redis: --kv-url redis://host:port/0")
+        if self.kv_url is not None and not {"redis", "lmcache"} & set(self.connectors):
             raise ValueError(
-                "the redis connector, and only it, needs the address of a Redis: --kv-url redis://host:port/0"
+                f"the connector {self.connector} has no server: --kv-url is for --connector redis and lmcache"
             )
         if self.num_prefill == 0 and self.disaggregation == "always":
             raise ValueError("disaggregation 'always' needs at least one prefill instance")
+
+    @property
+    def connectors(self) -> list[str]:
+        """Their names, one by one."""
+        return self.connector.split(",")

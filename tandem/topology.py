@@ -63,9 +63,10 @@ def _instance_flags(settings: StackSettings, folder: Path, name: str, cores: tup
     if cores:
         yield from ("--cpu-cores", f"[{', '.join(map(str, cores))}]")
     yield from ("--kv-connector", settings.connector)
-    if settings.connector == "shared_storage":
+    names = set(settings.connectors)
+    if "shared_storage" in names or ("lmcache" in names and settings.kv_url is None):
         yield from ("--kv-folder", str(folder / "store"))
-    if settings.connector in CONNECTORS:
+    if names & set(CONNECTORS):
         yield from ("--kv-secret-file", str(folder / "kv_secret"))
     if settings.kv_url is not None:
         yield from ("--kv-url", settings.kv_url)

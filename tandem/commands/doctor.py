@@ -3,30 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
 from tandem.checks import Check, Finding, extras, kernel, machine, model, packages, python
+from tandem.stack_settings import CONNECTORS
+from tandem.transfer_bench.check import connector_check
+from tandem.transfer_bench.choice import ConnectorChoice
+from tandem.transfer_bench.options import Options, kv_options
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @click.command("doctor")
 @click.option("--model", "model_name", default="demo", show_default=True, metavar="NAME", help="Model to look at.")
-@click.option("--quick", is_flag=True, help="Leave out the transfer of blocks.")
-def command(model_name: str, quick: bool) -> None:
+@click.option(
+    "--connector",
+    default="shared_storage",
+    show_default=True,
+    metavar="NAME",
+    help=f"Connector to move blocks through: {', '.join(CONNECTORS)}, or module:Class of your own.",
+)
+@click.option("--kv-url", metavar="URL", help="Its server: redis://host:port/0; for lmcache also tcp://host:port.")
+@click.option(
+    "--kv-folder", type=click.Path(path_type=Path), help="Its folder.  [default: where `tandem up` would have it]"
+)
+@kv_options
+@click.option("--quick", is_flag=True, help="Leave out the transfer of blocks, which takes some seconds.")
+def command(
+    model_name: str, connector: str, kv_url: str | None, kv_folder: Path | None, options: Options, quick: bool
+) -> None:
     """Check this machine, the model, the connectors and a running stack.
 
     Every line is ok, warn (it works, with less) or fail, and says what to do. The exit status is 1 if a line says fail.
+    Blocks move through the connector that you name, from another process to this one, and every byte is compared.
 
     \b
     Examples:
       tandem doctor
       tandem doctor --model ./Qwen3-0.6B
+      tandem doctor --connector redis --kv-url redis://10.0.0.7:6379/0
+      tandem doctor --connector nixl               which transport does UCX choose here?
+      tandem doctor --kv-folder /mnt/shared        is the volume fast enough?
     """
+    try:
+        choice = ConnectorChoice(connector, kv_url, kv_folder, options)
+        if connector == "redis" and kv_url is None:
+            raise ValueError("the redis connector needs the address of a Redis: --kv-url redis://host:port/0")
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     checks: list[Check] = [python, packages, machine, kernel, extras, model(model_name)]
     if not quick:
-        checks.append(_store)
+        checks.append(connector_check(choice))
     checks.append(_running)
     num_failed = 0
     for check in checks:
@@ -45,18 +74,6 @@ def _guarded(check: Check) -> Iterator[Finding]:
     except Exception as error:  # a broken package may raise anything when it is imported
         name = getattr(check, "__name__", "check").strip("_")
         yield Finding("fail", name, f"could not be checked: {type(error).__name__}: {error}", "make install")
-
-
-def _store() -> Iterator[Finding]:
-    from tandem.store_check import move_blocks
-
-    speed = move_blocks()
-    yield Finding(
-        "ok",
-        "shared_storage",
-        f"{speed.num_blocks} blocks of {speed.block_bytes >> 20} MiB: written at {speed.write_gb_s:.1f} GB/s, "
-        f"read and verified at {speed.read_gb_s:.1f} GB/s",
-    )
 
 
 def _running() -> Iterator[Finding]:

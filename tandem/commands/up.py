@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tandem.completion import Usage
 
 _LOOK_EVERY_S = 0.05
+_START_REDIS = "start one, for example: redis-server --port 6379"
 _DEMO_PROMPT = """\
 Once upon a time there was a penguin called Penny who had a tandem, but nobody to sit on the back of it. Then Dex the \
 dachshund came by. Penny lived above the bicycle shop and was known for one thing: she reads the whole map in one look.
@@ -56,9 +57,14 @@ _DEMO_TOKENS = 60
     show_default=True,
     metavar="NAME",
     callback=lambda context, option, value: _known_connector(value),
-    help="How KV gets from prefill to decode: shared_storage, redis, nixl, or module:Class of your own.",
+    help="How KV gets from prefill to decode: shared_storage, redis, nixl, lmcache, or module:Class of your own. "
+    "Several, as in nixl,redis: the first hands over, the others keep prefixes that all prefill instances share.",
 )
-@click.option("--kv-url", metavar="URL", help="Server of the redis connector: redis://host:port/0.")
+@click.option(
+    "--kv-url",
+    metavar="URL",
+    help="Server of redis: redis://host:port/0. Of lmcache, which else is on disk: that, or tcp://host:port.",
+)
 @click.option(
     "--disaggregation",
     type=click.Choice(["always", "auto", "never"]),
@@ -125,6 +131,8 @@ def command(
       tandem up --model Qwen/Qwen3-0.6B --dtype bfloat16 --kv-memory 2
       tandem up --prefill 0                            one instance that does both: the baseline
       tandem up --connector redis --kv-url redis://127.0.0.1:6379/0
+      tandem up --prefill 2 --connector nixl,redis --kv-url redis://127.0.0.1:6379/0
+      tandem up --connector lmcache                    LMCache's disk format, in the stack's own folder
       tandem up --instance-arg=--max-num-seqs=16       any flag of the services
     """
     try:
@@ -143,8 +151,9 @@ def command(
 
 
 def _known_connector(value: str) -> str:
-    if value not in CONNECTORS and ":" not in value:
-        raise click.BadParameter(f"{value!r} is none of {', '.join(CONNECTORS)}, nor module:Class of your own")
+    for name in value.split(","):
+        if name not in CONNECTORS and ":" not in name:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(CONNECTORS)}, nor module:Class of your own")
     return value
 
 
@@ -161,13 +170,13 @@ def _check_addresses(settings: StackSettings) -> None:
     if settings.kv_url is None:
         return
     server = urlsplit(settings.kv_url)
+    is_lmcache = server.scheme == "tcp"
     try:
-        host, port = server.hostname or "127.0.0.1", server.port or 6379
+        host, port = server.hostname or "127.0.0.1", server.port or (5555 if is_lmcache else 6379)
         socket.create_connection((host, port), timeout=2).close()
     except (OSError, ValueError) as error:
-        raise click.ClickException(
-            f"no Redis answers at --kv-url {settings.kv_url}: {error}; start one, for example: redis-server --port 6379"
-        ) from None
+        what, start = ("lmcache server", "see docs/connectors/lmcache.md") if is_lmcache else ("Redis", _START_REDIS)
+        raise click.ClickException(f"no {what} answers at --kv-url {settings.kv_url}: {error}; {start}") from None
 
 
 class _Interrupted(Exception):

@@ -28,7 +28,7 @@ class HoldingConnector(NullKVConnector):
         self.finished: dict[str, Request] = {}
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        return request.num_initial_tokens - num_computed_tokens
+        return request.num_initial_tokens - num_computed_tokens if request.spec.remote_kv else 0
 
     def request_finished(self, request: Request, block_ids: object) -> bool:
         del block_ids

@@ -58,6 +58,10 @@ class Failpoint:
     def release(self) -> None:
         self._go.touch()
 
+    def hold(self) -> None:
+        """After a release: from now on processes stop here again. What came by meanwhile still counts as arrived."""
+        self._go.unlink(missing_ok=True)
+
     def wait(self, timeout_s: float = ARRIVAL_TIMEOUT_S) -> Arrival:
         """The first arrival since it was armed; an AssertionError if nobody comes: then the test proves nothing."""
         deadline_s = time.monotonic() + timeout_s
@@ -71,6 +75,11 @@ class Failpoint:
     def reached(self) -> bool:
         """Whether a process has come by since it was armed."""
         return bool(self._arrivals())
+
+    @property
+    def num_arrivals(self) -> int:
+        """How often processes have come by since it was armed, those that went on at once included."""
+        return len(self._arrivals())
 
     def _arrivals(self) -> list[Arrival]:
         if not self._file.exists():

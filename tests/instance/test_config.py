@@ -70,13 +70,19 @@ def test_the_connector_is_told_what_was_given_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("transfer", "message"),
     [
-        ({}, "transfer.folder is required"),
+        ({}, "transfer.folder .--kv-folder. is required by the shared_storage connector"),
         ({"folder": "kv"}, "transfer.secret_file is required"),
         (
             {"folder": "kv", "secret_file": "s", "options": {"path": "x"}},
             "transfer.options.path has a setting of its own",
         ),
-        ({"connector": "null", "capacity_bytes": 5}, "null connector"),
+        ({"connector": "null", "capacity_bytes": 5}, "capacity_bytes .* means nothing to the null connector"),
+        ({"connector": "nixl", "folder": "kv"}, "folder .* means nothing to the nixl connector"),
+        ({"connector": "nixl,redis", "secret_file": "s"}, "transfer.url .* is required by the redis connector"),
+        (
+            {"connector": "nixl,redis", "secret_file": "s", "url": "redis://h:1/0", "options": {"ttl_s": 9}},
+            "transfer.options.ttl_s: in a list it is redis.ttl_s",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(transfer: dict[str, Any], message: str) -> None:

@@ -8,6 +8,7 @@ import shutil
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -16,7 +17,9 @@ from tandem import checks
 from tandem.checks import Finding
 from tandem.cli import main
 from tandem.commands import doctor
-from tandem.store_check import move_blocks
+from tandem.transfer_bench.check import connector_check
+from tandem.transfer_bench.choice import ConnectorChoice
+from tests.kv_transfer.redis_server import redis_server
 
 
 def test_a_machine_that_runs_these_tests_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,10 +69,90 @@ def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
     assert "no *.safetensors" in finding.what
 
 
-def test_blocks_move_through_the_store_and_are_verified() -> None:
-    speed = move_blocks(num_blocks=4, block_bytes=1 << 16)
-    assert speed.write_gb_s > 0
-    assert speed.read_gb_s > 0
+def findings(connector: str, **named: Any) -> list[Finding]:
+    """What the doctor says of a connector."""
+    return list(connector_check(ConnectorChoice(connector, **named))())
+
+
+def test_blocks_move_through_the_folder_that_is_configured_and_nothing_is_left_there(tmp_path: Path) -> None:
+    [finding] = findings("shared_storage", kv_folder=tmp_path)
+    assert finding.verdict == "ok"
+    assert f"over {tmp_path}" in finding.what
+    assert "read and verified at" in finding.what
+    assert not list(tmp_path.iterdir())
+
+
+def test_nixl_says_which_transport_ucx_chose() -> None:
+    [finding] = findings("nixl", options={"ucx_tls": "tcp", "digest": False})
+    assert finding.verdict == "ok"
+    assert "over UCX by TCP [" in finding.what
+    assert "compared (digests off)" in finding.what
+
+
+def test_redis_is_surveyed_and_blocks_move_through_it(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru") as server:
+        answers, warning, moved = findings("redis", kv_url=server.url)
+        assert not server.names()
+    assert answers.verdict == moved.verdict == "ok"
+    assert "allkeys-lru" in warning.what
+    assert warning.verdict == "warn"
+    assert "noeviction" in warning.remedy
+
+
+@pytest.mark.parametrize(
+    ("url", "what", "remedy"),
+    [
+        ("redis://127.0.0.1:1/0", "refused", "redis-server --port 6379"),
+        ("redis://anna:hunter2@127.0.0.1:1/0", "no login in it", "tandem doctor"),
+        ("http://127.0.0.1", "redis://host:port/db", "tandem doctor"),
+    ],
+)
+def test_a_redis_that_is_not_there_is_a_failure_that_says_what_to_type(url: str, what: str, remedy: str) -> None:
+    [finding] = findings("redis", kv_url=url)
+    assert finding.verdict == "fail"
+    assert what in finding.what
+    assert remedy in finding.remedy
+    assert "hunter2" not in finding.what + finding.remedy
+
+
+def test_a_redis_that_wants_a_password_says_where_it_goes_and_never_shows_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_REDIS_PASSWORD", "wrong-one")
+    with redis_server(tmp_path, password="s3cret") as server:
+        [finding] = findings("redis", kv_url=server.url)
+    assert finding.verdict == "fail"
+    assert "auth" in finding.what
+    assert "TANDEM_REDIS_PASSWORD" in finding.remedy
+    assert "wrong-one" not in finding.what + finding.remedy
+
+
+def test_a_folder_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    [finding] = findings("shared_storage", kv_folder=tmp_path / "nowhere")
+    assert finding.verdict == "fail"
+    assert f"mkdir -p {tmp_path / 'nowhere'}" in finding.what
+
+
+def test_options_that_are_secrets_are_not_repeated() -> None:
+    choice = ConnectorChoice("no.such:Thing", options={"api_token": "t0ps3cret", "password_file": "/run/pw"})
+    assert (
+        choice.redacted("bad t0ps3cret at redis://anna:x@h:1, see /run/pw") == "bad *** at redis://***@h:1, see /run/pw"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["--connector", "redis"], "--kv-url redis://host:port/0"),
+        (["--connector", "carrier-pigeon"], "shared_storage"),
+        (["--connector", "nixl", "--kv-folder", "/tmp"], "--kv-folder goes with"),
+        (["--kv-options", "nonsense"], "a map in YAML"),
+    ],
+)
+def test_a_mistyped_doctor_is_told_what_to_type(args: list[str], hint: str) -> None:
+    result = CliRunner().invoke(main, ["doctor", *args])
+    assert result.exit_code == 2
+    assert hint in result.output
 
 
 def test_a_check_that_breaks_is_a_line_of_the_report_and_the_exit_status_says_so(

@@ -1,0 +1,160 @@
+"""Spans of the stages of a request, and the trace context on its way between the services (W3C Trace Context).
+
+    caller's traceparent ─▶ Traced servicer ─▶ the call's context ─┬▶ begin … end: a span
+                                                                   └▶ outgoing(): metadata for the next service
+
+Only OpenTelemetry's API is used: until somebody sets a tracer provider up nothing is recorded, a span costs a few
+function calls, and a context that came is passed on all the same. A stage often ends in another task than the one it
+began in, so a span's parent is the context in which it is begun, or one that was kept; none is left attached.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from opentelemetry import context as trace_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import INVALID_SPAN, Span, Status, StatusCode, TracerProvider, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+TRACEPARENT_KEY = "traceparent"
+TRACESTATE_KEY = "tracestate"
+_MAX_TRACESTATE_CHARS = 512
+"""What W3C asks everybody to pass on; more would eat into the metadata's limit."""
+_MAX_KEPT = 4096
+
+__all__ = [
+    "INVALID_SPAN",
+    "Attributes",
+    "Span",
+    "StageSpans",
+    "Traced",
+    "begin",
+    "configure",
+    "end",
+    "join",
+    "keep",
+    "kept",
+    "outgoing",
+]
+
+Attributes = Mapping[str, str | int | float | bool]
+
+_propagator = TraceContextTextMapPropagator()
+_tracer = trace.get_tracer("tandem")
+_kept: OrderedDict[str, Context] = OrderedDict()
+
+
+def configure(provider: TracerProvider | None) -> None:
+    """Records with `provider` from now on; None: with the process's global one, if there ever is one."""
+    global _tracer
+    _tracer = trace.get_tracer("tandem", tracer_provider=provider)
+    _kept.clear()
+
+
+# Context between services
+
+
+def join(metadata: Iterable[tuple[str, str | bytes]], traceparent: str = "") -> None:
+    """Makes the caller's trace context the current task's, for as long as the task lives. What is not well-formed is
+    ignored. `traceparent` is what the message said: metadata win."""
+    carrier = {key: value for key, value in metadata if key in (TRACEPARENT_KEY, TRACESTATE_KEY)}
+    if TRACEPARENT_KEY not in carrier and traceparent:
+        carrier[TRACEPARENT_KEY] = traceparent
+    if isinstance(carrier.get(TRACEPARENT_KEY), str):
+        trace_context.attach(_propagator.extract(carrier, trace_context.get_current()))
+
+
+def outgoing() -> tuple[tuple[str, str], ...]:
+    """The current trace context as metadata for a call; empty where there is none."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier)
+    if len(carrier.get(TRACESTATE_KEY, "")) > _MAX_TRACESTATE_CHARS:
+        del carrier[TRACESTATE_KEY]
+    return tuple(carrier.items())
+
+
+class Traced:
+    """A servicer whose calls run in the trace context of their caller; registered in its place."""
+
+    def __init__(self, servicer: object) -> None:
+        self._servicer = servicer
+
+    def __getattr__(self, name: str) -> Any:
+        behaviour = getattr(self._servicer, name)
+
+        async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
+            _join_call(request, context)
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        async def unary(request: Any, context: Any) -> Any:
+            _join_call(request, context)
+            return await behaviour(request, context)
+
+        return streaming if inspect.isasyncgenfunction(behaviour) else unary
+
+
+def _join_call(request: Any, context: Any) -> None:
+    join(context.invocation_metadata() or (), getattr(request, TRACEPARENT_KEY, ""))
+
+
+# Spans
+
+
+def begin(name: str, parent: Context | None = None, attributes: Attributes | None = None) -> Span:
+    """A span from now on, in `parent` or the current context. It is not made the current one."""
+    return _tracer.start_span(name, context=parent, attributes=attributes)
+
+
+def end(span: Span, attributes: Attributes | None = None, failure: str | None = None) -> None:
+    """The span is over, for a bad reason if there is a `failure`. The first word counts."""
+    if not span.is_recording():
+        return
+    if attributes:
+        span.set_attributes(attributes)
+    if failure is not None:
+        span.set_status(Status(StatusCode.ERROR, failure))
+    span.end()
+
+
+def keep(key: str, span: Span) -> None:
+    """Remembers `span` under `key`, as the parent of what will happen outside of the call; the oldest are forgotten."""
+    if span.get_span_context().is_valid:
+        _kept[key] = set_span_in_context(span)
+        while len(_kept) > _MAX_KEPT:
+            _kept.popitem(last=False)
+
+
+def kept(key: str) -> Context | None:
+    """What was remembered, once."""
+    return _kept.pop(key, None)
+
+
+class StageSpans:
+    """A span whose stages follow one upon the other: each begins where the one before has ended."""
+
+    def __init__(self, name: str, first_stage: str, attributes: Attributes | None = None) -> None:
+        self._whole = begin(name, attributes=attributes)
+        self._context = set_span_in_context(self._whole)
+        self._stage = begin(first_stage, self._context)
+
+    def note(self, attributes: Attributes) -> None:
+        """What is known of the stage that goes on."""
+        self._stage.set_attributes(attributes)
+
+    def next(self, stage: str, failure: str | None = None) -> None:
+        """The stage has ended, for a bad reason if there is a `failure`; another one begins."""
+        end(self._stage, failure=failure)
+        self._stage = begin(stage, self._context)
+
+    def end(self, failure: str | None = None) -> None:
+        """The last stage has ended, and all with it."""
+        end(self._stage, failure=failure)
+        end(self._whole)

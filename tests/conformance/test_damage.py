@@ -1,0 +1,41 @@
+"""A stored page that is damaged, short, swapped or gone costs a recompute, which is counted, and never a token.
+
+The decode instance is held before it reads the first page, until the prefill instance has written the last one.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.conformance.stacks import GREEDY, Stack, wait_until
+from tests.conformance.stored_pages import DAMAGES
+from tests.conformance.subjects import STORES, on
+from tests.e2e.asking import Asked
+from tests.e2e.conftest import BLOCK_SIZE, random_prompt
+
+NUM_PAGES = 7
+LENGTH = (NUM_PAGES - 1) * BLOCK_SIZE + 5
+
+
+@on("shared_storage", "redis", names=STORES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_costs_a_recompute_and_never_a_token(stack: Stack, prompts: random.Random, damage: str) -> None:
+    pages = stack.pages
+    assert pages is not None
+    prompt = random_prompt(prompts, LENGTH)
+    before, old = stack.settled()["decode-0"], pages.names()
+    with stack.stopped_at("loading") as stop:
+        asked = Asked(stack.rig.address, prompt, **GREEDY)
+        stop.wait()
+        wait_until(lambda: len(pages.names() - old) == NUM_PAGES, "not all pages are in the store")
+        DAMAGES[damage](pages, sorted(pages.names() - old), prompts)
+    completion = asked.completion()
+    stack.assert_exact(completion, prompt, GREEDY)
+    if stack.backing.is_only_way:
+        assert completion.usage.recomputed_tokens > 0
+        after = stack.settled()["decode-0"]
+        assert after.num_recomputed_blocks > before.num_recomputed_blocks
+    # The store heals: whoever asks next gets the same tokens, wherever they come from.
+    stack.assert_exact(stack.ask(prompt, GREEDY), prompt, GREEDY)

@@ -1,0 +1,278 @@
+"""What Prometheus sees of an instance is what its core and its requests did, and costs them nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import decode_service.service
+import prefill_service.service
+from engine.async_engine import AsyncEngine
+from engine.config import EngineConfig, KVConnectorConfig
+from engine.messages import (
+    CoreMessage,
+    EngineRequest,
+    HoldKV,
+    KVMoved,
+    KVTotals,
+    LoadedEvent,
+    Outputs,
+    ReservedEvent,
+    TokensEvent,
+    TransferEvent,
+)
+from engine.sampling_params import SamplingParams
+from instance.front import Front, Role
+from kv_transfer.counters import MAX_REASONS, OTHER, FailureCounter, TransferCounters
+from kv_transfer.secret import ensure_secret
+from protos.tandem.v1 import prefill_pb2
+from serving.lifetime import StopSignals
+from serving.metrics import LatencyHistogram, MetricsSettings
+from tests.builders import lively_checkpoint
+from tests.decode_service.decoding import Decoding
+from tests.instance.rig import Rig, eventually, instance_request, model_folder, running, settings_of
+from tests.instance.scripted_core import ScriptedCore
+
+ROLES = {"prefill": prefill_service.service.ROLE, "decode": decode_service.service.ROLE}
+METRICS = MetricsSettings(listen="127.0.0.1:0")
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "model")
+
+
+@pytest.fixture
+async def decode(folder: Path) -> AsyncIterator[Rig]:
+    async with running(folder, ROLES["decode"], metrics=METRICS) as rig:
+        yield rig
+
+
+def _get(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=3) as response:
+        assert response.headers["Content-Type"].startswith("text/plain")
+        return str(response.read().decode())
+
+
+async def scrape(front: Front) -> Samples:
+    """Every sample by name and labels."""
+    assert front.metrics_server.address is not None
+    text = await asyncio.to_thread(_get, front.metrics_server.address)
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+async def test_the_cores_report_is_served_under_prometheus_names(decode: Rig) -> None:
+    totals = KVTotals(
+        saved=KVMoved(3, 3072, 0.25, {"store_enospc": 2}),
+        loaded=KVMoved(5, 5120, 0.5, {"missing": 1, "page_digest": 4}),
+        num_shared_blocks=7,
+    )
+    decode.core.emit(
+        num_waiting=1,
+        num_running=2,
+        num_loading=3,
+        free_blocks=40,
+        cached_blocks=8,
+        running_blocks=12,
+        held_blocks=3,
+        quarantined_blocks=1,
+        num_transfers=2,
+        num_expired_leases=6,
+        num_recomputed_blocks=9,
+        kv_totals=totals,  # type: ignore[arg-type]
+    )
+    await eventually(lambda: decode.front.engine.load.num_transfers == 2)
+    samples = await scrape(decode.front)
+    kv: dict[str, Any] = {"connector": "scripted"}
+    for name, labels, expected in [
+        ("tandem_kv_transfer_blocks_total", {"direction": "load"}, 5),
+        ("tandem_kv_transfer_bytes_total", {"direction": "save"}, 3072),
+        ("tandem_kv_transfer_seconds_total", {"direction": "load"}, 0.5),
+        ("tandem_kv_transfer_failures_total", {"direction": "save", "reason": "store_enospc"}, 2),
+        ("tandem_kv_transfer_failures_total", {"direction": "load", "reason": "page_digest"}, 4),
+        ("tandem_kv_shared_blocks_total", {}, 7),
+        ("tandem_kv_recomputed_blocks_total", {}, 9),
+        ("tandem_kv_expired_leases_total", {}, 6),
+        ("tandem_kv_leases", {}, 2),
+    ]:
+        assert value(samples, name, **kv, **labels) == expected, (name, labels)
+    blocks = {name: value(samples, "tandem_kv_blocks", **{"class": name}) for name in ("free", "held", "quarantined")}
+    assert blocks == {"free": 40, "held": 3, "quarantined": 1}
+    assert value(samples, "tandem_engine_requests", state="loading") == 3
+    vllm = {"model_name": "demo", "engine": "0"}
+    assert value(samples, "vllm:num_requests_waiting", **vllm) == 4
+    assert value(samples, "vllm:kv_cache_usage_perc", **vllm) == 16 / 64
+    instance = {"instance_id": decode.front.instance_id, "role": "decode", "model": "demo", **kv}
+    assert value(samples, "tandem_instance_info", **instance) == 1
+    assert value(samples, "tandem_engine_silence_seconds") < 5
+    assert any(name == "process_resident_memory_bytes" for name, _ in samples)
+
+
+async def test_each_stage_of_a_request_is_observed_once(decode: Rig, folder: Path) -> None:
+    async with running(folder, ROLES["prefill"]) as holder:
+        call = Decoding(decode)
+        await call.start(holder)
+        await decode.core.request()
+        decode.core.emit(ReservedEvent("r1", num_cached_tokens=0, num_local_blocks=0))
+        await call.next()
+        holder.core.emit(TransferEvent("t1", 2, num_tokens=10))
+        decode.core.emit(LoadedEvent("r1", num_external_tokens=10, num_recomputed_blocks=0))
+        await call.next()
+        await call.seed(72)
+        decode.core.emit(TokensEvent("r1", [73]), TokensEvent("r1", [74]), TokensEvent("r1", [75], "length"))
+        await call.rest()
+    samples = await scrape(decode.front)
+    for stage in ("reserve", "load", "first_token"):
+        assert value(samples, "tandem_request_stage_seconds_count", stage=stage) == 1
+        assert value(samples, "tandem_request_stage_seconds_bucket", stage=stage, le="160.0") == 1
+        assert 0 < value(samples, "tandem_request_stage_seconds_sum", stage=stage) < 60
+    assert value(samples, "tandem_requests_ended_total", reason="length") == 1
+    assert value(samples, "tandem_decode_seeded_requests_total") == 1
+    assert value(samples, "tandem_decode_loaded_transfers_total") == 1
+
+
+async def test_a_request_that_did_not_come_so_far_is_not_observed(folder: Path) -> None:
+    async with running(folder, ROLES["prefill"], metrics=METRICS) as rig:
+        hand_over = prefill_pb2.HandOver(transfer_id="t1", lease_s=2.0)
+        call = rig.prefill.Prefill(prefill_pb2.PrefillRequest(request=instance_request(), hand_over=hand_over))
+        await call.read()
+        call.cancel()
+        await eventually(lambda: rig.front.role_service.metrics.num_cancelled)
+        samples = await scrape(rig.front)
+        assert value(samples, "tandem_request_stage_seconds_count", stage="first_token") == 0
+        assert value(samples, "tandem_requests_ended_total", reason="cancelled") == 1
+        assert value(samples, "tandem_prefill_given_up_leases_total") == 1
+
+
+async def test_the_documentation_names_what_is_served_and_nothing_else(folder: Path) -> None:
+    served = set()
+    for role in ROLES.values():
+        async with running(folder, role, metrics=METRICS) as rig:
+            rig.core.emit(kv_totals=KVTotals(loaded=KVMoved(failures={"missing": 1})))  # type: ignore[arg-type]
+            await eventually(lambda: rig.front.engine.load.kv_totals.loaded.failures)
+            served |= {re.sub("_(bucket|sum|count)$", "", name) for name, _ in await scrape(rig.front)}
+    table = re.findall(r"^\| `((?:tandem_|vllm:)\w+)` \|", DOCS.read_text(), re.MULTILINE)
+    assert len(set(table)) == len(table)
+    assert set(table) == {name for name in served if not name.startswith("process_")}
+
+
+async def test_metrics_are_off_unless_asked_for(folder: Path) -> None:
+    async with running(folder, ROLES["decode"]) as rig:
+        assert rig.front.metrics_server.address is None
+
+
+@pytest.mark.parametrize("role", ROLES.values(), ids=ROLES)
+async def test_a_taken_port_keeps_an_instance_from_starting(folder: Path, role: Role) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        core = ScriptedCore()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        settings = settings_of(folder, metrics=MetricsSettings(listen=listen))
+        with pytest.raises(OSError, match=f"cannot serve metrics on {listen}"):
+            await Front.start(settings, role, StopSignals(), engine=core.engine())
+        assert core.closed
+
+
+@pytest.mark.parametrize("listen", ["9090", "host:port", "::1:80", "127.0.0.1:70000"])
+def test_a_wrong_address_is_refused(listen: str) -> None:
+    with pytest.raises(ValueError, match="must be host:port"):
+        MetricsSettings(listen=listen)
+
+
+async def test_scrapers_that_say_nothing_are_bounded_and_hold_up_nobody(decode: Rig) -> None:
+    assert decode.front.metrics_server.address is not None
+    host, port = decode.front.metrics_server.address.split(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(7)]
+    try:
+        assert value(await scrape(decode.front), "tandem_requests_received_total") == 0
+        silent += [socket.create_connection((host, int(port))) for _ in range(2)]
+        silent[-1].settimeout(3)
+        assert await asyncio.to_thread(silent[-1].recv, 1) == b""  # the ninth is shown the door
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_words_of_failures_are_bounded() -> None:
+    counter = FailureCounter()
+    for index in range(2 * MAX_REASONS):
+        counter[f"store_{index}"] += 1
+    counter["store_0"] += 1
+    counter["x" * 100] += 5
+    assert len(counter) == MAX_REASONS + 1
+    assert (counter["store_0"], counter[OTHER]) == (2, MAX_REASONS + 5)
+    counters = TransferCounters(load_failures=counter)
+    assert counters.totals().loaded.failures == dict(counter)
+
+
+def test_a_bound_belongs_to_its_bucket() -> None:
+    histogram = LatencyHistogram((0.1, 1.0))
+    for seconds in (0.1, 0.5, 1.0, 7.0):
+        histogram.observe(seconds)
+    assert histogram.buckets() == [("0.1", 1), ("1.0", 3), ("+Inf", 4)]
+    assert (histogram.count, histogram.sum_s) == (4, 8.6)
+
+
+async def test_what_a_connector_moved_comes_up_from_a_real_core(tmp_path: Path) -> None:
+    ensure_secret(tmp_path / "secret")
+    connector = KVConnectorConfig(
+        class_path="kv_transfer.connector:SharedStorageConnector",
+        options={"path": str(tmp_path / "store"), "kv_secret_file": str(tmp_path / "secret")},
+    )
+    folder = lively_checkpoint(tmp_path / "qwen3", "qwen3", num_hidden_layers=1)
+    config = EngineConfig(
+        model=str(folder), dtype="float32", num_blocks=64, num_threads=1, block_size=16, kv_connector=connector
+    )
+    engine = await AsyncEngine.start(config, in_process=True)
+    try:
+        assert engine.load.kv_totals == KVTotals()
+        request = EngineRequest(
+            request_id="r1",
+            prompt_token_ids=list(range(10, 50)),
+            params=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+            hold_kv=HoldKV(transfer_id="t1", lease_s=30.0),
+        )
+        async with asyncio.timeout(20):
+            async for _ in engine.add_request(request):
+                pass
+            while engine.load.kv_totals.saved.num_blocks < 3:  # two full ones and the tail
+                await engine.wait_load(0.5)
+        saved = engine.load.kv_totals.saved
+        assert saved.num_bytes >= 3 * engine.info.bytes_per_block
+        assert saved.seconds > 0
+        assert saved.failures == {}
+        report = Outputs([], engine.load)  # as it comes from a core in a process of its own
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=CoreMessage) == report
+        assert engine.load.num_transfers == 1
+    finally:
+        await engine.shutdown()
+
+
+def test_fronts_and_routers_need_neither_torch_nor_a_tracing_sdk() -> None:
+    program = (
+        "import sys, router.__main__, prefill_service.__main__, decode_service.__main__, serving.tracing\n"
+        "print(sorted({'torch', 'transformers', 'numba', 'opentelemetry.sdk'} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")

@@ -1,0 +1,279 @@
+"""Both connectors with I/O that begins when they say so and ends when the test says so, on no thread.
+
+What is in flight is kept here and not asked of the connector: it is the truth that the connector's word is checked
+against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from engine.kv_connector import KVConnector, KVConnectorMeta
+from engine.messages import KVProgress
+from engine.request import Request
+from kv_transfer.connector import StoreConnector, StoreOptions
+from kv_transfer.io_threads import IOThreads
+from kv_transfer.loads import LoadOp
+from kv_transfer.nixl_connector import DigestEnd, NixlConnector
+from kv_transfer.nixl_lender import Lender
+from kv_transfer.nixl_metadata import VERSION, TransferMetadata, encode
+from kv_transfer.nixl_reader import GIVEN_UP, Read
+from kv_transfer.page_io import SKIPPED, IOEnd
+from kv_transfer.production import SaveOp
+from kv_transfer.secret import load_secret
+from kv_transfer.store import MemoryStore
+from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
+
+LOAD_TIMEOUT_S = 5.0
+MAX_QUARANTINE_S = 20.0
+_EPOCH = bytes(range(16))
+
+
+class ScriptedIO(KVConnector, Protocol):
+    """What the test does to either connector, and knows of it."""
+
+    @property
+    def writes_in_flight(self) -> set[int]:
+        """Blocks that I/O may still write to, or is about to look at."""
+        ...
+
+    @property
+    def reads_in_flight(self) -> set[int]:
+        """Blocks that I/O may still read."""
+        ...
+
+    @property
+    def quarantined(self) -> set[int]:
+        """Blocks of reads that were given up, as they must be told."""
+        ...
+
+    @property
+    def num_endable(self) -> int:
+        """Pieces of I/O that can end."""
+        ...
+
+    def end(self, index: int, failure: str | None) -> None:
+        """One of them ends."""
+        ...
+
+    def announce(self, request: Request, num_ready_blocks: int, *, whole: bool) -> None:
+        """A holder's word for a request that waits for KV."""
+        ...
+
+    @property
+    def rebuild_asked(self) -> bool: ...
+
+    def rebuild(self) -> None:
+        """What it asked for has come to pass."""
+        ...
+
+
+class _NoThreads(IOThreads):
+    """Jobs are done when they are submitted."""
+
+    def __init__(self) -> None:
+        super().__init__(0, "none")
+
+    def submit(self, job: Callable[[], None]) -> None:
+        job()
+
+
+def blocks_lent(connector_metadata: bytes) -> list[int]:
+    """What a holder says it lends, unchecked: past the MAC."""
+    return msgspec.msgpack.decode(connector_metadata[32:], type=TransferMetadata).block_ids
+
+
+def _memory(num_blocks: int) -> torch.Tensor:
+    return torch.zeros((num_blocks, *LAYOUT.page_shape))
+
+
+class ScriptedStoreConnector(StoreConnector):
+    """Over a store that is never asked."""
+
+    rebuild_asked = False
+
+    def __init__(self, num_blocks: int, clock: Callable[[], float], secret_file: str) -> None:
+        options = StoreOptions(load_timeout_s=LOAD_TIMEOUT_S, kv_secret_file=secret_file)
+        super().__init__(MemoryStore(), options, wake=lambda: None, clock=clock)
+        self._threads.shutdown(1.0)
+        self._threads = _NoThreads()
+        self.in_flight: list[SaveOp | LoadOp] = []
+        self.register_kv_cache(_memory(num_blocks), LAYOUT, FINGERPRINT)
+
+    @property
+    def writes_in_flight(self) -> set[int]:
+        return {op.block_id for op in self.in_flight if isinstance(op, LoadOp)}
+
+    @property
+    def reads_in_flight(self) -> set[int]:
+        return {op.block_id for op in self.in_flight if isinstance(op, SaveOp)}
+
+    @property
+    def quarantined(self) -> set[int]:
+        return set()
+
+    @property
+    def num_endable(self) -> int:
+        return len(self.in_flight)
+
+    def end(self, index: int, failure: str | None) -> None:
+        op = self.in_flight.pop(index)
+        self._end_op(IOEnd(op, SKIPPED if failure and op.is_cancelled else failure))
+
+    def announce(self, request: Request, num_ready_blocks: int, *, whole: bool) -> None:
+        num_tokens = request.num_initial_tokens if whole else None
+        self.handle(KVProgress(request.request_id, num_ready_blocks, num_tokens=num_tokens))
+
+    def rebuild(self) -> None:
+        raise AssertionError("a store has no agent")
+
+    def _submit(self, op: SaveOp | LoadOp) -> None:
+        self.in_flight.append(op)
+
+
+class _Wire:
+    """Reads that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.reads: list[Read] = []
+        self.rebuild_asked = False
+
+    def submit(self, read: Read) -> None:
+        self.reads.append(read)
+
+    def rebuild(self) -> None:
+        assert not self.rebuild_asked, "asked twice"
+        self.rebuild_asked = True
+
+    def shutdown(self, timeout_s: float) -> bool:
+        del timeout_s
+        return not self.reads
+
+
+class _Lender(Lender):
+    """Describes blocks and lends nothing."""
+
+    def __init__(self, num_blocks: int, key: bytes) -> None:
+        self._num_blocks = num_blocks
+        self._key = key
+
+    def describe(self, block_ids: Sequence[int], word_index: int, word: bytes) -> bytes:
+        metadata = TransferMetadata(
+            version=VERSION,
+            agent_name=f"lends-{_EPOCH.hex()}",
+            epoch=_EPOCH,
+            agent_metadata=b"metadata",
+            memory_type="DRAM",
+            device_id=0,
+            pages_address=1 << 20,
+            page_bytes=LAYOUT.bytes_per_block,
+            num_blocks=self._num_blocks,
+            words_address=1 << 16,
+            num_words=1 << 16,
+            word_index=word_index,
+            word=word,
+            block_ids=list(block_ids),
+        )
+        return encode(metadata, self._key)
+
+    def close(self) -> None:
+        pass
+
+
+class ScriptedNixlConnector(NixlConnector):
+    """Over a wire, and digests, that end when the test says so."""
+
+    def __init__(self, num_blocks: int, clock: Callable[[], float], secret_file: str) -> None:
+        self._num_blocks, self._secret = num_blocks, load_secret(secret_file)
+        super().__init__(
+            wake=lambda: None,
+            clock=clock,
+            kv_secret_file=secret_file,
+            load_timeout_s=LOAD_TIMEOUT_S,
+            max_quarantined_fraction=0.3,
+            max_quarantine_s=MAX_QUARANTINE_S,
+        )
+        self._threads.shutdown(1.0)
+        self._threads = _NoThreads()
+        self.digesting: list[SaveOp] = []
+        self.verifying: list[LoadOp] = []
+        self.register_kv_cache(_memory(num_blocks), LAYOUT, FINGERPRINT)
+        self._num_pages_per_read = 2
+
+    @property
+    def writes_in_flight(self) -> set[int]:
+        return {op.block_id for op in (*self._ops_read(), *self.verifying)}
+
+    @property
+    def reads_in_flight(self) -> set[int]:
+        return {op.block_id for op in self.digesting}
+
+    @property
+    def quarantined(self) -> set[int]:
+        return {op.block_id for op in self._ops_read() if op.owner.holds_blocks}
+
+    @property
+    def num_endable(self) -> int:
+        return len(self.wire.reads) + len(self.verifying) + len(self.digesting)
+
+    def end(self, index: int, failure: str | None) -> None:
+        if index < len(self.wire.reads):
+            self._end_read(self.wire.reads.pop(index), failure, 0.0)
+            return
+        index -= len(self.wire.reads)
+        if index < len(self.verifying):
+            self._end_op(IOEnd(self.verifying.pop(index), failure and "page_digest"))
+            return
+        op = self.digesting.pop(index - len(self.verifying))
+        self._end_op(IOEnd(op, "failpoint") if failure else DigestEnd(op, None, digest=b"d" * 32))
+
+    def announce(self, request: Request, num_ready_blocks: int, *, whole: bool) -> None:
+        num_full, num_tail = divmod(request.num_initial_tokens, BLOCK_SIZE)
+        num_pages = num_full + bool(num_tail)
+        source = self._loader._sources.get(request.request_id)
+        num_told = 0 if source is None else len(source.digests)
+        num_new = max(0, (num_pages if whole else num_ready_blocks) - num_told)
+        metadata = _Lender(self._num_blocks + num_pages, self._secret).describe(range(num_pages), 3, b"12345678")
+        num_tokens = request.num_initial_tokens if whole else None
+        self.handle(
+            KVProgress(
+                request.request_id,
+                num_ready_blocks,
+                digests=[b"d" * 32] * num_new,
+                connector_metadata=metadata,
+                num_tokens=num_tokens,
+            )
+        )
+
+    @property
+    def rebuild_asked(self) -> bool:
+        return self.wire.rebuild_asked
+
+    def rebuild(self) -> None:
+        given_up = [read for read in self.wire.reads if read.owner.holds_blocks]
+        self.wire.reads = [read for read in self.wire.reads if not read.owner.holds_blocks]
+        self.wire.rebuild_asked = False
+        for read in given_up:
+            self._end_read(read, GIVEN_UP, 0.0)
+        self._end_rebuild()
+
+    def save_kv(self, meta: KVConnectorMeta) -> None:
+        self.digesting += [op for op in meta.saves if isinstance(op, SaveOp)]
+
+    def _ops_read(self) -> list[LoadOp]:
+        return [op for read in self.wire.reads for op in read.ops]
+
+    def _verify(self, op: LoadOp, read: Read, digest: bytes, moved_s: float) -> None:
+        del read, digest, moved_s
+        self.verifying.append(op)
+
+    def _make_lender(self) -> Lender:
+        return _Lender(self._num_blocks, self._secret)
+
+    def _make_wire(self) -> _Wire:
+        self.wire = _Wire()
+        return self.wire

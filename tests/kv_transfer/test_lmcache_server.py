@@ -1,0 +1,317 @@
+"""A real `lmcache server` with our module: its disk, a Redis behind our adapter, and what befalls it under use."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.config import KVConnectorConfig
+from engine.errors import EngineError
+from kv_transfer.lmcache_server import LMCacheServer
+from kv_transfer.lmcache_wire import (
+    GET,
+    PROTOCOL_VERSION,
+    PUT,
+    Head,
+    parse_answer,
+    parse_request,
+    request_frames,
+)
+from kv_transfer.secret import ensure_secret
+from kv_transfer.store import BadValue, StoreError
+from tests.builders import lively_checkpoint
+from tests.kv_transfer.lmcache_checks import (
+    NUM_BYTES,
+    LMCacheLoad,
+    check_contract,
+    check_many_threads,
+    nothing_leaks,
+    pages_in,
+    read,
+)
+from tests.kv_transfer.lmcache_server_process import ServerProcess, lmcache_server
+from tests.kv_transfer.redis_server import RedisServer, name_of, redis_server
+from tests.kv_transfer.test_hand_over import GREEDY, aggregated
+from tests.kv_transfer.test_redis_connector import PROMPTS, FrontedPair
+from tests.kv_transfer.test_shared_storage import HEADER, PAGE, key_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lmcache")
+
+
+@pytest.fixture(scope="module")
+def redis(folder: Path) -> Iterator[RedisServer]:
+    with redis_server(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, redis: RedisServer) -> Iterator[ServerProcess]:
+    """Pages in its memory, then on its disk and in a Redis. It takes seconds to start, so that all tests share it."""
+    on_disk = {"type": "fs_native", "base_path": str(folder / "l2"), "num_workers": 2, "max_capacity_gb": 0.1}
+    in_redis = {
+        "type": "plugin",
+        "module_path": "kv_transfer.lmcache_redis_adapter",
+        "class_name": "RedisL2Adapter",
+        "adapter_params": {"url": redis.url},
+    }
+    with lmcache_server(folder, {**on_disk, "eviction": {"eviction_policy": "LRU"}}, in_redis) as server:
+        yield server
+
+
+def wait_until(condition: object, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_store_keeps_its_contract_and_leaves_nothing(server: ServerProcess, redis: RedisServer, folder: Path) -> None:
+    with nothing_leaks():
+        store = LMCacheServer(server.url)
+        check_contract(store)
+        check_many_threads(store)
+        store.close()
+    wait_until(lambda: not pages_in(folder / "l2"))
+    assert redis.names() == [], "what was deleted is deleted in all places"
+
+
+def test_pages_go_to_disk_and_redis_and_come_from_there(
+    server: ServerProcess, redis: RedisServer, folder: Path
+) -> None:
+    store = LMCacheServer(server.url)
+    tail = key_of(3, transfer="../../etc/passwd")
+    for key in (key_of(1), key_of(2), tail):
+        store.put(key, (HEADER, PAGE))
+        wait_until(lambda key=key: name_of(key).encode() in redis.names())  # type: ignore[misc]
+    wait_until(lambda: len(pages_in(folder / "l2")) == 3)
+    # STEP the server forgets its memory; a file is cut short, the other place still has the page
+    server.kill()
+    for path in pages_in(folder / "l2"):
+        if key_of(2).block_hash.hex() in path.name:
+            os.truncate(path, 1000)
+    redis.run("DEL", name_of(key_of(2)))
+    with pytest.raises(StoreError, match=r"reset|refused"):
+        read(store, key_of(1))
+    server.start()
+    # STEP it is the same store object: it has found the new server by itself
+    assert store.contains(key_of(1), NUM_BYTES)
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    with pytest.raises(BadValue, match="size"):
+        read(store, key_of(2))
+    for key in (key_of(1), key_of(2), tail):
+        store.delete(key)
+        assert not store.contains(key, NUM_BYTES)
+    assert pages_in(folder / "l2") == []
+    assert redis.names() == []
+    store.close()
+
+
+@pytest.mark.slow
+def test_memory_that_is_full_is_an_error_and_no_wait(server: ServerProcess) -> None:
+    store = LMCacheServer(server.url)
+    big = bytes(64 << 20)
+    keys = [key_of(number) for number in range(6)]
+    reasons = []
+    started = time.monotonic()
+    for key in keys:
+        try:
+            store.put(key, (HEADER, big))
+        except StoreError as error:
+            reasons.append(error.reason)
+    assert time.monotonic() - started < 15.0
+    assert reasons, "0.25 GB hold no 6 x 64 MB"
+    assert set(reasons) <= {"full", "timeout"}
+    for key in keys:
+        store.delete(key)
+    store.put(key_of(9), (HEADER, PAGE))
+    store.delete(key_of(9))
+    store.close()
+
+
+def test_frozen_server_is_a_time_out_for_everybody_at_once(server: ServerProcess) -> None:
+    store = LMCacheServer(server.url, timeout_s=0.5)
+    store.put(key_of(1), (HEADER, PAGE))
+    server.freeze()
+    reasons: list[str] = []
+
+    def ask() -> None:
+        try:
+            read(store, key_of(1))
+        except StoreError as error:
+            reasons.append(error.reason)
+
+    try:
+        started = time.monotonic()
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - started < 1.2
+        assert set(reasons) <= {"timeout", "connect_timeout"}
+        assert len(reasons) == 6
+        started = time.monotonic()
+        for number in range(100):
+            with pytest.raises(StoreError, match="down"):
+                store.delete(key_of(number))
+        assert time.monotonic() - started < 0.1
+        started = time.monotonic()
+        LMCacheServer(server.url).close()
+    finally:
+        server.thaw()
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    wait_until(lambda: _deleted(store))
+    server.freeze()
+    with pytest.raises(StoreError, match="timeout"):
+        store.contains(key_of(1), NUM_BYTES)
+    started = time.monotonic()
+    store.close()
+    server.thaw()
+    assert time.monotonic() - started < 1.0
+
+
+def _deleted(store: LMCacheServer) -> bool:
+    try:
+        store.delete(key_of(1))
+    except StoreError:
+        return False
+    return True
+
+
+def test_no_request_fails_while_the_server_is_frozen(server: ServerProcess) -> None:
+    with LMCacheLoad(lambda: LMCacheServer(server.url, timeout_s=0.3)) as load:
+        server.freeze()
+        try:
+            assert load.wait_for_breaker(5.0) <= 3.0
+            load.wait_for_miss(2.0)
+        finally:
+            server.thaw()
+        assert load.wait_for_hit(10.0) <= 10.0
+    assert load.longest_s < 3.0, "a request waited for the server"
+
+
+@pytest.mark.slow
+def test_no_request_fails_while_the_server_is_restarted(server: ServerProcess) -> None:
+    with LMCacheLoad(lambda: LMCacheServer(server.url)) as load:
+        server.kill()
+        assert load.wait_for_breaker(3.0) <= 1.0
+        load.wait_for_miss(2.0)
+        server.start()
+        assert load.wait_for_hit(10.0) <= 10.0
+    assert load.longest_s < 2.0, "a request waited for the server"
+
+
+# Two real engines, through every backend
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_checkpoint(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    return aggregated(checkpoint, PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("backend", ["disk", "server", "redis"])
+def test_hand_over_between_two_engines_is_exact(
+    request: pytest.FixtureRequest, checkpoint: Path, expected: list[list[int]], tmp_path: Path, backend: str
+) -> None:
+    ensure_secret(tmp_path / "secret")
+    options = {"backend": backend, "kv_secret_file": str(tmp_path / "secret")}
+    if backend == "disk":
+        options["path"] = str(tmp_path / "store")
+    else:
+        options["url"] = request.getfixturevalue("server" if backend == "server" else "redis").url
+    connector = KVConnectorConfig(class_path="kv_transfer.lmcache_connector:LMCacheConnector", options=options)
+    pair = FrontedPair(checkpoint, tmp_path, kv_connector=connector)
+    for index, prompt in enumerate(PROMPTS):
+        pair.start(f"r{index}", prompt, GREEDY)
+    pair.run()
+    assert [pair.outcomes[f"r{index}"].token_ids for index in range(len(PROMPTS))] == expected
+    assert pair.decode.load.num_prefilled_tokens == 0, "decode has computed prompts that it could load"
+    for core in (pair.prefill, pair.decode):
+        core.shutdown()
+        assert (core.load.running_blocks, core.load.held_blocks, core.load.num_transfers) == (0, 0, 0)
+    if backend == "disk":
+        assert pages_in(tmp_path / "store"), "nothing went to the disk"
+        assert not [path for path in pages_in(tmp_path / "store") if "transfers" in path.parts], "a tail stayed behind"
+
+
+# Without a server
+
+
+def test_nobody_there_and_somebody_silent_are_errors_in_time() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        store = LMCacheServer(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(StoreError, match="refused"):
+            read(store, key_of(1))
+        silent.listen()  # takes connections and says nothing
+        started = time.monotonic()
+        with pytest.raises(StoreError, match="connect_timeout"):
+            read(store, key_of(1))
+        assert time.monotonic() - started < 0.6
+        store.close()
+    nowhere = LMCacheServer("tcp://no-such-host.invalid:5555")
+    started = time.monotonic()
+    with pytest.raises(StoreError, match=r"connect_timeout|refused"):
+        read(nowhere, key_of(1))
+    nowhere.close()
+    assert time.monotonic() - started < 3.0
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["tcp://host", "http://host:1", "tcp://host:0", "tcp://host:70000", "tcp://user:pw@host:1", "tcp://*:5555", ""],
+)
+def test_wrong_url_is_refused(url: str) -> None:
+    with pytest.raises(EngineError, match="tcp://host:port of an `lmcache server` is expected"):
+        LMCacheServer(url)
+
+
+def test_words_on_the_wire_are_lmcaches_and_nonsense_is_refused() -> None:
+    import msgspec
+
+    from kv_transfer.lmcache_names import ObjectName
+
+    name = ObjectName.of(key_of(1, transfer="t"))
+    head = Head(PROTOCOL_VERSION, name.model_name, name.chunk_hash, name.cache_salt, NUM_BYTES, 1.0)
+    number, operation, body = request_frames(7, PUT, head, (HEADER, PAGE))
+    assert (msgspec.msgpack.decode(number), msgspec.msgpack.decode(operation)) == (7, "server_module_call")
+    envelope = msgspec.msgpack.decode(body)  # as LMCache decodes it
+    assert envelope.keys() == {"method", "payload"}
+    assert envelope["method"] == PUT
+    assert parse_request(envelope["payload"]) == (head, memoryview(HEADER + PAGE))
+    assert name.is_ours
+    for other in (("meta/llama", name.chunk_hash, ""), (name.model_name, b"short", ""), (*_pair(name), "../x")):
+        assert not ObjectName(*other).is_ours
+    for nonsense in (b"", b"\0\0\0\1", b"\xff" * 100, b"\0\0\0\2\x91\x01", envelope["payload"][:20]):
+        assert parse_request(nonsense) is None
+    for version, num_bytes in ((PROTOCOL_VERSION + 1, 1), (PROTOCOL_VERSION, -1), (PROTOCOL_VERSION, 1 << 40)):
+        wrong = Head(version, name.model_name, name.chunk_hash, "", num_bytes, 1.0)
+        assert parse_request(msgspec.msgpack.decode(request_frames(1, GET, wrong)[2])["payload"]) is None
+    answer = msgspec.msgpack.encode({"success": True, "payload": b"\0page", "error": ""})
+    frames = [number, operation, answer]
+    assert parse_answer(frames, 8) is None
+    assert parse_answer(frames, 7) == (0, memoryview(b"page"))
+    for nonsense in ([number, operation], [number, operation, b"\xc1"], [number, operation, answer[:-9]]):
+        with pytest.raises(StoreError, match="protocol"):
+            parse_answer(nonsense, 7)
+    unknown = msgspec.msgpack.encode({"success": False, "payload": b"", "error": "unknown server module method: x"})
+    with pytest.raises(StoreError, match="no_module"):
+        parse_answer([number, operation, unknown], 7)
+
+
+def _pair(name: object) -> tuple[str, bytes]:
+    return name.model_name, name.chunk_hash  # type: ignore[attr-defined]

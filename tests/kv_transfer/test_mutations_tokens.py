@@ -1,0 +1,145 @@
+"""A sample of the mutations between two real engines: the pages change after the prefill engine has written them and
+before the decode engine reads them, and every token is the aggregated engine's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine import SamplingParams
+from engine.config import KVConnectorConfig
+from engine.messages import TransferEvent
+from kv_transfer.connector import StoreConnector
+from kv_transfer.page import HEADER_BYTES
+from kv_transfer.secret import load_secret
+from tests.builders import lively_checkpoint
+from tests.kv_transfer.mutations import NUM_PAGES, Written, catalogue
+from tests.kv_transfer.redis_server import redis_server
+from tests.kv_transfer.test_hand_over import Pair, aggregated
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+_SAMPLE, _ALL = 101, 808
+
+
+class MutatedPair(Pair):
+    """What the prefill engine announces is held back until the test lets go."""
+
+    def __init__(self, folder: Path, tmp_path: Path, **config: object) -> None:
+        super().__init__(folder, tmp_path, **config)
+        self.key = load_secret(str(tmp_path / "secret"))
+        self.held_back: list[TransferEvent] | None = []
+
+    @property
+    def connector(self) -> StoreConnector:
+        assert isinstance(self.decode._connector, StoreConnector)
+        return self.decode._connector
+
+    def prefill_all(self) -> None:
+        """Step until every page of every request is in the store."""
+        assert self.held_back is not None
+        for _ in range(100_000):
+            for event in self.prefill.step():
+                self._from_prefill(event)
+            for event in self.decode.step():
+                self._from_decode(event)
+            if sum(event.num_tokens is not None for event in self.held_back) == len(self.outcomes):
+                return
+        raise AssertionError("the prefill engine does not finish")
+
+    def written(self, name: str) -> Written:
+        """What the prefill engine has written for a request."""
+        load = self.connector._loader._loads[name]
+        payloads = [bytearray(page.spec.payload_bytes) for page in load.pages]
+        for page, payload in zip(load.pages, payloads, strict=True):
+            found = self.connector._store.get_into(page.key, (bytearray(HEADER_BYTES), payload), lambda: None)
+            assert found, "the prefill engine says that it is there"
+        return Written(load.pages, [bytes(payload) for payload in payloads], self.key)
+
+    def let_go(self) -> None:
+        held_back, self.held_back = self.held_back, None
+        for event in held_back or []:
+            self._from_prefill(event)
+
+    def _from_prefill(self, event: object) -> None:
+        if isinstance(event, TransferEvent) and event.ended is None and self.held_back is not None:
+            self.held_back.append(event)
+        else:
+            super()._from_prefill(event)
+
+
+@contextmanager
+def redis_config(tmp_path: Path) -> Iterator[dict[str, object]]:
+    with redis_server(tmp_path) as server:
+        options = {"url": server.url, "kv_secret_file": str(tmp_path / "secret")}
+        class_path = "kv_transfer.redis_connector:RedisConnector"
+        yield {"kv_connector": KVConnectorConfig(class_path=class_path, options=options)}  # type: ignore[arg-type]
+
+
+@contextmanager
+def folder_config(tmp_path: Path) -> Iterator[dict[str, object]]:
+    del tmp_path
+    yield {}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_checkpoint(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+def check_sample(pair: MutatedPair, checkpoint: Path, num_mutations: int) -> None:
+    """Mutate one request's pages each, then compare all answers."""
+    mutations = catalogue(digest=True)
+    mutations = mutations[:: len(mutations) // num_mutations][:num_mutations]
+    source = random.Random("prompts")
+    prompts = [
+        [source.randrange(1024) for _ in range(source.randrange(16 * NUM_PAGES, 16 * (NUM_PAGES + 3)))]
+        for _ in range(num_mutations)
+    ]
+    for index, prompt in enumerate(prompts):
+        pair.start(f"r{index}", prompt, GREEDY)
+    # STEP every page is written, then one of each request changes (or two)
+    pair.prefill_all()
+    for number, mutation in enumerate(mutations):
+        written = pair.written(f"r{number}")
+        for index, value in mutation.change(written, number % NUM_PAGES).items():
+            assert value != written.value(index), f"{mutation.label} changes nothing"
+            pair.connector._store.put(written.names[index].key, (value,))
+    # STEP nobody's tokens tell of it, the counters do
+    pair.let_go()
+    pair.run()
+    answers = [pair.outcomes[f"r{index}"].token_ids for index in range(num_mutations)]
+    assert answers == aggregated(checkpoint, prompts, GREEDY)
+    num_recomputed = 0
+    for number, mutation in enumerate(mutations):
+        loaded = pair.outcomes[f"r{number}"].loaded
+        assert loaded is not None
+        assert loaded.num_recomputed_blocks > 0, f"{mutation.label} went unnoticed"
+        num_recomputed += loaded.num_recomputed_blocks
+    counters = pair.connector.counters
+    assert sum(counters.load_failures.values()) >= num_mutations
+    assert pair.decode.load.num_recomputed_blocks == counters.num_recomputed_blocks == num_recomputed
+    assert not pair.connector._io.breaker.is_open
+    print(f"{pair.connector.name}: {num_mutations} mutations, {num_recomputed} blocks recomputed, no token differs")
+    # STEP both engines serve on
+    pair.start("after", prompts[0][::-1], GREEDY)
+    pair.run()
+    after = pair.outcomes["after"]
+    assert after.loaded is not None
+    assert (after.loaded.num_recomputed_blocks, after.token_ids) == (0, *aggregated(checkpoint, [prompts[0][::-1]], GREEDY))
+    for core in (pair.prefill, pair.decode):
+        core.shutdown()
+        assert (core.load.running_blocks, core.load.held_blocks, core.load.num_transfers) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("config", [folder_config, redis_config], ids=["shared_storage", "redis"])
+@pytest.mark.parametrize("num_mutations", [_SAMPLE, pytest.param(_ALL, marks=pytest.mark.slow)])
+def test_mutated_pages_change_no_token(
+    checkpoint: Path, tmp_path: Path, config: Callable[[Path], contextmanager[dict[str, object]]], num_mutations: int
+) -> None:
+    with config(tmp_path) as settings:
+        pair = MutatedPair(checkpoint, tmp_path, num_blocks=8192, max_num_seqs=1024, **settings)
+        check_sample(pair, checkpoint, num_mutations)

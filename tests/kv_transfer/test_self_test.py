@@ -1,0 +1,202 @@
+"""An instance moves a block to itself before it is ready: what is wrong is known before a request is there."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, KVConnectorConfig
+from engine.core import EngineCore
+from engine.errors import EngineError
+from engine.kv_connector import KVConnector, NullKVConnector, make_connector, self_test
+from kv_transfer.nixl_connector import NixlConnector
+from kv_transfer.page import Buffer
+from kv_transfer.secret import ensure_secret
+from kv_transfer.shared_storage import SharedStorage
+from kv_transfer.store import PageKey
+from tandem.demo import MODEL_DIR
+from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, BrokenStore, Core, GatedStore, MemoryStore, files
+from tests.kv_transfer.redis_server import redis_server
+
+SHARED_STORAGE = "kv_transfer.connector:SharedStorageConnector"
+REDIS = "kv_transfer.redis_connector:RedisConnector"
+NIXL = "kv_transfer.nixl_connector:NixlConnector"
+
+
+def connect(tmp_path: Path, class_path: str, **options: object) -> tuple[KVConnector, torch.Tensor]:
+    """A connector with KV memory, and that memory."""
+    ensure_secret(tmp_path / "secret")
+    named = {"kv_secret_file": str(tmp_path / "secret"), **options}
+    connector = make_connector(KVConnectorConfig(class_path=class_path, options=named), wake=lambda: None)  # type: ignore[arg-type]
+    kv = torch.zeros((4, *LAYOUT.page_shape), dtype=torch.float32)
+    connector.register_kv_cache(kv, LAYOUT, FINGERPRINT)
+    return connector, kv
+
+
+def passes(connector: KVConnector, kv: torch.Tensor) -> None:
+    """It passes in no time, and nothing of it is left in the KV memory."""
+    started = time.perf_counter()
+    assert self_test(connector) is None
+    assert time.perf_counter() - started < 2.0
+    assert not kv.any()
+    assert connector.num_transfers == connector.num_quarantined_blocks == 0
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_a_shared_folder_passes_and_no_file_is_left(tmp_path: Path, digest: bool) -> None:
+    connector, kv = connect(tmp_path, SHARED_STORAGE, path=str(tmp_path / "pages"), digest=digest)
+    passes(connector, kv)
+    assert not files(tmp_path / "pages")
+    connector.shutdown()
+
+
+def test_redis_passes_and_no_key_is_left(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        connector, kv = connect(tmp_path, REDIS, url=server.url)
+        passes(connector, kv)
+        assert not server.names()
+        connector.shutdown()
+
+
+def test_a_redis_that_is_down_costs_one_warning_and_the_instance_comes_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ensure_secret(tmp_path / "secret")
+    options = {"url": "redis://127.0.0.1:1", "kv_secret_file": str(tmp_path / "secret")}
+    config = KVConnectorConfig(class_path=REDIS, options=options)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        core = EngineCore(EngineConfig(model=str(MODEL_DIR), num_blocks=32, kv_connector=config), wake=lambda: None)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("kv_transfer")]
+    assert said == ["redis at 127.0.0.1:1 does not serve: refused; KV is computed instead"]
+    core.shutdown()
+
+
+@pytest.mark.parametrize("options", [{}, {"digest": False}, {"ucx_tls": "tcp"}])
+def test_nixl_reads_a_block_of_its_own(tmp_path: Path, options: dict[str, object]) -> None:
+    connector, kv = connect(tmp_path, NIXL, **options)
+    assert isinstance(connector, NixlConnector)
+    passes(connector, kv)
+    assert connector.counters.num_loaded_blocks == 0, "it counts for no request"
+    connector.shutdown()
+
+
+def test_nixl_that_reads_other_bytes_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector, _ = connect(tmp_path, NIXL)
+    count = iter(range(32, 34))
+    monkeypatch.setattr("kv_transfer.nixl_connector.page_digest", lambda *args, **named: bytes([next(count)] * 32))
+    with pytest.raises(EngineError, match=r"nixl connector: a block did not come back \(page_digest\)"):
+        self_test(connector)
+
+
+class OtherBytes(MemoryStore):
+    """Gives a page in which one bit is another one."""
+
+    def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+        found = super().get_into(key, buffers, check)
+        memoryview(buffers[1])[7] ^= 1
+        return found
+
+
+class Forgetful(MemoryStore):
+    """Keeps nothing."""
+
+    def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
+        pass
+
+
+class Faulty(MemoryStore):
+    """Has a fault of its own."""
+
+    def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
+        raise KeyError("nobody thought of this")
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_other_bytes_end_the_start_with_and_without_digests(tmp_path: Path, digest: bool) -> None:
+    ensure_secret(tmp_path / "secret")
+    core = Core(OtherBytes(), **({"kv_secret_file": str(tmp_path / "secret")} if digest else {}))
+    with pytest.raises(EngineError, match=r"memory connector: a block came back .*the instance does not start with it"):
+        self_test(core.connector)
+
+
+def test_a_fault_in_the_connector_ends_the_start_plainly() -> None:
+    with pytest.raises(EngineError, match="memory connector: KeyError: 'nobody thought of this'"):
+        self_test(Core(Faulty()).connector)
+
+
+@pytest.mark.parametrize(
+    ("store", "what"), [(Forgetful(), "lost a page"), (BrokenStore(), r"cannot be used now \(Input/output error\)")]
+)
+def test_a_store_that_cannot_be_used_is_told_once(
+    store: MemoryStore, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = Core(store)
+    sentence = self_test(core.connector)
+    assert sentence is not None
+    assert caplog.messages == [sentence]
+    assert caplog.records[0].levelname == "WARNING"
+    assert re.search(what, sentence)
+
+
+def test_a_store_that_hangs_costs_its_time_and_never_writes_to_a_block_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kv_transfer.connector.TIMEOUT_S", 0.05)
+    store = GatedStore()
+    core = Core(store)
+    sentence = self_test(core.connector)
+    assert sentence is not None
+    assert "did not answer within 0.05 s" in sentence
+    core.kv.fill_(1.0)
+    store.gate.set()
+    core.settle()
+    assert bool((core.kv == 1.0).all())
+    assert not store.values, "it removed its page all the same"
+
+
+def test_a_folder_that_takes_nothing_is_no_reason_not_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector, _ = connect(tmp_path, SHARED_STORAGE, path=str(tmp_path / "pages"))
+
+    def read_only(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(SharedStorage, "put", read_only)
+    assert "Read-only file system" in (self_test(connector) or "")
+    connector.shutdown()
+
+
+def test_a_third_party_without_a_test_has_none() -> None:
+    assert self_test(NullKVConnector(wake=lambda: None)) is None
+
+
+def test_a_third_party_that_fails_is_ended_and_named() -> None:
+    class Pigeon(NullKVConnector):
+        name = "pigeon"
+        ended = False
+
+        def self_test(self) -> str | None:
+            raise RuntimeError("it flew away")
+
+        def shutdown(self) -> None:
+            self.ended = True
+
+    pigeon = Pigeon(wake=lambda: None)
+    with pytest.raises(EngineError, match="self-test of the pigeon connector: RuntimeError: it flew away"):
+        self_test(pigeon)
+    assert pigeon.ended
+
+
+def test_two_self_tests_never_meet(tmp_path: Path) -> None:
+    store = MemoryStore()
+    seen: set[PageKey] = set()
+    store.put = lambda key, buffers: (seen.add(key), MemoryStore.put(store, key, buffers))[1]  # type: ignore[method-assign, func-returns-value]
+    for _ in range(2):
+        assert self_test(Core(store).connector) is None
+    assert len(seen) == 2
+    assert not store.values

@@ -1,0 +1,326 @@
+"""Each stage of a hand-over is a span in the caller's trace; without a tracing SDK nothing happens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from opentelemetry import context as trace_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+import decode_service.service
+import prefill_service.service
+from engine.messages import AbortRequests, LeaseCommand, LoadedEvent, ReservedEvent, TokensEvent, TransferEvent
+from protos.tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
+from router.legs import DecodeLeg
+from serving import tracing
+from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, running
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
+METADATA = (("traceparent", TRACEPARENT),)
+
+
+class Spans:
+    """What was recorded."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.provider = TracerProvider()
+        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+
+    def names(self) -> list[str]:
+        return [span.name for span in self._exporter.get_finished_spans()]
+
+    def one(self, name: str) -> ReadableSpan:
+        (span,) = (span for span in self._exporter.get_finished_spans() if span.name == name)
+        return span
+
+    async def named(self, *names: str) -> list[ReadableSpan]:
+        """These, once they have ended."""
+        await eventually(lambda: set(names) <= set(self.names()))
+        return [self.one(name) for name in names]
+
+
+@pytest.fixture
+def spans() -> Iterator[Spans]:
+    spans = Spans()
+    tracing.configure(spans.provider)
+    yield spans
+    tracing.configure(None)
+    spans.provider.shutdown()
+
+
+@pytest.fixture
+def own_context() -> Iterator[None]:
+    """What a test attaches goes with it."""
+    token = trace_context.attach(Context())
+    yield
+    trace_context.detach(token)
+
+
+@pytest.fixture
+async def decode(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with running(model_folder(tmp_path / "model"), decode_service.service.ROLE) as rig:
+        yield rig
+
+
+@pytest.fixture
+async def prefill(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with running(model_folder(tmp_path / "model"), prefill_service.service.ROLE) as rig:
+        yield rig
+
+
+def parent_of(span: ReadableSpan) -> int | None:
+    return span.parent.span_id if span.parent is not None else None
+
+
+def id_of(span: ReadableSpan) -> int:
+    assert span.context is not None
+    return span.context.span_id
+
+
+def trace_ids(*spans: ReadableSpan) -> set[str]:
+    return {trace.format_trace_id(span.context.trace_id) for span in spans if span.context is not None}
+
+
+def prefilled(rig: Rig, metadata: Any = METADATA) -> Any:
+    hand_over = prefill_pb2.HandOver(transfer_id="t1", lease_s=2.0)
+    request = prefill_pb2.PrefillRequest(request=instance_request(), hand_over=hand_over)
+    return rig.prefill.Prefill(request, metadata=metadata)
+
+
+async def decoding(rig: Rig, holder: Rig, metadata: Any = METADATA) -> Any:
+    call = rig.decode.Decode(metadata=metadata)
+    source = decode_pb2.TransferSource(
+        transfer_id="t1",
+        address=holder.front.server.address,
+        instance_epoch=holder.front.instance_epoch,
+        reservation_s=5.0,
+    )
+    start = decode_pb2.DecodeStart(request=instance_request("r2"), transfer=source)
+    await call.write(decode_pb2.DecodeRequest(start=start))
+    await rig.core.request()
+    return call
+
+
+# The stages
+
+
+async def test_a_hand_over_is_one_trace_from_both_instances(decode: Rig, prefill: Rig, spans: Spans) -> None:
+    # STEP decode reserves
+    call = await decoding(decode, prefill)
+    decode.core.emit(ReservedEvent("r2", num_cached_tokens=4, num_local_blocks=1))
+    await call.read()
+
+    # STEP prefill computes and offers
+    prefilling = prefilled(prefill)
+    await prefill.core.request()
+    prefill.core.emit(TransferEvent("t1", 0))
+    prefill.core.emit(TokensEvent("r1", [72], finish_reason="hand_over", num_cached_tokens=4))
+    await read_all(prefilling)
+    prefill.core.emit(TransferEvent("t1", 2, num_tokens=10))
+
+    # STEP decode loads, lets go and goes on
+    decode.core.emit(LoadedEvent("r2", num_external_tokens=4, num_recomputed_blocks=1, reason="page_digest"))
+    await call.read()
+    await prefill.core.wait_for(LeaseCommand)
+    await eventually(lambda: LeaseCommand("t1", "release") in prefill.core.commands)
+    prefill.core.emit(TransferEvent("t1", 2, ended="released"))
+    call.cancel()
+
+    compute, hold = await spans.named("prefill.compute", "kv.hold")
+    transfer, reserve, load, release = await spans.named("kv.transfer", "kv.reserve", "kv.load", "kv.release")
+    assert trace_ids(compute, hold, transfer, reserve, load, release) == {TRACE_ID}
+    assert parent_of(compute) == parent_of(transfer) == int(SPAN_ID, 16)
+    assert parent_of(hold) == id_of(compute)
+    assert {parent_of(stage) for stage in (reserve, load, release)} == {id_of(transfer)}
+    assert compute.attributes == {
+        "gen_ai.request.id": "r1",
+        "tandem.num_prompt_tokens": 10,
+        "tandem.num_cached_tokens": 4,
+    }
+    assert hold.attributes == {"tandem.lease": "released", "tandem.num_blocks": 2}
+    assert transfer.attributes == {
+        "gen_ai.request.id": "r2",
+        "tandem.transfer_id": "t1",
+        "tandem.connector": "scripted",
+    }
+    assert load.attributes == {
+        "tandem.num_blocks": 1,
+        "tandem.num_external_tokens": 4,
+        "tandem.num_recomputed_blocks": 1,
+        "tandem.reason": "page_digest",
+    }
+    for earlier, later in ((reserve, load), (load, release)):
+        assert earlier.end_time is not None
+        assert later.start_time is not None
+        assert earlier.end_time <= later.start_time
+    assert all(span.status.status_code is StatusCode.UNSET for span in (compute, hold, reserve, load, release))
+    assert len(spans.names()) == 6
+
+
+@pytest.mark.parametrize("ended", ["expired", "failed"])
+async def test_a_hold_that_ends_badly_says_how(prefill: Rig, spans: Spans, ended: Any) -> None:
+    prefill.core.emit(TransferEvent("t1", 1))
+    prefill.core.emit(TransferEvent("t1", 1, ended=ended, reason="no sign of its reader"))
+    (hold,) = await spans.named("kv.hold")
+    assert hold.attributes == {"tandem.lease": ended, "tandem.num_blocks": 1}
+    assert (hold.status.status_code, hold.status.description) == (StatusCode.ERROR, "no sign of its reader")
+    assert hold.parent is None  # nobody's call is known
+
+
+async def test_what_was_released_before_its_offer_was_never_held(prefill: Rig, spans: Spans) -> None:
+    prefill.core.emit(TransferEvent("t1", 0, ended="released", reason="released before it was offered"))
+    prefill.core.emit(TransferEvent("t2", 0), TransferEvent("t2", 0, ended="released"))
+    await spans.named("kv.hold")
+    assert spans.names() == ["kv.hold"]
+
+
+async def test_a_cancelled_prefill_and_a_cancelled_decode_end_their_spans(
+    decode: Rig, prefill: Rig, spans: Spans
+) -> None:
+    prefilling = prefilled(prefill)
+    await prefilling.read()
+    prefilling.cancel()
+    call = await decoding(decode, prefill)
+    call.cancel()
+    await decode.core.wait_for(AbortRequests)
+    compute, transfer, reserve, release = await spans.named(
+        "prefill.compute", "kv.transfer", "kv.reserve", "kv.release"
+    )
+    assert (compute.status.status_code, reserve.status.status_code) == (StatusCode.ERROR, StatusCode.ERROR)
+    assert parent_of(release) == id_of(transfer)
+    assert "kv.load" not in spans.names()
+
+
+async def test_a_load_goes_on_after_its_holder_has_gone(decode: Rig, prefill: Rig, spans: Spans) -> None:
+    """The holder has failed, its follower has ended; the request still waits for what was begun."""
+    call = await decoding(decode, prefill)
+    prefill.core.emit(TransferEvent("t1", 0), TransferEvent("t1", 0, ended="failed", reason="its request ended"))
+    decode.core.emit(ReservedEvent("r2", num_cached_tokens=0, num_local_blocks=0))
+    await call.read()
+    await eventually(lambda: decode.front.followers.num_following == 0)
+    assert "kv.load" not in spans.names()
+    decode.core.emit(LoadedEvent("r2", num_external_tokens=0, num_recomputed_blocks=3, reason="its request ended"))
+    load, _ = await spans.named("kv.load", "kv.transfer")
+    assert load.attributes is not None
+    assert load.attributes["tandem.num_recomputed_blocks"] == 3
+    call.cancel()
+
+
+async def test_without_a_callers_trace_a_transfer_is_a_trace_of_its_own(
+    decode: Rig, prefill: Rig, spans: Spans
+) -> None:
+    call = await decoding(decode, prefill, metadata=())
+    call.cancel()
+    transfer, reserve = await spans.named("kv.transfer", "kv.reserve")
+    assert transfer.parent is None
+    assert len(trace_ids(transfer, reserve)) == 1
+
+
+async def test_without_an_sdk_nothing_is_recorded_and_all_is_as_ever(decode: Rig, prefill: Rig) -> None:
+    assert not tracing.begin("anything").is_recording()
+    prefilling = prefilled(prefill)
+    await prefill.core.request()
+    prefill.core.emit(TransferEvent("t1", 2, num_tokens=10), TokensEvent("r1", [72], finish_reason="hand_over"))
+    assert len(await read_all(prefilling)) == 2
+    call = await decoding(decode, prefill)
+    decode.core.emit(ReservedEvent("r2", num_cached_tokens=0, num_local_blocks=0))
+    decode.core.emit(LoadedEvent("r2", num_external_tokens=8, num_recomputed_blocks=0))
+    assert [(await call.read()).WhichOneof("event") for _ in range(2)] == ["reserved", "loaded"]
+    call.cancel()
+
+
+# The context between services
+
+
+@pytest.mark.usefixtures("own_context")
+def test_what_comes_goes_on_even_without_an_sdk() -> None:
+    assert tracing.outgoing() == ()
+    tracing.join([("other", "x"), ("traceparent", TRACEPARENT), ("tracestate", "vendor=1")])
+    assert dict(tracing.outgoing()) == {"traceparent": TRACEPARENT, "tracestate": "vendor=1"}
+
+
+@pytest.mark.usefixtures("own_context")
+def test_metadata_win_over_the_message() -> None:
+    other = TRACEPARENT.replace("0af", "1bf")
+    tracing.join([], other)
+    assert dict(tracing.outgoing())["traceparent"] == other
+    tracing.join(METADATA, other)
+    assert dict(tracing.outgoing())["traceparent"] == TRACEPARENT
+
+
+@pytest.mark.usefixtures("own_context")
+async def test_a_traced_servicer_takes_up_what_its_caller_said_either_way() -> None:
+    class Servicer:
+        async def Unary(self, request: Any, context: Any) -> Any:
+            return tracing.outgoing()
+
+        async def Streaming(self, request: Any, context: Any) -> AsyncIterator[Any]:
+            yield tracing.outgoing()
+
+    traced, said = tracing.Traced(Servicer()), generation_pb2.GenerateRequest(traceparent=TRACEPARENT)
+    for metadata in (None, (), METADATA):
+        context = SimpleNamespace(invocation_metadata=lambda metadata=metadata: metadata)
+        assert await traced.Unary(said, context) == METADATA
+        assert [part async for part in traced.Streaming(said, context)] == [METADATA]
+    assert not hasattr(traced, "Unknown")
+
+
+@pytest.mark.usefixtures("own_context")
+@pytest.mark.parametrize(
+    "traceparent", ["", "nonsense", TRACEPARENT.upper(), f"ff-{TRACE_ID}-{SPAN_ID}-01", f"00-{'0' * 32}-{SPAN_ID}-01"]
+)
+def test_what_is_not_well_formed_is_ignored(traceparent: str) -> None:
+    tracing.join([("traceparent", traceparent)])
+    assert tracing.outgoing() == ()
+    tracing.join([("traceparent", traceparent.encode())])
+    assert tracing.outgoing() == ()
+
+
+@pytest.mark.usefixtures("own_context")
+def test_a_large_tracestate_goes_no_further() -> None:
+    state = ",".join(f"vendor{index}={'x' * 60}" for index in range(20))
+    tracing.join([*METADATA, ("tracestate", state)])
+    assert tracing.outgoing() == METADATA
+
+
+@pytest.mark.usefixtures("own_context")
+def test_both_legs_of_the_router_carry_an_active_span(spans: Spans) -> None:
+    choice: Any = SimpleNamespace(request=SimpleNamespace(deadline_s=None, label="mine"))
+    unused: Any = None
+    span = spans.provider.get_tracer("test").start_span("generate")
+    with trace.use_span(span, end_on_exit=True):
+        metadata = dict(DecodeLeg(unused, unused, choice, unused)._options()["metadata"])
+    ids = span.get_span_context()
+    assert metadata == {
+        "tandem-request-id": "mine",
+        "traceparent": f"00-{trace.format_trace_id(ids.trace_id)}-{trace.format_span_id(ids.span_id)}-01",
+    }
+
+
+def test_kept_contexts_are_bounded_and_given_once(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_MAX_KEPT", 2)
+    for key in ("a", "b", "c"):
+        tracing.keep(key, tracing.begin(key))
+    assert tracing.kept("a") is None
+    assert tracing.kept("c") is not None
+    assert tracing.kept("c") is None
+    tracing.keep("d", tracing.INVALID_SPAN)
+    assert tracing.kept("d") is None
+
+
+def test_the_first_end_of_a_span_counts(spans: Spans) -> None:
+    span = tracing.begin("once")
+    tracing.end(span, {"a": 1})
+    tracing.end(span, failure="too late")
+    assert spans.one("once").status.status_code is StatusCode.UNSET
