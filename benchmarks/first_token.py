@@ -2,9 +2,9 @@
 
     python -m benchmarks.first_token [--shape 0.6b] [--chunk 256] [--prompt 512 --prompt 1024 …] [--connector nixl …]
 
-For each connector both stacks run at the same time and are asked in turn, one request at a time, every prompt new; each instance has one
-core and one thread, so that the split stack's prefill has what the aggregated one has. Prints medians: TTFT of both and
-their ratio, the gap between tokens 1 and 2, and by how much it is longer than two decode steps.
+For each connector both stacks run at the same time and are asked in turn, one request at a time, every prompt new; each
+instance has one core and one thread, so that the split stack's prefill has what the aggregated one has. Prints medians:
+TTFT of both and their ratio, the gap between tokens 1 and 2, and by how much it is longer than two decode steps.
 """
 
 from __future__ import annotations
