@@ -56,5 +56,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     reservation_s: float = 30.0
     """How long a request may wait, with blocks reserved, for KV or for its first token."""
     kv_connector: KVConnectorConfig = KVConnectorConfig()
+    process_setup: str = ""
+    """`module:function` that a core's own process calls first: its owner sets up logging there."""
+    process_setup_options: dict[str, str] = {}
+    """Passed to it as keyword arguments."""
     model_fingerprint: str = ""
     """Hex digest of the model's identity, mixed into every block hash; empty: the core computes it."""

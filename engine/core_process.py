@@ -7,6 +7,7 @@ by waiting for it.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
@@ -32,6 +33,9 @@ def main() -> None:
 
 
 def _run(config: EngineConfig, address: str) -> None:
+    if config.process_setup:
+        module_name, _, function_name = config.process_setup.partition(":")
+        getattr(importlib.import_module(module_name), function_name)(**config.process_setup_options)
     if config.cpu_cores:
         os.sched_setaffinity(0, config.cpu_cores)
     from engine.threads import set_num_threads  # torch comes with it: after the pinning, so that its pools see it

@@ -188,6 +188,8 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         max_held_fraction=transfer.max_held_fraction,
         reservation_s=transfer.reservation_s,
         kv_connector=_connector_config(transfer, settings.server.advertised_host),
+        process_setup="serving.logging:configure_process",
+        process_setup_options={"level": settings.log.level, "format": settings.log.format},
     )
 
 

@@ -155,3 +155,8 @@ def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())
     logging.getLogger("grpc").setLevel(max(root.level, logging.WARNING))  # its debug lines come several a call
+
+
+def configure_process(level: str, format: str) -> None:  # noqa: A002 - named as the setting is
+    """`configure` by the settings' values, for a process that has no settings of its own: an engine core."""
+    configure(LogSettings.model_validate({"level": level, "format": format}))

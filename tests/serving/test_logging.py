@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -99,3 +101,13 @@ def test_a_timeline_knows_gaps_counts_and_what_has_not_happened() -> None:
     assert timeline.milliseconds() == {"received_ms": 0.0, "resumed_ms": 500.0}
     assert timeline.mark(RequestEvent.FINISHED) > 0
     assert [event for event, _ in timeline.marks][-1] is RequestEvent.FINISHED
+
+
+def test_an_engine_core_logs_as_its_front_does() -> None:
+    code = (
+        "import logging; from serving.logging import configure_process; configure_process(level='info', format='json');"
+        " logging.getLogger('kv_transfer.x').info('hello password=abc')"
+    )
+    written = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    line = json.loads(written)
+    assert (line["level"], line["logger"], line["message"]) == ("info", "kv_transfer.x", "hello password=[redacted]")
