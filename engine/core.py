@@ -32,7 +32,6 @@ from engine.messages import (
     EngineLoad,
     Event,
     KVProgress,
-    KVTotals,
     LeaseCommand,
     Seed,
     Shutdown,
@@ -42,12 +41,11 @@ from engine.models import load_model
 from engine.models.config import ModelConfig
 from engine.request import Request
 from engine.scheduler import Scheduler
-from engine.scheduler_output import SchedulerOutput
+from engine.scheduler_output import Sampled, SchedulerOutput
 from engine.step_pace import StepPace
 
 _PROFILED_SHARE = 0.3
 """Of the memory that is free once the weights are loaded, when no KV size is given: several instances share a host."""
-_NOTHING_MOVED = KVTotals()
 
 
 class EngineCore:
@@ -85,6 +83,8 @@ class EngineCore:
         self._connector = make_connector(config.kv_connector, wake)
         self._connector.register_kv_cache(kv_cache, layout, bytes.fromhex(self._fingerprint))
         self_test(self._connector)
+        connectors = getattr(self._connector, "connectors", [self._connector])  # a list counts each by itself
+        self._counting = [connector for connector in connectors if hasattr(connector, "totals")]
         self.scheduler = Scheduler(config, kv, self._connector, max_model_len)
         self._runner = ModelRunner(config, model, kv_cache, kv)
         self._pace = StepPace(self._runner.warm_up())
@@ -94,7 +94,7 @@ class EngineCore:
         self._idle = True
         self._started = 0.0
         self._output = SchedulerOutput([])
-        self._sampled: dict[str, int] = {}
+        self._sampled = Sampled()
         self._events: list[Event] = []
         self._loaded: list[KVLoadResult] = []
         self._freed_request_ids: list[str] = []
@@ -148,7 +148,7 @@ class EngineCore:
 
     def finish_step(self) -> None:
         """Apply what was computed."""
-        self.scheduler.update_from_output(self._output, self._sampled)
+        self.scheduler.update_from_output(self._output, self._sampled.token_ids, self._sampled.logprobs)
         self._start_io()
         self._num_steps += 1
         self._pace.step_took(time.monotonic() - self._started, self._output.num_tokens)
@@ -208,7 +208,7 @@ class EngineCore:
             num_recomputed_blocks=counters.num_recomputed_blocks,
             num_expired_leases=self._num_expired_leases,
             num_preemptions=counters.num_preemptions,
-            kv_totals=getattr(self._connector, "totals", _NOTHING_MOVED),  # a connector need not count
+            kv_totals=[connector.totals for connector in self._counting],
         )
 
     def shutdown(self) -> None:

@@ -21,8 +21,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineError, InvalidRequest, shown
 from engine.generation_config import GenerationDefaults
-from engine.messages import AbortRequests, AddRequest, EngineRequest, FinishReason, TokensEvent
-from engine.outputs import CompletionOutput, RequestOutput
+from engine.messages import AbortRequests, AddRequest, EngineRequest, FinishReason, TokenLogprob, TokensEvent
+from engine.outputs import CompletionOutput, Logprob, RequestOutput
 from engine.sampling_params import SamplingParams, validate, validate_prompt
 from engine.stop import OutputProcessor
 from engine.threads import set_num_threads
@@ -122,7 +122,7 @@ class LLM:
         seed = secrets.randbits(64) if params.seed is None else params.seed
         choices = []
         for index in range(params.n):
-            answer.outputs.append(CompletionOutput(index, "", []))
+            answer.outputs.append(_empty_output(index, params))
             processor = None if self.tokenizer is None else OutputProcessor(self.tokenizer, params, prompt=token_ids)
             request = EngineRequest(
                 request_id=f"{answer.request_id}-{index}",
@@ -132,7 +132,7 @@ class LLM:
                 seed=seed,
                 choice=index,
             )
-            choices.append(_Choice(request, answer.outputs[index], answer, processor))
+            choices.append(_Choice(request, answer.outputs[index], answer, processor, self.tokenizer))
         run.add(choices)
         return answer
 
@@ -161,8 +161,22 @@ class _Choice:
     output: CompletionOutput
     answer: RequestOutput
     text: OutputProcessor | None
+    tokenizer: Tokenizer | None
     sisters: list[_Choice] = field(default_factory=list)
     """Start once this one's first token shows that the prompt's blocks can be shared."""
+
+    def add_logprobs(self, positions: Sequence[Sequence[TokenLogprob]]) -> None:
+        """Take those of the next tokens; no positions where none were asked for."""
+        if self.output.logprobs is None or self.output.cumulative_logprob is None:
+            return
+        for entries in positions:
+            self.output.cumulative_logprob += entries[0].logprob
+            self.output.logprobs.append(
+                {entry.token_id: Logprob(entry.logprob, entry.rank, self._spelt(entry.token_id)) for entry in entries}
+            )
+
+    def _spelt(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 class _Run:
@@ -213,6 +227,7 @@ class _Run:
             output.text += delta.text
             num_tokens, finish_reason, stop_reason = delta.num_tokens, delta.finish_reason, delta.stop_reason
         output.token_ids += event.token_ids[:num_tokens]
+        choice.add_logprobs(event.logprobs[:num_tokens])
         choice.answer.num_cached_tokens = max(choice.answer.num_cached_tokens, event.num_cached_tokens)
         self._start(choice.sisters)
         choice.sisters = []
@@ -235,6 +250,12 @@ class _Run:
         elapsed = self._progress.format_dict["elapsed"] if not self._progress.disable else 0.0
         if elapsed:
             self._progress.set_postfix_str(f"{self._num_tokens / elapsed:.0f} tok/s", refresh=False)
+
+
+def _empty_output(index: int, params: SamplingParams) -> CompletionOutput:
+    if params.logprobs is None:
+        return CompletionOutput(index, "", [])
+    return CompletionOutput(index, "", [], cumulative_logprob=0.0, logprobs=[])
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

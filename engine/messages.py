@@ -112,6 +112,16 @@ Command = AddRequest | AbortRequests | Seed | KVProgress | LeaseCommand | Shutdo
 # Events: core → front
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One candidate at one position of the output."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm, of the raw logits: before biases, penalties and temperature."""
+    rank: int
+    """1 for the most likely token; of equals the lower id comes first."""
+
+
 class TokensEvent(msgspec.Struct, frozen=True, tag=True):
     """New tokens of a request, or its end, or both."""
 
@@ -126,6 +136,8 @@ class TokensEvent(msgspec.Struct, frozen=True, tag=True):
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
     num_recomputed_tokens: int = 0
+    logprobs: list[list[TokenLogprob]] = []
+    """Parallel to `token_ids` if the request asked: the token itself, then the best others."""
 
 
 class ReservedEvent(msgspec.Struct, frozen=True, tag=True):
@@ -173,6 +185,7 @@ class KVMoved(msgspec.Struct, frozen=True, array_like=True):
 class KVTotals(msgspec.Struct, frozen=True, array_like=True):
     """What a connector has done since the start."""
 
+    connector: str = ""
     saved: KVMoved = KVMoved()
     loaded: KVMoved = KVMoved()
     num_shared_blocks: int = 0
@@ -200,7 +213,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_recomputed_blocks: int = 0
     num_expired_leases: int = 0
     num_preemptions: int = 0
-    kv_totals: KVTotals = KVTotals()
+    kv_totals: list[KVTotals] = []
+    """Of every connector that counts, in their order."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):

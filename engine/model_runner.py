@@ -1,4 +1,7 @@
-"""Turns a scheduler's decision into tensors, runs the model, draws the tokens."""
+"""Turns a scheduler's decision into tensors, runs the model, draws the tokens.
+
+A draw: raw logits ─▶ a copy of the rows whose log-probabilities are asked for ─▶ changes (penalties.py) ─▶ sample.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ import torch
 from engine.attention.backend import AttentionMetadata
 from engine.config import EngineConfig
 from engine.kv_cache_manager import KVCacheManager
+from engine.logprobs import token_logprobs
 from engine.models.llama import LlamaModel
+from engine.penalties import LogitChanges
 from engine.request import Request
 from engine.sampler import NonFiniteLogits, SamplingRow, sample
-from engine.scheduler_output import ScheduledRequest, SchedulerOutput
+from engine.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput
 
 
 class ModelRunner:
@@ -26,21 +31,22 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._kv = kv
+        self._changes = LogitChanges()
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> dict[str, int]:
-        """Run one step. Returns request id -> next token for the shares that sample; a request whose logits are not
-        finite is missing from it."""
+    def execute(self, output: SchedulerOutput) -> Sampled:
+        """Run one step. Returns the next tokens of the shares that sample; a request whose logits are not finite is
+        missing from them."""
         shares = output.scheduled
         token_ids, positions, metadata = self._inputs(shares)
         hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
         sampling = [index for index, share in enumerate(shares) if share.samples]
         if not sampling:
-            return {}
+            return Sampled()
         rows = metadata.query_start_loc[1:][sampling].long() - 1
         logits = self._model.compute_logits(hidden[rows])
         requests = [shares[index].request for index in sampling]
-        return _draw(logits, requests)
+        return self._draw(logits, requests)
 
     def warm_up(self) -> float:
         """Compile and touch what the first request would otherwise wait for. Writes to blocks that nobody has yet.
@@ -86,6 +92,23 @@ class ModelRunner:
         )
         return self._tensor(token_ids), self._tensor(positions), metadata
 
+    def _draw(self, logits: torch.Tensor, requests: list[Request]) -> Sampled:
+        """The next tokens, from `logits` [len(requests), vocab], which it changes."""
+        asking = [row for row, request in enumerate(requests) if request.spec.params.logprobs is not None]
+        raw = logits[asking] if asking else logits  # a copy: the changes are not to be seen in log-probabilities
+        self._changes.apply(logits, requests)
+        token_ids = _sample(logits, requests)
+        asked = [(place, requests[row]) for place, row in enumerate(asking) if requests[row].request_id in token_ids]
+        if not asked:
+            return Sampled(token_ids)
+        logprobs = token_logprobs(
+            raw if len(asked) == len(asking) else raw[[place for place, _ in asked]],
+            [token_ids[request.request_id] for _, request in asked],
+            [request.spec.params.logprobs or 0 for _, request in asked],
+        )
+        by_id = {request.request_id: entries for (_, request), entries in zip(asked, logprobs, strict=True)}
+        return Sampled(token_ids, by_id)
+
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
@@ -94,7 +117,7 @@ def _known_tokens(share: ScheduledRequest) -> list[int]:
     return share.request.token_ids[share.start : share.start + share.num_tokens]
 
 
-def _draw(logits: torch.Tensor, requests: list[Request]) -> dict[str, int]:
+def _sample(logits: torch.Tensor, requests: list[Request]) -> dict[str, int]:
     rows = [_sampling_row(request) for request in requests]
     try:
         tokens = sample(logits, rows)

@@ -6,6 +6,17 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
+class Logprob:
+    """One candidate at one position."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the most likely token."""
+    decoded_token: str | None = None
+    """Its text by itself; None without a tokenizer."""
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One choice."""
 
@@ -16,6 +27,10 @@ class CompletionOutput:
     """Why it ended: stop, length, abort or error."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for the model's own end."""
+    cumulative_logprob: float | None = None
+    """Sum over the output's tokens; None unless log-probabilities were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Per output token, by token id: the token itself first, then the best ones; None unless asked for."""
 
 
 @dataclass(slots=True)

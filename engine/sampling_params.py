@@ -58,12 +58,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     """False: token ids only, no text, and so no stop strings."""
     presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the output has."""
     frequency_penalty: float = 0.0
+    """The same, times how often the output has them."""
     repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens that prompt or output have."""
     logprobs: int | None = None
+    """Log-probabilities of each output token and of this many best ones, of the raw logits; None: none."""
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
+    """Added to the logits of these tokens, before penalties and temperature."""
     allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens can be drawn; None: all."""
     bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -77,6 +83,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def is_penalised(self) -> bool:
+        """What the request has seen changes its logits."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Logits are not drawn from as the model made them."""
+        return self.is_penalised or bool(self.logit_bias) or self.allowed_token_ids is not None
 
 
 class _Range(NamedTuple):
@@ -103,16 +119,7 @@ _INTS = (
     _Range("prompt_logprobs", 0, MAX_LOGPROBS, f"0..{MAX_LOGPROBS}", optional=True),
 )
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
-_NOT_BUILT = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": (),
-}
+_NOT_BUILT = {"prompt_logprobs": None, "bad_words": ()}
 """Fields of vLLM's that are checked but not served yet, with the value that asks for nothing."""
 
 
@@ -139,7 +146,10 @@ def validate(params: SamplingParams, *, vocab_size: int, max_model_len: int, num
         )
     _check_stop(params)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size, MAX_STOP_TOKEN_IDS)
-    _check_not_built(params, vocab_size)
+    _check_tokens(params, vocab_size)
+    for name, neutral in _NOT_BUILT.items():
+        if (value := getattr(params, name)) != neutral:
+            raise NotServed(name, shown(value), shown(neutral))
     return _with_length(params, max_model_len=max_model_len, num_prompt_tokens=num_prompt_tokens)
 
 
@@ -234,16 +244,14 @@ def _check_each_id(field: str, ids: Sequence[Any], vocab_size: int) -> None:
             )
 
 
-def _check_not_built(params: SamplingParams, vocab_size: int) -> None:
+def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """What is said about single tokens of the vocabulary."""
     if params.allowed_token_ids is not None:
         if not params.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids", "the list is empty: no token can be sampled", "at least one id")
         _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size, vocab_size)
     if params.logit_bias is not None:
         _check_logit_bias(params.logit_bias, vocab_size)
-    for name, neutral in _NOT_BUILT.items():
-        if (value := getattr(params, name)) != neutral:
-            raise NotServed(name, shown(value), shown(neutral))
 
 
 def _check_logit_bias(logit_bias: Any, vocab_size: int) -> None:

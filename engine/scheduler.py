@@ -21,10 +21,12 @@ from engine.block_pool import KVBlock
 from engine.config import EngineConfig
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_connector import KVConnector, KVLoadResult
-from engine.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, TokensEvent
+from engine.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, TokenLogprob, TokensEvent
 from engine.request import Request, RequestStatus
 from engine.scheduler_output import ScheduledRequest, SchedulerCounters, SchedulerOutput
 from engine.stop import check_token_stop
+
+_NO_LOGPROBS: Mapping[str, list[TokenLogprob]] = {}
 
 
 @dataclass(slots=True)
@@ -129,9 +131,14 @@ class Scheduler:
             self._admit(budget, scheduled)
         return SchedulerOutput(scheduled)
 
-    def update_from_output(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
+    def update_from_output(
+        self,
+        output: SchedulerOutput,
+        sampled: Mapping[str, int],
+        logprobs: Mapping[str, list[TokenLogprob]] = _NO_LOGPROBS,
+    ) -> None:
         """Apply a step's result: progress, new tokens, ends. `sampled` has a token for each share that samples, unless
-        its logits were not finite."""
+        its logits were not finite; `logprobs` has what goes with it where the request asks."""
         for share in output.scheduled:
             request = share.request
             request.num_computed_tokens += share.num_tokens
@@ -145,7 +152,7 @@ class Scheduler:
             if token_id is None:
                 self._fail(request, "the model's output is not finite: no token can be drawn")
             else:
-                self._append_token(request, token_id)
+                self._append_token(request, token_id, logprobs.get(request.request_id))
 
     def take_events(self) -> list[Event]:
         """What has happened since the last call."""
@@ -280,7 +287,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         insort(self.waiting, request, key=lambda other: other.order)
 
-    def _append_token(self, request: Request, token_id: int) -> None:
+    def _append_token(self, request: Request, token_id: int, logprobs: list[TokenLogprob] | None) -> None:
         request.token_ids.append(token_id)
         self.counters.num_generated_tokens += 1
         reason, stop_token_id = check_token_stop(
@@ -302,6 +309,7 @@ class Scheduler:
                 num_cached_tokens=request.num_cached_tokens,
                 num_external_tokens=request.num_external_tokens,
                 num_recomputed_tokens=request.num_recomputed_tokens,
+                logprobs=[] if logprobs is None else [logprobs],
             )
         )
         if reason is not None:

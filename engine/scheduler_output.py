@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from engine.messages import TokenLogprob
 from engine.request import Request
 
 
@@ -31,6 +32,15 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(share.num_tokens for share in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step has drawn, by request id."""
+
+    token_ids: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    """Of requests that ask."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
@@ -21,7 +21,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from engine.messages import EngineLoad
+from engine.messages import EngineLoad, KVTotals
 from instance.load import LoadSource
 from protos.tandem.v1 import common_pb2, instance_pb2
 from serving.events import RequestEvent, Timeline
@@ -197,30 +197,39 @@ def _kv(load: EngineLoad, connector: str) -> Iterator[Metric]:
     leases = GaugeMetricFamily("tandem_kv_leases", "Transfers whose KV is held here.", labels=["connector"])
     leases.add_metric([connector], load.num_transfers)
     yield leases
-    totals = load.kv_totals
     for name, documentation, total in (
         ("expired_leases", "Leases that ran out before their reader came or released.", load.num_expired_leases),
         ("external_tokens", "Tokens whose KV came from elsewhere.", load.num_external_tokens),
         ("recomputed_blocks", "Blocks whose KV should have come and did not.", load.num_recomputed_blocks),
-        ("shared_blocks", "Blocks that were to be saved and were in the store already.", totals.num_shared_blocks),
     ):
         family = CounterMetricFamily(f"tandem_kv_{name}", documentation, labels=["connector"])
         family.add_metric([connector], total)
         yield family
+    yield from _moved(load.kv_totals)
+
+
+def _moved(kv_totals: Sequence[KVTotals]) -> Iterator[Metric]:
+    """What each connector counts by itself. One that is in a list twice has its place there in its name."""
     labels = ["connector", "direction"]
+    num_shared = CounterMetricFamily("tandem_kv_shared_blocks", "Blocks to save that were there.", labels=labels[:1])
     num_blocks = CounterMetricFamily("tandem_kv_transfer_blocks", "Blocks moved.", labels=labels)
     num_bytes = CounterMetricFamily("tandem_kv_transfer_bytes", "Bytes moved.", labels=labels)
     seconds = CounterMetricFamily("tandem_kv_transfer_seconds", "Spent by the I/O threads together.", labels=labels)
     failures = CounterMetricFamily(
         "tandem_kv_transfer_failures", "Blocks that were not moved, by why.", labels=[*labels, "reason"]
     )
-    for direction, moved in (("save", totals.saved), ("load", totals.loaded)):
-        num_blocks.add_metric([connector, direction], moved.num_blocks)
-        num_bytes.add_metric([connector, direction], moved.num_bytes)
-        seconds.add_metric([connector, direction], moved.seconds)
-        for reason, number in moved.failures.items():
-            failures.add_metric([connector, direction, reason], number)
-    yield from (num_blocks, num_bytes, seconds, failures)
+    names: list[str] = []
+    for index, totals in enumerate(kv_totals):
+        connector = f"{totals.connector}#{index}" if totals.connector in names else totals.connector
+        names.append(connector)
+        num_shared.add_metric([connector], totals.num_shared_blocks)
+        for direction, moved in (("save", totals.saved), ("load", totals.loaded)):
+            num_blocks.add_metric([connector, direction], moved.num_blocks)
+            num_bytes.add_metric([connector, direction], moved.num_bytes)
+            seconds.add_metric([connector, direction], moved.seconds)
+            for reason, number in moved.failures.items():
+                failures.add_metric([connector, direction, reason], number)
+    yield from (num_shared, num_blocks, num_bytes, seconds, failures)
 
 
 def _by_vllms_names(load: EngineLoad, model: str) -> Iterator[Metric]:

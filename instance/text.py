@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.messages import FinishReason, TokensEvent
+from engine.messages import FinishReason, TokenLogprob, TokensEvent
 from engine.stop import Delta, OutputProcessor
 from engine.tokenizer import Tokenizer
 from instance.convert import Choice, finish_reason
@@ -60,6 +60,7 @@ class ChoiceText:
             token_ids=event.token_ids[: delta.num_tokens],
             text_offset=delta.text_offset,
             text=delta.text,
+            logprobs=[_token_logprobs(entries) for entries in event.logprobs[: delta.num_tokens]],
         )
         self._num_ids += delta.num_tokens
         if delta.finish_reason is not None:
@@ -81,6 +82,14 @@ class ChoiceText:
             stop_token_id=stop_reason if isinstance(stop_reason, int) else None,
             usage=usage,
         )
+
+
+def _token_logprobs(entries: list[TokenLogprob]) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        candidates=[
+            common_pb2.Logprob(token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank) for entry in entries
+        ]
+    )
 
 
 class TextMaker:

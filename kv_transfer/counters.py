@@ -42,9 +42,10 @@ class TransferCounters:
     save_failures: Counter[str] = field(default_factory=FailureCounter)
     load_failures: Counter[str] = field(default_factory=FailureCounter)
 
-    def totals(self) -> KVTotals:
+    def totals(self, connector: str) -> KVTotals:
         """The same for the front. What the engine counts itself (leases, recomputed blocks) goes with its load."""
         return KVTotals(
+            connector=connector,
             saved=KVMoved(self.num_saved_blocks, self.num_saved_bytes, self.save_s, dict(self.save_failures)),
             loaded=KVMoved(self.num_loaded_blocks, self.num_loaded_bytes, self.load_s, dict(self.load_failures)),
             num_shared_blocks=self.num_shared_blocks,

@@ -128,8 +128,8 @@ class TransferHolder:
         if event.ended is not None:
             held.ended, held.reason = event.ended, event.reason
             held.digests.clear()
-            told = {"tandem.num_blocks": held.num_ready_blocks, "tandem.lease": event.ended}
-            tracing.end(held.span, told, None if event.ended == "released" else event.reason or event.ended)
+            failure = None if held.ended == "released" else held.reason or held.ended
+            tracing.end(held.span, {"tandem.num_blocks": held.num_ready_blocks, "tandem.lease": held.ended}, failure)
             self._remember_end(event.transfer_id)
         held.notify()
 

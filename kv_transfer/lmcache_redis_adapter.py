@@ -16,9 +16,11 @@ ours import it by import_lmcache().
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 from lmcache.lmcache_native import Bitmap
@@ -34,9 +36,19 @@ from kv_transfer.redis_connector import RedisOptions, make_store
 from kv_transfer.store import BadValue, PageKey
 
 Kind = Literal["store", "lookup", "load"]
-T = TypeVar("T")
 _CLOSE_S = 2.0
 _MAX_ERRORS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One task. `job` does the key of an index, `result` is what LMCache asks for, `tell` what its listeners hear."""
+
+    kind: Kind
+    num_keys: int
+    job: Callable[[int], bool]
+    result: Callable[[list[bool]], object]
+    tell: Callable[[list[bool]], None] = lambda done: None
 
 
 class RedisL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no types
@@ -75,11 +87,13 @@ class RedisL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships
             return True
 
         def result(done: list[bool]) -> L2StoreResult:
-            if all(done):
-                self._notify_keys_stored(keys, [0] * len(keys))
             return L2StoreResult(all(done), sum(map(len, views)) if all(done) else 0)
 
-        return self._submit("store", len(keys), store, result)
+        def tell(done: list[bool]) -> None:
+            if all(done):
+                self._notify_keys_stored(keys, [0] * len(keys))
+
+        return self._submit(_Work("store", len(keys), store, result, tell))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         with self._lock:
@@ -95,7 +109,7 @@ class RedisL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships
             size = sizes.get(keys[index].object_group_id)
             return size is not None and self._redis.contains(_page_key(keys[index]), size)
 
-        return self._submit("lookup", len(keys), look, _bitmap)
+        return self._submit(_Work("lookup", len(keys), look, _bitmap))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         return self._pop("lookup", task_id)
@@ -109,11 +123,10 @@ class RedisL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships
         def load(index: int) -> bool:
             return self._redis.get_into(_page_key(keys[index]), [views[index]], lambda: None)
 
-        def result(done: list[bool]) -> Bitmap:
+        def tell(done: list[bool]) -> None:
             self._notify_keys_accessed([key for key, hit in zip(keys, done, strict=True) if hit])
-            return _bitmap(done)
 
-        return self._submit("load", len(keys), load, result)
+        return self._submit(_Work("load", len(keys), load, _bitmap, tell))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self._pop("load", task_id)
@@ -143,36 +156,34 @@ class RedisL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships
         for notifier in self._notifiers.values():
             notifier.close()
 
-    def _submit(
-        self, kind: Kind, num_keys: int, job: Callable[[int], bool], result: Callable[[list[bool]], object]
-    ) -> int:
+    def _submit(self, work: _Work) -> int:
         with self._lock:
             task_id = self._next_id
             self._next_id += 1
-
-        def run() -> None:
-            done = [False] * num_keys
-            error: Exception | None = None
-            for index in range(num_keys):
-                try:
-                    done[index] = job(index)
-                except BadValue as failure:
-                    error = error or failure
-                except Exception as failure:
-                    error = failure
-                    break  # Redis is not to be had: the rest would wait as long each
-            self._is_healthy = error is None or isinstance(error, BadValue)
-            outcome = result(done)
-            with self._lock:
-                if error is not None:
-                    while len(self._errors) >= _MAX_ERRORS:  # nobody takes them
-                        del self._errors[next(iter(self._errors))]
-                    self._errors[task_id] = error
-                self._results[kind][task_id] = outcome
-            self._notifiers[kind].notify()
-
-        self._threads.submit(run)
+        self._threads.submit(lambda: self._run(task_id, work))
         return task_id
+
+    def _run(self, task_id: int, work: _Work) -> None:
+        done = [False] * work.num_keys
+        error: Exception | None = None
+        for index in range(work.num_keys):
+            try:
+                done[index] = work.job(index)
+            except BadValue as failure:
+                error = error or failure
+            except Exception as failure:
+                error = failure
+                break  # Redis is not to be had: the rest would wait as long each
+        self._is_healthy = error is None or isinstance(error, BadValue)
+        with self._lock:
+            if error is not None:
+                while len(self._errors) >= _MAX_ERRORS:  # nobody takes them
+                    del self._errors[next(iter(self._errors))]
+                self._errors[task_id] = error
+            self._results[work.kind][task_id] = work.result(done)
+        self._notifiers[work.kind].notify()
+        with contextlib.suppress(Exception):  # LMCache's listeners are none of the page's business
+            work.tell(done)
 
     def _pop(self, kind: Kind, task_id: int) -> Bitmap | None:
         with self._lock:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _PAUSE_S = 0.002
 _UNREADABLE_S = 0.2
+_MAX_LATE = 32
 _MAX_WAIT_S = 30.0
 _ANSWER_SHARE = 0.8
 """Of the client's time-out: the answer has a way to go."""
@@ -154,6 +155,8 @@ class PageModule:
     def _fetch(self, key: ObjectKey, num_bytes: int, deadline: float, *, skip_l2: bool) -> bool | None:
         """Have it in L1, with a read lock; None: not known yet. The lock comes back in _read or _give_back."""
         self._give_back()
+        if len(self._late) >= _MAX_LATE:  # an L2 that hangs: no more for it
+            return None
         layout = _layout(num_bytes)
         spec = PrefetchTaskSpec([GroupedObjectKeys([key], 0, layout)], fetching_policy="full")
         handle = self._manager.submit_prefetch_task(spec, skip_l2=skip_l2)

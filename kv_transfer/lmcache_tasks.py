@@ -146,9 +146,13 @@ class TaskRunner:
             poller.register(descriptor, select.POLLIN)
         while not self._is_closed:
             poller.poll()
-            with self._lock:
-                for ticket, outcome in self._driver.ended():
-                    self._end(ticket, outcome)
+            try:
+                with self._lock:
+                    for ticket, outcome in self._driver.ended():
+                        self._end(ticket, outcome)
+            except Exception:  # without this thread no task would ever end
+                _log.exception("LMCache does not say which tasks have ended")
+                time.sleep(_CLOSE_S / 10)
 
     def _end(self, ticket: Hashable, outcome: Outcome) -> None:
         task = self._tasks.pop(ticket, None)

@@ -28,6 +28,7 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 # Without O_NONBLOCK, opening a FIFO that somebody put there would wait for ever.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _ABSENT = (errno.ENOENT, errno.ESTALE)
+_NOT_A_FILE = (errno.ELOOP, errno.ENXIO)  # a link; a socket
 
 
 class SharedStorage:
@@ -87,7 +88,7 @@ class SharedStorage:
             except OSError as error:
                 if error.errno in _ABSENT:
                     return False
-                if error.errno == errno.ELOOP:
+                if error.errno in _NOT_A_FILE:
                     raise BadValue("not_a_file") from error
                 raise
         try:

@@ -125,7 +125,7 @@ class TransferConnector:
     @property
     def totals(self) -> KVTotals:
         """For EngineLoad; optional, as far as the engine is concerned."""
-        return self.counters.totals()
+        return self.counters.totals(self.name)
 
     # Inside
 

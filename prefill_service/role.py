@@ -60,6 +60,7 @@ class PrefillRole:
         attributes: tracing.Attributes = {
             "gen_ai.request.id": request.request_id,
             "tandem.num_prompt_tokens": len(request.prompt_token_ids),
+            "tandem.transfer_id": request.hold_kv.transfer_id if request.hold_kv is not None else "",
         }
         span = tracing.begin("prefill.compute", attributes=attributes)
         if request.hold_kv is not None:

@@ -18,6 +18,7 @@ from router.model import ServedModel
 from router.pools import Dial, Membership, Pools, StaticMembership
 from router.releases import Releases
 from router.service import GenerationService
+from serving import tracing
 from serving.channel import open_channel
 from serving.open_calls import CONTROL
 from serving.server import Server
@@ -66,7 +67,7 @@ class RouterApp:
     async def start(self) -> None:
         """Watches the instances and listens. NOT_SERVING until the pools are ready."""
         policies = {"Abort": CONTROL, "GetModelInfo": CONTROL}
-        await self._server.register(_SERVICE, self.service, policies, ready=False)
+        await self._server.register(_SERVICE, tracing.Traced(self.service), policies, ready=False)
         await self.pools.start()
         self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
         self._readiness.add_done_callback(_tell_failure)

@@ -88,6 +88,7 @@ class Choice:
         self._check("choice", chunk.choice, self.index)
         self._check("token_index", chunk.token_index, len(self.token_ids))
         self._check("text_offset", chunk.text_offset, self.num_chars)
+        self._check_logprobs(chunk)
         if self.finished:
             raise StreamViolation("tokens after the finish")
         if self.num_emitted + len(chunk.token_ids) > self.request.max_tokens:
@@ -136,6 +137,16 @@ class Choice:
         usage.prompt_tokens = self.request.num_prompt_tokens
         usage.completion_tokens = self.num_emitted
         usage.cached_tokens = self._num_cached_tokens or 0
+
+    def _check_logprobs(self, chunk: common_pb2.TokenChunk) -> None:
+        """They run parallel to the ids, each position beginning with its own, and there are none that nobody asked
+        for."""
+        is_asked = self.request.params.logprobs is not None
+        self._check("number of logprobs", len(chunk.logprobs), len(chunk.token_ids) if is_asked else 0)
+        for token_id, position in zip(chunk.token_ids, chunk.logprobs, strict=False):
+            if not position.candidates:
+                raise StreamViolation(f"no candidates for token id {token_id}")
+            self._check("token id of the logprobs", position.candidates[0].token_id, token_id)
 
     def _check(self, name: str, found: int, expected: int) -> None:
         if found != expected:

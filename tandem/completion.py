@@ -35,7 +35,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One candidate at one position; `rank` 1 is the most likely token."""
+    """One candidate at one position; `rank` 1 is the most likely token. Natural logarithm, of the model's raw logits:
+    before biases, penalties and temperature."""
 
     token_id: int
     logprob: float
@@ -56,6 +57,7 @@ class Piece:
     usage: Usage | None = None
     """What the choice cost; on its last piece."""
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """Of each token of `token_ids` if they were asked for: the token itself first, then the best others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Choice:
     stop_string: str | None = None
     stop_token_id: int | None = None
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """As in Piece, of all of `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,8 @@ class _Growing:
             raise StreamError(f"{name}: text_offset {chunk.text_offset} where {self.num_chars} was due")
         if chunk.stream_epoch < self.epoch:
             raise StreamError(f"{name}: stream_epoch fell from {self.epoch} to {chunk.stream_epoch}")
+        if chunk.logprobs and len(chunk.logprobs) != len(chunk.token_ids):
+            raise StreamError(f"{name}: {len(chunk.logprobs)} logprobs for {len(chunk.token_ids)} token ids")
         logprobs = tuple(
             tuple(TokenLogprob(item.token_id, item.logprob, item.rank) for item in position.candidates)
             for position in chunk.logprobs

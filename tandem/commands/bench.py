@@ -41,7 +41,7 @@ def command() -> None:
     """
 
 
-@command.command("transfer")
+@command.command("transfer", short_help="How fast KV blocks move, by connector.")
 @click.option(
     "--connector",
     "connectors",

@@ -10,7 +10,7 @@ import click
 from tandem.checks import Check, Finding, extras, kernel, machine, model, packages, python
 from tandem.stack_settings import CONNECTORS
 from tandem.transfer_bench.check import connector_check
-from tandem.transfer_bench.choice import ConnectorChoice
+from tandem.transfer_bench.choice import choices_of
 from tandem.transfer_bench.options import Options, kv_options
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -23,7 +23,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
     default="shared_storage",
     show_default=True,
     metavar="NAME",
-    help=f"Connector to move blocks through: {', '.join(CONNECTORS)}, or module:Class of your own.",
+    help=f"Connector to move blocks through: {', '.join(CONNECTORS)}, module:Class of your own, or a list: nixl,redis.",
 )
 @click.option("--kv-url", metavar="URL", help="Its server: redis://host:port/0; for lmcache also tcp://host:port.")
 @click.option(
@@ -48,14 +48,14 @@ def command(
       tandem doctor --kv-folder /mnt/shared        is the volume fast enough?
     """
     try:
-        choice = ConnectorChoice(connector, kv_url, kv_folder, options)
-        if connector == "redis" and kv_url is None:
+        choices = choices_of(connector, kv_url, kv_folder, options)
+        if kv_url is None and any(choice.name == "redis" for choice in choices):
             raise ValueError("the redis connector needs the address of a Redis: --kv-url redis://host:port/0")
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     checks: list[Check] = [python, packages, machine, kernel, extras, model(model_name)]
     if not quick:
-        checks.append(connector_check(choice))
+        checks += [connector_check(choice) for choice in choices]
     checks.append(_running)
     num_failed = 0
     for check in checks:

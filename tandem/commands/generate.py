@@ -10,6 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from tandem.client import Client
+    from tandem.completion import TokenLogprob
     from tandem.sampling import Prompt
 
 
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the most likely tokens up to this probability.")
 @click.option("--seed", type=click.IntRange(min=0), help="Equal seed and prompt give equal tokens.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this string; may be given several times.")
+@click.option(
+    "--logprobs",
+    type=click.IntRange(0, 20),
+    metavar="N",
+    help="Afterwards list, on standard error, every token's log-probability and the N best tokens at its place.",
+)
 @click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")
 @click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds, in all.")
 @click.option("--stats", is_flag=True, help="Afterwards say, on standard error, how many tokens it took and how long.")
@@ -35,6 +42,7 @@ def command(
       tandem generate "Once upon a time"
       tandem generate --chat "Who lives in the village?" --temperature 0
       tandem generate "A tandem is" --max-tokens 40 --seed 7 --stats
+      tandem generate "A tandem is" --temperature 0 --logprobs 3
       cat story.txt | tandem generate - --address 127.0.0.1:50051
     """
     from tandem.client import Client
@@ -64,12 +72,16 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
     started_s = time.monotonic()
     first_s: float | None = None
     num_tokens = 0
+    positions: list[tuple[TokenLogprob, ...]] = []
     for piece in client.stream(prompt, **sampling):  # type: ignore[arg-type]  # tandem.sampling checks names and kinds
         first_s = first_s or time.monotonic()
         num_tokens += len(piece.token_ids)
+        positions += piece.logprobs
         click.echo(piece.text, nl=False)
         sys.stdout.flush()
     click.echo()
+    for index, candidates in enumerate(positions):
+        click.echo(_logprobs_line(index, candidates), err=True)
     if stats and first_s is not None:
         ended_s = time.monotonic()
         gap_ms = (ended_s - first_s) / max(1, num_tokens - 1) * 1e3
@@ -77,3 +89,13 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
             f"{num_tokens} tokens; first after {(first_s - started_s) * 1e3:.0f} ms, then one every {gap_ms:.1f} ms",
             err=True,
         )
+
+
+def _logprobs_line(index: int, candidates: tuple[TokenLogprob, ...]) -> str:
+    """One output token: its place, id and log-probability, then the best others. Ids, for the client has no
+    tokenizer."""
+    token, *others = candidates
+    line = f"{index:4}  token {token.token_id}  {token.logprob:.4f}  rank {token.rank}"
+    if others:
+        line += "  | " + "  ".join(f"{other.token_id} {other.logprob:.4f}" for other in others)
+    return line

@@ -16,6 +16,7 @@ from tandem.stack_settings import CONNECTORS
 if TYPE_CHECKING:
     from tandem.transfer_bench.media import Medium
 
+_WITH_URL, _WITH_FOLDER = ("redis", "lmcache"), ("shared_storage", "lmcache")
 _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _LOGIN = re.compile(r"://[^/@\s]*@")
 _SECRET_NAME = re.compile(r"pass|secret|token|credential|(^|_)key$", re.IGNORECASE)
@@ -50,6 +51,30 @@ class ConnectorChoice:
             if is_secret and str(value):
                 text = text.replace(str(value), "***")
         return text
+
+
+def choices_of(
+    connector: str, kv_url: str | None, kv_folder: Path | None, options: Mapping[str, str | int | float | bool]
+) -> list[ConnectorChoice]:
+    """One for each of a list ("nixl,redis"), in which options name their connector: {"redis.ttl_s": 600}.
+
+    Raises ValueError with what to type.
+    """
+    names = connector.split(",")
+    if len(names) == 1:
+        return [ConnectorChoice(connector, kv_url, kv_folder, options)]
+    for option in options:
+        if option.rpartition(".")[0] not in names:
+            raise ValueError(f"--kv-options: {option} must name its connector, for example {names[-1]}.{option}")
+    return [
+        ConnectorChoice(
+            name,
+            kv_url if name in _WITH_URL else None,
+            kv_folder if name in _WITH_FOLDER else None,
+            {option.rpartition(".")[2]: value for option, value in options.items() if option.startswith(f"{name}.")},
+        )
+        for name in names
+    ]
 
 
 def is_connector(name: str) -> bool:

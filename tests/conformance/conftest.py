@@ -43,8 +43,8 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def subjects_stack(checkpoint: Path, reference: Reference, subject: Backing) -> Iterator[Stack]:
-    """One prefill and one decode instance in which nobody dies, for all tests of a subject."""
-    with running(checkpoint, reference, subject) as stack:
+    """One prefill and one decode instance in which nobody dies, for all tests of a subject; nothing is left of them."""
+    with running(checkpoint, reference, subject) as stack, stack.leaves_nothing():
         yield stack
 
 

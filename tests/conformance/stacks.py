@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from protos.tandem.v1 import instance_pb2
 from tandem import Client, Completion
 from tandem.stack_settings import StackSettings
@@ -33,7 +35,7 @@ EAGER = ("--peers-max-backoff-ms", "200")
 """Where instances are started again: who follows them finds them soon."""
 SHORT_LEASE_S = 2.0
 """Where somebody dies."""
-SETTLE_S = 10.0
+SETTLE_S = 15.0
 """Far below the patient lease, and long enough for a machine with more to do."""
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
@@ -118,6 +120,11 @@ class Stack:
         """What the store has of single transfers, or unfinished."""
         return self.pages.private() if self.pages is not None else set()
 
+    def num_announced(self, member: str) -> int:
+        """How often the router has counted this instance in."""
+        log = self.rig.stack.members["router"].spec.log_file.read_text()
+        return log.count(f"is ready address={self.rig.stack.instances[member]}")
+
     def settled(self) -> dict[str, instance_pb2.WatchLoadResponse]:
         """Load reports of an idle stack that are no older than this call."""
         first = self.rig.loads()
@@ -133,15 +140,25 @@ class Stack:
 
         def is_idle() -> bool:
             held.clear()
-            held.update({name: amounts for name in names if (amounts := busy(self.rig.load(name))).keys() - set(but)})
+            held.update({name: amounts for name in names if (amounts := self.busy(name)).keys() - set(but)})
             return not held
 
         wait_until(is_idle, lambda: f"still held: {held}", within_s)
 
+    def busy(self, member: str) -> dict[str, int]:
+        """What an instance has that an idle one has not; to be silent for a while is to be busy."""
+        try:
+            return busy(self.rig.load(member))
+        except grpc.RpcError:
+            return {"silent": 1}
+
     def wait_clean(self, private_before: set[str], within_s: float = SETTLE_S) -> None:
         """Returns when the store has nothing of single transfers that it did not have before."""
-        left = lambda: self.private() - private_before  # noqa: E731
-        wait_until(lambda: not left(), lambda: f"left in the store: {sorted(left())}", within_s)
+
+        def left() -> list[str]:
+            return sorted(self.private() - private_before)
+
+        wait_until(lambda: not left(), lambda: f"left in the store: {left()}", within_s)
 
     @contextmanager
     def leaves_nothing(self) -> Iterator[None]:

@@ -33,10 +33,16 @@ class Backing:
     """Further flags of every instance."""
     pages: Callable[[Rig], StoredPages] | None = None
     """The store of a stack; None: pages go from memory to memory."""
-    quarantines: bool = False
-    """True: a read from a frozen instance may still write, and keeps its blocks until that one is back."""
-    is_only_way: bool = True
-    """False: where a page of the store is bad, the connector has another way to it, and nothing is recomputed."""
+    reads_memory: bool = False
+    """True: many pages at once come straight from the peer; a read from one that is frozen keeps its blocks until that
+    one is back."""
+    is_prefix_store: bool = False
+    """True: the store keeps full blocks alone, for later requests; what is handed over comes another way."""
+
+
+def options(**fields: object) -> tuple[str, str]:
+    """The flag with a connector's own options."""
+    return ("--kv-options", json.dumps(fields))
 
 
 Subject = Callable[[Path], AbstractContextManager[Backing]]
@@ -53,21 +59,42 @@ def shared_storage(folder: Path) -> Iterator[Backing]:
 def redis(folder: Path) -> Iterator[Backing]:
     with redis_server(folder) as server:
         # A slow machine is not a dead Redis; that one is for tests/kv_transfer/test_redis_faults.py.
-        patient = ("--kv-options", json.dumps({"timeout_s": 10.0, "connect_timeout_s": 10.0}))
-        yield Backing({"connector": "redis", "kv_url": server.url}, patient, lambda rig: RedisPages(server))
+        told = {"connector": "redis", "kv_url": server.url}
+        yield Backing(told, options(timeout_s=10, connect_timeout_s=10), lambda rig: RedisPages(server))
 
 
 @contextmanager
 def nixl(folder: Path) -> Iterator[Backing]:
     """Over what UCX chooses: shared memory, on one machine."""
     del folder
-    yield Backing({"connector": "nixl"}, quarantines=True)
+    yield Backing({"connector": "nixl"}, reads_memory=True)
 
 
 @contextmanager
 def nixl_tcp(folder: Path) -> Iterator[Backing]:
     del folder
-    yield Backing({"connector": "nixl"}, ("--kv-options", json.dumps({"ucx_tls": "tcp"})), quarantines=True)
+    yield Backing({"connector": "nixl"}, options(ucx_tls="tcp"), reads_memory=True)
+
+
+@contextmanager
+def nixl_and_redis(folder: Path) -> Iterator[Backing]:
+    """A list: the first hands over, the second stands in for it and keeps prefixes."""
+    with redis_server(folder) as server:
+        yield Backing(
+            {"connector": "nixl,redis", "kv_url": server.url},
+            options(**{"redis.timeout_s": 10, "redis.connect_timeout_s": 10}),
+            lambda rig: RedisPages(server),
+            reads_memory=True,
+            is_prefix_store=True,
+        )
+
+
+@contextmanager
+def lmcache(folder: Path) -> Iterator[Backing]:
+    """On disk, in the stack's folder."""
+    del folder
+    told = {"connector": "lmcache"}
+    yield Backing(told, options(timeout_s=10), lambda rig: FolderPages(rig.stack.store_folder))
 
 
 @contextmanager
@@ -83,6 +110,8 @@ SUBJECTS: dict[str, Subject] = {
     "nixl": nixl,
     "redis": redis,
     "nixl-tcp": nixl_tcp,
+    "nixl,redis": nixl_and_redis,
+    "lmcache": lmcache,
     "third-party": third_party,
 }
 
@@ -94,5 +123,7 @@ def on(*by_default: str, names: tuple[str, ...] = tuple(SUBJECTS)) -> pytest.Mar
     return pytest.mark.parametrize("subject", params, indirect=True)
 
 
-STORES = ("shared_storage", "redis", "third-party")
+THOROUGH = ("shared_storage", "nixl", "nixl,redis")
+"""Of each way to move KV one subject, on which death is tried at every state; the others see the main ones."""
+STORES = ("shared_storage", "redis", "nixl,redis", "lmcache", "third-party")
 """Subjects whose pages lie where they can be damaged."""

@@ -14,17 +14,39 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.stacks import GREEDY, NUM_BLOCKS, SEEDED, SHORT_LEASE_S, STATES, Stack, running, wait_until
-from tests.conformance.subjects import Backing, on
+from tests.conformance.subjects import SUBJECTS, THOROUGH, Backing
 from tests.e2e.asking import Asked
 from tests.e2e.conftest import random_prompt
-from tests.faults.checker import busy
 from tests.faults.reference import Reference
 
-FREED_WITHIN_S = SHORT_LEASE_S + 2.0
-"""The lease and a second, and load reports that have to tell."""
+FREED_WITHIN_S = SHORT_LEASE_S + 1.0 + 2.0
+"""The lease and a second, and time for load reports to tell on a machine with more to do."""
 BACK_WITHIN_S = 30.0
-QUICK = {("saving", "prefill"), ("loading", "prefill"), ("loading", "decode")}
-"""State and victim's role that are tried in each run on some subjects; the others are for the full one."""
+
+Case = tuple[str, str]
+"""State of the request, and role of the one that dies."""
+DEATHS: list[Case] = [(state, victim) for state in STATES for victim in ("prefill", "decode")]
+MAIN_DEATHS = {("saving", "prefill"), ("loading", "prefill"), ("loading", "decode"), ("decoding", "decode")}
+FREEZES: list[Case] = [
+    ("saving", "prefill"),
+    ("first token", "decode"),
+    ("reserved", "decode"),
+    ("loading", "prefill"),
+    ("loading", "decode"),
+    ("decoding", "decode"),
+]
+MAIN_FREEZES = {("loading", "prefill"), ("decoding", "decode")}
+
+
+def each(cases: list[Case], main: set[Case], by_default: dict[str, set[Case]]) -> pytest.MarkDecorator:
+    """Every case on the subjects that stand for others, the main ones on all; what is not `by_default` is slow."""
+    params = [
+        pytest.param(name, *case, marks=() if case in by_default.get(name, ()) else pytest.mark.slow)
+        for name in SUBJECTS
+        for case in cases
+        if name in THOROUGH or case in main
+    ]
+    return pytest.mark.parametrize(("subject", "state", "victim"), params, indirect=["subject"])
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +57,21 @@ def modules_mortal_stack(checkpoint: Path, reference: Reference, subject: Backin
 
 @pytest.fixture
 def mortal_stack(modules_mortal_stack: Stack) -> Iterator[Stack]:
-    """All alive and idle before; after it, who is dead is started again, and every block is free or cached."""
+    """All alive and idle before; after it, who was dead lives again, and every block is free or cached."""
     stack = modules_mortal_stack
+    members = {name: stack.rig.stack.members[name] for name in stack.rig.stack.instances}
+    before = {name: (member.num_starts, stack.num_announced(name)) for name, member in members.items()}
     stack.wait_idle()
     yield stack
-    for name in stack.rig.stack.instances:
-        if not stack.rig.stack.members[name].running:
-            stack.rig.restart(name)
+    for name, member in members.items():
+        if not member.running:
+            stack.rig.stack.restart(name)
+    for name, (num_starts, num_announced) in before.items():
+        if members[name].num_starts > num_starts:
+            wait_announced(stack, name, num_announced)
     stack.warm_up()
     for name, load in stack.settled().items():
         assert load.blocks.free + load.blocks.cached == NUM_BLOCKS, f"{name}: {load.blocks}"
-
-
-def cases() -> Iterator[object]:
-    """Every state with every victim."""
-    for state in STATES:
-        for victim in ("prefill", "decode"):
-            marks = () if (state, victim) in QUICK else pytest.mark.slow
-            yield pytest.param(state, victim, marks=marks, id=f"{victim} at {state}")
 
 
 def choose(stack: Stack, parked: str, role: str) -> str:
@@ -64,19 +83,18 @@ def choose(stack: Stack, parked: str, role: str) -> str:
     deadline_s = time.monotonic() + 0.6  # two load reports
     while time.monotonic() < deadline_s:
         for member in members:
-            if busy(stack.rig.load(member)):
+            if stack.busy(member):
                 return member
     return members[0]
 
 
-def num_announced(stack: Stack, member: str) -> int:
-    """How often the router has counted this instance in."""
-    log = stack.rig.stack.members["router"].spec.log_file.read_text()
-    return log.count(f"is ready address={stack.rig.stack.instances[member]}")
+def wait_announced(stack: Stack, member: str, num_before: int) -> None:
+    """Returns when the router has counted the instance in once more."""
+    problem = f"{member} is not counted in again"
+    wait_until(lambda: stack.num_announced(member) > num_before, problem, BACK_WITHIN_S)
 
 
-@on("shared_storage", "nixl")
-@pytest.mark.parametrize(("state", "victim"), list(cases()))
+@each(DEATHS, MAIN_DEATHS, {"shared_storage": MAIN_DEATHS - {("decoding", "decode")}, "nixl": MAIN_DEATHS})
 def test_killed_instance_costs_a_pause_and_no_token(
     mortal_stack: Stack, prompts: random.Random, state: str, victim: str
 ) -> None:
@@ -89,24 +107,14 @@ def test_killed_instance_costs_a_pause_and_no_token(
         rig.kill(member)
     completion = asked.completion()
     stack.assert_exact(completion, prompt, SEEDED)
+    rig.stack.restart(member)  # it needs a while, and nobody waits for it here
     survivors = [name for name in rig.stack.instances if name != member]
     stack.wait_idle(survivors, FREED_WITHIN_S)
     if victim == "decode":  # a dead prefill instance leaves its tails to the store's sweep, or their time to live
         stack.wait_clean(private)
 
 
-@on("nixl")
-@pytest.mark.parametrize(
-    ("state", "victim"),
-    [
-        pytest.param("saving", "prefill", marks=pytest.mark.slow),
-        pytest.param("first token", "decode", marks=pytest.mark.slow),
-        pytest.param("reserved", "decode", marks=pytest.mark.slow),
-        pytest.param("loading", "prefill"),
-        pytest.param("loading", "decode", marks=pytest.mark.slow),
-        pytest.param("decoding", "decode", marks=pytest.mark.slow),
-    ],
-)
+@each(FREEZES, MAIN_FREEZES, {"nixl": {("loading", "prefill")}})
 def test_instance_that_is_frozen_for_longer_than_a_lease_is_left_behind_and_comes_back(
     mortal_stack: Stack, prompts: random.Random, state: str, victim: str
 ) -> None:
@@ -116,17 +124,17 @@ def test_instance_that_is_frozen_for_longer_than_a_lease_is_left_behind_and_come
     with stack.stopped_at(state) as stop:
         asked = Asked(rig.address, prompt, **SEEDED)
         member = choose(stack, stop.wait(), victim)
-        num_before = num_announced(stack, member)
+        num_before = stack.num_announced(member)
         with rig.frozen(member):
             frozen_s = time.monotonic()
             stop.release()
             completion = asked.completion()
             stack.assert_exact(completion, prompt, SEEDED)
             survivors = [name for name in rig.stack.instances if name != member]
-            kept = ("quarantined blocks", "held blocks") if stack.backing.quarantines else ()
+            kept = ("quarantined blocks", "held blocks") if stack.backing.reads_memory else ()
             stack.wait_idle(survivors, FREED_WITHIN_S, but=kept)
             time.sleep(max(0.0, frozen_s + SHORT_LEASE_S + 1.0 - time.monotonic()))  # the fault itself
-    wait_until(lambda: num_announced(stack, member) > num_before, f"{member} is not counted in again", BACK_WITHIN_S)
+    wait_announced(stack, member, num_before)
     stack.wait_idle()
     stack.wait_clean(private)
     other = random_prompt(prompts, 100)

@@ -65,7 +65,7 @@ def test_blocks_arrive_while_later_chunks_are_computed(stack: Stack, prompts: ra
             wait_until(lambda: step.num_arrivals >= 3, "no third chunk was begun")
             step.hold()
             # From a store each page is read by itself, from memory many at once.
-            num_reads = 2 * CHUNK // BLOCK_SIZE if stack.pages is not None else 1
+            num_reads = 1 if stack.backing.reads_memory else 2 * CHUNK // BLOCK_SIZE
             wait_until(lambda: load.num_arrivals >= num_reads, "no blocks are read")  # noqa: B023
             num_begun = step.num_arrivals  # after the reads: what is true now was true then
         completion = asked.completion()

@@ -1,5 +1,5 @@
-"""Clients that ask one thing after another and check every answer, while a test does things to the Redis underneath; and
-a search of logs for what must not be in them."""
+"""Clients that ask one thing after another and check every answer, while a test does things to the Redis underneath;
+and a search of logs for what must not be in them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Answered:
 
 
 class Clients:
-    """`num_clients` threads with a connection each go round and round through `answers` until the block ends, with a new
-    salt every time, so that no cache has the KV. What goes wrong for one of them goes wrong for the test."""
+    """`num_clients` threads with a connection each go round and round through `answers` until the block ends, with a
+    new salt every time, so that no cache has the KV. What goes wrong for one of them goes wrong for the test."""
 
     def __init__(
         self,

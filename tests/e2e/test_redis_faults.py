@@ -1,5 +1,5 @@
-"""A whole stack over a Redis that is killed, frozen, emptied, full or read-only under load: every request gets the right
-answer, KV comes from Redis again soon after, and no log tells a byte of KV or a secret.
+"""A whole stack over a Redis that is killed, frozen, emptied, full or read-only under load: every request gets the
+right answer, KV comes from Redis again soon after, and no log tells a byte of KV or a secret.
 
 That the breaker opens within a second is seen here where Redis itself can tell: it counts the writes that it refuses.
 For a killed and a frozen one tests/kv_transfer/test_redis_faults.py looks at the breaker.
@@ -127,7 +127,7 @@ def known_secrets(server: RedisServer, rig: Rig) -> list[bytes]:
     source = random.Random("windows")
     with server.client() as client:
         values = [client.get(name) for name in sorted(client.keys("*"))[:8]]
-    pages = [value[HEADER_BYTES:] for value in values if value is not None]
+    pages = [value[HEADER_BYTES:] for value in values if isinstance(value, bytes)]
     assert pages, "nothing lies in Redis"
     key = load_secret(str(rig.stack.folder / "kv_secret"))
     return [*(piece for page in pages for piece in windows(page, source)), key, PASSWORD.encode()]

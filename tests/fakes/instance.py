@@ -205,6 +205,8 @@ class FakeInstance:
                 text_offset=len(text_of(emitted)),
                 text=text_of([token_id]),
             )
+            if params.HasField("logprobs"):
+                chunk.logprobs.add().candidates.add(token_id=token_id, logprob=-0.5 * position, rank=1)
             emitted.append(token_id)
             reason = self._reason(position, params.max_tokens, hand_over)
             if reason:

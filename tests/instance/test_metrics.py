@@ -85,6 +85,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 async def test_the_cores_report_is_served_under_prometheus_names(decode: Rig) -> None:
     totals = KVTotals(
+        connector="scripted",
         saved=KVMoved(3, 3072, 0.25, {"store_enospc": 2}),
         loaded=KVMoved(5, 5120, 0.5, {"missing": 1, "page_digest": 4}),
         num_shared_blocks=7,
@@ -101,7 +102,7 @@ async def test_the_cores_report_is_served_under_prometheus_names(decode: Rig) ->
         num_transfers=2,
         num_expired_leases=6,
         num_recomputed_blocks=9,
-        kv_totals=totals,  # type: ignore[arg-type]
+        kv_totals=[totals, KVTotals(), KVTotals(num_shared_blocks=1)],  # type: ignore[arg-type]
     )
     await eventually(lambda: decode.front.engine.load.num_transfers == 2)
     samples = await scrape(decode.front)
@@ -118,6 +119,7 @@ async def test_the_cores_report_is_served_under_prometheus_names(decode: Rig) ->
         ("tandem_kv_leases", {}, 2),
     ]:
         assert value(samples, name, **kv, **labels) == expected, (name, labels)
+    assert value(samples, "tandem_kv_shared_blocks_total", connector="#2") == 1  # the same one twice in a list
     blocks = {name: value(samples, "tandem_kv_blocks", **{"class": name}) for name in ("free", "held", "quarantined")}
     assert blocks == {"free": 40, "held": 3, "quarantined": 1}
     assert value(samples, "tandem_engine_requests", state="loading") == 3
@@ -170,8 +172,8 @@ async def test_the_documentation_names_what_is_served_and_nothing_else(folder: P
     served = set()
     for role in ROLES.values():
         async with running(folder, role, metrics=METRICS) as rig:
-            rig.core.emit(kv_totals=KVTotals(loaded=KVMoved(failures={"missing": 1})))  # type: ignore[arg-type]
-            await eventually(lambda: rig.front.engine.load.kv_totals.loaded.failures)
+            rig.core.emit(kv_totals=[KVTotals(loaded=KVMoved(failures={"missing": 1}))])  # type: ignore[arg-type]
+            await eventually(lambda: rig.front.engine.load.kv_totals)
             served |= {re.sub("_(bucket|sum|count)$", "", name) for name, _ in await scrape(rig.front)}
     table = re.findall(r"^\| `((?:tandem_|vllm:)\w+)` \|", DOCS.read_text(), re.MULTILINE)
     assert len(set(table)) == len(table)
@@ -223,7 +225,7 @@ def test_words_of_failures_are_bounded() -> None:
     assert len(counter) == MAX_REASONS + 1
     assert (counter["store_0"], counter[OTHER]) == (2, MAX_REASONS + 5)
     counters = TransferCounters(load_failures=counter)
-    assert counters.totals().loaded.failures == dict(counter)
+    assert counters.totals("mine").loaded.failures == dict(counter)
 
 
 def test_a_bound_belongs_to_its_bucket() -> None:
@@ -236,17 +238,20 @@ def test_a_bound_belongs_to_its_bucket() -> None:
 
 async def test_what_a_connector_moved_comes_up_from_a_real_core(tmp_path: Path) -> None:
     ensure_secret(tmp_path / "secret")
-    connector = KVConnectorConfig(
-        class_path="kv_transfer.connector:SharedStorageConnector",
-        options={"path": str(tmp_path / "store"), "kv_secret_file": str(tmp_path / "secret")},
-    )
+    stores = [
+        {
+            "class_path": "kv_transfer.connector:SharedStorageConnector",
+            "options": {"path": str(tmp_path / name), "kv_secret_file": str(tmp_path / "secret")},
+        }
+        for name in ("first", "second")
+    ]
+    connector = KVConnectorConfig(class_path="kv_transfer.connector_list:ConnectorList", options={"connectors": stores})
     folder = lively_checkpoint(tmp_path / "qwen3", "qwen3", num_hidden_layers=1)
     config = EngineConfig(
         model=str(folder), dtype="float32", num_blocks=64, num_threads=1, block_size=16, kv_connector=connector
     )
     engine = await AsyncEngine.start(config, in_process=True)
     try:
-        assert engine.load.kv_totals == KVTotals()
         request = EngineRequest(
             request_id="r1",
             prompt_token_ids=list(range(10, 50)),
@@ -256,9 +261,10 @@ async def test_what_a_connector_moved_comes_up_from_a_real_core(tmp_path: Path) 
         async with asyncio.timeout(20):
             async for _ in engine.add_request(request):
                 pass
-            while engine.load.kv_totals.saved.num_blocks < 3:  # two full ones and the tail
+            while engine.load.kv_totals[0].saved.num_blocks < 3:  # two full ones and the tail
                 await engine.wait_load(0.5)
-        saved = engine.load.kv_totals.saved
+        assert [totals.connector for totals in engine.load.kv_totals] == ["shared_storage"] * 2
+        saved = engine.load.kv_totals[0].saved
         assert saved.num_bytes >= 3 * engine.info.bytes_per_block
         assert saved.seconds > 0
         assert saved.failures == {}

@@ -76,7 +76,7 @@ def test_a_wrong_setting_is_named(flags: list[str], message: str) -> None:
     ("flags", "message"),
     [
         (["--model", "nowhere"], "model.folder: nowhere has no config.json"),
-        (["--model", "m"], "transfer.folder is required"),
+        (["--model", "m"], "transfer.folder (--kv-folder) is required"),
     ],
 )
 def test_what_cannot_start_says_why_at_once(tmp_path: Path, flags: list[str], message: str) -> None:

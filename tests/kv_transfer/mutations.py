@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from engine.request import Request
 from kv_transfer.page import EPOCH_BYTES, HEADER_BYTES, PageSpec, seal
 from kv_transfer.page_naming import PageName, PageNaming
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT, make_request, page_content
@@ -37,11 +38,11 @@ class Written:
 
     @classmethod
     def of(cls, number: int, key: bytes | None) -> Written:
-        """Those of prompt `number`, which no other prompt shares."""
-        request = make_request(prompt_of(number), **names_of(number), remote=True)
+        """Those of request `number`."""
+        request = reader_of(number)
         hashes = NAMING.block_hashes(request)
         names = [NAMING.full_block(hashes, request.root_hash, index) for index in range(NUM_FULL)]
-        names.append(NAMING.tail(request, hashes, names_of(number)["transfer_id"]))
+        names.append(NAMING.tail(request, hashes, f"t{number}"))
         return cls(names, [page_content(request.token_ids, index) for index in range(NUM_PAGES)], key)
 
     def value(self, index: int) -> bytes:
@@ -70,12 +71,9 @@ class Mutation:
     change: Change
 
 
-def prompt_of(number: int) -> list[int]:
-    return [number, *PROMPT[1:]]
-
-
-def names_of(number: int) -> dict[str, str]:
-    return {"request_id": f"r{number}", "transfer_id": f"t{number}"}
+def reader_of(number: int) -> Request:
+    """Request `number`, of a prompt that no other shares."""
+    return make_request([number, *PROMPT[1:]], request_id=f"r{number}", transfer_id=f"t{number}", remote=True)
 
 
 def catalogue(*, digest: bool) -> list[Mutation]:

@@ -210,6 +210,28 @@ def test_no_request_fails_while_the_server_is_restarted(server: ServerProcess) -
     assert load.longest_s < 2.0, "a request waited for the server"
 
 
+@pytest.mark.slow
+def test_redis_behind_the_server_may_die_and_come_back(server: ServerProcess, redis: RedisServer) -> None:
+    store = LMCacheServer(server.url)
+    store.put(key_of(1), (HEADER, PAGE))
+    redis.kill()
+    started = time.monotonic()
+    for number in range(2, 8):
+        store.put(key_of(number), (HEADER, PAGE))
+        assert read(store, key_of(number)) == (HEADER, PAGE)
+        assert read(store, key_of(100 + number)) is None
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    assert time.monotonic() - started < 5.0
+    redis.start()
+    for number in range(20, 24):
+        store.put(key_of(number), (HEADER, PAGE))
+        wait_until(lambda number=number: name_of(key_of(number)).encode() in redis.names())  # type: ignore[misc]
+    for number in (*range(1, 8), *range(20, 24)):
+        store.delete(key_of(number))
+    assert redis.names() == []
+    store.close()
+
+
 # Two real engines, through every backend
 
 
@@ -231,8 +253,10 @@ def test_hand_over_between_two_engines_is_exact(
     options = {"backend": backend, "kv_secret_file": str(tmp_path / "secret")}
     if backend == "disk":
         options["path"] = str(tmp_path / "store")
-    else:
-        options["url"] = request.getfixturevalue("server" if backend == "server" else "redis").url
+    elif backend == "server":
+        options["url"] = request.getfixturevalue("server").url
+    else:  # a database of its own: the server's pages in 0 have the same names and another key
+        options["url"] = f"{request.getfixturevalue('redis').url}/1"
     connector = KVConnectorConfig(class_path="kv_transfer.lmcache_connector:LMCacheConnector", options=options)
     pair = FrontedPair(checkpoint, tmp_path, kv_connector=connector)
     for index, prompt in enumerate(PROMPTS):

@@ -15,8 +15,8 @@ from kv_transfer.redis_connector import make_store
 from kv_transfer.secret import ensure_secret, load_secret
 from kv_transfer.shared_storage import SharedStorage
 from kv_transfer.store import BlockStore, MemoryStore, PageKey
-from tests.kv_transfer.harness import BLOCK_SIZE, Core, make_request
-from tests.kv_transfer.mutations import NUM_PAGES, PAGE_BYTES, Written, catalogue, names_of, prompt_of
+from tests.kv_transfer.harness import BLOCK_SIZE, Core
+from tests.kv_transfer.mutations import NUM_PAGES, PAGE_BYTES, Written, catalogue, reader_of
 from tests.kv_transfer.redis_server import RedisServer, name_of, options_of, redis_server
 
 _PROMISED = 500
@@ -45,9 +45,9 @@ class Folder(Shelf):
             "a link to a device": ("page_not_a_file", lambda key: self._place(key).symlink_to("/dev/zero")),
             "a FIFO": ("page_not_a_file", lambda key: os.mkfifo(self._place(key))),
             "a folder": ("page_not_a_file", lambda key: self._place(key).mkdir()),
-            "a folder with something in it": ("page_not_a_file", lambda key: (self._place(key) / "x").mkdir(parents=True)),
-            "a socket": ("store_enxio", self._socket),
-        }  # fmt: skip
+            "a folder that is not empty": ("page_not_a_file", lambda key: (self._place(key) / "x").mkdir(parents=True)),
+            "a socket": ("page_not_a_file", self._socket),
+        }
 
     def _place(self, key: PageKey) -> Path:
         """Where the page is; it is there no more."""
@@ -129,7 +129,7 @@ class Mutated:
         core.next_block = 0
         core.kv.zero_()
         core.loaded.clear()
-        reader = make_request(prompt_of(self.num_requests), **names_of(self.num_requests), remote=True)
+        reader = reader_of(self.num_requests)
         core.reserve(reader)
         result = core.complete(reader)
         num_used = NUM_PAGES - result.num_recomputed_blocks

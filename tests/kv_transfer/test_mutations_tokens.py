@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -76,7 +76,7 @@ def redis_config(tmp_path: Path) -> Iterator[dict[str, object]]:
     with redis_server(tmp_path) as server:
         options = {"url": server.url, "kv_secret_file": str(tmp_path / "secret")}
         class_path = "kv_transfer.redis_connector:RedisConnector"
-        yield {"kv_connector": KVConnectorConfig(class_path=class_path, options=options)}  # type: ignore[arg-type]
+        yield {"kv_connector": KVConnectorConfig(class_path=class_path, options=options)}
 
 
 @contextmanager
@@ -129,7 +129,10 @@ def check_sample(pair: MutatedPair, checkpoint: Path, num_mutations: int) -> Non
     pair.run()
     after = pair.outcomes["after"]
     assert after.loaded is not None
-    assert (after.loaded.num_recomputed_blocks, after.token_ids) == (0, *aggregated(checkpoint, [prompts[0][::-1]], GREEDY))
+    assert (after.loaded.num_recomputed_blocks, after.token_ids) == (
+        0,
+        *aggregated(checkpoint, [prompts[0][::-1]], GREEDY),
+    )
     for core in (pair.prefill, pair.decode):
         core.shutdown()
         assert (core.load.running_blocks, core.load.held_blocks, core.load.num_transfers) == (0, 0, 0)
@@ -138,7 +141,10 @@ def check_sample(pair: MutatedPair, checkpoint: Path, num_mutations: int) -> Non
 @pytest.mark.parametrize("config", [folder_config, redis_config], ids=["shared_storage", "redis"])
 @pytest.mark.parametrize("num_mutations", [_SAMPLE, pytest.param(_ALL, marks=pytest.mark.slow)])
 def test_mutated_pages_change_no_token(
-    checkpoint: Path, tmp_path: Path, config: Callable[[Path], contextmanager[dict[str, object]]], num_mutations: int
+    checkpoint: Path,
+    tmp_path: Path,
+    config: Callable[[Path], AbstractContextManager[dict[str, object]]],
+    num_mutations: int,
 ) -> None:
     with config(tmp_path) as settings:
         pair = MutatedPair(checkpoint, tmp_path, num_blocks=8192, max_num_seqs=1024, **settings)

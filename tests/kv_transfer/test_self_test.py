@@ -125,6 +125,28 @@ def test_other_bytes_end_the_start_with_and_without_digests(tmp_path: Path, dige
         self_test(core.connector)
 
 
+def test_an_engine_core_does_not_start_over_a_store_that_gives_other_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure_secret(tmp_path / "secret")
+    options: dict[str, str | int | float | bool] = {
+        "path": str(tmp_path / "pages"),
+        "kv_secret_file": str(tmp_path / "secret"),
+    }
+    get_into = SharedStorage.get_into
+
+    def damaged(store: SharedStorage, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+        found = get_into(store, key, buffers, check)
+        memoryview(buffers[1])[0] ^= 1
+        return found
+
+    monkeypatch.setattr(SharedStorage, "get_into", damaged)
+    config = KVConnectorConfig(class_path=SHARED_STORAGE, options=options)
+    with pytest.raises(EngineError, match=r"self-test of the shared_storage connector: .* \(digest\); the instance"):
+        EngineCore(EngineConfig(model=str(MODEL_DIR), num_blocks=32, kv_connector=config), wake=lambda: None)
+    assert not files(tmp_path / "pages")
+
+
 def test_a_fault_in_the_connector_ends_the_start_plainly() -> None:
     with pytest.raises(EngineError, match="memory connector: KeyError: 'nobody thought of this'"):
         self_test(Core(Faulty()).connector)

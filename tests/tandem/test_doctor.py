@@ -18,7 +18,7 @@ from tandem.checks import Finding
 from tandem.cli import main
 from tandem.commands import doctor
 from tandem.transfer_bench.check import connector_check
-from tandem.transfer_bench.choice import ConnectorChoice
+from tandem.transfer_bench.choice import ConnectorChoice, choices_of
 from tests.kv_transfer.redis_server import redis_server
 
 
@@ -140,9 +140,19 @@ def test_options_that_are_secrets_are_not_repeated() -> None:
     )
 
 
+def test_each_connector_of_a_list_is_looked_at_with_what_is_its_own(tmp_path: Path) -> None:
+    options: dict[str, str | int | float | bool] = {"redis.ttl_s": 600, "nixl.ucx_tls": "tcp"}
+    nixl, redis = choices_of("nixl,redis", "redis://h:1/0", None, options)
+    assert (nixl.name, nixl.kv_url, nixl.options) == ("nixl", None, {"ucx_tls": "tcp"})
+    assert (redis.name, redis.kv_url, redis.options) == ("redis", "redis://h:1/0", {"ttl_s": 600})
+    with pytest.raises(ValueError, match=r"shared_storage\.ttl_s"):
+        choices_of("nixl,shared_storage", None, tmp_path, {"ttl_s": 600})
+
+
 @pytest.mark.parametrize(
     ("args", "hint"),
     [
+        (["--connector", "nixl,redis"], "--kv-url redis://host:port/0"),
         (["--connector", "redis"], "--kv-url redis://host:port/0"),
         (["--connector", "carrier-pigeon"], "shared_storage"),
         (["--connector", "nixl", "--kv-folder", "/tmp"], "--kv-folder goes with"),

@@ -158,7 +158,7 @@ class SamplingParams(_message.Message):
     repetition_penalty: _builtins.float
     """Divides (multiplies if negative) the logits of tokens seen in prompt or output; allowed (0, 2]; default 1."""
     logprobs: _builtins.int
-    """Log-probabilities of this many best alternatives per output token; allowed 0..20; absent: none."""
+    """Log-probabilities of each output token and of this many best tokens at its position; allowed 0..20; absent: none."""
     prompt_logprobs: _builtins.int
     """The same for prompt tokens."""
     best_of: _builtins.int
@@ -173,7 +173,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of single tokens before sampling: token id -> value in -100..100; at most 1024 entries."""
+        """Added to the logits of single tokens, before penalties and temperature: token id -> value in -100..100; at most 1024 entries."""
 
     @_builtins.property
     def allowed_token_ids(self) -> Global___TokenIds:
@@ -377,9 +377,9 @@ class Logprob(_message.Message):
     token_id: _builtins.int
     """Token id."""
     logprob: _builtins.float
-    """Natural logarithm of its probability."""
+    """Natural logarithm of its probability by the model's raw logits: before biases, penalties and temperature."""
     rank: _builtins.int
-    """1 for the most likely token."""
+    """1 for the most likely token; of equally likely ones the lower id comes first."""
     def __init__(
         self,
         *,
@@ -404,7 +404,7 @@ class TokenLogprobs(_message.Message):
     CANDIDATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprob]:
-        """The sampled token, then the best alternatives."""
+        """The sampled token, then the best ones in order, the sampled one not repeated: as many as asked for, or one more."""
 
     def __init__(
         self,

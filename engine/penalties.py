@@ -1,0 +1,168 @@
+"""What a request changes in its logits before a token is drawn: allowed ids, biases, penalties.
+
+vLLM's order, for vLLM's results:
+
+    raw logits ─▶ (log-probabilities are of these) ─▶ allowed_token_ids ─▶ logit_bias ─▶ repetition ─▶ frequency
+    ─▶ presence ─▶ sampler.py: forbidden ids, temperature, filters, the draw
+
+Repetition counts prompt and output (Keskar et al., "CTRL", 2019, section 4.1: a seen token's logit is divided if
+positive, multiplied if negative); frequency and presence count the output alone, as OpenAI defines them. Output is what
+the request has, whoever emitted it: after a preemption, a hand-over or a resumption the counts are the same.
+
+Only the distinct tokens that a request has seen are touched, never the vocabulary, and only in rows of requests that
+ask. The arithmetic is float32, element by element, so a row is the same alone or in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.request import Request, RequestStatus
+
+_MIN_CAPACITY = 64
+
+
+class SeenTokens:
+    """The distinct tokens of one request and how often its output has each. An update costs what is new."""
+
+    def __init__(self, prompt_token_ids: Sequence[int] = ()) -> None:
+        distinct = sorted(set(prompt_token_ids))
+        self._slots = {token_id: slot for slot, token_id in enumerate(distinct)}
+        self._ids = np.array(distinct, np.int64)
+        self._counts = np.zeros(len(distinct), np.float32)
+        self.num_output_tokens = 0
+        """How many output tokens are counted."""
+
+    def add(self, output_token_ids: Iterable[int]) -> None:
+        """Count the output tokens that follow those counted so far."""
+        for token_id in output_token_ids:
+            slot = self._slots.setdefault(token_id, len(self._slots))
+            if slot == len(self._ids):
+                self._grow()
+            self._ids[slot] = token_id
+            self._counts[slot] += 1
+            self.num_output_tokens += 1
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """[distinct tokens], in no order that means anything."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        """[distinct tokens], parallel to `ids`: occurrences in the output."""
+        return self._counts[: len(self._slots)]
+
+    def _grow(self) -> None:
+        num_more = max(_MIN_CAPACITY, len(self._ids))
+        self._ids = np.concatenate([self._ids, np.zeros(num_more, np.int64)])
+        self._counts = np.concatenate([self._counts, np.zeros(num_more, np.float32)])
+
+
+class _Record:
+    """What one request changes; `seen` goes along with its tokens."""
+
+    __slots__ = ("allowed_ids", "bias_ids", "bias_values", "penalties", "seen")
+
+    def __init__(self, request: Request) -> None:
+        params = request.spec.params
+        bias = params.logit_bias or {}
+        self.bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        self.bias_values = np.fromiter(bias.values(), np.float32, len(bias))
+        self.allowed_ids = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
+        self.penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self.seen: SeenTokens | None = None
+        if params.is_penalised:
+            self.seen = SeenTokens(request.spec.prompt_token_ids if params.repetition_penalty != 1.0 else ())
+
+    def follow(self, request: Request) -> None:
+        """Count the output that has come since the last draw."""
+        if self.seen is not None and self.seen.num_output_tokens < request.num_output_tokens:
+            self.seen.add(request.token_ids[request.num_prompt_tokens + self.seen.num_output_tokens :])
+
+
+class LogitChanges:
+    """The changes of every request that asks for some. Owned by the model runner.
+
+    A record is made at a request's first draw, kept through preemptions, and dropped after the request's end.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[Request, _Record] = {}
+
+    def apply(self, logits: Tensor, requests: Sequence[Request]) -> None:
+        """Change `logits` [len(requests), vocab] (float32) in place, for the token that follows each request's last."""
+        if self._records:
+            self._records = {
+                request: record
+                for request, record in self._records.items()
+                if request.status is not RequestStatus.FINISHED
+            }
+        changing = [
+            (row, self._record_of(request))
+            for row, request in enumerate(requests)
+            if request.spec.params.changes_logits
+        ]
+        if changing:
+            _allow(logits, changing)
+            _add_bias(logits, changing)
+            _penalise(logits, changing)
+
+    def _record_of(self, request: Request) -> _Record:
+        record = self._records.get(request)
+        if record is None:
+            record = self._records[request] = _Record(request)
+        record.follow(request)
+        return record
+
+
+def _allow(logits: Tensor, changing: Sequence[tuple[int, _Record]]) -> None:
+    for row, record in changing:
+        if record.allowed_ids is not None:
+            allowed = torch.from_numpy(record.allowed_ids).to(logits.device)
+            kept = logits[row, allowed]
+            logits[row] = -torch.inf
+            logits[row, allowed] = kept
+
+
+def _add_bias(logits: Tensor, changing: Sequence[tuple[int, _Record]]) -> None:
+    biased = [(row, record) for row, record in changing if len(record.bias_ids)]
+    if not biased:
+        return
+    place = _places(logits, [(row, record.bias_ids) for row, record in biased])
+    logits[place] += _tensor(logits, [record.bias_values for _, record in biased])
+
+
+def _penalise(logits: Tensor, changing: Sequence[tuple[int, _Record]]) -> None:
+    seen = [(row, record.seen, record.penalties) for row, record in changing if record.seen and len(record.seen.ids)]
+    if not seen:
+        return
+    place = _places(logits, [(row, tokens.ids) for row, tokens, _ in seen])
+    counts = _tensor(logits, [tokens.counts for _, tokens, _ in seen])
+    sizes = [len(tokens.ids) for _, tokens, _ in seen]
+    columns = zip(*(penalties for _, _, penalties in seen), strict=True)
+    repetition, frequency, presence = (
+        _tensor(logits, [np.repeat(np.array(column, np.float32), sizes)]) for column in columns
+    )
+    values = logits[place]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    # Two steps each: a fused multiply-add would round differently in a vector's body and in its tail.
+    values -= frequency * counts
+    values -= presence * (counts > 0)
+    logits[place] = values
+
+
+def _places(logits: Tensor, ids_of_rows: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> tuple[Tensor, Tensor]:
+    """Index of the tokens of several rows: their row numbers and their ids."""
+    rows = np.repeat([row for row, _ in ids_of_rows], [len(ids) for _, ids in ids_of_rows])
+    return _tensor(logits, [rows]), _tensor(logits, [ids for _, ids in ids_of_rows])
+
+
+def _tensor(like: Tensor, parts: Sequence[npt.NDArray[Any]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(like.device)
