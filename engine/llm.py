@@ -11,12 +11,14 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from tqdm import tqdm
 
+from engine.bad_words import with_bad_word_ids
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineError, InvalidRequest, shown
@@ -113,6 +115,8 @@ class LLM:
         info = self.core.info
         text, token_ids = self._tokens(prompt)
         validate_prompt(token_ids, info.vocab_size, info.max_model_len)
+        if self.tokenizer is not None:
+            params = with_bad_word_ids(params, partial(self.tokenizer.encode, add_special_tokens=False))
         params = validate(
             params, vocab_size=info.vocab_size, max_model_len=info.max_model_len, num_prompt_tokens=len(token_ids)
         )
@@ -171,9 +175,15 @@ class _Choice:
             return
         for entries in positions:
             self.output.cumulative_logprob += entries[0].logprob
-            self.output.logprobs.append(
-                {entry.token_id: Logprob(entry.logprob, entry.rank, self._spelt(entry.token_id)) for entry in entries}
-            )
+            self.output.logprobs.append(self._named(entries))
+
+    def add_prompt_logprobs(self, positions: Sequence[Sequence[TokenLogprob]]) -> None:
+        """Take those of the prompt, which come once."""
+        if positions:
+            self.answer.prompt_logprobs = [self._named(entries) if entries else None for entries in positions]
+
+    def _named(self, entries: Sequence[TokenLogprob]) -> dict[int, Logprob]:
+        return {entry.token_id: Logprob(entry.logprob, entry.rank, self._spelt(entry.token_id)) for entry in entries}
 
     def _spelt(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
@@ -228,6 +238,7 @@ class _Run:
             num_tokens, finish_reason, stop_reason = delta.num_tokens, delta.finish_reason, delta.stop_reason
         output.token_ids += event.token_ids[:num_tokens]
         choice.add_logprobs(event.logprobs[:num_tokens])
+        choice.add_prompt_logprobs(event.prompt_logprobs)
         choice.answer.num_cached_tokens = max(choice.answer.num_cached_tokens, event.num_cached_tokens)
         self._start(choice.sisters)
         choice.sisters = []

@@ -138,6 +138,8 @@ class TokensEvent(msgspec.Struct, frozen=True, tag=True):
     num_recomputed_tokens: int = 0
     logprobs: list[list[TokenLogprob]] = []
     """Parallel to `token_ids` if the request asked: the token itself, then the best others."""
+    prompt_logprobs: list[list[TokenLogprob]] = []
+    """With the first token if the request asked: the same of each prompt token, an empty list for the first."""
 
 
 class ReservedEvent(msgspec.Struct, frozen=True, tag=True):

@@ -1,11 +1,13 @@
 """Turns a scheduler's decision into tensors, runs the model, draws the tokens.
 
-A draw: raw logits ─▶ a copy of the rows whose log-probabilities are asked for ─▶ changes (penalties.py) ─▶ sample.
+A draw: raw logits ─▶ biases and penalties (penalties.py; of rows that ask for log-probabilities a raw copy stays)
+─▶ tokens (sampler.py) ─▶ log-probabilities of the raw logits (logprobs.py).
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -18,6 +20,7 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.logprobs import token_logprobs
 from engine.models.llama import LlamaModel
 from engine.penalties import LogitChanges
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import Request
 from engine.sampler import NonFiniteLogits, SamplingRow, sample
 from engine.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput
@@ -32,6 +35,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._kv = kv
         self._changes = LogitChanges()
+        self._prompt_logprobs = PromptLogprobs(model.compute_logits)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Sampled:
@@ -40,13 +44,14 @@ class ModelRunner:
         shares = output.scheduled
         token_ids, positions, metadata = self._inputs(shares)
         hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
+        prompt_logprobs = self._prompt_logprobs.collect(shares, hidden)
         sampling = [index for index, share in enumerate(shares) if share.samples]
         if not sampling:
             return Sampled()
         rows = metadata.query_start_loc[1:][sampling].long() - 1
         logits = self._model.compute_logits(hidden[rows])
         requests = [shares[index].request for index in sampling]
-        return self._draw(logits, requests)
+        return replace(self._draw(logits, requests), prompt_logprobs=prompt_logprobs)
 
     def warm_up(self) -> float:
         """Compile and touch what the first request would otherwise wait for. Writes to blocks that nobody has yet.
@@ -94,19 +99,19 @@ class ModelRunner:
 
     def _draw(self, logits: torch.Tensor, requests: list[Request]) -> Sampled:
         """The next tokens, from `logits` [len(requests), vocab], which it changes."""
-        asking = [row for row, request in enumerate(requests) if request.spec.params.logprobs is not None]
-        raw = logits[asking] if asking else logits  # a copy: the changes are not to be seen in log-probabilities
+        asking = [(row, request) for row, request in enumerate(requests) if request.spec.params.logprobs is not None]
+        raw = {row: logits[row].clone() for row, request in asking if request.spec.params.changes_logits}
         self._changes.apply(logits, requests)
         token_ids = _sample(logits, requests)
-        asked = [(place, requests[row]) for place, row in enumerate(asking) if requests[row].request_id in token_ids]
-        if not asked:
+        asking = [(row, request) for row, request in asking if request.request_id in token_ids]
+        if not asking:
             return Sampled(token_ids)
         logprobs = token_logprobs(
-            raw if len(asked) == len(asking) else raw[[place for place, _ in asked]],
-            [token_ids[request.request_id] for _, request in asked],
-            [request.spec.params.logprobs or 0 for _, request in asked],
+            [raw.get(row, logits[row]) for row, _ in asking],
+            [token_ids[request.request_id] for _, request in asking],
+            [request.spec.params.logprobs or 0 for _, request in asking],
         )
-        by_id = {request.request_id: entries for (_, request), entries in zip(asked, logprobs, strict=True)}
+        by_id = {request.request_id: entries for (_, request), entries in zip(asking, logprobs, strict=True)}
         return Sampled(token_ids, by_id)
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:

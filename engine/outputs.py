@@ -43,3 +43,6 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per prompt token, by token id: the token itself first, then the best ones; None for the first, and unless asked
+    for."""

@@ -1,9 +1,9 @@
-"""What a request changes in its logits before a token is drawn: allowed ids, biases, penalties.
+"""What a request changes in its logits before a token is drawn: allowed ids, bad words, biases, penalties.
 
 vLLM's order, for vLLM's results:
 
-    raw logits ─▶ (log-probabilities are of these) ─▶ allowed_token_ids ─▶ logit_bias ─▶ repetition ─▶ frequency
-    ─▶ presence ─▶ sampler.py: forbidden ids, temperature, filters, the draw
+    raw logits ─▶ (log-probabilities are of these) ─▶ allowed_token_ids ─▶ bad_word_ids ─▶ logit_bias ─▶ repetition
+    ─▶ frequency ─▶ presence ─▶ sampler.py: forbidden ids, temperature, filters, the draw
 
 Repetition counts prompt and output (Keskar et al., "CTRL", 2019, section 4.1: a seen token's logit is divided if
 positive, multiplied if negative); frequency and presence count the output alone, as OpenAI defines them. Output is what
@@ -34,8 +34,8 @@ class SeenTokens:
     def __init__(self, prompt_token_ids: Sequence[int] = ()) -> None:
         distinct = sorted(set(prompt_token_ids))
         self._slots = {token_id: slot for slot, token_id in enumerate(distinct)}
-        self._ids = np.array(distinct, np.int64)
-        self._counts = np.zeros(len(distinct), np.float32)
+        self._ids: npt.NDArray[np.int64] = np.array(distinct, np.int64)
+        self._counts: npt.NDArray[np.float32] = np.zeros(len(distinct), np.float32)
         self.num_output_tokens = 0
         """How many output tokens are counted."""
 
@@ -68,7 +68,7 @@ class SeenTokens:
 class _Record:
     """What one request changes; `seen` goes along with its tokens."""
 
-    __slots__ = ("allowed_ids", "bias_ids", "bias_values", "penalties", "seen")
+    __slots__ = ("allowed_ids", "bad_words", "banned_ids", "bias_ids", "bias_values", "penalties", "seen")
 
     def __init__(self, request: Request) -> None:
         params = request.spec.params
@@ -76,13 +76,21 @@ class _Record:
         self.bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
         self.bias_values = np.fromiter(bias.values(), np.float32, len(bias))
         self.allowed_ids = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
+        self.bad_words = [(list(ids[:-1]), ids[-1]) for ids in params.bad_word_ids]
+        self.banned_ids: list[int] = []
         self.penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self.seen: SeenTokens | None = None
         if params.is_penalised:
             self.seen = SeenTokens(request.spec.prompt_token_ids if params.repetition_penalty != 1.0 else ())
 
     def follow(self, request: Request) -> None:
-        """Count the output that has come since the last draw."""
+        """Count the output that has come since the last draw, and see which bad words it has begun."""
+        self.banned_ids = [
+            last
+            for beginning, last in self.bad_words
+            if len(beginning) <= request.num_output_tokens
+            and request.token_ids[request.num_tokens - len(beginning) :] == beginning
+        ]
         if self.seen is not None and self.seen.num_output_tokens < request.num_output_tokens:
             self.seen.add(request.token_ids[request.num_prompt_tokens + self.seen.num_output_tokens :])
 
@@ -129,6 +137,8 @@ def _allow(logits: Tensor, changing: Sequence[tuple[int, _Record]]) -> None:
             kept = logits[row, allowed]
             logits[row] = -torch.inf
             logits[row, allowed] = kept
+        if record.banned_ids:
+            logits[row, record.banned_ids] = -torch.inf
 
 
 def _add_bias(logits: Tensor, changing: Sequence[tuple[int, _Record]]) -> None:

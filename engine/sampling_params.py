@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from engine.errors import InvalidRequest, NotServed, shown
+from engine.errors import InvalidRequest, shown
+from engine.field_checks import Range, check_each_id, check_float, check_ids, check_int, check_text
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this choose the best token: the division would only overflow (vLLM's bound as well)."""
@@ -22,7 +23,11 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
+MAX_PROMPT_CANDIDATES = 2**17
+"""(prompt_logprobs + 1) * prompt tokens: they go in one message, at about 20 bytes each."""
 MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORD_SEQUENCES = 256
+MAX_BAD_WORD_LEN = 300
 MAX_SEED = 2**64 - 1
 
 
@@ -66,19 +71,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     """Log-probabilities of each output token and of this many best ones, of the raw logits; None: none."""
     prompt_logprobs: int | None = None
+    """The same for each prompt token but the first. Such a request uses no cached KV: all of it is computed."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these tokens, before penalties and temperature."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens can be drawn; None: all."""
     bad_words: tuple[str, ...] = ()
+    """Words that must not appear in the output; `bad_words.with_bad_word_ids` says which tokens that are."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not appear in the output: the last token of one is not drawn after the others."""
 
     def __post_init__(self) -> None:
         given: object = self.stop
         if given is None or isinstance(given, str):
             msgspec.structs.force_setattr(self, "stop", () if given is None else (given,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_word_ids"):
             if isinstance(value := getattr(self, name), list):
                 msgspec.structs.force_setattr(self, name, tuple(value))
+        words: Any = self.bad_word_ids
+        if words and any(isinstance(ids, list) for ids in words):
+            sequences = tuple(tuple(ids) if isinstance(ids, list) else ids for ids in words)
+            msgspec.structs.force_setattr(self, "bad_word_ids", sequences)
 
     @property
     def is_greedy(self) -> bool:
@@ -92,35 +105,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def changes_logits(self) -> bool:
         """Logits are not drawn from as the model made them."""
-        return self.is_penalised or bool(self.logit_bias) or self.allowed_token_ids is not None
-
-
-class _Range(NamedTuple):
-    field: str
-    low: float
-    high: float
-    allowed: str
-    open_low: bool = False
-    optional: bool = False
+        is_narrowed = self.allowed_token_ids is not None or bool(self.bad_word_ids)
+        return is_narrowed or bool(self.logit_bias) or self.is_penalised
 
 
 _FLOATS = (
-    _Range("temperature", 0, 2, "0..2"),
-    _Range("top_p", 0, 1, "(0,1]", open_low=True),
-    _Range("min_p", 0, 1, "[0,1]"),
-    _Range("presence_penalty", -2, 2, "[-2,2]"),
-    _Range("frequency_penalty", -2, 2, "[-2,2]"),
-    _Range("repetition_penalty", 0, 2, "(0,2]", open_low=True),
+    Range("temperature", 0, 2, "0..2"),
+    Range("top_p", 0, 1, "(0,1]", open_low=True),
+    Range("min_p", 0, 1, "[0,1]"),
+    Range("presence_penalty", -2, 2, "[-2,2]"),
+    Range("frequency_penalty", -2, 2, "[-2,2]"),
+    Range("repetition_penalty", 0, 2, "(0,2]", open_low=True),
 )
 _INTS = (
-    _Range("n", 1, MAX_CHOICES, f"1..{MAX_CHOICES}"),
-    _Range("seed", 0, MAX_SEED, "0..2^64-1", optional=True),
-    _Range("logprobs", 0, MAX_LOGPROBS, f"0..{MAX_LOGPROBS}", optional=True),
-    _Range("prompt_logprobs", 0, MAX_LOGPROBS, f"0..{MAX_LOGPROBS}", optional=True),
+    Range("n", 1, MAX_CHOICES, f"1..{MAX_CHOICES}"),
+    Range("seed", 0, MAX_SEED, "0..2^64-1", optional=True),
+    Range("logprobs", 0, MAX_LOGPROBS, f"0..{MAX_LOGPROBS}", optional=True),
+    Range("prompt_logprobs", 0, MAX_LOGPROBS, f"0..{MAX_LOGPROBS}", optional=True),
 )
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
-_NOT_BUILT = {"prompt_logprobs": None, "bad_words": ()}
-"""Fields of vLLM's that are checked but not served yet, with the value that asks for nothing."""
 
 
 def validate(params: SamplingParams, *, vocab_size: int, max_model_len: int, num_prompt_tokens: int) -> SamplingParams:
@@ -130,14 +133,14 @@ def validate(params: SamplingParams, *, vocab_size: int, max_model_len: int, num
     sum may equal it. Raises `InvalidRequest` with the field's name, the value and what is allowed.
     """
     for limits in _FLOATS:
-        _check_float(limits, getattr(params, limits.field))
+        check_float(limits, getattr(params, limits.field))
     for limits in _INTS:
-        _check_int(limits, getattr(params, limits.field))
+        check_int(limits, getattr(params, limits.field))
     for name in _FLAGS:
         if not isinstance(value := getattr(params, name), bool):
             raise InvalidRequest(name, f"{shown(value)} is not a boolean", "true, false")
     if params.top_k not in (0, -1):
-        _check_int(_Range("top_k", 1, vocab_size, f"0 or -1 (off), or 1..{vocab_size}"), params.top_k)
+        check_int(Range("top_k", 1, vocab_size, f"0 or -1 (off), or 1..{vocab_size}"), params.top_k)
     if params.n > 1 and params.is_greedy:
         raise InvalidRequest(
             "n",
@@ -145,11 +148,10 @@ def validate(params: SamplingParams, *, vocab_size: int, max_model_len: int, num
             "n=1, or temperature > 0",
         )
     _check_stop(params)
-    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size, MAX_STOP_TOKEN_IDS)
+    check_ids("stop_token_ids", params.stop_token_ids, vocab_size, MAX_STOP_TOKEN_IDS)
     _check_tokens(params, vocab_size)
-    for name, neutral in _NOT_BUILT.items():
-        if (value := getattr(params, name)) != neutral:
-            raise NotServed(name, shown(value), shown(neutral))
+    if params.prompt_logprobs is not None:
+        _check_prompt_logprobs(params.prompt_logprobs, num_prompt_tokens)
     return _with_length(params, max_model_len=max_model_len, num_prompt_tokens=num_prompt_tokens)
 
 
@@ -159,7 +161,7 @@ def validate_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: in
         raise InvalidRequest("prompt", "prompt is empty", f"1..{max_model_len - 1} tokens")
     if len(token_ids) >= max_model_len:
         raise _too_long(len(token_ids), max_model_len)
-    _check_each_id("token_ids", token_ids, vocab_size)
+    check_each_id("token_ids", token_ids, vocab_size)
 
 
 def _too_long(num_prompt_tokens: int, max_model_len: int) -> InvalidRequest:
@@ -172,24 +174,6 @@ def _too_long(num_prompt_tokens: int, max_model_len: int) -> InvalidRequest:
     )
 
 
-def _check_float(limits: _Range, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidRequest(limits.field, f"{shown(value)} is not a number", limits.allowed)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest(limits.field, f"{value} must be finite", limits.allowed)
-    if not limits.low <= value <= limits.high or (limits.open_low and value == limits.low):
-        raise InvalidRequest(limits.field, f"{shown(value)} is out of range", limits.allowed)
-
-
-def _check_int(limits: _Range, value: Any) -> None:
-    if value is None and limits.optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(limits.field, f"{shown(value)} is not an integer", limits.allowed)
-    if not limits.low <= value <= limits.high:
-        raise InvalidRequest(limits.field, f"{shown(value)} is out of range", limits.allowed)
-
-
 def _check_stop(params: SamplingParams) -> None:
     stop: Any = params.stop
     allowed = f"at most {MAX_STOP_STRINGS} strings of 1..{MAX_STOP_STRING_BYTES} bytes"
@@ -198,50 +182,9 @@ def _check_stop(params: SamplingParams) -> None:
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequest("stop", f"{len(stop)} strings", allowed)
     for i, string in enumerate(stop):
-        _check_stop_string(f"stop[{i}]", string, allowed)
+        check_text("stop", i, string, allowed, MAX_STOP_STRING_BYTES)
     if stop and not params.detokenize:
         raise InvalidRequest("stop", "stop strings need text, and detokenize is false", "no stop, or detokenize=true")
-
-
-def _check_stop_string(name: str, string: Any, allowed: str) -> None:
-    if not isinstance(string, str):
-        raise InvalidRequest("stop", f"{name}={shown(string)} is not a string", allowed)
-    if not string:
-        raise InvalidRequest("stop", f"{name} is empty", allowed)
-    # Characters first: encoding a megabyte to learn that it is too long would be the caller's to pay.
-    if len(string) > MAX_STOP_STRING_BYTES:
-        raise InvalidRequest("stop", f"{name} has {len(string)} characters", allowed)
-    try:
-        num_bytes = len(string.encode())
-    except UnicodeEncodeError:
-        raise InvalidRequest(
-            "stop", f"{name}={shown(string)} is not valid Unicode", "text without lone surrogates"
-        ) from None
-    if num_bytes > MAX_STOP_STRING_BYTES:
-        raise InvalidRequest("stop", f"{name} has {num_bytes} bytes", allowed)
-
-
-def _check_ids(field: str, ids: Any, vocab_size: int, max_ids: int) -> None:
-    if not isinstance(ids, tuple):
-        raise InvalidRequest(field, f"{shown(ids)} is not a list of token ids", f"at most {max_ids} ids")
-    if len(ids) > max_ids:
-        raise InvalidRequest(field, f"{len(ids)} ids", f"at most {max_ids} ids")
-    _check_each_id(field, ids, vocab_size)
-
-
-def _check_each_id(field: str, ids: Sequence[Any], vocab_size: int) -> None:
-    if not ids:
-        return
-    # The good case in three passes that run in C: a prompt may have 10^5 ids.
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
-        return
-    for i, token_id in enumerate(ids):
-        if type(token_id) is not int:
-            raise InvalidRequest(field, f"{field}[{i}]={shown(token_id)} is not an integer", f"0..{vocab_size - 1}")
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                field, f"{field}[{i}]={shown(token_id)} out of range 0..{vocab_size - 1} of the model vocabulary"
-            )
 
 
 def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
@@ -249,9 +192,36 @@ def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
     if params.allowed_token_ids is not None:
         if not params.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids", "the list is empty: no token can be sampled", "at least one id")
-        _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size, vocab_size)
+        check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size, vocab_size)
+    if params.bad_words and not params.bad_word_ids:
+        raise InvalidRequest("bad_words", "need a tokenizer, and here is none", "bad_word_ids")
+    _check_bad_word_ids(params.bad_word_ids, vocab_size)
+    if params.allowed_token_ids is not None:
+        left = set(params.allowed_token_ids) - {ids[0] for ids in params.bad_word_ids if len(ids) == 1}
+        if not left - set(params.stop_token_ids if params.min_tokens else ()):
+            what = "bad words" + (f" or stop tokens, and min_tokens={params.min_tokens}" if params.min_tokens else "")
+            raise InvalidRequest("allowed_token_ids", f"all of them are {what}: no token can be sampled")
     if params.logit_bias is not None:
         _check_logit_bias(params.logit_bias, vocab_size)
+
+
+def _check_prompt_logprobs(num: int, num_prompt_tokens: int) -> None:
+    limit = MAX_PROMPT_CANDIDATES // (num + 1)
+    if num_prompt_tokens > limit:
+        problem = f"{num} of each of {num_prompt_tokens} prompt tokens are too many for one answer"
+        raise InvalidRequest("prompt_logprobs", problem, f"with {num} at most {limit} prompt tokens")
+
+
+def _check_bad_word_ids(sequences: Any, vocab_size: int) -> None:
+    allowed = f"at most {MAX_BAD_WORD_SEQUENCES} lists of 1..{MAX_BAD_WORD_LEN} token ids"
+    if not isinstance(sequences, tuple) or not all(isinstance(ids, tuple) for ids in sequences):
+        raise InvalidRequest("bad_word_ids", f"{shown(sequences)} is not a list of lists", allowed)
+    if len(sequences) > MAX_BAD_WORD_SEQUENCES:
+        raise InvalidRequest("bad_word_ids", f"{len(sequences)} lists", allowed)
+    for index, ids in enumerate(sequences):
+        if not 0 < len(ids) <= MAX_BAD_WORD_LEN:
+            raise InvalidRequest("bad_word_ids", f"bad_word_ids[{index}] has {len(ids)} ids", allowed)
+        check_each_id("bad_word_ids", ids, vocab_size)
 
 
 def _check_logit_bias(logit_bias: Any, vocab_size: int) -> None:
@@ -259,9 +229,9 @@ def _check_logit_bias(logit_bias: Any, vocab_size: int) -> None:
         raise InvalidRequest("logit_bias", f"{shown(logit_bias)} is not a map of token ids to numbers")
     if len(logit_bias) > MAX_LOGIT_BIASES:
         raise InvalidRequest("logit_bias", f"{len(logit_bias)} entries", f"at most {MAX_LOGIT_BIASES} entries")
-    _check_each_id("logit_bias", tuple(logit_bias), vocab_size)
+    check_each_id("logit_bias", tuple(logit_bias), vocab_size)
     for bias in logit_bias.values():
-        _check_float(_Range("logit_bias", -100, 100, "[-100,100]"), bias)
+        check_float(Range("logit_bias", -100, 100, "[-100,100]"), bias)
 
 
 def _with_length(params: SamplingParams, *, max_model_len: int, num_prompt_tokens: int) -> SamplingParams:
@@ -271,11 +241,11 @@ def _with_length(params: SamplingParams, *, max_model_len: int, num_prompt_token
     if params.max_tokens is None:
         params = msgspec.structs.replace(params, max_tokens=limit)
     max_tokens: Any = params.max_tokens
-    _check_int(_Range("max_tokens", 1, math.inf, f"max_tokens >= 1, here at most {limit}"), max_tokens)
+    check_int(Range("max_tokens", 1, math.inf, f"max_tokens >= 1, here at most {limit}"), max_tokens)
     if max_tokens > limit:
         problem = f"prompt {num_prompt_tokens} + max_tokens {shown(max_tokens)} > context {max_model_len}"
         raise InvalidRequest("max_tokens", problem, f"1..{limit}")
-    _check_int(_Range("min_tokens", 0, math.inf, f"0..{max_tokens}"), params.min_tokens)
+    check_int(Range("min_tokens", 0, math.inf, f"0..{max_tokens}"), params.min_tokens)
     if params.min_tokens > max_tokens:
         problem = f"min_tokens {shown(params.min_tokens)} > max_tokens {max_tokens}"
         raise InvalidRequest("min_tokens", problem, f"0..{max_tokens}")

@@ -23,10 +23,11 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.kv_connector import KVConnector, KVLoadResult
 from engine.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, TokenLogprob, TokensEvent
 from engine.request import Request, RequestStatus
-from engine.scheduler_output import ScheduledRequest, SchedulerCounters, SchedulerOutput
+from engine.scheduler_output import ScheduledRequest, SchedulerCounters, SchedulerOutput, owes_prompt_logprobs
 from engine.stop import check_token_stop
 
 _NO_LOGPROBS: Mapping[str, list[TokenLogprob]] = {}
+_NO_PROMPT_LOGPROBS: Mapping[str, list[list[TokenLogprob]]] = {}
 
 
 @dataclass(slots=True)
@@ -136,9 +137,10 @@ class Scheduler:
         output: SchedulerOutput,
         sampled: Mapping[str, int],
         logprobs: Mapping[str, list[TokenLogprob]] = _NO_LOGPROBS,
+        prompt_logprobs: Mapping[str, list[list[TokenLogprob]]] = _NO_PROMPT_LOGPROBS,
     ) -> None:
         """Apply a step's result: progress, new tokens, ends. `sampled` has a token for each share that samples, unless
-        its logits were not finite; `logprobs` has what goes with it where the request asks."""
+        its logits were not finite; the others have what goes with it where the request asks."""
         for share in output.scheduled:
             request = share.request
             request.num_computed_tokens += share.num_tokens
@@ -152,7 +154,12 @@ class Scheduler:
             if token_id is None:
                 self._fail(request, "the model's output is not finite: no token can be drawn")
             else:
-                self._append_token(request, token_id, logprobs.get(request.request_id))
+                self._append_token(
+                    request,
+                    token_id,
+                    logprobs.get(request.request_id),
+                    prompt_logprobs.get(request.request_id, []),
+                )
 
     def take_events(self) -> list[Event]:
         """What has happened since the last call."""
@@ -193,12 +200,14 @@ class Scheduler:
 
     def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """What the connector is to be asked for, past the first tokens."""
-        return 0 if request.loaded else self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        if request.loaded or owes_prompt_logprobs(request):
+            return 0
+        return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def _allocate_first(self, request: Request, budget: int) -> bool:
         """Give a waiting request its first blocks, prefix hits included. False: no room, nothing done."""
         max_hit = request.num_initial_tokens if request.awaits_kv else request.num_tokens - 1
-        prefix = self.kv.find_prefix(request, max_hit)
+        prefix = self.kv.find_prefix(request, 0 if owes_prompt_logprobs(request) else max_hit)
         num_hit = len(prefix) * self.kv.block_size
         if request.moves_kv or self._num_external_tokens(request, num_hit):
             num_tokens = request.num_initial_tokens
@@ -287,7 +296,13 @@ class Scheduler:
         request.num_computed_tokens = 0
         insort(self.waiting, request, key=lambda other: other.order)
 
-    def _append_token(self, request: Request, token_id: int, logprobs: list[TokenLogprob] | None) -> None:
+    def _append_token(
+        self,
+        request: Request,
+        token_id: int,
+        logprobs: list[TokenLogprob] | None,
+        prompt_logprobs: list[list[TokenLogprob]],
+    ) -> None:
         request.token_ids.append(token_id)
         self.counters.num_generated_tokens += 1
         reason, stop_token_id = check_token_stop(
@@ -310,6 +325,7 @@ class Scheduler:
                 num_external_tokens=request.num_external_tokens,
                 num_recomputed_tokens=request.num_recomputed_tokens,
                 logprobs=[] if logprobs is None else [logprobs],
+                prompt_logprobs=prompt_logprobs,
             )
         )
         if reason is not None:

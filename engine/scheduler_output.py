@@ -34,6 +34,13 @@ class SchedulerOutput:
         return sum(share.num_tokens for share in self.scheduled)
 
 
+def owes_prompt_logprobs(request: Request) -> bool:
+    """Whether the request's next token has to come with log-probabilities of its whole prompt."""
+    spec = request.spec
+    is_asked = spec.params.prompt_logprobs is not None and spec.choice == 0 and spec.remote_kv is None
+    return is_asked and request.num_output_tokens == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """What a step has drawn, by request id."""
@@ -41,6 +48,8 @@ class Sampled:
     token_ids: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     """Of requests that ask."""
+    prompt_logprobs: dict[str, list[list[TokenLogprob]]] = field(default_factory=dict)
+    """Of requests that owe them."""
 
 
 @dataclass(slots=True)

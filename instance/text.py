@@ -61,6 +61,7 @@ class ChoiceText:
             text_offset=delta.text_offset,
             text=delta.text,
             logprobs=[_token_logprobs(entries) for entries in event.logprobs[: delta.num_tokens]],
+            prompt_logprobs=[_token_logprobs(entries) for entries in event.prompt_logprobs],
         )
         self._num_ids += delta.num_tokens
         if delta.finish_reason is not None:

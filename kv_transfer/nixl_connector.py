@@ -204,11 +204,13 @@ class NixlConnector(TransferConnector):
 
     def _make_wire(self) -> Wire:
         name = f"reads-{self._epoch.hex()}"
-        reader = PageReader(
-            lambda: NixlAgent(name, self._settings), self._pages, on_end=self._end_read, on_rebuilt=self._end_rebuild
+        return PageReader(
+            lambda: NixlAgent(name, self._settings),
+            self._pages,
+            own_lender=self._lender.name,
+            on_end=self._end_read,
+            on_rebuilt=self._end_rebuild,
         )
-        reader._transports.add(f"lends-{self._epoch.hex()}")  # the way to ourselves is no peer's, and not worth a line
-        return reader
 
     def _end_read(self, read: Read, failure: str | None, duration_s: float) -> None:
         """On the reading thread: nothing writes to the read's pages any more."""

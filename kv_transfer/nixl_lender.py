@@ -28,6 +28,11 @@ class Lender:
             self._agent.register(region)
         self._agent_metadata = self._agent.metadata()
 
+    @property
+    def name(self) -> str:
+        """Of its agent."""
+        return self._agent.name
+
     def describe(self, block_ids: Sequence[int], word_index: int, word: bytes) -> bytes:
         """Connector metadata of a transfer whose pages are in these blocks, the tail's last."""
         metadata = TransferMetadata(

@@ -91,10 +91,17 @@ class _Active:
 
 
 class PageReader:
-    """Implements Wire over NIXL. `make_agent` is called at once, and on the thread after each rebuild."""
+    """Implements Wire over NIXL. `make_agent` is called at once, and on the thread after each rebuild. The transport to
+    each peer is logged once, but for `own_lender`, from which only the self-test reads."""
 
     def __init__(
-        self, make_agent: Callable[[], NixlAgent], pages: Region, *, on_end: OnEnd, on_rebuilt: Callable[[], None]
+        self,
+        make_agent: Callable[[], NixlAgent],
+        pages: Region,
+        *,
+        own_lender: str,
+        on_end: OnEnd,
+        on_rebuilt: Callable[[], None],
     ) -> None:
         self._make_agent = make_agent
         self._region = pages
@@ -109,7 +116,7 @@ class PageReader:
         self._peers: Peers
         self._pages: Handle
         self._word_list: Handle
-        self._transports: set[str] = set()
+        self._named = {own_lender}  # peers whose transport was logged
         self._connect()  # here, so that what is wrong is known at the start, and the first read need not wait
         self._thread = threading.Thread(target=self._run, name="kv-nixl-reader", daemon=True)
         self._thread.start()
@@ -240,8 +247,8 @@ class PageReader:
         self._on_end(active.read, failure, time.monotonic() - active.started)
 
     def _name_transport(self, peer: Peer) -> None:
-        if peer.name not in self._transports and self._agent is not None:
-            self._transports.add(peer.name)
+        if peer.name not in self._named and self._agent is not None:
+            self._named.add(peer.name)
             _log.info("pages of %s come over UCX %s", peer.name, self._agent.transport)
 
     # The agent

@@ -89,6 +89,7 @@ class Choice:
         self._check("token_index", chunk.token_index, len(self.token_ids))
         self._check("text_offset", chunk.text_offset, self.num_chars)
         self._check_logprobs(chunk)
+        self._check_prompt_logprobs(chunk)
         if self.finished:
             raise StreamViolation("tokens after the finish")
         if self.num_emitted + len(chunk.token_ids) > self.request.max_tokens:
@@ -147,6 +148,16 @@ class Choice:
             if not position.candidates:
                 raise StreamViolation(f"no candidates for token id {token_id}")
             self._check("token id of the logprobs", position.candidates[0].token_id, token_id)
+
+    def _check_prompt_logprobs(self, chunk: common_pb2.TokenChunk) -> None:
+        """They come once, with the first token of the first choice, whichever instance draws it."""
+        is_due = self.request.params.prompt_logprobs is not None and self.index == 0 and not self.token_ids
+        expected = self.request.num_prompt_tokens if is_due and chunk.token_ids else 0
+        self._check("number of prompt_logprobs", len(chunk.prompt_logprobs), expected)
+        for token_id, position in [*zip(self.request.prompt_token_ids, chunk.prompt_logprobs, strict=False)][1:]:
+            if not position.candidates:
+                raise StreamViolation(f"no candidates for prompt token id {token_id}")
+            self._check("token id of the prompt_logprobs", position.candidates[0].token_id, token_id)
 
     def _check(self, name: str, found: int, expected: int) -> None:
         if found != expected:

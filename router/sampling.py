@@ -30,6 +30,8 @@ def from_wire(message: common_pb2.SamplingParams, defaults: Mapping[str, Any]) -
         values["logit_bias"] = dict(message.logit_bias)
     if message.HasField("allowed_token_ids"):
         values["allowed_token_ids"] = tuple(message.allowed_token_ids.ids)
+    if message.bad_word_ids:
+        values["bad_word_ids"] = tuple(tuple(sequence.ids) for sequence in message.bad_word_ids)
     return SamplingParams(**values)
 
 
@@ -45,4 +47,5 @@ def to_wire(params: SamplingParams, seed: int | None) -> common_pb2.SamplingPara
         message.logit_bias.update(params.logit_bias)
     if params.allowed_token_ids is not None:
         message.allowed_token_ids.ids.extend(params.allowed_token_ids)
+    message.bad_word_ids.extend(common_pb2.TokenIds(ids=ids) for ids in params.bad_word_ids)
     return message

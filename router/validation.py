@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from functools import partial
 
 import msgspec
 
+from engine.bad_words import with_bad_word_ids
 from engine.errors import InvalidRequest, NotServed, UnsupportedModel, shown
 from engine.sampling_params import MAX_SEED, SamplingParams, validate, validate_prompt
 from protos.tandem.v1 import generation_pb2
@@ -127,6 +129,8 @@ def _params(
     room = limits.max_model_len - num_prompt_tokens
     if not sampling.HasField("max_tokens") and params.max_tokens is not None and params.max_tokens > room:
         params = msgspec.structs.replace(params, max_tokens=room)  # the model's default is no promise of the client's
+    if model.tokenizer is not None:
+        params = with_bad_word_ids(params, partial(model.tokenizer.encode, add_special_tokens=False))
     params = validate(
         params, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len, num_prompt_tokens=num_prompt_tokens
     )

@@ -9,6 +9,7 @@ first difference, so a caller never reads a gap or a repeat.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protos.tandem.v1 import common_pb2, generation_pb2
@@ -58,6 +59,8 @@ class Piece:
     """What the choice cost; on its last piece."""
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """Of each token of `token_ids` if they were asked for: the token itself first, then the best others."""
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """Of each token of the prompt, on the first piece of the first choice if they were asked for; () for the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class Completion:
     seed: int | None
     prompt_tokens: int
     choices: tuple[Choice, ...]
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """Of each token of the prompt if they were asked for; () for the first, which nothing predicts."""
 
     @property
     def text(self) -> str:
@@ -108,6 +113,7 @@ class _Growing:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
     num_chars: int = 0
     epoch: int = 0
     finish: common_pb2.Finish | None = None
@@ -124,10 +130,7 @@ class _Growing:
             raise StreamError(f"{name}: stream_epoch fell from {self.epoch} to {chunk.stream_epoch}")
         if chunk.logprobs and len(chunk.logprobs) != len(chunk.token_ids):
             raise StreamError(f"{name}: {len(chunk.logprobs)} logprobs for {len(chunk.token_ids)} token ids")
-        logprobs = tuple(
-            tuple(TokenLogprob(item.token_id, item.logprob, item.rank) for item in position.candidates)
-            for position in chunk.logprobs
-        )
+        logprobs, prompt_logprobs = _positions(chunk.logprobs), _positions(chunk.prompt_logprobs)
         self.epoch = chunk.stream_epoch
         piece = Piece(
             text=chunk.text,
@@ -137,10 +140,12 @@ class _Growing:
             finish_reason=_REASONS.get(chunk.finish.reason, "unknown") if chunk.HasField("finish") else None,
             usage=_usage(chunk.finish.usage) if chunk.HasField("finish") else None,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         self.token_ids += piece.token_ids
         self.texts.append(chunk.text)
         self.logprobs += logprobs
+        self.prompt_logprobs += prompt_logprobs
         self.num_chars += len(chunk.text)
         if chunk.HasField("finish"):
             self.finish = chunk.finish
@@ -159,6 +164,13 @@ class _Growing:
             stop_token_id=finish.stop_token_id if finish.HasField("stop_token_id") else None,
             logprobs=tuple(self.logprobs),
         )
+
+
+def _positions(positions: Iterable[common_pb2.TokenLogprobs]) -> tuple[tuple[TokenLogprob, ...], ...]:
+    return tuple(
+        tuple(TokenLogprob(item.token_id, item.logprob, item.rank) for item in position.candidates)
+        for position in positions
+    )
 
 
 def _usage(usage: common_pb2.Usage) -> Usage:
@@ -199,4 +211,5 @@ class Assembler:
             seed=first.seed if first.HasField("seed") else None,
             prompt_tokens=first.prompt_tokens,
             choices=choices,
+            prompt_logprobs=tuple(self._choices[0].prompt_logprobs),
         )

@@ -38,6 +38,7 @@ class Sampling(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
     bad_words: Sequence[str]
+    bad_word_ids: Sequence[Sequence[int]]
     best_of: int
 
 
@@ -77,6 +78,8 @@ def _set(params: common_pb2.SamplingParams, name: str, value: object) -> None:
         elif name == "allowed_token_ids":
             params.allowed_token_ids.ids.extend(value)  # type: ignore[arg-type]
             params.allowed_token_ids.SetInParent()
+        elif name == "bad_word_ids":
+            params.bad_word_ids.extend(common_pb2.TokenIds(ids=ids) for ids in value)  # type: ignore[attr-defined]
         elif name == "logit_bias":
             params.logit_bias.update(value)  # type: ignore[call-overload]
         elif name in ("stop", "stop_token_ids", "bad_words"):

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
@@ -37,7 +38,10 @@ class Holder:
     Raises TransferFailed, with what the process said.
     """
 
-    def __init__(self, shape: Shape, config: KVConnectorConfig, fingerprint: bytes, *, seed: int) -> None:
+    def __init__(
+        self, shape: Shape, config: KVConnectorConfig, fingerprint: bytes, *, seed: int, folder: Path | None = None
+    ) -> None:
+        """`folder` is for what libraries put into temporary files: they have no time to remove any."""
         self._bond = ParentBond()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],
@@ -45,7 +49,7 @@ class Holder:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, **self._bond.environment()},
+            env={**os.environ, **self._bond.environment(), **({} if folder is None else {"TMPDIR": str(folder)})},
             pass_fds=self._bond.pass_fds,
             process_group=0,
         )

@@ -124,7 +124,8 @@ class _Bench:
 
     def start_holders(self, stack: contextlib.ExitStack) -> None:
         for name, fingerprint in self._fingerprints.items():
-            holder = Holder(self._shape, self._medium.config(name == "on"), fingerprint, seed=_SEED)
+            config, folder = self._medium.config(name == "on"), self._medium.folder
+            holder = Holder(self._shape, config, fingerprint, seed=_SEED, folder=folder)
             stack.callback(holder.close)
             self._holders[name] = holder
         for holder in self._holders.values():

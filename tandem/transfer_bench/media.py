@@ -36,6 +36,8 @@ class Medium(Protocol):
     """By digests "off" and "on": the share of the first raw ceiling that the connector is to reach."""
     keeps_pages: bool
     """A store: every round has pages of its own."""
+    folder: Path | None
+    """Of this measurement alone, while it is opened; it goes with all that is in it."""
     num_lives: int
     """How often connections are made anew, since one may be slow for its whole life."""
 

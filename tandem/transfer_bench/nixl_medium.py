@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -39,8 +40,13 @@ class NixlMedium(Common):
     @contextlib.contextmanager
     def opened(self, shape: Shape) -> Iterator[None]:
         load_bindings()
-        with self.folder_in(None):
-            yield
+        before = tempfile.tempdir
+        with self.folder_in(None) as folder:
+            tempfile.tempdir = str(folder)  # UCX's log has a name until its library is loaded
+            try:
+                yield
+            finally:
+                tempfile.tempdir = before
 
     def named(self) -> Options:
         return {"ucx_tls": self.tls} if self.tls else {}

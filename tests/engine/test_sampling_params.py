@@ -107,13 +107,7 @@ def test_a_bad_value_is_refused_by_its_name(field: str, value: Any, says: str) -
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("repetition_penalty", 1.1),
-        ("logprobs", 0),
         ("prompt_logprobs", 5),
-        ("logit_bias", {1: 1.0}),
-        ("allowed_token_ids", [1]),
         ("bad_words", ["x"]),
     ],
 )
@@ -126,6 +120,26 @@ def test_edges_of_every_range_pass() -> None:
     check(temperature=2, top_p=1e-9, top_k=VOCAB, min_p=1, n=8, seed=2**64 - 1, stop=["x" * 256] * 16)
     check(temperature=0, top_k=-1, seed=0, stop_token_ids=list(range(128)), min_tokens=16)
     check(stop=["\ufffd", "\0", "e\u0301", "\u0645\u0631"])
+    check(presence_penalty=2, frequency_penalty=-2, repetition_penalty=2, logprobs=20, allowed_token_ids=[VOCAB - 1])
+    check(repetition_penalty=1e-9, logprobs=0, logit_bias=dict.fromkeys(range(1000), -100))
+
+
+def test_what_changes_logits_says_so() -> None:
+    assert not check(logprobs=5, logit_bias={}, temperature=0.3).changes_logits
+    for wish in ({"presence_penalty": 0.1}, {"frequency_penalty": -0.1}, {"repetition_penalty": 0.9}):
+        assert check(**wish).is_penalised
+        assert check(**wish).changes_logits
+    for wish in ({"logit_bias": {1: 0.5}}, {"allowed_token_ids": [3]}):
+        assert not check(**wish).is_penalised
+        assert check(**wish).changes_logits
+
+
+def test_allowed_ids_that_all_stop_leave_nothing_before_min_tokens() -> None:
+    check(allowed_token_ids=[3, 4], stop_token_ids=[3, 4])
+    check(allowed_token_ids=[3, 4], stop_token_ids=[3], min_tokens=2)
+    with pytest.raises(InvalidRequest, match="no token can be sampled") as refusal:
+        check(allowed_token_ids=[3, 4], stop_token_ids=[4, 3], min_tokens=2)
+    assert refusal.value.field == "allowed_token_ids"
 
 
 def test_denormal_temperature_is_greedy() -> None:

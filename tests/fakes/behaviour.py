@@ -36,6 +36,8 @@ class Behaviour:
     """Emits the token with this index under the next one's."""
     stale_at: int | None = None
     """Emits rubbish of the stream epoch before, just before the token with this index."""
+    mute_logprobs_at: int | None = None
+    """Emits the token with this index without the log-probabilities that were asked for."""
     stop_at: int | None = None
     """Ends with STOP at the token with this index."""
     beats: bool = True

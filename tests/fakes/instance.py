@@ -205,8 +205,12 @@ class FakeInstance:
                 text_offset=len(text_of(emitted)),
                 text=text_of([token_id]),
             )
-            if params.HasField("logprobs"):
+            if params.HasField("logprobs") and position != behaviour.mute_logprobs_at:
                 chunk.logprobs.add().candidates.add(token_id=token_id, logprob=-0.5 * position, rank=1)
+            if params.HasField("prompt_logprobs") and position == request.choice == 0:
+                chunk.prompt_logprobs.add()
+                for prompt_id in request.prompt_token_ids[1:]:
+                    chunk.prompt_logprobs.add().candidates.add(token_id=prompt_id, logprob=-1.0, rank=1)
             emitted.append(token_id)
             reason = self._reason(position, params.max_tokens, hand_over)
             if reason:

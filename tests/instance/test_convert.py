@@ -79,6 +79,24 @@ def test_what_is_in_range_arrives_unchanged(
     assert got.hold_kv == HoldKV(transfer_id="t", lease_s=2.0)
 
 
+def test_what_changes_logits_and_asks_for_logprobs_arrives_unchanged() -> None:
+    sampling = common_pb2.SamplingParams(
+        seed=1,
+        max_tokens=9,
+        presence_penalty=-0.5,
+        frequency_penalty=1.5,
+        repetition_penalty=1.25,
+        logprobs=0,
+        logit_bias={3: -1.5, 4: 100.0},
+        allowed_token_ids=common_pb2.TokenIds(ids=[3, 4]),
+    )
+    request = instance_request()
+    request.sampling.CopyFrom(sampling)
+    params = prefill(request).engine_request.params
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-0.5, 1.5, 1.25)
+    assert (params.logprobs, params.logit_bias, params.allowed_token_ids) == (0, {3: -1.5, 4: 100.0}, (3, 4))
+
+
 @given(wrong=st.integers(-(2**63), -1) | st.integers(480, 2**63 - 1), place=st.integers(0, 9))
 def test_an_id_out_of_range_is_refused_by_place_and_value(wrong: int, place: int) -> None:
     ids = list(range(10))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import EngineRequest, TokensEvent
+from engine.messages import EngineRequest, TokenLogprob, TokensEvent
 from engine.sampling_params import SamplingParams
 from instance.convert import Choice
 from instance.text import ChoiceText, TextMaker
@@ -117,3 +118,16 @@ def test_without_a_tokenizer_ids_go_out_alone() -> None:
     assert (chunk.token_index, list(chunk.token_ids), chunk.text) == (1, [9], "")
     with pytest.raises(InvalidArgument, match="tokenizer"):
         begin(maker=maker, stop=("x",))
+
+
+def test_logprobs_are_told_of_the_ids_that_are_told() -> None:
+    ids = byte_level().encode("aSTOPb")
+    text = begin(stop=("STOP",))
+    entries = [[TokenLogprob(one, -0.5 * one, 2), TokenLogprob(3, -0.25, 1)] for one in ids]
+    chunk = text.chunk(msgspec.structs.replace(tokens(ids), logprobs=entries))
+    assert chunk.finish.reason == common_pb2.FINISH_REASON_STOP
+    assert len(chunk.logprobs) == len(chunk.token_ids) < len(ids)
+    for token_id, position in zip(chunk.token_ids, chunk.logprobs, strict=True):
+        own, best = position.candidates
+        assert (own.token_id, own.logprob, own.rank) == (token_id, -0.5 * token_id, 2)
+        assert (best.token_id, best.logprob, best.rank) == (3, -0.25, 1)

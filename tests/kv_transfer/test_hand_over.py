@@ -22,6 +22,7 @@ from engine.messages import (
     RemoteKV,
     ReservedEvent,
     Seed,
+    TokenLogprob,
     TokensEvent,
     TransferEvent,
 )
@@ -31,6 +32,10 @@ from tests.oracle import random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=200, max_tokens=24, ignore_eos=True, seed=11)
+PENALISED = SamplingParams(
+    temperature=0.8, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={7: 2.0},
+    logprobs=3, max_tokens=24, ignore_eos=True, seed=12,
+)  # fmt: skip
 
 
 @dataclass
@@ -38,6 +43,7 @@ class Outcome:
     """One request's way through both cores."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     num_local_blocks: int = 0
     loaded: LoadedEvent | None = None
     finished: bool = False
@@ -81,6 +87,7 @@ class Pair:
         if isinstance(event, TokensEvent):
             outcome = self.outcomes[event.request_id]
             outcome.token_ids += event.token_ids
+            outcome.logprobs += event.logprobs
             assert event.finish_reason == "hand_over"
             self.decode.handle(Seed(event.request_id, event.token_ids))
         elif isinstance(event, TransferEvent) and event.ended is None:
@@ -97,6 +104,7 @@ class Pair:
         elif isinstance(event, TokensEvent):
             outcome = self.outcomes[event.request_id]
             outcome.token_ids += event.token_ids
+            outcome.logprobs += event.logprobs
             outcome.finished = event.finish_reason is not None
 
 
@@ -139,6 +147,22 @@ def test_tokens_after_a_hand_over_are_the_aggregated_engines(
     load = pair.decode.load
     assert load.num_prefilled_tokens == 0, "decode computed prompt tokens"
     assert load.num_generated_tokens == sum(len(outcome.token_ids) - 1 for outcome in outcomes)
+
+
+def test_penalties_and_logprobs_go_on_across_a_hand_over(checkpoint: Path, pair: Pair) -> None:
+    prompts = random_prompts(12, longest=200, vocab_size=1024, seed=6)
+    llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=1024)
+    answers = llm.generate(prompts, PENALISED, use_tqdm=False)
+    for index, prompt in enumerate(prompts):
+        pair.start(f"r{index}", prompt, PENALISED)
+    pair.run()
+    for outcome, answer in zip(pair.outcomes.values(), answers, strict=True):
+        [expected] = answer.outputs
+        assert outcome.token_ids == expected.token_ids
+        assert expected.logprobs is not None
+        for found, entries in zip(outcome.logprobs, expected.logprobs, strict=True):
+            assert [one.token_id for one in found] == list(entries)
+            assert [one.logprob for one in found] == pytest.approx([one.logprob for one in entries.values()], abs=1e-4)
 
 
 def test_blocks_move_while_later_chunks_are_still_computed(checkpoint: Path, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_settings_of_an_instance_become_options() -> None:
     config = _connector_config(transfer)
     assert config.class_path == "kv_transfer.redis_connector:RedisConnector"
     assert config.options == {"url": "redis://kv:6379", "kv_secret_file": "key"}
-    with pytest.raises(SettingsError, match=r"transfer\.url is required by the redis connector"):
+    with pytest.raises(SettingsError, match=r"transfer\.url .*is required by the redis connector"):
         _connector_config(TransferSection(connector="redis", secret_file=Path("key")))
     with pytest.raises(SettingsError, match=r"transfer\.secret_file is required by the redis connector"):
         _connector_config(TransferSection(connector="redis", url="redis://kv:6379"))

@@ -13,8 +13,8 @@ from router.request import GenerationRequest
 from router.sampling import from_wire, to_wire
 
 
-def choice(max_tokens: int = 10) -> Choice:
-    request = GenerationRequest("l", "r", "m", (1, 2, 3), SamplingParams(max_tokens=max_tokens), seed=5)
+def choice(max_tokens: int = 10, **params: Any) -> Choice:
+    request = GenerationRequest("l", "r", "m", (1, 2, 3), SamplingParams(max_tokens=max_tokens, **params), seed=5)
     begun = Choice(request, index=1)
     begun.begin_attempt()
     return begun
@@ -54,6 +54,44 @@ def test_what_does_not_continue_the_stream_emits_nothing(wrong: common_pb2.Token
     with pytest.raises(StreamViolation, match=says):
         begun.accept(wrong)
     assert (begun.token_ids, begun.num_chars, begun.finished) == ([7], 1, False)
+
+
+def with_logprobs(made: common_pb2.TokenChunk, *token_ids: int) -> common_pb2.TokenChunk:
+    """`made` with a position for each of `token_ids`, as first candidate; -1 stands for a position without any."""
+    for token_id in token_ids:
+        position = made.logprobs.add()
+        if token_id >= 0:
+            position.candidates.add(token_id=token_id, logprob=-0.5, rank=1)
+            position.candidates.add(token_id=99, logprob=-1.5, rank=2)
+    return made
+
+
+def test_logprobs_run_parallel_to_the_ids() -> None:
+    begun = choice(logprobs=1)
+    assert begun.accept(with_logprobs(chunk(7, 8), 7, 8))
+    assert begun.accept(chunk(token_index=2, text="only text"))
+    assert begun.accept(
+        with_logprobs(chunk(9, token_index=2, text_offset=9, reason=common_pb2.FINISH_REASON_LENGTH), 9)
+    )
+    assert (begun.token_ids, begun.finished) == ([7, 8, 9], True)
+
+
+@pytest.mark.parametrize(
+    ("is_asked", "wrong", "says"),
+    [
+        (True, chunk(7), "number of logprobs is 0, expected 1"),
+        (True, with_logprobs(chunk(7, 8), 7), "number of logprobs is 1, expected 2"),
+        (True, with_logprobs(chunk(7), 7, 8), "number of logprobs is 2, expected 1"),
+        (True, with_logprobs(chunk(7, 8), 8, 7), "token id of the logprobs is 8, expected 7"),
+        (True, with_logprobs(chunk(7), -1), "no candidates for token id 7"),
+        (False, with_logprobs(chunk(7), 7), "number of logprobs is 1, expected 0"),
+    ],
+)
+def test_logprobs_that_do_not_fit_emit_nothing(is_asked: bool, wrong: common_pb2.TokenChunk, says: str) -> None:
+    begun = choice(logprobs=0) if is_asked else choice()
+    with pytest.raises(StreamViolation, match=says):
+        begun.accept(wrong)
+    assert begun.token_ids == []
 
 
 def test_an_earlier_epoch_is_dropped_and_the_next_attempt_tells_what_was_emitted() -> None:

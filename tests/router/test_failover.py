@@ -54,6 +54,30 @@ async def test_a_stream_goes_on_exactly_when_its_decode_instance_dies(run: Run, 
         assert answer.trailers["tandem-decode"] == "decode-0,decode-1"
 
 
+@pytest.mark.parametrize("disaggregation", ["always", "never"])
+async def test_logprobs_have_no_gap_where_the_stream_moves(run: Run, disaggregation: str) -> None:
+    decode = decodes(Behaviour(die_at=5), busy())
+    async with run(prefill=1, decode=decode, disaggregation={"mode": disaggregation}) as rig:
+        wanted = request_of(max_tokens=9)
+        wanted.sampling.MergeFrom(common_pb2.SamplingParams(logprobs=0, presence_penalty=1.0))
+        answer = await rig.generate(wanted)
+        told = [position.candidates[0] for chunk in answer.chunks() for position in chunk.logprobs]
+        assert [one.token_id for one in told] == answer.ids()
+        assert [one.logprob for one in told] == [-0.5 * position for position in range(9)]
+        resumed = rig.decode[1].recorded("decode")[0].detail.request
+        assert (resumed.sampling.logprobs, resumed.sampling.presence_penalty) == (0, 1.0)
+        assert len(resumed.emitted_token_ids) == 5
+
+
+async def test_an_instance_that_leaves_logprobs_out_is_not_believed(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(Behaviour(mute_logprobs_at=3), busy())) as rig:
+        wanted = request_of(max_tokens=6)
+        wanted.sampling.logprobs = 0
+        answer = await rig.generate(wanted)
+        assert [len(chunk.logprobs) for chunk in answer.chunks()] == [1] * 6
+        assert answer.trailers["tandem-decode"] == "decode-0,decode-1"
+
+
 async def test_a_dead_decode_instance_s_transfer_is_released_by_the_router(run: Run) -> None:
     async with run(decode=decodes(Behaviour(die_at=1), busy())) as rig:
         await rig.generate()

@@ -125,10 +125,8 @@ CASES = [
     Case("78 1 MiB of words", no_prompt(text="word " * 209_715), IA, "limit 4095", "prompt"),
     Case("81 priority 2^31-1", request(priority=2**31 - 1), IA, "-100..100", "priority"),
     Case("81 priority -2^31", request(priority=-(2**31)), IA, "-100..100", "priority"),
-    sampling("penalty", "frequency_penalty: 1.0 is not supported yet", UNIMPLEMENTED, frequency_penalty=1.0),
-    sampling("logprobs", "logprobs: 5 is not supported yet", UNIMPLEMENTED, logprobs=5),
+    sampling("prompt_logprobs", "prompt_logprobs: 5 is not supported yet", UNIMPLEMENTED, prompt_logprobs=5),
     sampling("bad_words", "bad_words", UNIMPLEMENTED, bad_words=["x"]),
-    sampling("logit_bias", "logit_bias", UNIMPLEMENTED, logit_bias={20: 1.0}),
 ]
 
 
@@ -220,6 +218,11 @@ GOOD = {
     "38 stop prefixes": common_pb2.SamplingParams(max_tokens=2, stop=["ab", "abc"]),
     "39 odd stops": common_pb2.SamplingParams(max_tokens=2, stop=["\ufffd", "\0", "e\u0301", "\u202eabc"]),
     "20 neutral penalties": common_pb2.SamplingParams(max_tokens=2, frequency_penalty=0, repetition_penalty=1),
+    "29 penalties": common_pb2.SamplingParams(max_tokens=2, frequency_penalty=-2, presence_penalty=2),
+    "28 repetition_penalty": common_pb2.SamplingParams(max_tokens=2, repetition_penalty=2),
+    "33 logprobs": common_pb2.SamplingParams(max_tokens=2, logprobs=20),
+    "42 biases": common_pb2.SamplingParams(max_tokens=2, logit_bias={20: 100.0, 299: -100.0}),
+    "43 one allowed id": common_pb2.SamplingParams(max_tokens=2, allowed_token_ids=common_pb2.TokenIds(ids=[20])),
 }
 
 

@@ -129,9 +129,9 @@ def test_whatever_ends_it_leaves_no_process_and_ctrl_c_no_file_either(tmp_path: 
         process.send_signal(number)
         started = time.monotonic()
         process.wait(10)
-        gone, alive = psutil.wait_procs(children, timeout=5)
-        assert time.monotonic() - started < 3
+        gone, alive = psutil.wait_procs(children, timeout=8)
         assert not alive
+        assert time.monotonic() - started < 8, "it takes tenths of a second where nothing else runs"
         assert len(gone) >= 2
         if number == signal.SIGINT:
             assert process.returncode == 130
@@ -192,3 +192,10 @@ def test_names_of_places() -> None:
     assert file_system(Path("/proc")) == "proc"
     assert transport("intra-node am(tcp/lo  cma/memory)").startswith("CMA [")
     assert transport("inter-node rma(rc_mlx5/mlx5_0:1)").startswith("RDMA [")
+
+
+def test_the_command_line_is_checked_without_torch() -> None:
+    code = (
+        "import sys, tandem.commands.bench; print([name for name in ('torch', 'numpy', 'grpc') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

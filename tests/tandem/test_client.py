@@ -11,10 +11,13 @@ from typing import Any
 
 import grpc
 import pytest
+from click.testing import CliRunner
 
 import tandem
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tandem import AsyncClient, Client, StreamError, TandemError
+from tandem.cli import main
+from tandem.completion import TokenLogprob
 from tandem.sampling import generate_request
 
 WORDS = ["Once", " upon", " a", " time"]
@@ -36,6 +39,11 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
         for index, word in enumerate(WORDS):
             last = index == len(WORDS) - 1
             chunk = common_pb2.TokenChunk(token_index=index, token_ids=[index], text=word, text_offset=offset)
+            if request.sampling.HasField("logprobs"):
+                chunk.logprobs.add().candidates.extend(
+                    common_pb2.Logprob(token_id=index + more, logprob=-0.5 - more, rank=1 + more)
+                    for more in range(max(1, request.sampling.logprobs))
+                )
             if request.text == "skip" and index == 2:
                 continue
             if last and request.text == "endless":
@@ -69,6 +77,27 @@ def test_generate_returns_the_whole_answer(router: tuple[ScriptedRouter, str]) -
     assert request.sampling.HasField("temperature")
     assert not request.sampling.HasField("top_p")
     assert list(request.sampling.stop) == ["###"]
+
+
+def test_logprobs_come_with_each_piece_and_with_the_whole(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client:
+        pieces = list(client.stream("go", logprobs=2))
+        completion = client.generate("go", logprobs=2, presence_penalty=1.0, logit_bias={3: -1.0})
+        without = client.generate("go")
+    expected = tuple((TokenLogprob(index, -0.5, 1), TokenLogprob(index + 1, -1.5, 2)) for index in range(4))
+    assert tuple(piece.logprobs[0] for piece in pieces) == completion.choices[0].logprobs == expected
+    assert without.choices[0].logprobs == ()
+    sampling = router[0].requests[1].sampling
+    assert (sampling.logprobs, sampling.presence_penalty, dict(sampling.logit_bias)) == (2, 1.0, {3: -1.0})
+
+
+def test_the_command_lists_logprobs_after_the_text(router: tuple[ScriptedRouter, str]) -> None:
+    result = CliRunner().invoke(main, ("generate", "go", "--logprobs", "2", "--address", router[1]))
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "Once upon a time\n"
+    lines = result.stderr.splitlines()
+    assert lines[0].split() == ["0", "token", "0", "-0.5000", "rank", "1", "|", "1", "-1.5000"]
+    assert len(lines) == 4
 
 
 def test_stream_yields_pieces_as_they_come_and_leaving_it_cancels_the_call(router: tuple[ScriptedRouter, str]) -> None:

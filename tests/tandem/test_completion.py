@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protos.tandem.v1 import common_pb2, generation_pb2
-from tandem.completion import Assembler
+from tandem.completion import Assembler, TokenLogprob
 from tandem.errors import StreamError
 
 
@@ -44,6 +44,29 @@ def test_pieces_are_put_together_in_order() -> None:
     assert completion.finish_reason == "stop"
     assert completion.usage.completion_tokens == 4
     assert (completion.request_id, completion.seed, completion.prompt_tokens) == ("r", 5, 3)
+
+
+def test_logprobs_go_along_with_their_tokens() -> None:
+    first, last = message(0, "a", text_offset=0, ids=(7, 8)), message(2, "b", text_offset=1, ids=(9,), finish=STOP)
+    for response in (first, last):
+        for token_id in response.tokens.token_ids:
+            position = response.tokens.logprobs.add()
+            position.candidates.add(token_id=token_id, logprob=-token_id / 8, rank=2)
+            position.candidates.add(token_id=5, logprob=-0.25, rank=1)
+    assembler = Assembler()
+    pieces = [assembler.add(first), assembler.add(last)]
+    assert [len(piece.logprobs) for piece in pieces] == [2, 1]
+    [choice] = assembler.finish().choices
+    assert choice.logprobs == pieces[0].logprobs + pieces[1].logprobs
+    best = TokenLogprob(5, -0.25, 1)
+    assert choice.logprobs == tuple((TokenLogprob(one, -one / 8, 2), best) for one in (7, 8, 9))
+
+
+def test_logprobs_of_another_number_of_tokens_are_an_error() -> None:
+    response = message(0, "a", text_offset=0, ids=(7, 8))
+    response.tokens.logprobs.add().candidates.add(token_id=7)
+    with pytest.raises(StreamError, match="1 logprobs for 2 token ids"):
+        Assembler().add(response)
 
 
 def test_choices_grow_side_by_side() -> None:
