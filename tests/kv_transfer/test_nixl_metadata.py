@@ -163,7 +163,7 @@ def test_settings_of_an_instance_become_options() -> None:
     config = _connector_config(transfer, "10.0.0.7")
     assert config.class_path == "kv_transfer.nixl_connector:NixlConnector"
     assert config.options == {"kv_secret_file": "key", "ucx_tls": "tcp", "address": "10.0.0.7"}
-    with pytest.raises(SettingsError, match="folder .* means nothing to the nixl connector"):
+    with pytest.raises(SettingsError, match=r"folder .* means nothing to the nixl connector"):
         _connector_config(TransferSection(connector="nixl", secret_file=Path("key"), folder=Path("x")))
     with pytest.raises(SettingsError, match="secret_file"):
         _connector_config(TransferSection(connector="nixl"))
