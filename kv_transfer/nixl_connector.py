@@ -33,8 +33,9 @@ from kv_transfer.nixl_lender import Lender
 from kv_transfer.nixl_loads import MemoryLoader
 from kv_transfer.nixl_metadata import EPOCH_BYTES
 from kv_transfer.nixl_production import MemoryProducer
-from kv_transfer.nixl_reader import GIVEN_UP, PageReader, Read, Wire
+from kv_transfer.nixl_reader import PageReader
 from kv_transfer.nixl_ucx import UcxSettings
+from kv_transfer.nixl_wire import GIVEN_UP, Read, Wire
 from kv_transfer.nixl_words import LeaseWords
 from kv_transfer.page_io import SKIPPED, IOEnd
 from kv_transfer.page_memory import make_page_memory

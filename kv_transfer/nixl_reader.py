@@ -9,7 +9,9 @@
 
 An end is told once, through `on_end`, when nothing of the read can write to memory any more. A frozen peer makes a
 read that never ends; the connector then gives it up, keeps its blocks in quarantine, and asks for a rebuild when that
-is too much. A rebuild breaks the agent's connections, which ends its reads, destroys it and makes another.
+is too much. A rebuild breaks the agent's connections, which ends its reads, destroys it and makes another. Before that,
+what is still wanted may end by itself for a while: a holder whose connection breaks in the middle of a read may abort
+(nixl_ucx), and it is not to blame for the others.
 """
 
 from __future__ import annotations
@@ -21,61 +23,26 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from engine import failpoints
 from engine.errors import EngineError
-from kv_transfer.loads import Load, LoadOp
 from kv_transfer.nixl_agent import Handle, NixlAgent, NixlDisconnected, NixlError, Region
-from kv_transfer.nixl_metadata import WORD_BYTES, TransferMetadata
+from kv_transfer.nixl_metadata import WORD_BYTES
 from kv_transfer.nixl_peers import Peer, Peers
+from kv_transfer.nixl_wire import GIVEN_UP, OnEnd, Read
 from kv_transfer.page_io import SKIPPED
 
-GIVEN_UP = "given_up"
 LEASE_ENDED = "lease_ended"
 _READS_PER_PEER = 2
 """Whose pages move at once: while one is verified the next one moves, and no word waits long behind pages."""
 _NUM_WORDS = 1024
 _MAX_PEERS = 256
+_REBUILD_WAIT_S, _END_WAIT_S = 5.0, 1.0
+"""For reads in flight to end by themselves before the agent is destroyed."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Read:
-    """A few pages of one load, read in one go."""
-
-    owner: Load
-    source: TransferMetadata
-    ops: list[LoadOp]
-    digests: list[bytes]
-    """One for each operation; empty while digests are off."""
-    deadline: float
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Not worth beginning any more."""
-        return all(op.is_cancelled for op in self.ops)
-
-
-class Wire(Protocol):
-    """What carries reads out. `on_end(read, failure, seconds)` tells the end of each, from any thread."""
-
-    def submit(self, read: Read) -> None:
-        """Begin soon. Returns at once."""
-        ...
-
-    def rebuild(self) -> None:
-        """End every read that was given up (`owner.holds_blocks`), whatever it takes, then call `on_rebuilt`."""
-        ...
-
-    def shutdown(self, timeout_s: float) -> bool:
-        """End all; False: it took longer, and reads may be left."""
-        ...
-
-
-OnEnd = Callable[[Read, str | None, float], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -150,6 +117,7 @@ class PageReader:
                 self._advance()
         for read in self._take_queued():
             self._on_end(read, SKIPPED, 0.0)
+        self._let_end(_END_WAIT_S, wanted_only=False)
         self._destroy(GIVEN_UP, keep_wanted=False)
 
     def _pause_s(self) -> float | None:
@@ -272,9 +240,19 @@ class PageReader:
     def _rebuild(self) -> None:
         num_given_up = sum(active.read.owner.holds_blocks for active in self._active)
         _log.warning("the reading agent is rebuilt, to end %d reads that were given up", num_given_up)
+        self._let_end(_REBUILD_WAIT_S, wanted_only=True)
         self._destroy(GIVEN_UP, keep_wanted=True)
         self._on_rebuilt()
         self._advance()
+
+    def _let_end(self, timeout_s: float, *, wanted_only: bool) -> None:
+        """Begin nothing; wait until no read is in flight, or none that is wanted."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(
+            active.stage != "stuck" and not (wanted_only and active.read.owner.holds_blocks) for active in self._active
+        ):
+            self._step_all()
+            time.sleep(1e-3)
 
     def _destroy(self, failure: str, *, keep_wanted: bool) -> None:
         """Break the connections, let go of everything, and end the reads; those still wanted go back to the queue."""

@@ -5,10 +5,14 @@ the whole process, so it is changed for the length of that call alone, in which 
 goes to a file that has no name any more once it is open; it is read back to name the transport and to pass warnings on.
 
 Cutting. UCX 1.23 over TCP cannot cancel a read: released, it goes on writing; and an agent that is destroyed under a
-read makes its peer fail an assertion when the peer next runs. A connection that breaks does neither: the read ends
-with a disconnect error on this side, and the other side lives, as it does when this process is killed. So before an
-agent is destroyed its connections are broken. They are known by the keepalive time that UCX was told to give them,
-another one for each agent.
+read makes its peer fail an assertion when the peer next runs. Where a connection breaks, the read ends with a
+disconnect error on this side, so before an agent is destroyed its connections are broken. They are known by the
+keepalive time that UCX was told to give them, another one for each agent.
+
+A healthy peer survives that, as it survives that this process is killed. One that was frozen in the middle of a read
+does not: when it runs again, it answers requests that waited in its socket on a connection that has failed meanwhile,
+and UCX ends the process ("unexpected error: Endpoint timeout"). By then everybody takes it for dead, and its supervisor
+starts it again.
 """
 
 from __future__ import annotations

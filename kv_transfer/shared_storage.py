@@ -71,7 +71,11 @@ class SharedStorage:
                     _write_all(descriptor, buffers)
                 finally:
                     os.close(descriptor)  # may raise as well: a network file system reports a full disk here
-                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                try:
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                except IsADirectoryError:
+                    _put_aside(name, folder)
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
@@ -129,8 +133,12 @@ class SharedStorage:
         with self._folder(folders) as folder:
             if folder is None:
                 return
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 os.unlink(name, dir_fd=folder)
+            except FileNotFoundError:
+                pass
+            except IsADirectoryError:
+                _put_aside(name, folder)
         if key.scope:
             with self._folder(folders[:-1]) as folder, contextlib.suppress(OSError):
                 if folder is not None:
@@ -168,6 +176,11 @@ def _open_folder(name: str, parent: int, *, create: bool) -> int | None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent)
     return os.open(name, _DIRECTORY_FLAGS, dir_fd=parent)
+
+
+def _put_aside(name: str, folder: int) -> None:
+    """A folder in a page's place is somebody's mistake or mischief: it goes out of the way, whatever is in it."""
+    os.rename(name, f"{TEMP_PREFIX}{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:

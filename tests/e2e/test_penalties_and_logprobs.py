@@ -20,7 +20,8 @@ from tests.faults.rig import Rig
 
 PENALISED: dict[str, Any] = {
     "temperature": 0.8, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2,
-    "logit_bias": {7: 2.0}, "logprobs": 3, "seed": 5, "max_tokens": 24, "ignore_eos": True,
+    "logit_bias": {7: 2.0}, "bad_word_ids": [[50], [60, 61]], "logprobs": 3, "seed": 5,
+    "max_tokens": 24, "ignore_eos": True,
 }  # fmt: skip
 GREEDY: dict[str, Any] = {
     "temperature": 0.0, "repetition_penalty": 1.3, "allowed_token_ids": list(range(20, 300)), "logprobs": 0,
@@ -97,3 +98,29 @@ def test_a_decode_instance_alone_goes_on_after_any_emitted_ids(
     )
     assert output.logprobs is not None
     assert_same_logprobs(found, output.logprobs[num_emitted:])
+
+
+def test_the_prompts_logprobs_come_with_the_first_token(rig: Rig, llm: LLM, prompts: random.Random) -> None:
+    prompt = random_prompt(prompts, 150)
+    sampling: dict[str, Any] = {"prompt_logprobs": 2, "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    [answer] = llm.generate([prompt], SamplingParams(**sampling), use_tqdm=False)
+    with Client(rig.address) as client:
+        pieces = list(client.stream(prompt, **sampling))
+        completion = client.generate(prompt, **sampling)
+    assert [bool(piece.prompt_logprobs) for piece in pieces] == [True, *[False] * (len(pieces) - 1)]
+    assert completion.prompt_logprobs[0] == ()
+    assert answer.prompt_logprobs is not None
+    assert_same_logprobs(completion.prompt_logprobs[1:], [entries for entries in answer.prompt_logprobs if entries])
+
+
+def test_a_bad_word_is_not_written(rig: Rig, llm: LLM, prompts: random.Random) -> None:
+    prompt = random_prompt(prompts, 40)
+    sampling: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    assert llm.tokenizer is not None
+    whole = expected(llm, prompt, sampling)
+    word = next(text for one in whole.token_ids if (text := llm.tokenizer.decode([one])).isalnum())
+    sampling["bad_words"] = [word]
+    with Client(rig.address) as client:
+        completion = client.generate(prompt, **sampling)
+    assert list(completion.token_ids) == expected(llm, prompt, sampling).token_ids != whole.token_ids
+    assert llm.tokenizer.encode(word, add_special_tokens=False)[0] not in completion.token_ids

@@ -25,7 +25,7 @@ def assert_same(found: list[TokenLogprob], expected: list[TokenLogprob]) -> None
 
 
 @pytest.mark.parametrize("way", [token_logprobs, _of_rows], ids=["numpy", "all rows at once"])
-@pytest.mark.parametrize("vocab", [1, 7, 300, 5000])
+@pytest.mark.parametrize("vocab", [1, 7, 300, 1500])
 def test_candidates_ranks_and_values_are_the_definition(way: object, vocab: int) -> None:
     rng, generator = random.Random(vocab), torch.Generator().manual_seed(vocab)
     # Few distinct values, as bfloat16 logits have: ties at every edge

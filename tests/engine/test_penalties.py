@@ -79,6 +79,15 @@ def test_every_step_of_a_growing_batch_is_the_definition() -> None:
                 one.token_ids += [rng.randrange(VOCAB) for _ in range(rng.choice([1, 1, 3]))]
 
 
+def test_the_last_token_of_a_bad_word_is_not_drawn_after_the_others() -> None:
+    words = ((9,), (1, 2), (1, 1, 3), (5, 6))
+    logits = torch.zeros(5, VOCAB)
+    after = [request([5], output, bad_word_ids=words) for output in ([], [1], [1, 1], [4, 5], [1, 2])]
+    LogitChanges().apply(logits, after)
+    # The prompt's 5 begins no word: words are of the output, as in vLLM.
+    assert [row.isinf().nonzero().flatten().tolist() for row in logits] == [[9], [2, 9], [2, 3, 9], [6, 9], [9]]
+
+
 def test_rows_of_requests_that_ask_for_nothing_are_left_as_they_are() -> None:
     logits = torch.randn(3, VOCAB)
     logits[0, 0] = math.nan

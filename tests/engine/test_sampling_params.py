@@ -39,7 +39,9 @@ def test_a_string_or_lists_become_tuples() -> None:
 
 def test_params_travel_between_processes_unchanged() -> None:
     params = SamplingParams(stop=("\ufffd", "\0"), seed=2**64 - 1, temperature=0.7, stop_token_ids=(3,))
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    lists = SamplingParams(logit_bias={7: -1.5}, allowed_token_ids=(1, 2), bad_words=("x",), bad_word_ids=((3,), (4, 5)))
+    for sent in (params, lists):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=SamplingParams) == sent
 
 
 NAN, INF = math.nan, math.inf
@@ -104,16 +106,16 @@ def test_a_bad_value_is_refused_by_its_name(field: str, value: Any, says: str) -
     assert time.perf_counter() - start < 0.1
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("prompt_logprobs", 5),
-        ("bad_words", ["x"]),
-    ],
-)
-def test_what_is_not_built_is_refused_not_ignored(field: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match="not supported yet"):
-        check(**{field: value})
+def test_prompt_logprobs_are_limited_by_the_whole_answer() -> None:
+    def prompt_of(num_tokens: int, num: int) -> SamplingParams:
+        params = SamplingParams(prompt_logprobs=num)
+        return validate(params, vocab_size=VOCAB, max_model_len=2**20, num_prompt_tokens=num_tokens)
+
+    prompt_of(2**17, 0)
+    prompt_of(2**17 // 21, 20)
+    with pytest.raises(InvalidRequest, match="with 20 at most 6241 prompt tokens") as refusal:
+        prompt_of(2**17 // 21 + 1, 20)
+    assert refusal.value.field == "prompt_logprobs"
 
 
 def test_edges_of_every_range_pass() -> None:

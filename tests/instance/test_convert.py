@@ -89,12 +89,16 @@ def test_what_changes_logits_and_asks_for_logprobs_arrives_unchanged() -> None:
         logprobs=0,
         logit_bias={3: -1.5, 4: 100.0},
         allowed_token_ids=common_pb2.TokenIds(ids=[3, 4]),
+        prompt_logprobs=2,
+        bad_words=["x"],
+        bad_word_ids=[common_pb2.TokenIds(ids=[5]), common_pb2.TokenIds(ids=[6, 7])],
     )
     request = instance_request()
     request.sampling.CopyFrom(sampling)
     params = prefill(request).engine_request.params
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-0.5, 1.5, 1.25)
     assert (params.logprobs, params.logit_bias, params.allowed_token_ids) == (0, {3: -1.5, 4: 100.0}, (3, 4))
+    assert (params.prompt_logprobs, params.bad_words, params.bad_word_ids) == (2, ("x",), ((5,), (6, 7)))
 
 
 @given(wrong=st.integers(-(2**63), -1) | st.integers(480, 2**63 - 1), place=st.integers(0, 9))

@@ -124,7 +124,9 @@ def test_logprobs_are_told_of_the_ids_that_are_told() -> None:
     ids = byte_level().encode("aSTOPb")
     text = begin(stop=("STOP",))
     entries = [[TokenLogprob(one, -0.5 * one, 2), TokenLogprob(3, -0.25, 1)] for one in ids]
-    chunk = text.chunk(msgspec.structs.replace(tokens(ids), logprobs=entries))
+    prompt = [[], [TokenLogprob(2, -0.75, 4)], [TokenLogprob(3, -0.125, 1)]]
+    chunk = text.chunk(msgspec.structs.replace(tokens(ids), logprobs=entries, prompt_logprobs=prompt))
+    assert [[one.token_id for one in position.candidates] for position in chunk.prompt_logprobs] == [[], [2], [3]]
     assert chunk.finish.reason == common_pb2.FINISH_REASON_STOP
     assert len(chunk.logprobs) == len(chunk.token_ids) < len(ids)
     for token_id, position in zip(chunk.token_ids, chunk.logprobs, strict=True):

@@ -8,6 +8,7 @@ that the reader computes for the same prompt. So a foreign byte is seen wherever
 from __future__ import annotations
 
 import hashlib
+import os
 import queue
 import subprocess
 import sys
@@ -228,7 +229,7 @@ class CanaryReader:
 
 
 def main(secret_file: str, ucx_tls: str) -> None:
-    """Lend one transfer after another until it is killed."""
+    """Lend one transfer after another until standard input ends."""
     kv_cache = torch.zeros((2 * NUM_READ_BLOCKS, *LAYOUT.page_shape))
     pages: Words = kv_cache.view(len(kv_cache), -1).view(torch.int64).numpy().view(np.uint64)
     inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -238,6 +239,7 @@ def main(secret_file: str, ucx_tls: str) -> None:
     def listen() -> None:
         for line in sys.stdin:
             inbox.put(line.strip())
+        os._exit(0)  # the test has gone
 
     threading.Thread(target=listen, daemon=True).start()
     decoder = msgspec.msgpack.Decoder(Command)

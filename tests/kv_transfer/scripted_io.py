@@ -21,7 +21,7 @@ from kv_transfer.loads import LoadOp
 from kv_transfer.nixl_connector import DigestEnd, NixlConnector
 from kv_transfer.nixl_lender import Lender
 from kv_transfer.nixl_metadata import VERSION, TransferMetadata, encode
-from kv_transfer.nixl_reader import GIVEN_UP, Read
+from kv_transfer.nixl_wire import GIVEN_UP, Read
 from kv_transfer.page_io import SKIPPED, IOEnd
 from kv_transfer.production import SaveOp
 from kv_transfer.secret import load_secret

@@ -34,7 +34,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=200, max_tokens=24, ignore_eos=True, seed=11)
 PENALISED = SamplingParams(
     temperature=0.8, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={7: 2.0},
-    logprobs=3, max_tokens=24, ignore_eos=True, seed=12,
+    logprobs=3, prompt_logprobs=1, max_tokens=24, ignore_eos=True, seed=12,
 )  # fmt: skip
 
 
@@ -44,6 +44,7 @@ class Outcome:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    prompt_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     num_local_blocks: int = 0
     loaded: LoadedEvent | None = None
     finished: bool = False
@@ -88,6 +89,7 @@ class Pair:
             outcome = self.outcomes[event.request_id]
             outcome.token_ids += event.token_ids
             outcome.logprobs += event.logprobs
+            outcome.prompt_logprobs += event.prompt_logprobs
             assert event.finish_reason == "hand_over"
             self.decode.handle(Seed(event.request_id, event.token_ids))
         elif isinstance(event, TransferEvent) and event.ended is None:
@@ -105,6 +107,7 @@ class Pair:
             outcome = self.outcomes[event.request_id]
             outcome.token_ids += event.token_ids
             outcome.logprobs += event.logprobs
+            outcome.prompt_logprobs += event.prompt_logprobs
             outcome.finished = event.finish_reason is not None
 
 
@@ -156,10 +159,15 @@ def test_penalties_and_logprobs_go_on_across_a_hand_over(checkpoint: Path, pair:
     for index, prompt in enumerate(prompts):
         pair.start(f"r{index}", prompt, PENALISED)
     pair.run()
-    for outcome, answer in zip(pair.outcomes.values(), answers, strict=True):
+    for prompt, outcome, answer in zip(prompts, pair.outcomes.values(), answers, strict=True):
+        assert outcome.loaded is not None
+        assert outcome.loaded.num_external_tokens == len(prompt) - 16 * outcome.num_local_blocks
         [expected] = answer.outputs
         assert outcome.token_ids == expected.token_ids
         assert expected.logprobs is not None
+        assert answer.prompt_logprobs is not None
+        told = [[one.token_id for one in position] for position in outcome.prompt_logprobs]
+        assert told == [list(entries or ()) for entries in answer.prompt_logprobs]
         for found, entries in zip(outcome.logprobs, expected.logprobs, strict=True):
             assert [one.token_id for one in found] == list(entries)
             assert [one.logprob for one in found] == pytest.approx([one.logprob for one in entries.values()], abs=1e-4)

@@ -20,7 +20,7 @@ from engine.scheduler import Scheduler
 from kv_transfer.nixl_connector import NixlConnector
 from kv_transfer.nixl_lender import Lender
 from kv_transfer.nixl_metadata import VERSION, TransferMetadata, encode
-from kv_transfer.nixl_reader import GIVEN_UP, Read
+from kv_transfer.nixl_wire import GIVEN_UP, Read
 from kv_transfer.quarantine import Quarantine
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
 

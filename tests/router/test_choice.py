@@ -94,6 +94,42 @@ def test_logprobs_that_do_not_fit_emit_nothing(is_asked: bool, wrong: common_pb2
     assert begun.token_ids == []
 
 
+def with_prompt_logprobs(made: common_pb2.TokenChunk, *token_ids: int | None) -> common_pb2.TokenChunk:
+    for token_id in token_ids:
+        position = made.prompt_logprobs.add()
+        if token_id is not None:
+            position.candidates.add(token_id=token_id, logprob=-0.5, rank=1)
+    return made
+
+
+def test_prompt_logprobs_come_once_with_the_first_token_of_the_first_choice() -> None:
+    begun = choice(prompt_logprobs=0)
+    begun.index = 0
+    assert begun.accept(with_prompt_logprobs(chunk(7, choice=0), None, 2, 3))
+    assert begun.accept(chunk(8, choice=0, token_index=1))
+    begun.begin_attempt()
+    assert begun.accept(chunk(9, choice=0, token_index=2, stream_epoch=2))
+    assert choice(prompt_logprobs=0).accept(chunk(7)), "a second choice brings none"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (chunk(7, choice=0), "number of prompt_logprobs is 0, expected 3"),
+        (with_prompt_logprobs(chunk(7, choice=0), None, 2), "number of prompt_logprobs is 2, expected 3"),
+        (with_prompt_logprobs(chunk(7, choice=0), None, 3, 2), "token id of the prompt_logprobs is 3, expected 2"),
+        (with_prompt_logprobs(chunk(7, choice=0), None, None, 3), "no candidates for prompt token id 2"),
+        (with_prompt_logprobs(chunk(choice=0), None, 2, 3), "number of prompt_logprobs is 3, expected 0"),
+    ],
+)
+def test_prompt_logprobs_that_do_not_fit_emit_nothing(wrong: common_pb2.TokenChunk, says: str) -> None:
+    begun = choice(prompt_logprobs=0)
+    begun.index = 0
+    with pytest.raises(StreamViolation, match=says):
+        begun.accept(wrong)
+    assert begun.token_ids == []
+
+
 def test_an_earlier_epoch_is_dropped_and_the_next_attempt_tells_what_was_emitted() -> None:
     begun = choice()
     begun.accept(chunk(7, text="a"))
@@ -134,6 +170,7 @@ def test_sampling_parameters_survive_the_way_to_the_instance() -> None:
         ignore_eos=True, max_tokens=9, min_tokens=2, include_stop_str_in_output=True, skip_special_tokens=False,
         presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5, logprobs=0, prompt_logprobs=2,
         logit_bias={3: -1.0}, allowed_token_ids=(1, 2), bad_words=("x",),
+        bad_word_ids=((5,), (6, 7)),
     )  # fmt: skip
     wire = to_wire(params, params.seed)
     assert not wire.HasField("n")

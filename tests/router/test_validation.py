@@ -125,8 +125,16 @@ CASES = [
     Case("78 1 MiB of words", no_prompt(text="word " * 209_715), IA, "limit 4095", "prompt"),
     Case("81 priority 2^31-1", request(priority=2**31 - 1), IA, "-100..100", "priority"),
     Case("81 priority -2^31", request(priority=-(2**31)), IA, "-100..100", "priority"),
-    sampling("prompt_logprobs", "prompt_logprobs: 5 is not supported yet", UNIMPLEMENTED, prompt_logprobs=5),
-    sampling("bad_words", "bad_words", UNIMPLEMENTED, bad_words=["x"]),
+    sampling("41 blank word", "bad_words[1] is blank", bad_words=["x", " "]),
+    sampling("41 65 words", "at most 64 words", bad_words=["x"] * 65),
+    sampling("41 word of 1 MiB", "256 bytes", bad_words=["x" * 2**20]),
+    sampling(
+        "41 nothing left",
+        "no token can be sampled",
+        allowed_token_ids=common_pb2.TokenIds(ids=[20]),
+        bad_word_ids=[common_pb2.TokenIds(ids=[20])],
+    ),
+    sampling("41 bad id", "out of range 0..299", bad_word_ids=[common_pb2.TokenIds(ids=[300])]),
 ]
 
 
@@ -222,6 +230,8 @@ GOOD = {
     "28 repetition_penalty": common_pb2.SamplingParams(max_tokens=2, repetition_penalty=2),
     "33 logprobs": common_pb2.SamplingParams(max_tokens=2, logprobs=20),
     "42 biases": common_pb2.SamplingParams(max_tokens=2, logit_bias={20: 100.0, 299: -100.0}),
+    "34 prompt_logprobs": common_pb2.SamplingParams(max_tokens=2, prompt_logprobs=20, n=2),
+    "41 bad words": common_pb2.SamplingParams(max_tokens=2, bad_words=["cat", "漢字"]),
     "43 one allowed id": common_pb2.SamplingParams(max_tokens=2, allowed_token_ids=common_pb2.TokenIds(ids=[20])),
 }
 

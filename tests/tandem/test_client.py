@@ -172,6 +172,15 @@ def test_three_kinds_of_prompt() -> None:
         generate_request([1, "two"], {})  # type: ignore[list-item]
 
 
+def test_lists_in_options_find_their_fields() -> None:
+    options = {"allowed_token_ids": [], "bad_words": ["a"], "bad_word_ids": [[1], (2, 3)], "logit_bias": {4: -1}}
+    sampling = generate_request("hi", options).sampling
+    assert sampling.HasField("allowed_token_ids")
+    assert list(sampling.bad_words) == ["a"]
+    assert [list(sequence.ids) for sequence in sampling.bad_word_ids] == [[1], [2, 3]]
+    assert dict(sampling.logit_bias) == {4: -1.0}
+
+
 def test_a_mistyped_option_is_told_the_right_one() -> None:
     with pytest.raises(TypeError, match="did you mean 'temperature'"):
         generate_request("hi", {"temprature": 1})

@@ -53,8 +53,12 @@ def test_logprobs_go_along_with_their_tokens() -> None:
             position = response.tokens.logprobs.add()
             position.candidates.add(token_id=token_id, logprob=-token_id / 8, rank=2)
             position.candidates.add(token_id=5, logprob=-0.25, rank=1)
+    first.tokens.prompt_logprobs.add()
+    first.tokens.prompt_logprobs.add().candidates.add(token_id=3, logprob=-2.0, rank=7)
     assembler = Assembler()
     pieces = [assembler.add(first), assembler.add(last)]
+    told = ((), (TokenLogprob(3, -2.0, 7),))
+    assert [assembler.finish().prompt_logprobs, *(piece.prompt_logprobs for piece in pieces)] == [told, told, ()]
     assert [len(piece.logprobs) for piece in pieces] == [2, 1]
     [choice] = assembler.finish().choices
     assert choice.logprobs == pieces[0].logprobs + pieces[1].logprobs
