@@ -114,6 +114,7 @@ class Stack:
             return num_moved == 2 * len(self.rig.stack.instances)
 
         wait_until(moved, lambda: f"KV does not move: {self.rig.router_warnings()}", 2 * SETTLE_S)
+        self.settled()
         self.wait_idle()
 
     def private(self) -> set[str]:
@@ -126,7 +127,7 @@ class Stack:
         return log.count(f"is ready address={self.rig.stack.instances[member]}")
 
     def settled(self) -> dict[str, instance_pb2.WatchLoadResponse]:
-        """Load reports of an idle stack that are no older than this call."""
+        """Load reports that are no older than this call."""
         first = self.rig.loads()
         wait_until(lambda: _all_newer(first, self.rig.loads()), "instances do not report")
         return self.rig.loads()
@@ -166,6 +167,7 @@ class Stack:
         self.wait_idle()
         before, private = footprint(self.rig), self.private()
         yield
+        self.settled()  # a report of a moment ago may be from before the last request
         self.wait_idle()
         self.wait_clean(private)
         assert_no_leak(before, self.rig, SETTLE_S)

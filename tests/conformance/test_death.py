@@ -46,7 +46,8 @@ def each(cases: list[Case], main: set[Case], by_default: dict[str, set[Case]]) -
         for case in cases
         if name in THOROUGH or case in main
     ]
-    return pytest.mark.parametrize(("subject", "state", "victim"), params, indirect=["subject"])
+    # Its scope said, or pytest takes it for each test's own, and starts a stack for each.
+    return pytest.mark.parametrize(("subject", "state", "victim"), params, indirect=["subject"], scope="session")
 
 
 @pytest.fixture(scope="module")
