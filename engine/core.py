@@ -148,8 +148,7 @@ class EngineCore:
 
     def finish_step(self) -> None:
         """Apply what was computed."""
-        sampled = self._sampled
-        self.scheduler.update_from_output(self._output, sampled.token_ids, sampled.logprobs, sampled.prompt_logprobs)
+        self.scheduler.update_from_output(self._output, self._sampled)
         self._start_io()
         self._num_steps += 1
         self._pace.step_took(time.monotonic() - self._started, self._output.num_tokens)

@@ -14,20 +14,16 @@ or decode phase.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.block_pool import KVBlock
 from engine.config import EngineConfig
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_connector import KVConnector, KVLoadResult
-from engine.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, TokenLogprob, TokensEvent
+from engine.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, TokensEvent
 from engine.request import Request, RequestStatus
-from engine.scheduler_output import ScheduledRequest, SchedulerCounters, SchedulerOutput, owes_prompt_logprobs
+from engine.scheduler_output import Sampled, ScheduledRequest, SchedulerCounters, SchedulerOutput, owes_prompt_logprobs
 from engine.stop import check_token_stop
-
-_NO_LOGPROBS: Mapping[str, list[TokenLogprob]] = {}
-_NO_PROMPT_LOGPROBS: Mapping[str, list[list[TokenLogprob]]] = {}
 
 
 @dataclass(slots=True)
@@ -132,15 +128,9 @@ class Scheduler:
             self._admit(budget, scheduled)
         return SchedulerOutput(scheduled)
 
-    def update_from_output(
-        self,
-        output: SchedulerOutput,
-        sampled: Mapping[str, int],
-        logprobs: Mapping[str, list[TokenLogprob]] = _NO_LOGPROBS,
-        prompt_logprobs: Mapping[str, list[list[TokenLogprob]]] = _NO_PROMPT_LOGPROBS,
-    ) -> None:
+    def update_from_output(self, output: SchedulerOutput, sampled: Sampled) -> None:
         """Apply a step's result: progress, new tokens, ends. `sampled` has a token for each share that samples, unless
-        its logits were not finite; the others have what goes with it where the request asks."""
+        its logits were not finite."""
         for share in output.scheduled:
             request = share.request
             request.num_computed_tokens += share.num_tokens
@@ -148,18 +138,8 @@ class Scheduler:
             self.counters.num_prefilled_tokens += 0 if is_decode else share.num_tokens
             self.kv.publish(request)
             self._offer(request)
-            if not share.samples:
-                continue
-            token_id = sampled.get(request.request_id)
-            if token_id is None:
-                self._fail(request, "the model's output is not finite: no token can be drawn")
-            else:
-                self._append_token(
-                    request,
-                    token_id,
-                    logprobs.get(request.request_id),
-                    prompt_logprobs.get(request.request_id, []),
-                )
+            if share.samples:
+                self._append_token(request, sampled)
 
     def take_events(self) -> list[Event]:
         """What has happened since the last call."""
@@ -296,13 +276,11 @@ class Scheduler:
         request.num_computed_tokens = 0
         insort(self.waiting, request, key=lambda other: other.order)
 
-    def _append_token(
-        self,
-        request: Request,
-        token_id: int,
-        logprobs: list[TokenLogprob] | None,
-        prompt_logprobs: list[list[TokenLogprob]],
-    ) -> None:
+    def _append_token(self, request: Request, sampled: Sampled) -> None:
+        token_id = sampled.token_ids.get(request.request_id)
+        if token_id is None:
+            self._fail(request, "the model's output is not finite: no token can be drawn")
+            return
         request.token_ids.append(token_id)
         self.counters.num_generated_tokens += 1
         reason, stop_token_id = check_token_stop(
@@ -315,19 +293,7 @@ class Scheduler:
         )
         if reason is None and request.spec.hold_kv is not None:
             reason = "hand_over"
-        self._events.append(
-            TokensEvent(
-                request.request_id,
-                [token_id],
-                finish_reason=reason,
-                stop_token_id=stop_token_id,
-                num_cached_tokens=request.num_cached_tokens,
-                num_external_tokens=request.num_external_tokens,
-                num_recomputed_tokens=request.num_recomputed_tokens,
-                logprobs=[] if logprobs is None else [logprobs],
-                prompt_logprobs=prompt_logprobs,
-            )
-        )
+        self._events.append(sampled.event(request, finish_reason=reason, stop_token_id=stop_token_id))
         if reason is not None:
             self._finish(request, reason)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.messages import TokenLogprob
+from engine.messages import FinishReason, TokenLogprob, TokensEvent
 from engine.request import Request
 
 
@@ -50,6 +50,21 @@ class Sampled:
     """Of requests that ask."""
     prompt_logprobs: dict[str, list[list[TokenLogprob]]] = field(default_factory=dict)
     """Of requests that owe them."""
+
+    def event(self, request: Request, *, finish_reason: FinishReason | None, stop_token_id: int | None) -> TokensEvent:
+        """What the front is told of the token drawn for this request."""
+        request_id = request.request_id
+        return TokensEvent(
+            request_id,
+            [self.token_ids[request_id]],
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=request.num_cached_tokens,
+            num_external_tokens=request.num_external_tokens,
+            num_recomputed_tokens=request.num_recomputed_tokens,
+            logprobs=[self.logprobs[request_id]] if request_id in self.logprobs else [],
+            prompt_logprobs=self.prompt_logprobs.get(request_id, []),
+        )
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from engine.messages import EngineRequest, HoldKV, LoadedEvent, RemoteKV, Reserv
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.scheduler_output import SchedulerOutput
+from engine.scheduler_output import Sampled, SchedulerOutput
 
 BLOCK_SIZE = 4
 _ids = itertools.count()
@@ -67,7 +67,8 @@ def add(scheduler: Scheduler, prompt: list[int], *, max_tokens: int = 4, now: fl
 def step(scheduler: Scheduler, token_id: int = 1) -> SchedulerOutput:
     output = scheduler.schedule()
     check_blocks(scheduler)
-    scheduler.update_from_output(output, {s.request.request_id: token_id for s in output.scheduled if s.samples})
+    drawn = Sampled({share.request.request_id: token_id for share in output.scheduled if share.samples})
+    scheduler.update_from_output(output, drawn)
     check_blocks(scheduler)
     return output
 

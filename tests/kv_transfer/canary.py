@@ -37,7 +37,7 @@ from engine.messages import (
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.scheduler_output import SchedulerOutput
+from engine.scheduler_output import Sampled, SchedulerOutput
 from kv_transfer.nixl_connector import NixlConnector
 from tests.kv_transfer.harness import FINGERPRINT
 from tests.kv_transfer.nixl_holder import HolderProcess
@@ -156,7 +156,7 @@ class CanaryReader:
         self._start_io()
         self._compute(scheduled)
         self.scheduler.update_from_output(
-            scheduled, {share.request.request_id: 5 for share in scheduled.scheduled if share.samples}
+            scheduled, Sampled({share.request.request_id: 5 for share in scheduled.scheduled if share.samples})
         )
         self._start_io()
         for event in self.scheduler.take_events():

@@ -18,7 +18,7 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.messages import EngineLoad, TokensEvent, TransferEvent
 from engine.request import Request
 from engine.scheduler import Scheduler
-from engine.scheduler_output import SchedulerOutput
+from engine.scheduler_output import Sampled, SchedulerOutput
 from tests.kv_transfer.harness import BLOCK_SIZE
 from tests.kv_transfer.scripted_io import ScriptedIO, blocks_lent
 
@@ -91,7 +91,7 @@ class ModellessCore:
         self.check()
         self._compute(scheduled)
         tokens = {share.request.request_id: 5 for share in scheduled.scheduled if share.samples}
-        self.scheduler.update_from_output(scheduled, tokens)
+        self.scheduler.update_from_output(scheduled, Sampled(tokens))
         self._start_io()
         for event in self.scheduler.take_events():
             if isinstance(event, TokensEvent) and event.finish_reason is not None:

@@ -17,6 +17,7 @@ from engine.messages import EngineRequest, KVProgress, LoadedEvent, RemoteKV, Se
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.scheduler_output import Sampled
 from kv_transfer.nixl_connector import NixlConnector
 from kv_transfer.nixl_lender import Lender
 from kv_transfer.nixl_metadata import VERSION, TransferMetadata, encode
@@ -167,7 +168,7 @@ class Reading(RuleBasedStateMachine):
         self.connector.start_load_kv(self.connector.build_connector_meta())
         self.check()
         tokens = {share.request.request_id: 5 for share in scheduled.scheduled if share.samples}
-        self.scheduler.update_from_output(scheduled, tokens)
+        self.scheduler.update_from_output(scheduled, Sampled(tokens))
         for event in self.scheduler.take_events():
             if isinstance(event, TokensEvent) and event.finish_reason is not None:
                 self.requests.pop(event.request_id, None)
