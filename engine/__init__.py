@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.llm import LLM
-    from engine.outputs import CompletionOutput, RequestOutput
+    from engine.outputs import CompletionOutput, Logprob, RequestOutput
     from engine.sampling_params import SamplingParams
 
 _HOMES = {
@@ -18,9 +18,10 @@ _HOMES = {
     "AsyncEngine": "engine.async_engine",
     "SamplingParams": "engine.sampling_params",
     "CompletionOutput": "engine.outputs",
+    "Logprob": "engine.outputs",
     "RequestOutput": "engine.outputs",
 }
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
