@@ -70,12 +70,13 @@ class ChoiceText:
         return chunk
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None, event: TokensEvent) -> common_pb2.Finish:
-        usage = common_pb2.Usage(
-            prompt_tokens=len(self._choice.engine_request.prompt_token_ids),
+        num_prompt = len(self._choice.engine_request.prompt_token_ids)
+        usage = common_pb2.Usage(  # a resumed choice's KV is that of the prompt and of what was emitted before
+            prompt_tokens=num_prompt,
             completion_tokens=self._num_ids,
-            cached_tokens=event.num_cached_tokens,
-            external_tokens=event.num_external_tokens,
-            recomputed_tokens=event.num_recomputed_tokens,
+            cached_tokens=min(event.num_cached_tokens, num_prompt),
+            external_tokens=min(event.num_external_tokens, num_prompt),
+            recomputed_tokens=min(event.num_recomputed_tokens, num_prompt),
         )
         return common_pb2.Finish(
             reason=finish_reason(reason),

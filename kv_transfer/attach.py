@@ -26,6 +26,9 @@ from kv_transfer.wire import MAX_PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, identit
 from protos.tandem.v1 import kv_transfer_pb2 as pb
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 
+_CONNECT_S = 0.7
+"""How long a holder that cannot be reached is tried again: it may have restarted a moment ago. Seconds."""
+_CONNECT_AGAIN_S = 0.1
 _RELEASE_S = 1.0
 """How long a release may take before its lease is left to run out."""
 
@@ -91,16 +94,25 @@ class _Follower:
 
     async def run(self, identity: ModelIdentity) -> str | None:
         """None: the core has loaded. Otherwise why it will not."""
-        if self._loaded.done():
-            return None
+        until = time.monotonic() + _CONNECT_S
+        while not self._loaded.done():
+            failure, is_unreachable = await self._attempt(identity)
+            if not is_unreachable or self._attached or time.monotonic() >= until:
+                return failure
+            await asyncio.wait([self._loaded], timeout=_CONNECT_AGAIN_S)
+        return None
+
+    async def _attempt(self, identity: ModelIdentity) -> tuple[str | None, bool]:
+        """Why the core will not load, if so, and whether that is because nobody answers."""
         call: _Call = self._stub.Attach()
         try:
             await call.write(self._open(identity))
-            return await self._follow(call)
+            return await self._follow(call), False
         except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
+            return f"{error.code().name}: {error.details()}", error.code() is grpc.StatusCode.UNAVAILABLE
         except asyncio.InvalidStateError:  # written to a stream that has ended; its status says why
-            return f"{(await call.code()).name}: {await call.details()}"
+            code = await call.code()
+            return f"{code.name}: {await call.details()}", code is grpc.StatusCode.UNAVAILABLE
         finally:
             call.cancel()
 

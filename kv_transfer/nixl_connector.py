@@ -42,7 +42,7 @@ from kv_transfer.page_memory import make_page_memory
 from kv_transfer.page_naming import PageNaming
 from kv_transfer.production import SaveOp
 from kv_transfer.quarantine import Quarantine
-from kv_transfer.self_test import TIMEOUT_S, self_test_hand_over
+from kv_transfer.self_test import HAND_OVER_TIMEOUT_S, self_test_hand_over
 from kv_transfer.transfer_connector import TransferConnector, TransferOptions
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class NixlConnector(TransferConnector):
 
     def self_test(self) -> str | None:
         num_blocks = self._pages.num_spans
-        self_test_hand_over(self, self._memory, self._naming, num_blocks=num_blocks, timeout_s=TIMEOUT_S)
+        self_test_hand_over(self, self._memory, self._naming, num_blocks=num_blocks, timeout_s=HAND_OVER_TIMEOUT_S)
         self.counters = TransferCounters()  # it was no request's
         return None
 

@@ -19,7 +19,7 @@ class ChannelSettings(Section):
 
     keepalive_ms: int = setting(1000, "Milliseconds between pings to a silent peer.", ge=500)
     ping_timeout_ms: int = setting(1000, "Milliseconds after which an unanswered ping ends a connection.", ge=100)
-    max_backoff_ms: int = setting(2000, "Longest wait in milliseconds between attempts to connect.", ge=100)
+    max_backoff_ms: int = setting(500, "Longest wait in milliseconds between attempts to connect.", ge=100)
     max_message_bytes: int = setting(4 << 20, "Longest message in bytes that is accepted from a peer.", ge=1024)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conformance.stacks import GREEDY, NUM_BLOCKS, SEEDED, SHORT_LEASE_S, STATES, Stack, running, wait_until
-from tests.conformance.subjects import SUBJECTS, THOROUGH, Backing
+from tests.conformance.subjects import THOROUGH, Backing, on
 from tests.e2e.asking import Asked
 from tests.e2e.conftest import random_prompt
 from tests.faults.reference import Reference
@@ -25,29 +25,26 @@ BACK_WITHIN_S = 30.0
 
 Case = tuple[str, str]
 """State of the request, and role of the one that dies."""
-DEATHS: list[Case] = [(state, victim) for state in STATES for victim in ("prefill", "decode")]
-MAIN_DEATHS = {("saving", "prefill"), ("loading", "prefill"), ("loading", "decode"), ("decoding", "decode")}
-FREEZES: list[Case] = [
+QUICK_DEATHS: list[Case] = [("saving", "prefill"), ("loading", "prefill"), ("loading", "decode")]
+MAIN_DEATHS: list[Case] = [*QUICK_DEATHS, ("decoding", "decode")]
+ALL_DEATHS: list[Case] = [(state, victim) for state in STATES for victim in ("prefill", "decode")]
+QUICK_FREEZES: list[Case] = [("loading", "prefill")]
+MAIN_FREEZES: list[Case] = [*QUICK_FREEZES, ("decoding", "decode")]
+ALL_FREEZES: list[Case] = [
+    *MAIN_FREEZES,
     ("saving", "prefill"),
     ("first token", "decode"),
     ("reserved", "decode"),
-    ("loading", "prefill"),
     ("loading", "decode"),
-    ("decoding", "decode"),
 ]
-MAIN_FREEZES = {("loading", "prefill"), ("decoding", "decode")}
 
 
-def each(cases: list[Case], main: set[Case], by_default: dict[str, set[Case]]) -> pytest.MarkDecorator:
-    """Every case on the subjects that stand for others, the main ones on all; what is not `by_default` is slow."""
-    params = [
-        pytest.param(name, *case, marks=() if case in by_default.get(name, ()) else pytest.mark.slow)
-        for name in SUBJECTS
-        for case in cases
-        if name in THOROUGH or case in main
-    ]
-    # Its scope said, or pytest takes it for each test's own, and starts a stack for each.
-    return pytest.mark.parametrize(("subject", "state", "victim"), params, indirect=["subject"], scope="session")
+def at(cases: list[Case], quick: Collection[Case] = (), *, but: Collection[Case] = ()) -> pytest.MarkDecorator:
+    """Runs a test at each of the cases, `but` for those; what is not `quick` is for the full run."""
+    return pytest.mark.parametrize(
+        ("state", "victim"),
+        [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases if case not in but],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +92,41 @@ def wait_announced(stack: Stack, member: str, num_before: int) -> None:
     wait_until(lambda: stack.num_announced(member) > num_before, problem, BACK_WITHIN_S)
 
 
-@each(DEATHS, MAIN_DEATHS, {"shared_storage": MAIN_DEATHS - {("decoding", "decode")}, "nixl": MAIN_DEATHS})
+@on("shared_storage", "nixl")
+@at(MAIN_DEATHS, QUICK_DEATHS)
 def test_killed_instance_costs_a_pause_and_no_token(
     mortal_stack: Stack, prompts: random.Random, state: str, victim: str
 ) -> None:
-    stack, rig = mortal_stack, mortal_stack.rig
-    private = stack.private()
-    prompt = random_prompt(prompts, 150)
+    kill_and_look(mortal_stack, random_prompt(prompts, 150), state, victim)
+
+
+@on(names=THOROUGH)
+@at(ALL_DEATHS, but=MAIN_DEATHS)
+def test_killed_instance_costs_no_token_at_any_other_state(
+    mortal_stack: Stack, prompts: random.Random, state: str, victim: str
+) -> None:
+    kill_and_look(mortal_stack, random_prompt(prompts, 150), state, victim)
+
+
+@on("nixl")
+@at(MAIN_FREEZES, QUICK_FREEZES)
+def test_instance_frozen_for_longer_than_a_lease_is_left_behind_and_comes_back(
+    mortal_stack: Stack, prompts: random.Random, state: str, victim: str
+) -> None:
+    freeze_and_look(mortal_stack, random_prompt(prompts, 150), state, victim)
+
+
+@on(names=THOROUGH)
+@at(ALL_FREEZES, but=MAIN_FREEZES)
+def test_instance_frozen_at_any_other_state_is_left_behind_and_comes_back(
+    mortal_stack: Stack, prompts: random.Random, state: str, victim: str
+) -> None:
+    freeze_and_look(mortal_stack, random_prompt(prompts, 150), state, victim)
+
+
+def kill_and_look(stack: Stack, prompt: list[int], state: str, victim: str) -> None:
+    """SIGKILL to the victim while a request stands at `state`."""
+    rig, private = stack.rig, stack.private()
     with stack.stopped_at(state) as stop:
         asked = Asked(rig.address, prompt, **SEEDED)
         member = choose(stack, stop.wait(), victim)
@@ -115,13 +140,9 @@ def test_killed_instance_costs_a_pause_and_no_token(
         stack.wait_clean(private)
 
 
-@each(FREEZES, MAIN_FREEZES, {"nixl": {("loading", "prefill")}})
-def test_instance_that_is_frozen_for_longer_than_a_lease_is_left_behind_and_comes_back(
-    mortal_stack: Stack, prompts: random.Random, state: str, victim: str
-) -> None:
-    stack, rig = mortal_stack, mortal_stack.rig
-    private = stack.private()
-    prompt = random_prompt(prompts, 150)
+def freeze_and_look(stack: Stack, prompt: list[int], state: str, victim: str) -> None:
+    """SIGSTOP to the victim while a request stands at `state`, SIGCONT when the lease is over."""
+    rig, private = stack.rig, stack.private()
     with stack.stopped_at(state) as stop:
         asked = Asked(rig.address, prompt, **SEEDED)
         member = choose(stack, stop.wait(), victim)
@@ -138,5 +159,4 @@ def test_instance_that_is_frozen_for_longer_than_a_lease_is_left_behind_and_come
     wait_announced(stack, member, num_before)
     stack.wait_idle()
     stack.wait_clean(private)
-    other = random_prompt(prompts, 100)
-    stack.assert_exact(stack.ask(other, GREEDY), other, GREEDY)
+    stack.assert_exact(stack.ask(prompt, GREEDY), prompt, GREEDY)
