@@ -5,6 +5,10 @@
 For each connector both stacks run at the same time and are asked in turn, one request at a time, every prompt new; each
 instance has one core and one thread, so that the split stack's prefill has what the aggregated one has. Prints medians:
 TTFT of both and their ratio, the gap between tokens 1 and 2, and by how much it is longer than two decode steps.
+
+In a virtual machine the first touch of memory may cost ten times what a copy costs (the host has to find it), which
+whoever takes fresh memory pays: files in the page cache, and KV blocks at their first use. `--touch` says what it costs
+and has most of the free memory found before anything is measured; the host may take it back while it lies idle.
 """
 
 from __future__ import annotations
@@ -19,12 +23,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+import numpy as np
 from tqdm import tqdm
 
 from benchmarks.shapes import SHAPES, write_config
 from tandem.client import Client
 from tandem.local_stack import LocalStack
-from tandem.machine import usable_cores
+from tandem.machine import available_bytes, usable_cores
 from tandem.stack_settings import StackSettings
 
 
@@ -43,10 +48,19 @@ class Sample:
 @click.option("--prompt", "lengths", multiple=True, type=int, default=(512, 1024, 2048), show_default=True)
 @click.option("--chunk", default=256, show_default=True, help="Token budget of one step.")
 @click.option("--output", "output_len", default=8, show_default=True, help="Tokens of each answer.")
+@click.option("--touch/--no-touch", default=True, show_default=True, help="Touch free memory first.")
 @click.option("--repeat", default=5, show_default=True, help="Requests measured at each length, after one warm-up.")
 def main(
-    shape: str, connectors: tuple[str, ...], lengths: tuple[int, ...], chunk: int, output_len: int, repeat: int
+    shape: str,
+    connectors: tuple[str, ...],
+    lengths: tuple[int, ...],
+    chunk: int,
+    output_len: int,
+    touch: bool,
+    repeat: int,
 ) -> None:
+    if touch:
+        click.echo(f"fresh memory: {touch_free_memory():.1f} GB/s")
     with tempfile.TemporaryDirectory() as name:
         split = StackSettings(
             model=write_config(Path(name) / "model", shape),
@@ -69,6 +83,14 @@ def main(
                     connector: stack.enter_context(client_of(stack, replace(split, connector=connector))),
                 }
                 compare(clients, lengths, SHAPES[shape]["vocab_size"], output_len, repeat)
+
+
+def touch_free_memory() -> float:
+    """Write to two thirds of the memory that is free, and give it back; GB/s."""
+    num_bytes = available_bytes() * 2 // 3
+    started = time.monotonic()
+    np.ones(num_bytes, dtype=np.uint8)
+    return num_bytes / 1e9 / (time.monotonic() - started)
 
 
 def client_of(stack: ExitStack, settings: StackSettings) -> Client:
