@@ -4,6 +4,7 @@ before the decode engine reads them, and every token is the aggregated engine's.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -41,14 +42,17 @@ class MutatedPair(Pair):
     def prefill_all(self) -> None:
         """Step until every page of every request is in the store."""
         assert self.held_back is not None
-        for _ in range(100_000):
+        deadline = time.monotonic() + 60.0
+        while sum(event.num_tokens is not None for event in self.held_back) < len(self.outcomes):
+            assert time.monotonic() < deadline, "the prefill engine does not finish"
             for event in self.prefill.step():
                 self._from_prefill(event)
             for event in self.decode.step():
                 self._from_decode(event)
-            if sum(event.num_tokens is not None for event in self.held_back) == len(self.outcomes):
-                return
-        raise AssertionError("the prefill engine does not finish")
+            failed = [event.reason for event in self.held_back if event.ended == "failed"]
+            assert not failed, failed
+            if self.prefill.idle:
+                time.sleep(1e-3)  # I/O threads need the interpreter, too
 
     def written(self, name: str) -> Written:
         """What the prefill engine has written for a request."""
