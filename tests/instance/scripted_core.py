@@ -65,7 +65,7 @@ class ScriptedCore:
 
     async def wait_for(self, kind: type, count: int = 1) -> Command:
         """The `count`-th command of a kind, when it has come."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):  # a guard against a hang, no promise
             while len(self.of(kind)) < count:
                 self._arrived.clear()
                 await self._arrived.wait()
