@@ -6,7 +6,6 @@ Where one page is wrong its successors may be too: `inspect` looks at them for t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import time
@@ -24,6 +23,8 @@ from kv_transfer.store import BadValue, BlockStore, PageKey, StoreError
 
 SKIPPED = "skipped"
 _DAMAGED = "page_"
+_DELETE_PAUSES_S = (0.05, 0.2, 0.0)
+"""After each try to remove a page."""
 _log = logging.getLogger(__name__)
 
 
@@ -83,9 +84,17 @@ class PageIO:
             _log.debug("a page could not be inspected: %s", _reason(error))
 
     def delete(self, key: PageKey) -> None:
-        """Remove a page, if the store can."""
-        with contextlib.suppress(Exception):
-            self.store.delete(key)
+        """Remove a page, if the store can: what it was too busy for is tried again, what it is too dead for is not."""
+        for pause_s in _DELETE_PAUSES_S:
+            try:
+                self.store.delete(key)
+            except Exception as error:
+                if self.breaker.is_open:
+                    break
+                _log.debug("a page could not be removed: %s", _reason(error))
+                time.sleep(pause_s)
+            else:
+                break
 
     def _save(self, op: SaveOp) -> int:
         failpoints.hit("kv.save")

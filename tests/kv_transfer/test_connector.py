@@ -20,7 +20,7 @@ from kv_transfer.page import HEADER_BYTES
 from kv_transfer.page_naming import PageNaming
 from kv_transfer.secret import ensure_secret
 from kv_transfer.shared_storage import SharedStorage
-from kv_transfer.store import MemoryStore
+from kv_transfer.store import MemoryStore, PageKey
 from tests.kv_transfer.harness import (
     BLOCK_SIZE,
     FINGERPRINT,
@@ -557,3 +557,21 @@ def test_counters_tell_bytes_and_seconds(store: MemoryStore) -> None:
     assert (loaded["num_loaded_bytes"], loaded["num_loaded_blocks"]) == (num_bytes, NUM_PAGES)
     assert saved["save_s"] > 0
     assert loaded["load_s"] > 0
+
+
+def test_a_page_that_could_not_be_removed_at_once_is_removed_later(store: MemoryStore) -> None:
+    class BusyStore(MemoryStore):
+        num_refusals = 2
+
+        def delete(self, key: PageKey) -> None:
+            if self.num_refusals:
+                self.num_refusals -= 1
+                raise OSError(11, "busy")
+            super().delete(key)
+
+    busy = BusyStore()
+    prefill = Core(busy)
+    prefill.prefill(writer_of())
+    assert len(busy.values) == NUM_PAGES
+    prefill.release()
+    prefill.wait(lambda: len(busy.values) == NUM_FULL)
