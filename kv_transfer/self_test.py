@@ -112,7 +112,7 @@ class _HandOver:
         self.freed += output.freed_request_ids
         for event in output.events:
             if isinstance(event, TransferEvent):
-                self.connector.handle(_progress(event, loaded_id))
+                self.connector.handle(progress_of(event, loaded_id))
         meta = self.connector.build_connector_meta()
         self.connector.start_load_kv(meta)
         self.connector.save_kv(meta)
@@ -129,7 +129,7 @@ class _HandOver:
         return Request.from_spec(spec, arrival=0, fingerprint=self.naming.fingerprint.hex())
 
 
-def _progress(event: TransferEvent, request_id: str) -> KVProgress:
+def progress_of(event: TransferEvent, request_id: str) -> KVProgress:
     """What the reader's front makes of the holder's event."""
     return KVProgress(
         request_id,

@@ -12,9 +12,10 @@ import torch
 from engine.config import KVConnectorConfig
 from engine.kv_connector import KVLoadResult, make_connector
 from engine.kv_layout import KVLayout
-from engine.messages import EngineRequest, HoldKV, KVProgress, RemoteKV, TransferEvent
+from engine.messages import EngineRequest, HoldKV, RemoteKV, TransferEvent
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from kv_transfer.self_test import progress_of
 
 BLOCK_TOKENS = 16
 BYTES_STEP = 2 * BLOCK_TOKENS * 2
@@ -116,7 +117,7 @@ class Half:
         self._connector.update_state_after_alloc(request, list(range(num_blocks)), 0)
         started = time.perf_counter()
         for event in events:
-            self._connector.handle(_progress(event, name))
+            self._connector.handle(progress_of(event, name))
         loaded: list[KVLoadResult] = []
         while not loaded:
             self._woken.clear()
@@ -138,15 +139,3 @@ class Half:
         if time.perf_counter() - started > _TOO_LATE_S:
             raise TransferFailed("timeout")
         self._woken.wait(0.5)
-
-
-def _progress(event: TransferEvent, request_id: str) -> KVProgress:
-    """What the reader's front makes of the holder's event."""
-    return KVProgress(
-        request_id,
-        event.num_ready_blocks,
-        digests=event.digests,
-        connector_metadata=event.connector_metadata,
-        num_tokens=event.num_tokens,
-        failed=event.ended,
-    )
