@@ -154,7 +154,12 @@ def _known_connector(value: str) -> str:
     for name in value.split(","):
         if name not in CONNECTORS and ":" not in name:
             raise click.BadParameter(f"{name!r} is none of {', '.join(CONNECTORS)}, nor module:Class of your own")
-    return value
+    from instance.connectors import check_names  # late: `--help` needs none of it
+
+    try:
+        return check_names(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def _check_addresses(settings: StackSettings) -> None:

@@ -35,6 +35,10 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("up", "--model", "./nowhere"), "Qwen/Qwen3-0.6B"),
         (("up", "--prefill", "0", "--disaggregation", "always"), "needs at least one prefill instance"),
         (("up", "--connector", "carrier-pigeon"), "shared_storage"),
+        (
+            ("up", "--connector", "redis,nixl", "--kv-url", "redis://127.0.0.1:1/0"),
+            "nixl stores nothing: it can only be the first",
+        ),
         (("up", "--connector", "redis"), "--kv-url redis://host:port/0"),
         (("up", "--connector", "redis", "--kv-url", "redis://127.0.0.1:1/0"), "no Redis answers"),
         (("up", "--host", "192.0.2.1"), "cannot listen on --host 192.0.2.1"),
