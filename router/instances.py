@@ -73,6 +73,9 @@ class InstanceInfo:
     max_model_len: int = 0
     vocab_size: int = 0
     kv_connector: str = ""
+    num_blocks: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
 
     @classmethod
     def from_wire(cls, message: instance_pb2.GetInstanceInfoResponse) -> InstanceInfo:
@@ -86,6 +89,9 @@ class InstanceInfo:
             max_model_len=message.max_model_len,
             vocab_size=message.vocab_size,
             kv_connector=message.kv_connector,
+            num_blocks=message.num_blocks,
+            max_num_seqs=message.max_num_seqs,
+            max_num_batched_tokens=message.max_num_batched_tokens,
         )
 
 
@@ -104,6 +110,8 @@ class LoadReport:
     step_s: float = 0.0
     core_silence_s: float = 0.0
     draining: bool = False
+    num_prefilled_tokens: int = 0
+    """Since its start, not from any cache."""
 
     @classmethod
     def from_wire(cls, message: instance_pb2.WatchLoadResponse) -> LoadReport:
@@ -119,6 +127,7 @@ class LoadReport:
             step_s=message.step_s,
             core_silence_s=message.core_silence_s,
             draining=message.draining,
+            num_prefilled_tokens=message.num_prefilled_tokens,
         )
 
 

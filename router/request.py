@@ -24,6 +24,8 @@ class GenerationRequest:
     seed: int
     priority: int = 0
     cache_salt: str = ""
+    session: str = ""
+    """The conversation it belongs to, for affinity alone."""
     deadline_s: float | None = None
     """Monotonic time at which it must be over."""
 

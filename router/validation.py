@@ -26,6 +26,7 @@ _LABEL = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LABEL_ALLOWED = "1..128 of [A-Za-z0-9._-]"
 _MAX_SALT_BYTES = 256
 _MAX_KEY_BYTES = 128
+_MAX_SESSION_BYTES = 128
 _MAX_PRIORITY = 100
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -56,6 +57,7 @@ async def validated(
         seed=seed,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        session=request.session,
         deadline_s=deadline_s,
     )
 
@@ -83,6 +85,8 @@ def _check_extras(request: generation_pb2.GenerateRequest) -> None:
     """Everything that is neither prompt nor sampling."""
     if (num_bytes := len(request.cache_salt.encode())) > _MAX_SALT_BYTES:
         raise invalid_argument("cache_salt", f"{num_bytes} bytes", f"at most {_MAX_SALT_BYTES} bytes")
+    if (num_bytes := len(request.session.encode())) > _MAX_SESSION_BYTES:
+        raise invalid_argument("session", f"{num_bytes} bytes", f"at most {_MAX_SESSION_BYTES} bytes")
     if abs(request.priority) > _MAX_PRIORITY:
         allowed = f"-{_MAX_PRIORITY}..{_MAX_PRIORITY}"
         raise invalid_argument("priority", f"{request.priority} is out of range", allowed)

@@ -86,6 +86,7 @@ class GenerateRequest(_message.Message):
     LORA_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The client's label, 1..128 of [A-Za-z0-9._-]; appears in logs and traces; need not be unique. Empty: the router makes one."""
     model: _builtins.str
@@ -102,6 +103,8 @@ class GenerateRequest(_message.Message):
     """W3C trace context; metadata of the same name wins."""
     idempotency_key: _builtins.str
     """Makes a repeated call attach to the first one's result; at most 128 bytes."""
+    session: _builtins.str
+    """Names the conversation it belongs to: the next request of the same one prefers the instances that hold its KV; at most 128 bytes."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """The prompt as token ids."""
@@ -128,10 +131,11 @@ class GenerateRequest(_message.Message):
         lora: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         idempotency_key: _builtins.str = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "chat", b"chat", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "lora", b"lora", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "lora", b"lora", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
     _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
