@@ -39,9 +39,9 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.scheduler_output import Sampled, SchedulerOutput
 from kv_transfer.nixl_connector import NixlConnector
+from tests.kv_transfer.core_pair import progress_of
 from tests.kv_transfer.harness import FINGERPRINT
 from tests.kv_transfer.nixl_holder import HolderProcess
-from tests.kv_transfer.nixl_pair import progress_of
 
 BLOCK_SIZE = 8
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=8, head_dim=64, block_size=BLOCK_SIZE, dtype="float32")

@@ -26,6 +26,7 @@ from kv_transfer.page_io import SKIPPED, IOEnd
 from kv_transfer.production import SaveOp
 from kv_transfer.secret import load_secret
 from kv_transfer.store import MemoryStore
+from tests.kv_transfer.fake_wire import FakeWire
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
 
 LOAD_TIMEOUT_S = 5.0
@@ -133,25 +134,6 @@ class ScriptedStoreConnector(StoreConnector):
 
     def _submit(self, op: SaveOp | LoadOp) -> None:
         self.in_flight.append(op)
-
-
-class _Wire:
-    """Reads that end when the test says so."""
-
-    def __init__(self) -> None:
-        self.reads: list[Read] = []
-        self.rebuild_asked = False
-
-    def submit(self, read: Read) -> None:
-        self.reads.append(read)
-
-    def rebuild(self) -> None:
-        assert not self.rebuild_asked, "asked twice"
-        self.rebuild_asked = True
-
-    def shutdown(self, timeout_s: float) -> bool:
-        del timeout_s
-        return not self.reads
 
 
 class _Lender(Lender):
@@ -274,6 +256,6 @@ class ScriptedNixlConnector(NixlConnector):
     def _make_lender(self) -> Lender:
         return _Lender(self._num_blocks, self._secret)
 
-    def _make_wire(self) -> _Wire:
-        self.wire = _Wire()
+    def _make_wire(self) -> FakeWire:
+        self.wire = FakeWire()
         return self.wire

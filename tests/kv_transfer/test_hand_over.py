@@ -3,32 +3,14 @@ engine's."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.config import EngineConfig, KVConnectorConfig
-from engine.core import EngineCore
-from engine.messages import (
-    AddRequest,
-    EngineRequest,
-    HoldKV,
-    KVProgress,
-    LeaseCommand,
-    LoadedEvent,
-    RemoteKV,
-    ReservedEvent,
-    Seed,
-    TokenLogprob,
-    TokensEvent,
-    TransferEvent,
-)
-from kv_transfer.secret import ensure_secret
 from tests.builders import lively_checkpoint
+from tests.kv_transfer.core_pair import CorePair, aggregated, store_config
 from tests.oracle import random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -39,105 +21,23 @@ PENALISED = SamplingParams(
 )  # fmt: skip
 
 
-@dataclass
-class Outcome:
-    """One request's way through both cores."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[list[TokenLogprob]] = field(default_factory=list)
-    prompt_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
-    num_local_blocks: int = 0
-    loaded: LoadedEvent | None = None
-    finished: bool = False
-
-
-class Pair:
-    """A prefill and a decode core that share a folder; this object plays the fronts."""
-
-    def __init__(self, folder: Path, tmp_path: Path, **config: object) -> None:
-        ensure_secret(tmp_path / "secret")
-        options = {"path": str(tmp_path / "store"), "kv_secret_file": str(tmp_path / "secret")}
-        connector = KVConnectorConfig(class_path="kv_transfer.connector:SharedStorageConnector", options=options)
-        defaults = {"dtype": "float32", "num_blocks": 1024, "kv_connector": connector}
-        engine_config = EngineConfig(model=str(folder), **{**defaults, **config})  # type: ignore[arg-type]
-        self.prefill = EngineCore(engine_config, wake=lambda: None)
-        self.decode = EngineCore(engine_config, wake=lambda: None)
-        self.outcomes: dict[str, Outcome] = {}
-        self.num_moves_before_first_token = 0
-
-    def start(self, name: str, prompt: list[int], params: SamplingParams) -> None:
-        """Reserve at decode, then prefill."""
-        self.outcomes[name] = Outcome()
-        fields = {"request_id": name, "prompt_token_ids": prompt, "params": params, "seed": params.seed or 0}
-        remote = RemoteKV(transfer_id=name, reservation_s=60.0)
-        self.decode.handle(AddRequest(EngineRequest(**fields, remote_kv=remote)))  # type: ignore[arg-type]
-        hold = HoldKV(transfer_id=name, lease_s=60.0)
-        self.prefill.handle(AddRequest(EngineRequest(**fields, hold_kv=hold)))  # type: ignore[arg-type]
-
-    def run(self) -> None:
-        """Step both cores, carrying events to and fro, until all is finished and released."""
-        deadline = time.monotonic() + 100.0
-        while not all(outcome.finished for outcome in self.outcomes.values()) or self.prefill.load.num_transfers:
-            assert time.monotonic() < deadline, "requests do not finish"
-            for event in self.prefill.step():
-                self._from_prefill(event)
-            for event in self.decode.step():
-                self._from_decode(event)
-            if self.prefill.idle and self.decode.idle:
-                time.sleep(1e-4)  # I/O threads need the interpreter, too
-
-    def _from_prefill(self, event: object) -> None:
-        if isinstance(event, TokensEvent):
-            outcome = self.outcomes[event.request_id]
-            outcome.token_ids += event.token_ids
-            outcome.logprobs += event.logprobs
-            outcome.prompt_logprobs += event.prompt_logprobs
-            assert event.finish_reason == "hand_over"
-            self.decode.handle(Seed(event.request_id, event.token_ids))
-        elif isinstance(event, TransferEvent) and event.ended is None:
-            self.num_moves_before_first_token += not self.outcomes[event.transfer_id].token_ids
-            progress = KVProgress(event.transfer_id, event.num_ready_blocks, num_tokens=event.num_tokens)
-            self.decode.handle(progress)
-
-    def _from_decode(self, event: object) -> None:
-        if isinstance(event, ReservedEvent):
-            self.outcomes[event.request_id].num_local_blocks = event.num_local_blocks
-        elif isinstance(event, LoadedEvent):
-            self.outcomes[event.request_id].loaded = event
-            self.prefill.handle(LeaseCommand(event.request_id, "release"))
-        elif isinstance(event, TokensEvent):
-            outcome = self.outcomes[event.request_id]
-            outcome.token_ids += event.token_ids
-            outcome.logprobs += event.logprobs
-            outcome.prompt_logprobs += event.prompt_logprobs
-            outcome.finished = event.finish_reason is not None
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return lively_checkpoint(tmp_path_factory.mktemp("model") / "llama", "llama")
 
 
 @pytest.fixture
-def pair(checkpoint: Path, tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(checkpoint, tmp_path)
+def pair(checkpoint: Path, tmp_path: Path) -> Iterator[CorePair]:
+    pair = CorePair(store_config(checkpoint, tmp_path))
     yield pair
-    for core in (pair.prefill, pair.decode):
-        core.shutdown()
-        load = core.load
-        assert (load.running_blocks, load.held_blocks, load.num_transfers) == (0, 0, 0)
+    pair.close()
     leftovers = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and "transfers" in path.parts]
     assert leftovers == [], "transfer-scoped files stayed behind"
 
 
-def aggregated(checkpoint: Path, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=1024)
-    return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params, use_tqdm=False)]
-
-
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_tokens_after_a_hand_over_are_the_aggregated_engines(
-    checkpoint: Path, pair: Pair, params: SamplingParams
+    checkpoint: Path, pair: CorePair, params: SamplingParams
 ) -> None:
     prompts = [*random_prompts(10, longest=300, vocab_size=1024, seed=5), [7] * 16, [8] * 64]
     for index, prompt in enumerate(prompts):
@@ -154,7 +54,7 @@ def test_tokens_after_a_hand_over_are_the_aggregated_engines(
     assert load.num_generated_tokens == sum(len(outcome.token_ids) - 1 for outcome in outcomes)
 
 
-def test_penalties_and_logprobs_go_on_across_a_hand_over(checkpoint: Path, pair: Pair) -> None:
+def test_penalties_and_logprobs_go_on_across_a_hand_over(checkpoint: Path, pair: CorePair) -> None:
     prompts = random_prompts(12, longest=200, vocab_size=1024, seed=6)
     llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=1024)
     answers = llm.generate(prompts, PENALISED, use_tqdm=False)
@@ -176,13 +76,13 @@ def test_penalties_and_logprobs_go_on_across_a_hand_over(checkpoint: Path, pair:
 
 
 def test_blocks_move_while_later_chunks_are_still_computed(checkpoint: Path, tmp_path: Path) -> None:
-    pair = Pair(checkpoint, tmp_path, max_num_batched_tokens=64)
+    pair = CorePair(store_config(checkpoint, tmp_path, max_num_batched_tokens=64))
     pair.start("long", random_prompts(2, longest=1000, vocab_size=1024)[1], GREEDY)
     pair.run()
     assert pair.num_moves_before_first_token >= 3
 
 
-def test_decode_fetches_only_what_it_lacks(pair: Pair) -> None:
+def test_decode_fetches_only_what_it_lacks(pair: CorePair) -> None:
     shared = random_prompts(2, longest=160, vocab_size=1024)[1]
     pair.start("first", shared, GREEDY)
     pair.run()
@@ -196,7 +96,7 @@ def test_decode_fetches_only_what_it_lacks(pair: Pair) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "swap"])
 def test_a_damaged_page_is_recomputed_and_changes_no_token(
-    checkpoint: Path, pair: Pair, tmp_path: Path, damage: str
+    checkpoint: Path, pair: CorePair, tmp_path: Path, damage: str
 ) -> None:
     prompt = random_prompts(2, longest=200, vocab_size=1024, seed=9)[1]
     expected = aggregated(checkpoint, [prompt], GREEDY)[0]

@@ -26,6 +26,7 @@ from kv_transfer.lmcache_wire import (
 from kv_transfer.secret import ensure_secret
 from kv_transfer.store import BadValue, StoreError
 from tests.builders import lively_checkpoint
+from tests.kv_transfer.core_pair import CorePair, aggregated, store_config
 from tests.kv_transfer.lmcache_checks import (
     NUM_BYTES,
     LMCacheLoad,
@@ -37,8 +38,8 @@ from tests.kv_transfer.lmcache_checks import (
 )
 from tests.kv_transfer.lmcache_server_process import ServerProcess, lmcache_server
 from tests.kv_transfer.redis_server import RedisServer, name_of, redis_server
-from tests.kv_transfer.test_hand_over import GREEDY, aggregated
-from tests.kv_transfer.test_redis_connector import PROMPTS, FrontedPair
+from tests.kv_transfer.test_hand_over import GREEDY
+from tests.kv_transfer.test_redis_connector import PROMPTS
 from tests.kv_transfer.test_shared_storage import HEADER, PAGE, key_of
 
 
@@ -258,15 +259,13 @@ def test_hand_over_between_two_engines_is_exact(
     else:  # a database of its own: the server's pages in 0 have the same names and another key
         options["url"] = f"{request.getfixturevalue('redis').url}/1"
     connector = KVConnectorConfig(class_path="kv_transfer.lmcache_connector:LMCacheConnector", options=options)
-    pair = FrontedPair(checkpoint, tmp_path, kv_connector=connector)
+    pair = CorePair(store_config(checkpoint, tmp_path, kv_connector=connector))
     for index, prompt in enumerate(PROMPTS):
         pair.start(f"r{index}", prompt, GREEDY)
     pair.run()
     assert [pair.outcomes[f"r{index}"].token_ids for index in range(len(PROMPTS))] == expected
     assert pair.decode.load.num_prefilled_tokens == 0, "decode has computed prompts that it could load"
-    for core in (pair.prefill, pair.decode):
-        core.shutdown()
-        assert (core.load.running_blocks, core.load.held_blocks, core.load.num_transfers) == (0, 0, 0)
+    pair.close()
     if backend == "disk":
         assert pages_in(tmp_path / "store"), "nothing went to the disk"
         assert not [path for path in pages_in(tmp_path / "store") if "transfers" in path.parts], "a tail stayed behind"

@@ -4,7 +4,6 @@ before the decode engine reads them, and every token is the aggregated engine's.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -12,27 +11,26 @@ from pathlib import Path
 import pytest
 
 from engine import SamplingParams
-from engine.config import KVConnectorConfig
-from engine.messages import TransferEvent
+from engine.config import EngineConfig, KVConnectorConfig
 from kv_transfer.connector import StoreConnector
 from kv_transfer.page import HEADER_BYTES
 from kv_transfer.secret import load_secret
 from tests.builders import lively_checkpoint
+from tests.kv_transfer.core_pair import CorePair, aggregated, store_config
 from tests.kv_transfer.mutations import NUM_PAGES, Written, catalogue
 from tests.kv_transfer.redis_server import redis_server
-from tests.kv_transfer.test_hand_over import Pair, aggregated
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 _SAMPLE, _ALL = 101, 808
 
 
-class MutatedPair(Pair):
+class MutatedPair(CorePair):
     """What the prefill engine announces is held back until the test lets go."""
 
-    def __init__(self, folder: Path, tmp_path: Path, **config: object) -> None:
-        super().__init__(folder, tmp_path, **config)
-        self.key = load_secret(str(tmp_path / "secret"))
-        self.held_back: list[TransferEvent] | None = []
+    def __init__(self, config: EngineConfig, key: bytes) -> None:
+        super().__init__(config)
+        self.hold_back = True
+        self._key = key
 
     @property
     def connector(self) -> StoreConnector:
@@ -41,18 +39,13 @@ class MutatedPair(Pair):
 
     def prefill_all(self) -> None:
         """Step until every page of every request is in the store."""
-        assert self.held_back is not None
-        deadline = time.monotonic() + 60.0
-        while sum(event.num_tokens is not None for event in self.held_back) < len(self.outcomes):
-            assert time.monotonic() < deadline, "the prefill engine does not finish"
-            for event in self.prefill.step():
-                self._from_prefill(event)
-            for event in self.decode.step():
-                self._from_decode(event)
+
+        def is_written() -> bool:
             failed = [event.reason for event in self.held_back if event.ended == "failed"]
             assert not failed, failed
-            if self.prefill.idle:
-                time.sleep(1e-3)  # I/O threads need the interpreter, too
+            return sum(event.num_tokens is not None for event in self.held_back) == len(self.outcomes)
+
+        self.run_until(is_written)
 
     def written(self, name: str) -> Written:
         """What the prefill engine has written for a request."""
@@ -61,18 +54,7 @@ class MutatedPair(Pair):
         for page, payload in zip(load.pages, payloads, strict=True):
             found = self.connector._store.get_into(page.key, (bytearray(HEADER_BYTES), payload), lambda: None)
             assert found, "the prefill engine says that it is there"
-        return Written(load.pages, [bytes(payload) for payload in payloads], self.key)
-
-    def let_go(self) -> None:
-        held_back, self.held_back = self.held_back, None
-        for event in held_back or []:
-            self._from_prefill(event)
-
-    def _from_prefill(self, event: object) -> None:
-        if isinstance(event, TransferEvent) and event.ended is None and self.held_back is not None:
-            self.held_back.append(event)
-        else:
-            super()._from_prefill(event)
+        return Written(load.pages, [bytes(payload) for payload in payloads], self._key)
 
 
 @contextmanager
@@ -137,9 +119,7 @@ def check_sample(pair: MutatedPair, checkpoint: Path, num_mutations: int) -> Non
         0,
         *aggregated(checkpoint, [prompts[0][::-1]], GREEDY),
     )
-    for core in (pair.prefill, pair.decode):
-        core.shutdown()
-        assert (core.load.running_blocks, core.load.held_blocks, core.load.num_transfers) == (0, 0, 0)
+    pair.close()
 
 
 @pytest.mark.parametrize("config", [folder_config, redis_config], ids=["shared_storage", "redis"])
@@ -151,5 +131,6 @@ def test_mutated_pages_change_no_token(
     num_mutations: int,
 ) -> None:
     with config(tmp_path) as settings:
-        pair = MutatedPair(checkpoint, tmp_path, num_blocks=8192, max_num_seqs=1024, **settings)
+        engine = store_config(checkpoint, tmp_path, num_blocks=8192, max_num_seqs=1024, **settings)
+        pair = MutatedPair(engine, load_secret(str(tmp_path / "secret")))
         check_sample(pair, checkpoint, num_mutations)

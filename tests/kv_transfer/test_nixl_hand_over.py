@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from engine import LLM, SamplingParams
-from engine.messages import LeaseCommand
+from engine import SamplingParams
+from engine.messages import LeaseCommand, TransferEvent
 from kv_transfer.nixl_connector import NixlConnector
+from kv_transfer.nixl_metadata import TransferMetadata
 from tests.builders import lively_checkpoint
-from tests.kv_transfer.nixl_pair import NixlPair
+from tests.kv_transfer.core_pair import CorePair, aggregated, nixl_config
 from tests.oracle import random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -24,18 +26,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def pair(checkpoint: Path, tmp_path: Path) -> Iterator[NixlPair]:
-    pair = NixlPair(checkpoint, tmp_path)
+def pair(checkpoint: Path, tmp_path: Path) -> Iterator[CorePair]:
+    pair = CorePair(nixl_config(checkpoint, tmp_path))
     yield pair
     pair.close()
 
 
-def aggregated(checkpoint: Path, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=512)
-    return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def check_all_moved(pair: NixlPair, prompts: list[list[int]]) -> None:
+def check_all_moved(pair: CorePair, prompts: list[list[int]]) -> None:
     for prompt, outcome in zip(prompts, pair.outcomes.values(), strict=True):
         assert outcome.loaded is not None
         assert outcome.loaded.num_recomputed_blocks == 0, outcome.loaded.reason
@@ -46,7 +43,7 @@ def check_all_moved(pair: NixlPair, prompts: list[list[int]]) -> None:
 @pytest.mark.parametrize("digest", [True, False], ids=["digest", "no-digest"])
 def test_tokens_after_a_hand_over_are_the_aggregated_engines(checkpoint: Path, tmp_path: Path, digest: bool) -> None:
     params = GREEDY if digest else SEEDED
-    pair = NixlPair(checkpoint, tmp_path, options={"digest": digest})
+    pair = CorePair(nixl_config(checkpoint, tmp_path, options={"digest": digest}))
     prompts = [*random_prompts(8, longest=300, vocab_size=1024, seed=5), [7] * 16, [8] * 64]
     for index, prompt in enumerate(prompts):
         pair.start(f"r{index}", prompt, params)
@@ -60,7 +57,7 @@ def test_tokens_after_a_hand_over_are_the_aggregated_engines(checkpoint: Path, t
 
 def test_pages_come_over_tcp_as_well(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    pair = NixlPair(checkpoint, tmp_path, options={"ucx_tls": "tcp"})
+    pair = CorePair(nixl_config(checkpoint, tmp_path, options={"ucx_tls": "tcp"}))
     prompts = random_prompts(3, longest=200, vocab_size=1024, seed=6)
     for index, prompt in enumerate(prompts):
         pair.start(f"r{index}", prompt, GREEDY)
@@ -74,14 +71,14 @@ def test_pages_come_over_tcp_as_well(checkpoint: Path, tmp_path: Path, caplog: p
 
 
 def test_blocks_move_while_later_chunks_are_still_computed(checkpoint: Path, tmp_path: Path) -> None:
-    pair = NixlPair(checkpoint, tmp_path, max_num_batched_tokens=64)
+    pair = CorePair(nixl_config(checkpoint, tmp_path, max_num_batched_tokens=64))
     pair.start("long", random_prompts(2, longest=900, vocab_size=1024)[1], GREEDY)
     pair.run()
     assert pair.num_moves_before_first_token >= 3
     pair.close()
 
 
-def test_decode_fetches_only_what_it_lacks(pair: NixlPair) -> None:
+def test_decode_fetches_only_what_it_lacks(pair: CorePair) -> None:
     shared = random_prompts(2, longest=160, vocab_size=1024)[1]
     pair.start("first", shared, GREEDY)
     pair.run()
@@ -95,15 +92,15 @@ def test_decode_fetches_only_what_it_lacks(pair: NixlPair) -> None:
     assert connector_of(pair).counters.num_loaded_blocks == moved_before + 1
 
 
-def test_a_page_that_changed_after_its_digest_is_recomputed(checkpoint: Path, pair: NixlPair) -> None:
+def test_a_page_that_changed_after_its_digest_is_recomputed(checkpoint: Path, pair: CorePair) -> None:
     prompt = random_prompts(2, longest=200, vocab_size=1024, seed=9)[1]
     expected = aggregated(checkpoint, [prompt], GREEDY)[0]
     pair.hold_back = True
     pair.start("hit", prompt, GREEDY)
     pair.run_until(lambda: any(event.num_tokens for event in pair.held_back))
     # STEP the holder's fifth page changes, after its digest was announced and before it is read
-    kv = pair.prefill_kv()
-    block_id = pair.metadata(pair.held_back[0].connector_metadata).block_ids[4]
+    kv = pair.prefill._runner._kv_cache
+    block_id = metadata_of(pair.held_back[0]).block_ids[4]
     kv[block_id].view(-1)[17] += 1.0
     pair.let_go()
     pair.run()
@@ -118,7 +115,7 @@ def test_a_page_that_changed_after_its_digest_is_recomputed(checkpoint: Path, pa
 def test_pages_read_after_their_lease_has_ended_count_for_nothing(
     checkpoint: Path, tmp_path: Path, digest: bool
 ) -> None:
-    pair = NixlPair(checkpoint, tmp_path, options={"digest": digest})
+    pair = CorePair(nixl_config(checkpoint, tmp_path, options={"digest": digest}))
     prompt = random_prompts(2, longest=200, vocab_size=1024, seed=9)[1]
     pair.hold_back = True
     pair.start("late", prompt, GREEDY)
@@ -135,7 +132,7 @@ def test_pages_read_after_their_lease_has_ended_count_for_nothing(
     pair.close()
 
 
-def test_blocks_stay_until_the_lease_ends(pair: NixlPair) -> None:
+def test_blocks_stay_until_the_lease_ends(pair: CorePair) -> None:
     prompt = random_prompts(2, longest=200, vocab_size=1024, seed=9)[1]
     pair.hold_back = True
     pair.start("kept", prompt, GREEDY)
@@ -146,7 +143,12 @@ def test_blocks_stay_until_the_lease_ends(pair: NixlPair) -> None:
     assert pair.prefill.load.held_blocks == 0
 
 
-def connector_of(pair: NixlPair) -> NixlConnector:
+def metadata_of(event: TransferEvent) -> TransferMetadata:
+    """What a transfer's metadata says, unchecked."""
+    return msgspec.msgpack.decode(event.connector_metadata[32:], type=TransferMetadata)
+
+
+def connector_of(pair: CorePair) -> NixlConnector:
     connector = pair.decode._connector
     assert isinstance(connector, NixlConnector)
     return connector

@@ -25,8 +25,8 @@ from engine.messages import (
 )
 from kv_transfer.nixl_connector import NixlConnector
 from tests.builders import lively_checkpoint
+from tests.kv_transfer.core_pair import nixl_config, num_classed_blocks, progress_of
 from tests.kv_transfer.nixl_holder import HolderProcess
-from tests.kv_transfer.nixl_pair import nixl_config, num_classed_blocks, progress_of
 from tests.oracle import random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -21,8 +21,9 @@ from engine.scheduler_output import Sampled
 from kv_transfer.nixl_connector import NixlConnector
 from kv_transfer.nixl_lender import Lender
 from kv_transfer.nixl_metadata import VERSION, TransferMetadata, encode
-from kv_transfer.nixl_wire import GIVEN_UP, Read
+from kv_transfer.nixl_wire import GIVEN_UP
 from kv_transfer.quarantine import Quarantine
+from tests.kv_transfer.fake_wire import FakeWire
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
 
 NUM_BLOCKS = 24
@@ -59,25 +60,6 @@ def test_too_many_blocks_or_too_long_makes_a_rebuild_due_once() -> None:
     quarantine.ended("b")
     quarantine.rebuilt()
     assert not quarantine.rebuild_due(100.0)
-
-
-class FakeWire:
-    """Reads that end when the test says so."""
-
-    def __init__(self) -> None:
-        self.reads: list[Read] = []
-        self.rebuild_asked = False
-
-    def submit(self, read: Read) -> None:
-        self.reads.append(read)
-
-    def rebuild(self) -> None:
-        assert not self.rebuild_asked, "asked twice"
-        self.rebuild_asked = True
-
-    def shutdown(self, timeout_s: float) -> bool:
-        del timeout_s
-        return True
 
 
 class FakeLender(Lender):

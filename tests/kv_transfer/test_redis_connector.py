@@ -12,7 +12,6 @@ import pytest
 from engine.config import KVConnectorConfig
 from engine.errors import EngineError
 from engine.kv_connector import make_connector
-from engine.messages import KVProgress, TransferEvent
 from instance.config import TransferSection, _connector_config
 from kv_transfer.page import HEADER_BYTES
 from kv_transfer.page_naming import PageNaming
@@ -24,10 +23,11 @@ from kv_transfer.secret import ensure_secret
 from kv_transfer.store import PageKey
 from serving.settings import SettingsError
 from tests.builders import lively_checkpoint
+from tests.kv_transfer.core_pair import CorePair, aggregated, store_config
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT, Core, make_request
 from tests.kv_transfer.redis_load import PROMPT
 from tests.kv_transfer.redis_server import RedisServer, make_certificate, name_of, options_of, redis_server
-from tests.kv_transfer.test_hand_over import GREEDY, Pair, aggregated
+from tests.kv_transfer.test_hand_over import GREEDY
 from tests.kv_transfer.test_redis_store import PASSWORD, read
 from tests.kv_transfer.test_shared_storage import HEADER, PAGE, key_of
 from tests.oracle import random_prompts
@@ -235,15 +235,6 @@ def test_replaced_value_is_a_counted_miss_and_is_removed(
 # Two real engines
 
 
-class FrontedPair(Pair):
-    """Tells decode when prefill's transfer has failed, as the fronts do."""
-
-    def _from_prefill(self, event: object) -> None:
-        super()._from_prefill(event)
-        if isinstance(event, TransferEvent) and event.ended is not None:
-            self.decode.handle(KVProgress(event.transfer_id, 0, failed=event.ended))
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return lively_checkpoint(tmp_path_factory.mktemp("model") / "llama", "llama")
@@ -261,7 +252,7 @@ def test_hand_over_between_two_engines_is_exact(
     ensure_secret(tmp_path / "secret")
     options = {"url": own_server.url, "kv_secret_file": str(tmp_path / "secret")}
     connector = KVConnectorConfig(class_path="kv_transfer.redis_connector:RedisConnector", options=options)
-    pair = FrontedPair(checkpoint, tmp_path, kv_connector=connector)
+    pair = CorePair(store_config(checkpoint, tmp_path, kv_connector=connector))
     if is_killed:
         own_server.kill()
     for index, prompt in enumerate(PROMPTS):
@@ -269,9 +260,7 @@ def test_hand_over_between_two_engines_is_exact(
     pair.run()
     assert [pair.outcomes[f"r{index}"].token_ids for index in range(len(PROMPTS))] == expected
     assert (pair.decode.load.num_prefilled_tokens == 0) != is_killed, "decode computes prompts only without Redis"
-    for core in (pair.prefill, pair.decode):
-        core.shutdown()
-        assert (core.load.running_blocks, core.load.held_blocks, core.load.num_transfers) == (0, 0, 0)
+    pair.close()
     if not is_killed:
         names = own_server.names()
         assert names, "nothing went through Redis"
