@@ -135,7 +135,7 @@ def nixl_config(
 ) -> EngineConfig:
     """An engine over the nixl connector, in float32."""
     told = {"kv_secret_file": str(tmp_path / "secret"), **(options or {})}
-    return _config("kv_transfer.nixl_connector:NixlConnector", told, folder, tmp_path, config)
+    return _config("kv_transfer.nixl_connector:NixlConnector", told, folder, tmp_path, {"num_blocks": 512, **config})
 
 
 def _config(
