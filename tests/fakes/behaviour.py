@@ -30,6 +30,11 @@ class Behaviour:
     """Dies (every call broken, the port closed) instead of emitting the token with this index."""
     freeze_at: int | None = None
     """Freezes (no answer, no beat, no end) instead of emitting the token with this index."""
+    poison: int | None = None
+    """Dies instead of emitting a token of a prompt that begins with this id, from the index `poison_at` on."""
+    poison_at: int = 0
+    tells: bool = False
+    """Before it dies, every call is answered that the engine has crashed, as by a front that has lost its core."""
     fail_at: int | None = None
     """Answers INTERNAL instead of emitting the token with this index."""
     index_error_at: int | None = None
@@ -40,11 +45,17 @@ class Behaviour:
     """Emits the token with this index without the log-probabilities that were asked for."""
     stop_at: int | None = None
     """Ends with STOP at the token with this index."""
+    slots: int | None = None
+    """Decode calls that generate at one time, the others wait their turn, and it reports so; None: any number."""
     beats: bool = True
     draining: bool = False
+    moving_out: bool = False
     core_silence_s: float = 0.0
+    step_s: float = 0.0
     num_waiting: int = 0
     num_running: int = 0
+    num_waiting_tokens: int = 0
+    num_prefilled_tokens: int = 0
 
 
 @dataclass(frozen=True)

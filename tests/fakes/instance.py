@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -26,10 +27,12 @@ from protos.tandem.v1 import (
     kv_transfer_pb2_grpc,
     prefill_pb2_grpc,
 )
+from serving.errors import Crashed, Unavailable
 from tests.fakes.behaviour import Behaviour, Record
 from tests.fakes.servicer import Servicer
 from tests.fakes.tokens import VOCAB_SIZE, text_of, token_at
 
+_TELLING_S = 0.1
 _ROLES = {"prefill": instance_pb2.ROLE_PREFILL, "decode": instance_pb2.ROLE_DECODE}
 
 
@@ -62,6 +65,7 @@ class FakeInstance:
         self._max_model_len = max_model_len
         self._beat_s = beat_s
         self._num_starts = 0
+        self._has_crashed = False
         self._server: grpc.aio.Server | None = None
         self._transfers: dict[str, _Transfer] = {}
         self._thawed = asyncio.Event()
@@ -69,6 +73,11 @@ class FakeInstance:
         self._deaths: set[asyncio.Task[None]] = set()
         self.num_open_calls = 0
         """Prefill and Decode calls that run now."""
+        self.num_watches = 0
+        """Times that its load was asked for."""
+        self._slots = asyncio.Semaphore(self.behaviour.slots) if self.behaviour.slots is not None else None
+        self._num_generating = 0
+        self._num_without_slot = 0
 
     # Life
 
@@ -86,6 +95,7 @@ class FakeInstance:
         self._num_starts += 1
         self.epoch = f"{self.name}-epoch-{self._num_starts}"
         self._transfers.clear()
+        self._has_crashed = False
         server = grpc.aio.server(
             options=[("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 250)]
         )
@@ -106,10 +116,14 @@ class FakeInstance:
             await server.stop(grace=None)
         self._transfers.clear()
 
-    def die(self) -> None:
+    def die(self, after_s: float = 0.0) -> None:
         """`kill`, from inside a call."""
-        task = asyncio.create_task(self.kill())
-        self._deaths.add(task)
+
+        async def kill() -> None:
+            await asyncio.sleep(after_s)
+            await self.kill()
+
+        self._deaths.add(asyncio.create_task(kill()))
 
     def freeze(self) -> None:
         """What the network sees of a SIGSTOP, but for pings: nothing is answered, nothing ends."""
@@ -155,6 +169,7 @@ class FakeInstance:
             vocab_size=VOCAB_SIZE,
             block_size=16,
             kv_connector="fake",
+            max_num_seqs=self.behaviour.slots or 0,
         )
 
     async def beats(self) -> AsyncIterator[instance_pb2.WatchLoadResponse]:
@@ -166,10 +181,14 @@ class FakeInstance:
                 yield instance_pb2.WatchLoadResponse(
                     instance_epoch=self.epoch,
                     sequence=sequence,
-                    num_waiting=self.behaviour.num_waiting,
-                    num_running=self.behaviour.num_running,
+                    num_waiting=self.behaviour.num_waiting + self._num_without_slot,
+                    num_running=self.behaviour.num_running + (self._num_generating if self._slots else 0),
+                    num_waiting_tokens=self.behaviour.num_waiting_tokens,
+                    num_prefilled_tokens=self.behaviour.num_prefilled_tokens,
                     core_silence_s=self.behaviour.core_silence_s,
+                    step_s=self.behaviour.step_s,
                     draining=self.behaviour.draining,
+                    moving_out=self.behaviour.moving_out,
                 )
             await asyncio.sleep(self._beat_s)
 
@@ -184,16 +203,36 @@ class FakeInstance:
 
     # What it generates
 
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """One of the places in its batch, if those are counted; waits for it in the order of arrival."""
+        if self._slots is None:
+            yield
+            return
+        self._num_without_slot += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._num_without_slot -= 1
+        self._num_generating += 1
+        try:
+            yield
+        finally:
+            self._num_generating -= 1
+            self._slots.release()
+
     async def tokens(
         self, request: common_pb2.InstanceRequest, emitted: list[int], *, hand_over: bool
     ) -> AsyncIterator[common_pb2.TokenChunk]:
         """Chunks of one token each, from the position after `emitted` on."""
         emitted = list(emitted)
         behaviour, params = self.behaviour, request.sampling
+        if self._has_crashed:
+            raise Unavailable("the engine of this instance has ended")
         while True:
             position = len(emitted)
             await asyncio.sleep(behaviour.token_s)
-            await self._misbehave(position)
+            await self._misbehave(request, position)
             if position == behaviour.stale_at:
                 yield common_pb2.TokenChunk(stream_epoch=request.stream_epoch - 1, token_index=0, token_ids=[9])
             token_id = token_at(request.prompt_token_ids, params.seed, request.choice, position)
@@ -229,11 +268,16 @@ class FakeInstance:
             return common_pb2.FINISH_REASON_LENGTH
         return common_pb2.FINISH_REASON_HAND_OVER if hand_over else None
 
-    async def _misbehave(self, position: int) -> None:
-        if position == self.behaviour.die_at:
+    async def _misbehave(self, request: common_pb2.InstanceRequest, position: int) -> None:
+        poisoned = request.prompt_token_ids[0] == self.behaviour.poison and position >= self.behaviour.poison_at
+        if (position == self.behaviour.die_at or poisoned) and not self._has_crashed:
             self.record("died")
-            self.die()
-            await asyncio.Event().wait()
+            self._has_crashed = self.behaviour.tells
+            self.die(after_s=_TELLING_S if self.behaviour.tells else 0.0)
+            if not self.behaviour.tells:
+                await asyncio.Event().wait()
+        if self._has_crashed:
+            raise Crashed("the engine of this instance has ended")
         if position == self.behaviour.freeze_at:
             self.record("froze")
             self.freeze()

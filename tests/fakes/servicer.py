@@ -19,7 +19,7 @@ from protos.tandem.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from serving.errors import NotFound, ServiceError, status_text, trailers
+from serving.errors import NotFound, ServiceError, Unavailable, status_text, trailers
 
 if TYPE_CHECKING:
     from tests.fakes.instance import FakeInstance
@@ -45,6 +45,7 @@ class Servicer(
         return self._instance.info()
 
     async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[instance_pb2.WatchLoadResponse]:
+        self._instance.num_watches += 1
         async for beat in self._instance.beats():
             yield beat
 
@@ -62,6 +63,7 @@ class Servicer(
         done = False
         try:
             instance.record("prefill", wanted.request_id, request.hand_over.transfer_id, request)
+            instance.record("call", wanted.request_id, detail=context.invocation_metadata())
             await self._refuse_if_told(context)
             accepted = prefill_pb2.PrefillAccepted(instance_epoch=instance.epoch)
             yield prefill_pb2.PrefillResponse(accepted=accepted)
@@ -76,6 +78,8 @@ class Servicer(
                 await asyncio.sleep(instance.behaviour.linger_s)
                 done = True
                 return
+        except Unavailable as error:
+            await self._abort(context, error)
         finally:
             instance.num_open_calls -= 1
             instance.record("prefill ended" if done else "prefill cancelled", wanted.request_id)
@@ -92,6 +96,7 @@ class Servicer(
         done = False
         try:
             instance.record("decode", wanted.request_id, start.transfer.transfer_id, start)
+            instance.record("call", wanted.request_id, detail=context.invocation_metadata())
             await self._refuse_if_told(context)
             emitted = list(wanted.emitted_token_ids)
             if start.HasField("transfer"):
@@ -110,9 +115,12 @@ class Servicer(
                 yield decode_pb2.DecodeResponse(loaded=decode_pb2.DecodeLoaded(num_recomputed_blocks=int(not loaded)))
             else:
                 await asyncio.sleep(instance.behaviour.prefill_s)
-            async for chunk in instance.tokens(wanted, emitted, hand_over=False):
-                done = chunk.HasField("finish")
-                yield decode_pb2.DecodeResponse(tokens=chunk)
+            async with instance.slot():
+                async for chunk in instance.tokens(wanted, emitted, hand_over=False):
+                    done = chunk.HasField("finish")
+                    yield decode_pb2.DecodeResponse(tokens=chunk)
+        except Unavailable as error:
+            await self._abort(context, error)
         finally:
             instance.num_open_calls -= 1
             instance.record("decode ended" if done else "decode cancelled", wanted.request_id)

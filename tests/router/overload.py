@@ -1,0 +1,181 @@
+"""A router before stub instances that is offered what they can do, and then three times as much; what came of it.
+
+Router, instances and clients are processes of their own, and talk over sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.router.open_load import TENANT_KEY, Outcome
+
+NUM_INSTANCES = 4
+SLOTS = 8
+NUM_TOKENS = 8
+TOKEN_S = 0.12
+TIMER_S = 0.002
+"""What a sleep takes longer than it should, a token."""
+SERVICE_S = NUM_TOKENS * (TOKEN_S + TIMER_S)
+CAPACITY_PER_S = NUM_INSTANCES * SLOTS / SERVICE_S
+QUEUE_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one load brought. `per_s` counts the good ends in its steady part, by tenant."""
+
+    outcomes: list[Outcome]
+    seconds: float
+
+    @property
+    def refused(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.code == "RESOURCE_EXHAUSTED"]
+
+    @property
+    def served(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.code == "OK" and outcome.num_tokens == NUM_TOKENS]
+
+    def per_s(self, tenant: str | None = None) -> float:
+        """Whole answers a second, from when the pools must be full until the last request came."""
+        begin_s = 2 * SERVICE_S
+        ended = [one for one in self.served if begin_s < one.ended_s <= self.seconds and tenant in (None, one.tenant)]
+        return len(ended) / (self.seconds - begin_s)
+
+
+@contextmanager
+def stack(model_folder: Path, folder: Path) -> Iterator[tuple[str, psutil.Process, Path]]:
+    """The router's address, its process, and its log; instances and router end with it."""
+    fakes = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.fakes.process"),
+            *("--instances", str(NUM_INSTANCES), "--slots", str(SLOTS), "--token-s", str(TOKEN_S)),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    log = folder / "router.log"
+    router: subprocess.Popen[str] | None = None
+    try:
+        assert fakes.stdout is not None
+        addresses = fakes.stdout.readline().removeprefix("ready ").strip()
+        assert addresses
+        with log.open("w") as errors:
+            router = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "router", "--listen", "127.0.0.1:0", "--model", str(model_folder)),
+                    *("--decode", addresses, "--disaggregation", "never", "--log-format", "json"),
+                    *("--admission-queue-timeout-s", str(QUEUE_LIMIT_S), "--admission-tenant-key", TENANT_KEY),
+                    *("--server-max-calls-per-peer", "4096", "--server-drain-accept-s", "0"),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert router.stdout is not None
+        line = router.stdout.readline()
+        assert line.startswith("ready address="), log.read_text()
+        yield line.removeprefix("ready address=").strip(), psutil.Process(router.pid), log
+        router.terminate()
+        assert router.wait(20) == 0
+    finally:
+        if router is not None and router.poll() is None:
+            router.kill()
+            router.wait()
+        if router is not None and router.stdout is not None:
+            router.stdout.close()
+        fakes.communicate("")
+
+
+async def offer(address: str, router: psutil.Process, seconds: float, **per_s: float) -> tuple[Figures, int]:
+    """Offers `per_s` requests a second by tenant; returns what came of it, and the router's largest RSS in bytes."""
+    load = {
+        "address": address,
+        "seconds": seconds,
+        "num_tokens": NUM_TOKENS,
+        "streams": [{"tenant": tenant, "per_s": rate} for tenant, rate in per_s.items()],
+    }
+    client = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.router.open_load", json.dumps(load)), stdout=asyncio.subprocess.PIPE
+    )
+    told = asyncio.create_task(client.communicate())
+    rss = 0
+    while not told.done():
+        rss = max(rss, router.memory_info().rss)
+        await asyncio.sleep(0.1)
+    outcomes = [Outcome(**fields) for fields in json.loads(told.result()[0])]
+    return Figures(outcomes, seconds), rss
+
+
+def percentile(values: list[float], fraction: float) -> float:
+    return sorted(values)[min(int(fraction * len(values)), len(values) - 1)]
+
+
+def waits_s(log: Path) -> list[float]:
+    """From the router's own log: how long each request that was let in had waited for it."""
+    fields = [json.loads(line).get("fields", {}) for line in log.read_text().splitlines()]
+    return [(told["admitted_ms"] - told["received_ms"]) / 1e3 for told in fields if "admitted_ms" in told]
+
+
+@dataclass(frozen=True)
+class Overload:
+    """What the two loads brought."""
+
+    peak: Figures
+    over: Figures
+    waits_s: list[float]
+    """Of those that were let in, by the router's own log."""
+    rss: tuple[int, int]
+    """The router's largest, in bytes, under each load."""
+
+    @property
+    def refusals_s(self) -> list[float]:
+        """How long each refusal took."""
+        return [one.ended_s - one.came_s for one in self.over.refused]
+
+    @property
+    def goodput(self) -> float:
+        """Part of the peak that is left under three times the load."""
+        return self.over.per_s() / self.peak.per_s()
+
+    @property
+    def fair_part(self) -> float:
+        """Part of its fair share that the tenant gets which asks for no more than that."""
+        return self.over.per_s("calm") / min(CAPACITY_PER_S / 2, self.peak.per_s() / 2)
+
+    def told(self) -> dict[str, object]:
+        """The figures, for a table."""
+        over = self.over
+        first_s = [one.first_token_s for one in over.served if one.first_token_s is not None]
+        return {
+            "offered /s": f"{CAPACITY_PER_S:.1f}, then {3 * CAPACITY_PER_S:.1f} for {over.seconds:g} s",
+            "goodput /s": f"{self.peak.per_s():.2f}, then {over.per_s():.2f} ({self.goodput:.1%})",
+            "refused": f"{len(self.peak.refused)}, then {len(over.refused)} of {len(over.outcomes)}",
+            "refusal ms p50 p99 max": [round(1e3 * percentile(self.refusals_s, f), 1) for f in (0.5, 0.99, 1.0)],
+            "refused after a wait": sum("no room within" in one.message for one in over.refused),
+            "wait s p50 p99 max": [round(percentile(self.waits_s, f), 3) for f in (0.5, 0.99, 1.0)],
+            "first token s p50 p99 max": [round(percentile(first_s, f), 3) for f in (0.5, 0.99, 1.0)],
+            "well-behaved tenant": f"{over.per_s('calm'):.2f} /s, {self.fair_part:.1%} of its fair share",
+            "its refusals": sum(one.tenant == "calm" for one in over.refused),
+            "hint ms": sorted(one.pushback_ms or 0 for one in over.refused)[:: max(len(over.refused) - 1, 1)],
+            "router RSS MiB": [rss >> 20 for rss in self.rss],
+        }
+
+
+async def run(model_folder: Path, folder: Path, *, peak_s: float, overload_s: float) -> Overload:
+    """First exactly what the instances can do, by two tenants alike; then three times that: one tenant asks for its
+    fair share, the other for five times its own."""
+    half_per_s = CAPACITY_PER_S / 2
+    with stack(model_folder, folder) as (address, router, log):
+        peak, rss_before = await offer(address, router, peak_s, calm=half_per_s, flood=half_per_s)
+        over, rss_after = await offer(address, router, overload_s, calm=half_per_s, flood=5 * half_per_s)
+    return Overload(peak, over, waits_s(log), (rss_before, rss_after))
