@@ -1,7 +1,7 @@
 """Filter, score, pick: which instance a request goes to, as pure functions over one snapshot of a pool.
 
-A filter says why an instance may not be picked, or None. A scorer gives a number, lower is better. `pick` applies
-them and returns a `Pick` that tells what it saw, so that a log line can say why.
+A filter says why an instance may not be picked, or None. A scorer (`router/scorers.py`) gives a number, lower is
+better. `pick` applies them and returns a `Pick` that tells what it saw, so that a log line can say why.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from router.instances import Identity, InstanceKey, InstanceView
+from router.scorers import ViewScorer, queue_score
 
 Filter = Callable[[InstanceView], str | None]
-Scorer = Callable[[InstanceView], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +86,22 @@ def pairs_with(decode: InstanceView) -> Filter:
     return check
 
 
-def queue_score(view: InstanceView) -> float:
-    """`4*waiting + running`, corrected by what this router has sent and seen end since the report.
+def usual_filters(excluded: Collection[InstanceKey] = (), identity: Identity | None = None) -> list[Filter]:
+    """What every pick filters by; those that would let everyone pass are left out."""
+    filters: list[Filter] = [ready]
+    if excluded:
+        filters.append(not_excluded(excluded))
+    if identity is not None:
+        filters.append(same_identity(identity))
+    return filters
 
-    Without the correction every request between two reports goes to the same instance. What was sent counts as waiting:
-    nothing is known of it yet. Requests that load KV count as running: their blocks are reserved and they will run
-    soon.
-    """
-    waiting = view.load.num_waiting + view.num_unreported
-    running = max(view.load.num_running + view.load.num_loading - view.num_ended, 0)
-    return 4.0 * waiting + running
+
+def rejection(view: InstanceView, filters: Sequence[Filter]) -> str | None:
+    """What the first filter that leaves the instance out says; None when it passes all."""
+    for check in filters:
+        if (reason := check(view)) is not None:
+            return reason
+    return None
 
 
 def pick(
@@ -103,22 +109,23 @@ def pick(
     filters: Sequence[Filter],
     *,
     rng: random.Random,
-    scorer: Scorer = queue_score,
+    scorer: ViewScorer = queue_score,
     preferred: InstanceKey | None = None,
 ) -> Pick | NoPick:
     """The best instance; ties are broken by `rng`. A `preferred` one wins whenever it passes the filters."""
     candidates: list[InstanceView] = []
     rejected: list[Rejection] = []
     for view in views:
-        reason = next((reason for check in filters if (reason := check(view)) is not None), None)
-        if reason is None:
+        if (reason := rejection(view, filters)) is None:
             candidates.append(view)
         else:
             rejected.append(Rejection(view.instance_id, reason))
     if not candidates:
         return NoPick(tuple(rejected))
     scores = [scorer(view) for view in candidates]
-    kept = next((view for view in candidates if view.key == preferred), None)
-    tied = [view for view, score in zip(candidates, scores, strict=True) if score == min(scores)]
+    best = min(scores)
+    tied = [view for view, score in zip(candidates, scores, strict=True) if score == best]
+    kept = next((view for view in candidates if view.key == preferred), None) if preferred else None
     winner = kept or rng.choice(tied)
-    return Pick(winner, scorer(winner), len(candidates), len(tied), kept is not None, tuple(rejected))
+    score = scorer(winner) if kept else best
+    return Pick(winner, score, len(candidates), len(tied), kept is not None, tuple(rejected))

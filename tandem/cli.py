@@ -14,6 +14,7 @@ _COMMANDS = {
     "up": "Start a router and its prefill and decode instances on this machine.",
     "generate": "Send a prompt to a running stack and stream the answer.",
     "doctor": "Check this machine, the model, the connectors and a running stack.",
+    "pools": "Show the instances of a running stack, explain a pick, drain an instance.",
     "bench": "Measure this machine: how fast KV blocks move, by connector.",
 }
 
@@ -59,6 +60,7 @@ def main() -> None:
     Then:
       tandem up --model Qwen/Qwen3-0.6B      a model from the Hugging Face hub (or a local folder)
       tandem up --prefill 2 --decode 2       larger pools
+      tandem pools                           who is there, and how loaded
     """
 
 

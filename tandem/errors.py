@@ -48,9 +48,9 @@ class StreamError(TandemError):
 class NotRunning(TandemError):
     """There is nothing to talk to; the message says what to type."""
 
-    def __init__(self) -> None:
+    def __init__(self, flag: str = "--address") -> None:
         super().__init__(
-            "UNAVAILABLE", "no local stack is running. Start one with `tandem up`, or give --address host:port"
+            "UNAVAILABLE", f"no local stack is running. Start one with `tandem up`, or give {flag} host:port"
         )
 
 

@@ -27,7 +27,7 @@ from tandem.machine import free_ports
 from tandem.member import Member, stop_all
 from tandem.running import RunningStack, StackFolder
 from tandem.stack_settings import StackSettings
-from tandem.topology import member_specs
+from tandem.topology import admin_address, member_specs
 
 _POLL_S = 0.01
 _FIRST_BACKOFF_S = 0.5
@@ -59,6 +59,8 @@ class LocalStack:
     def __init__(self, settings: StackSettings, *, env: Mapping[str, Mapping[str, str]] | None = None) -> None:
         self.settings = settings
         self.members: dict[str, Member] = {}
+        self.admin_address = ""
+        """host:port at which the router answers `tandem pools`; only while the stack runs."""
         self._env = {name: dict(variables) for name, variables in (env or {}).items()}
         self._folder: StackFolder | None = None
         self._bond: ParentBond | None = None
@@ -95,9 +97,10 @@ class LocalStack:
         try:
             self._prepare_folder()
             num_instances = self.settings.num_prefill + self.settings.num_decode
-            ports = free_ports(num_instances + 1, self.settings.host)
+            ports = free_ports(num_instances + 2, self.settings.host)
             if self.settings.port:
                 ports[0] = self.settings.port
+            self.admin_address = admin_address(ports)
             for spec in member_specs(self.settings, self.folder, ports):
                 env = {**spec.env, **self._env.get(spec.name, {}), **self._env.get("*", {})}
                 self.members[spec.name] = Member(spec.with_env(env))
@@ -180,6 +183,7 @@ class LocalStack:
                 model=self.settings.model_name,
                 instances=self.instances,
                 started_s=time.time(),
+                admin_address=self.admin_address,
             )
         )
 

@@ -43,6 +43,8 @@ class RunningStack:
     """Name → host:port of every prefill and decode instance."""
     started_s: float
     """Wall-clock time of the start, to prefer the newest."""
+    admin_address: str = ""
+    """host:port at which the router answers `tandem pools`; empty in what an older version wrote."""
 
 
 class StackFolder:
@@ -98,6 +100,14 @@ def running_address() -> str:
     if not stacks:
         raise NotRunning
     return stacks[0].address
+
+
+def running_admin_address() -> str:
+    """Where the newest running stack answers its operators; raises NotRunning."""
+    stacks = [stack for stack in running_stacks() if stack.admin_address]
+    if not stacks:
+        raise NotRunning("--admin")
+    return stacks[0].admin_address
 
 
 def sweep() -> int:

@@ -16,17 +16,23 @@ _KV_SHARE = 0.4
 
 
 def member_specs(settings: StackSettings, folder: Path, ports: Sequence[int]) -> list[MemberSpec]:
-    """The router, which gets the first port, then the prefill and the decode instances."""
+    """The router, which gets the first port and the last, then the prefill and the decode instances."""
     names = [f"prefill-{index}" for index in range(settings.num_prefill)]
     names += [f"decode-{index}" for index in range(settings.num_decode)]
-    addresses = {name: f"{settings.host}:{port}" for name, port in zip(names, ports[1:], strict=True)}
+    addresses = {name: f"{settings.host}:{port}" for name, port in zip(names, ports[1:-1], strict=True)}
     cores = dict(zip(names, share_cores(usable_cores(), len(names), settings.pin), strict=True))
     router = f"{settings.host}:{ports[0]}"
-    specs = [_spec("router", router, folder, [*_router_flags(settings, addresses), *settings.router_args])]
+    router_flags = [*_router_flags(settings, addresses), "--admin-listen", admin_address(ports)]
+    specs = [_spec("router", router, folder, [*router_flags, *settings.router_args])]
     for name, address in addresses.items():
         flags = [*_instance_flags(settings, folder, name, cores[name]), *settings.instance_args]
         specs.append(_spec(name, address, folder, flags, threads=_threads(settings, cores[name])))
     return specs
+
+
+def admin_address(ports: Sequence[int]) -> str:
+    """Where the router answers the operators of the stack: on this machine alone, whatever its clients' address is."""
+    return f"127.0.0.1:{ports[-1]}"
 
 
 def _spec(name: str, address: str, folder: Path, flags: Sequence[str], threads: int = 1) -> MemberSpec:

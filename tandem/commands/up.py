@@ -269,6 +269,7 @@ def _how_to_call(stack: LocalStack) -> str:
     address = stack.address
     lines = [f"  {name:<11} {member.spec.address}" for name, member in stack.members.items()]
     lines += [
+        f"  admin       {stack.admin_address}   (tandem pools)",
         f"  logs        {stack.folder / 'logs'}",
         "",
         "Call it, from another terminal:",

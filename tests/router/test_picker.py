@@ -7,10 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from router.disaggregation import Decision, decide
-from router.inflight import Inflight
 from router.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
-from router.picker import NoPick, Pick, not_excluded, pairs_with, pick, queue_score, ready, same_identity
+from router.picker import NoPick, Pick, not_excluded, pairs_with, pick, ready, rejection, same_identity, usual_filters
 
 
 def view(
@@ -24,17 +22,6 @@ def picked(views: list[InstanceView], **kwargs: Any) -> Pick:
     found = pick(views, [ready], rng=random.Random(0), **kwargs)
     assert isinstance(found, Pick)
     return found
-
-
-def test_waiting_counts_four_times_running() -> None:
-    assert queue_score(view("a", num_waiting=2, num_running=3)) == 11
-    assert queue_score(view("a", num_running=3, num_loading=2)) == 5
-
-
-def test_what_was_sent_since_the_report_counts_as_waiting_and_what_ended_does_not_count() -> None:
-    assert queue_score(view("a", num_running=3, num_unreported=2)) == 11
-    assert queue_score(view("a", num_running=3, num_ended=2)) == 1
-    assert queue_score(view("a", num_running=1, num_ended=2)) == 0
 
 
 def test_the_lowest_score_wins_and_says_why() -> None:
@@ -86,46 +73,25 @@ def test_instances_pair_only_when_identity_and_connector_are_equal() -> None:
     assert same_identity(other.identity)(decode) == "dtype is , not bfloat16"
 
 
-def test_auto_splits_long_prompts_while_it_can() -> None:
-    def auto(num_tokens: int, available: bool = True) -> Decision:
-        return decide("auto", num_tokens=num_tokens, prefill_available=available, min_tokens=64).decision
-
-    assert (auto(64), auto(65), auto(1000, available=False)) == (Decision.LOCAL, Decision.DISAGGREGATE, Decision.LOCAL)
-
-
-def test_always_refuses_and_never_ignores() -> None:
-    assert decide("always", num_tokens=1, prefill_available=False, min_tokens=64).decision is Decision.REFUSE
-    assert decide("always", num_tokens=1, prefill_available=True, min_tokens=64).decision is Decision.DISAGGREGATE
-    assert decide("never", num_tokens=999, prefill_available=True, min_tokens=64).decision is Decision.LOCAL
+def test_filters_that_would_let_everyone_pass_are_left_out() -> None:
+    assert usual_filters() == [ready]
+    filters = usual_filters({InstanceKey("a", "e")}, Identity(fingerprint="g"))
+    views = [view("a"), view("b"), view("c", out="silent")]
+    reasons = [rejection(one, filters) for one in views]
+    assert reasons == ["has failed or refused this request", "fingerprint is f, not g", "silent"]
 
 
-def test_a_request_is_unreported_until_a_report_follows_its_answer() -> None:
-    inflight = Inflight(report_lag_s=0.5)
-    inflight.sent(1, 0.0)
-    inflight.reported(0.1)  # may have left before the request came
-    assert inflight.num_unreported == 1
-    inflight.acknowledged(1)
-    assert inflight.num_unreported == 1
-    inflight.reported(0.2)
-    assert inflight.num_unreported == 0
+def test_a_scorer_decides() -> None:
+    views = [view("a", num_running=1), view("b", num_running=9)]
+    assert picked(views, scorer=lambda view: -float(view.load.num_running)).instance is views[1]
 
 
-def test_a_request_without_an_answer_is_reported_after_the_lag() -> None:
-    inflight = Inflight(report_lag_s=0.5)
-    inflight.sent(1, 0.0)
-    inflight.reported(0.6)
-    assert inflight.num_unreported == 0
+def test_a_preferred_instance_that_is_not_there_is_nobodys_advantage() -> None:
+    found = picked([view("a"), view("b", num_running=9)], preferred=InstanceKey("c", "e"))
+    assert (found.instance.instance_id, found.preferred, found.score) == ("a", False, 0)
 
 
-def test_an_end_corrects_the_report_that_counted_it_once() -> None:
-    inflight = Inflight(report_lag_s=0.5)
-    inflight.sent(1, 0.0)
-    inflight.ended(1)
-    assert (inflight.num_unreported, inflight.num_ended) == (0, 0)  # no report ever counted it
-    inflight.sent(2, 0.0)
-    inflight.reported(1.0)
-    inflight.ended(2)
-    inflight.ended(2)
-    assert inflight.num_ended == 1
-    inflight.reported(1.1)
-    assert inflight.num_ended == 0
+def test_the_score_of_a_preferred_instance_is_its_own() -> None:
+    views = [view("a"), view("b", num_running=9)]
+    found = picked(views, preferred=views[1].key)
+    assert (found.score, found.num_tied) == (9, 1)

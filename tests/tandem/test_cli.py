@@ -17,7 +17,7 @@ def run(*args: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("command", [(), ("up",), ("generate",), ("doctor",)])
+@pytest.mark.parametrize("command", [(), ("up",), ("generate",), ("doctor",), ("pools",)])
 def test_help_has_examples(command: tuple[str, ...]) -> None:
     status, output = run(*command, "--help")
     assert status == 0
@@ -70,7 +70,8 @@ def test_a_prompt_that_is_not_utf8_is_refused() -> None:
 
 
 def test_no_command_imports_torch_or_transformers() -> None:
-    modules = "tandem.cli, tandem.commands.up, tandem.commands.generate, tandem.commands.doctor, tandem.client"
+    commands = ", ".join(f"tandem.commands.{name}" for name in ("up", "generate", "doctor", "pools"))
+    modules = f"tandem.cli, {commands}, tandem.client"
     heavy = "torch transformers numba pydantic"
     code = f"import sys, {modules}; print([name for name in {heavy.split()} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -14,7 +14,7 @@ from tandem.topology import member_specs
 
 def specs(**fields: object) -> dict[str, MemberSpec]:
     settings = StackSettings(model=Path("/m"), model_name="demo", **fields)  # type: ignore[arg-type]
-    ports = range(7000, 7000 + settings.num_prefill + settings.num_decode + 1)
+    ports = range(7000, 7000 + settings.num_prefill + settings.num_decode + 2)
     return {spec.name: spec for spec in member_specs(settings, Path("/f"), ports)}
 
 
@@ -30,6 +30,13 @@ def test_the_router_knows_every_instance_before_any_of_them_runs() -> None:
     assert option(router, "--decode") == option(members["decode-0"], "--listen") == "127.0.0.1:7003"
     assert option(router, "--disaggregation") == "always"
     assert members["prefill-1"].argv[2] == "prefill_service"
+
+
+def test_operators_reach_the_router_on_this_machine_alone() -> None:
+    members = specs(num_prefill=1, num_decode=1, host="0.0.0.0")
+    assert option(members["router"], "--listen") == "0.0.0.0:7000"
+    assert option(members["router"], "--admin-listen") == "127.0.0.1:7003"
+    assert not [name for name, member in members.items() if name != "router" and "--admin-listen" in member.argv]
 
 
 def test_instances_share_store_and_secret_and_have_explicit_memory_and_threads() -> None:
