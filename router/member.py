@@ -1,6 +1,7 @@
 """One instance of a pool: who it is, how loaded, whether it may be picked.
 
 connecting ──info, first report──▶ ready ⇄ draining | wedged ──stream broken or silent──▶ lost ──▶ connecting
+    any of them ──its address has left the pool──▶ leaving ──its last call is over──▶ let go by the pool
 
 `watch` moves it through these states for ever, one task per member. A member that is lost or wedged ends the calls
 that run on it, so that their requests go on elsewhere without waiting for a connection to notice: a frozen process
@@ -14,49 +15,31 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal
 
 import grpc
 import grpc.aio
 
 from protos.tandem.v1 import instance_pb2, instance_pb2_grpc
 from router.config import PoolSettings
+from router.expectation import Expectation
 from router.inflight import Inflight
-from router.instances import InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
+from router.instances import InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.open_legs import Losable, OpenLegs
+from router.speeds import Speeds
+from router.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
-_STEPS_OF_SILENCE = 5  # an engine core says nothing during a step; one that takes as long as predicted is no wedge
 
+_LAST_WORDS_S = 0.05
+"""A connection that breaks ends its calls by itself, each with what had arrived before; then they are ended anyway."""
 
-class Losable(Protocol):
-    """A call that runs on an instance."""
-
-    def lose(self, reason: str) -> None:
-        """The instance is gone: end now, as failed."""
+State = Literal["connecting", "ready", "draining", "leaving", "wedged", "lost", "foreign"]
+"""What a member is, in one word; foreign: something answers at its address that is not what the pool is for."""
 
 
 class _NotOurs(Exception):
     """What answers at this address is not what the pool is for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """What must answer at an address of a pool."""
-
-    role: Role
-    tokenizer_digest: str = ""
-    """Of the tokenizer that the router encodes with; empty: not looked at. Another one would read the ids as other
-    text."""
-
-    def mismatch(self, info: InstanceInfo) -> str | None:
-        """Why `info` is not what the pool is for."""
-        if info.role not in (None, self.role):
-            return f"its role is {info.role}, not {self.role}"
-        theirs = info.identity.tokenizer_digest
-        if self.tokenizer_digest and theirs and theirs != self.tokenizer_digest:
-            return f"its tokenizer_digest is {theirs}, the router's {self.tokenizer_digest}"
-        return None
 
 
 class Member:
@@ -69,17 +52,27 @@ class Member:
         channel: grpc.aio.Channel,
         settings: PoolSettings,
         on_change: Callable[[Member], None],
+        speeds: Speeds | None = None,
     ) -> None:
         self.address = address
         self.channel = channel
+        self.speeds = speeds or Speeds()
         self._expected = expected
         self._settings = settings
         self._on_change = on_change
         self._info: InstanceInfo | None = None
         self._load: LoadReport | None = None
-        self._last_beat_s = 0.0
         self._lost: str | None = "connecting"
-        self._legs: dict[int, Losable] = {}
+        self._lost_state: State = "connecting"
+        self._leaving = False
+        self._watchdog = Watchdog(
+            settings.beat_timeout_s,
+            settings.core_silence_timeout_s,
+            on_silent=self._fell_silent,
+            on_wedged=self._fell_wedged,
+        )
+        self._reports: Any = None  # the call of WatchLoad: grpc.aio's type of it has no name to import
+        self._legs = OpenLegs()
         self._inflight = Inflight()
 
     @property
@@ -103,36 +96,87 @@ class Member:
             out=self._out(),
             num_unreported=self._inflight.num_unreported,
             num_ended=self._inflight.num_ended,
+            num_unreported_tokens=self._inflight.num_unreported_tokens,
+            pace=self.speeds.pace(time.monotonic()),
         )
 
-    def begin(self, leg: Losable) -> None:
-        """A leg starts here: it counts as load, and is told when the instance is lost."""
-        self._legs[id(leg)] = leg
-        self._inflight.sent(id(leg), time.monotonic())
+    @property
+    def state(self) -> State:
+        """What it is now."""
+        return self._status()[0]
+
+    @property
+    def out(self) -> str | None:
+        """Why it may not be picked; None when it may."""
+        return self._out()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of this router that are there or on their way."""
+        return self._inflight.num_requests
+
+    @property
+    def beat_age_s(self) -> float:
+        """Seconds since its last report; infinite before the first."""
+        return self._watchdog.age_s
+
+    def begin(self, leg: Losable, num_tokens: int = 0) -> None:
+        """A leg of `num_tokens` tokens starts here: it counts as load, and is told when the instance is lost."""
+        self._legs.begin(leg)
+        self._inflight.sent(id(leg), time.monotonic(), num_tokens)
 
     def acknowledged(self, leg: Losable) -> None:
         """The instance has answered the leg."""
         self._inflight.acknowledged(id(leg))
 
+    def relieve(self, leg: Losable) -> None:
+        """The instance has done its part of the leg: it counts as load no more, but its call may still be open."""
+        self._legs.relieve(leg)
+        self._inflight.ended(id(leg), time.monotonic())
+
     def end(self, leg: Losable) -> None:
         """The leg is over."""
-        self._legs.pop(id(leg), None)
-        self._inflight.ended(id(leg))
+        self._legs.end(leg)
+        self._inflight.ended(id(leg), time.monotonic())
+
+    def leave(self) -> None:
+        """Its address is no longer the pool's: it gets nothing new, and what runs there runs on."""
+        if not self._leaving:
+            self._leaving = True
+            self._tell(self._out())
+
+    def stay(self) -> None:
+        """Its address is the pool's again."""
+        if self._leaving:
+            self._leaving = False
+            self._tell(self._out())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call of ours is open there."""
+        return self._legs.is_none_open
+
+    async def until_idle(self) -> None:
+        """Returns when no call of ours is open there."""
+        await self._legs.until_none_is_open()
 
     async def watch(self) -> None:
         """Follows the instance for ever; cancel it to stop."""
         delay_s = self._settings.min_backoff_s
         while True:
             started_s = time.monotonic()
+            state: State = "lost"
             try:
                 reason = await self._follow()
             except grpc.aio.AioRpcError as error:
                 reason = f"its load stream failed: {error.code().name}"
             except TimeoutError:
-                reason = f"no sign of life for {self._settings.beat_timeout_s:g} s"
+                reason = self._silence
             except _NotOurs as error:
-                reason = str(error)
-            self._lose(reason)
+                reason, state = str(error), "foreign"
+            self._lose(reason, state)
+            await asyncio.sleep(_LAST_WORDS_S)
+            self._legs.lose(reason)
             if time.monotonic() - started_s > 2 * self._settings.max_backoff_s:
                 delay_s = self._settings.min_backoff_s
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
@@ -145,23 +189,33 @@ class Member:
             instance_pb2.GetInstanceInfoRequest(), timeout=self._settings.beat_timeout_s
         )
         self._meet(InstanceInfo.from_wire(answer))
-        call = stub.WatchLoad(instance_pb2.WatchLoadRequest())
+        self._reports = stub.WatchLoad(instance_pb2.WatchLoadRequest())
+        self._watchdog.begin()
         try:
-            while True:
-                async with asyncio.timeout(self._settings.beat_timeout_s):
-                    message = await call.read()
-                if not isinstance(message, instance_pb2.WatchLoadResponse):
-                    return "its load stream ended"
+            while isinstance(message := await self._next_report(), instance_pb2.WatchLoadResponse):
                 if not self._observe(LoadReport.from_wire(message)):
                     return "another process answers at its address"
+            return "its load stream ended"
         finally:
-            call.cancel()
+            self._watchdog.stop()
+            self._reports.cancel()
+            self._reports = None
+
+    async def _next_report(self) -> Any:
+        """The next message; not one when the stream has ended. Raises TimeoutError when the watchdog has ended it."""
+        try:
+            return await self._reports.read()
+        except asyncio.CancelledError:
+            if self._lost != self._silence or ((task := asyncio.current_task()) is not None and task.cancelling()):
+                raise
+            raise TimeoutError from None
 
     def _meet(self, info: InstanceInfo) -> None:
         if mismatch := self._expected.mismatch(info):
             raise _NotOurs(mismatch)
         if self._info is None or info.epoch != self._info.epoch:
             self._inflight.clear()
+            self.speeds.clear()
             _log.info(
                 "%s instance %s",
                 self._expected.role,
@@ -176,51 +230,63 @@ class Member:
         if self._info is None or report.epoch != self._info.epoch:
             return False
         before = self._out() if self._load is not None else "connecting"
-        self._load, self._last_beat_s, self._lost = report, time.monotonic(), None
-        self._inflight.reported(self._last_beat_s)
+        self._load, self._lost = report, None
+        self._watchdog.beat(report.core_silence_s, report.step_s)
+        now_s = time.monotonic()
+        self._inflight.reported(now_s, report.core_silence_s)
+        self.speeds.reported(report.num_prefilled_tokens, report.num_waiting_tokens, now_s)
         after = self._out()
-        if self._wedged():
-            self._lose_legs(after or "wedged")
+        if self._watchdog.is_wedged:
+            self._legs.lose(after or "wedged")
+        if report.moving_out:
+            self._legs.move_on()
         if before != after:
             self._tell(after)
         return True
 
-    def _wedged(self) -> bool:
+    def _status(self) -> tuple[State, str | None]:
+        """What it is, and why it may not be picked."""
+        if self._lost is not None:
+            return self._lost_state, self._lost
+        if self._leaving:
+            return "leaving", "its address has left the pool"
         if self._load is None:
-            return False
-        limit_s = max(self._settings.core_silence_timeout_s, _STEPS_OF_SILENCE * self._load.step_s)
-        return self._load.core_silence_s > limit_s
+            return "connecting", "connecting"
+        if self._watchdog.is_wedged:
+            return "wedged", "its engine core is silent"
+        if self._load.draining:
+            return "draining", "draining"
+        return "ready", None
 
     def _out(self) -> str | None:
-        if self._lost is not None:
-            return self._lost
-        if self._load is None:
-            return "connecting"
-        if self._wedged():
-            return "its engine core is silent"
-        if self._load.draining:
-            return "draining"
-        if time.monotonic() - self._last_beat_s > self._settings.beat_timeout_s:
-            return "silent"
-        return None
+        return self._status()[1]
 
-    def _lose(self, reason: str) -> None:
+    @property
+    def _silence(self) -> str:
+        return f"no sign of life for {self._settings.beat_timeout_s:g} s"
+
+    def _fell_silent(self) -> None:
+        self._lose(self._silence, "lost")
+        self._legs.lose(self._silence)
+        if self._reports is not None:
+            self._reports.cancel()
+
+    def _fell_wedged(self) -> None:
+        self._legs.lose("its engine core is silent")
+        self._tell(self._out())
+
+    def _lose(self, reason: str, state: State) -> None:
         was_up = self._lost is None
         first = reason != self._lost
-        self._lost = reason
-        self._lose_legs(reason)
+        self._lost, self._lost_state = reason, state
         if was_up or first:
             self._tell(reason)
-
-    def _lose_legs(self, reason: str) -> None:
-        for leg in list(self._legs.values()):
-            leg.lose(reason)
 
     def _tell(self, out: str | None) -> None:
         fields = {"address": self.address, "epoch": self._info.epoch if self._info else None}
         state = "is ready" if out is None else f"is out: {out}"
         _log.log(
-            logging.INFO if out in (None, "draining") else logging.WARNING,
+            logging.INFO if self.state in ("ready", "draining", "leaving") else logging.WARNING,
             "%s %s",
             self._expected.role,
             state,

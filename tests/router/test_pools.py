@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
+import socket
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.fakes.behaviour import Behaviour
+from protos.tandem.v1 import common_pb2, generation_pb2
+from router.app import RouterApp
+from router.config import PoolSettings
+from tests.fakes.behaviour import FULL, Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
-from tests.router.rig import Rig, request_of, slow
+from tests.router.rig import PROMPT, Rig, request_of, slow
 
 SERVICE = "tandem.v1.GenerationService"
 
@@ -34,14 +42,14 @@ async def until_health(rig: Rig, wanted: str, timeout_s: float = 2.0) -> None:
 
 async def test_a_burst_between_two_reports_is_spread(run: Run) -> None:
     fakes = [FakeInstance("decode", f"decode-{i}", behaviour=slow(), beat_s=0.4) for i in range(4)]
-    async with run(prefill=0, decode=fakes) as rig:
+    async with run(prefill=0, decode=fakes, pools={"beat_timeout_s": 5.0}) as rig:
         await asyncio.gather(*(rig.generate(max_tokens=10) for _ in range(20)))
         assert [len(fake.recorded("decode")) for fake in fakes] == [5, 5, 5, 5]
 
 
 async def test_a_burst_is_spread_over_the_prefill_instances_as_well(run: Run) -> None:
     fakes = [FakeInstance("prefill", f"prefill-{i}", behaviour=Behaviour(prefill_s=0.2), beat_s=0.4) for i in range(3)]
-    async with run(prefill=fakes, decode=1) as rig:
+    async with run(prefill=fakes, decode=1, pools={"beat_timeout_s": 5.0}) as rig:
         await asyncio.gather(*(rig.generate() for _ in range(12)))
         assert [len(fake.recorded("prefill")) for fake in fakes] == [4, 4, 4]
 
@@ -80,6 +88,10 @@ async def test_an_instance_in_trouble_is_out_and_comes_back(run: Run, fault: str
             fake.behaviour.core_silence_s = 5
         await rig.until_ready(num_decode=1)
         assert time.monotonic() - started_s < 1.0
+        if fault == "no beats":
+            async with asyncio.timeout(20):  # it is asked anew, and does not come back by an old report
+                while fake.num_watches < 2:
+                    await asyncio.sleep(0.01)
         assert (await rig.generate()).trailers["tandem-decode"] == "decode-1"
         fake.behaviour.beats, fake.behaviour.core_silence_s = True, 0.0
         fake.thaw()
@@ -88,9 +100,135 @@ async def test_an_instance_in_trouble_is_out_and_comes_back(run: Run, fault: str
         await rig.until_ready()
 
 
-async def test_a_restarted_instance_is_another_one(run: Run) -> None:
+# The issue's own figures: 2 s from the last beat, or from the core's last sign. What is above is what the machine adds.
+LINE_S, MACHINE_S = 2.0, 1.5
+
+
+@pytest.mark.parametrize("fault", ["frozen", "no beats", "wedged"])
+async def test_with_its_real_settings_a_router_leaves_a_silent_instance_within_two_seconds(
+    run: Run, fault: str
+) -> None:
+    real = {"beat_timeout_s": PoolSettings().beat_timeout_s}
+    fakes = [
+        FakeInstance("decode", "decode-0", behaviour=Behaviour(token_s=0.02), beat_s=0.25),
+        FakeInstance("decode", "decode-1", behaviour=Behaviour(num_running=9), beat_s=0.25),
+    ]
+    async with run(prefill=0, decode=fakes, pools=real) as rig:
+        asking = asyncio.create_task(rig.generate(max_tokens=120))
+        await fakes[0].until("token", 5)
+        if fault == "wedged":
+            last_sign_s = time.monotonic()
+            fakes[0].behaviour.token_s = 1000.0  # the engine computes no more, and its front goes on reporting it
+            silence = asyncio.create_task(_growing_silence(fakes[0], last_sign_s))
+        else:
+            fakes[0].behaviour.beats = False
+            if fault == "frozen":
+                fakes[0].freeze()
+            member = rig.app.pools.decode.members[0]
+            last_sign_s = time.monotonic() - member.beat_age_s
+        await rig.until_ready(num_decode=1)
+        assert time.monotonic() - last_sign_s < LINE_S + MACHINE_S
+        if fault != "no beats":  # those still compute
+            await fakes[1].until("token")
+            assert time.monotonic() - last_sign_s < LINE_S + MACHINE_S
+        assert (await asking).is_exactly(120)
+        if fault == "wedged":
+            silence.cancel()
+
+
+async def _growing_silence(fake: FakeInstance, since_s: float) -> None:
+    while True:
+        fake.behaviour.core_silence_s = time.monotonic() - since_s
+        await asyncio.sleep(0.05)
+
+
+async def test_an_engine_in_a_long_step_that_it_predicted_is_not_left(run: Run) -> None:
+    async with run(prefill=0, pools={"core_silence_timeout_s": 0.2}) as rig:
+        fake = rig.decode[0]
+        fake.behaviour.step_s, fake.behaviour.core_silence_s = 0.5, 2.0
+        await asyncio.sleep(0.3)
+        assert rig.app.pools.decode.num_ready() == 1
+        fake.behaviour.core_silence_s = 2.6
+        await rig.until_ready(num_decode=0)
+        assert rig.app.pools.decode.members[0].state == "wedged"
+        fake.behaviour.core_silence_s = 0.0
+        await rig.until_ready()
+
+
+@asynccontextmanager
+async def beside(rig: Rig, **pools: Any) -> AsyncIterator[Rig]:
+    """A second router over the same instances, but for these settings of its pools."""
+    settings = rig.app._settings
+    settings = settings.model_copy(update={"pools": settings.pools.model_copy(update=pools)})
+    app = RouterApp(settings, rig.app.service._model, rng=random.Random(1))
+    await app.start()
+    second = Rig(app, rig.prefill, rig.decode)
+    try:
+        await second.until_ready()
+        yield second
+        await second.until_router_is_idle()
+    finally:
+        await second.channel.close()
+        await app.stop()
+
+
+async def test_a_port_that_connects_and_says_nothing_is_never_ready(run: Run) -> None:
     async with run(prefill=0) as rig:
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            address = f"127.0.0.1:{mute.getsockname()[1]}"
+            async with beside(rig, decode=f"{rig.decode[0].address},{address}") as second:
+                async with asyncio.timeout(20):
+                    while {member.address: member.state for member in second.app.pools.decode.members}[
+                        address
+                    ] != "lost":
+                        await asyncio.sleep(0.01)
+                assert (await second.generate()).is_exactly(12)
+
+
+async def test_two_routers_side_by_side_are_both_right(run: Run) -> None:
+    prefill = [FakeInstance("prefill", f"prefill-{i}") for i in range(2)]
+    decode = [FakeInstance("decode", f"decode-{i}", behaviour=slow(0.01)) for i in range(3)]
+    async with run(prefill=prefill, decode=decode, pools={"beat_timeout_s": 5.0}) as first, beside(first) as second:
+        prompts = [[20 + i, *PROMPT] for i in range(24)]
+        asking = [
+            asyncio.create_task(rig.generate(request_of(prompt, request_id="same", max_tokens=30)))
+            for prompt in prompts
+            for rig in (first, second)
+        ]
+        await decode[0].until("token", 20)
+        await decode[0].kill()
+        answers = await asyncio.gather(*asking)
+        for answer, prompt in zip(answers, [prompt for prompt in prompts for _ in range(2)], strict=True):
+            assert answer.is_exactly(30, prompt=prompt)
+        assert any("," in answer.trailers["tandem-decode"] for answer in answers), "nothing ran where it was killed"
+
+
+async def test_an_abort_by_label_is_one_router_s_own_business(run: Run) -> None:
+    async with run(prefill=0, decode=[FakeInstance("decode", behaviour=slow())]) as first, beside(first) as second:
+        mine, theirs = (asyncio.create_task(rig.generate(request_id="same", max_tokens=40)) for rig in (first, second))
+        await first.decode[0].until("token", 6)
+        answer = await first.stub.Abort(generation_pb2.AbortRequest(request_ids=["same"]))
+        assert answer.num_aborted == 1
+        assert (await mine).finish().reason == common_pb2.FINISH_REASON_ABORT
+        assert (await theirs).is_exactly(40)
+
+
+async def test_a_router_that_does_not_see_the_other_s_load_is_refused_and_goes_on(run: Run) -> None:
+    # Reports are rare, so each router takes the first instance for free; the instance itself says no.
+    decode = [FakeInstance("decode", f"decode-{i}", behaviour=Behaviour(num_running=i)) for i in range(2)]
+    async with run(prefill=0, decode=decode) as first, beside(first) as second:
+        decode[0].behaviour.refuse = FULL
+        for rig in (first, second):
+            answer = await rig.generate()
+            assert answer.is_exactly(12)
+            assert answer.trailers["tandem-decode"] == "decode-0,decode-1"
+
+
+async def test_a_restarted_instance_is_another_one(run: Run) -> None:
+    async with run(prefill=0, disaggregation={"speed_smoothing": 0.5}) as rig:
         before = rig.app.pools.decode.views()[0].key
+        rig.app.pools.decode.members[0].speeds.prefilled(1000, 0, 1.0)
+        assert rig.app.pools.decode.views()[0].pace.prefill_per_s == pytest.approx(1000)
         await rig.decode[0].kill()
         await rig.until_ready(num_decode=0)
         await rig.decode[0].restart()
@@ -98,6 +236,7 @@ async def test_a_restarted_instance_is_another_one(run: Run) -> None:
         after = rig.app.pools.decode.views()[0].key
         assert (after.address, after.epoch) == (before.address, "decode-0-epoch-2")
         assert rig.app.pools.decode.member(before) is None
+        assert rig.app.pools.decode.views()[0].pace.prefill_per_s is None
         assert (await rig.generate()).is_exactly(12)
 
 

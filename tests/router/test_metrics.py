@@ -1,0 +1,314 @@
+"""What Prometheus sees of a router is what happened to its requests and what it knows of its pools."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos.tandem.v1 import generation_pb2
+from router.app import RouterApp
+from router.disaggregation import Decision, Reason
+from router.metrics import RouterMetrics
+from router.model import ServedModel
+from serving import tracing
+from serving.events import RequestEvent, Timeline
+from tests.fakes.behaviour import FULL, WRONG, Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.router.conftest import Run
+from tests.router.rig import PROMPT, SHORT, Rig, request_of, settings_of, slow
+
+METRICS = {"listen": "127.0.0.1:0"}
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def fetch(address: str) -> str:
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as response:
+            return str(response.read().decode())
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise
+
+
+async def scrape_text(rig: Rig) -> str:
+    assert rig.app.metrics_address is not None
+    return await asyncio.to_thread(fetch, rig.app.metrics_address)
+
+
+async def scrape(rig: Rig) -> Samples:
+    """Every sample by name and labels."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(await scrape_text(rig))
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[f"tandem_router_{name}", frozenset(labels.items())]
+
+
+async def until_ended(rig: Rig, num_requests: int) -> None:
+    """A call's end is told to its client before it is counted."""
+    async with asyncio.timeout(20):
+        while sum(rig.app.service.metrics.ended.values()) < num_requests:
+            await asyncio.sleep(0.005)
+
+
+async def test_requests_are_counted_by_how_they_ended(run: Run) -> None:
+    async with run(metrics=METRICS, prefill=0, decode=[FakeInstance("decode", behaviour=slow())]) as rig:
+        await rig.generate(max_tokens=3)
+        await rig.generate(max_tokens=2, n=2)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rig.generate(request_of([10**6]))
+        running = asyncio.create_task(rig.generate(request_id="mine", max_tokens=200))
+        await rig.decode[0].until("token", 12)
+        await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine"]))
+        await running
+        call = rig.call(max_tokens=200)
+        await anext(aiter(call))
+        call.cancel()
+        rig.decode[0].behaviour.refuse = WRONG
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rig.generate()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rig.generate(timeout=0.001)
+        await until_ended(rig, 6)
+        samples = await scrape(rig)
+        assert value(samples, "requests_ended_total", outcome="finished") == 2
+        assert value(samples, "requests_ended_total", outcome="aborted") == 2
+        assert value(samples, "requests_ended_total", outcome="invalid_argument") == 2
+        assert value(samples, "requests_received_total") >= 6
+        assert value(samples, "output_tokens_total") >= 7
+        assert value(samples, "prompt_tokens_total") >= 2 * len(PROMPT)
+
+
+async def test_a_failure_is_counted_by_its_status(run: Run) -> None:
+    async with run(metrics=METRICS, prefill=0) as rig:
+        rig.decode[0].behaviour.refuse = FULL
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rig.generate()
+        await until_ended(rig, 1)
+        samples = await scrape(rig)
+        assert value(samples, "requests_ended_total", outcome="resource_exhausted") == 1
+
+
+async def test_latencies_are_those_of_the_fakes(run: Run) -> None:
+    prefill = [FakeInstance("prefill", behaviour=Behaviour(prefill_s=0.3))]
+    decode = [FakeInstance("decode", behaviour=Behaviour(load_s=0.2, token_s=0.02, reserve_s=0.1))]
+    async with run(metrics=METRICS, prefill=prefill, decode=decode) as rig:
+        started_s = time.monotonic()
+        await rig.generate(max_tokens=11)
+        await rig.generate(request_of(SHORT, max_tokens=11))
+        most_s = time.monotonic() - started_s
+        await until_ended(rig, 2)
+        samples = await scrape(rig)
+
+        def spent(name: str, **labels: str) -> float:
+            assert value(samples, f"{name}_count", **labels) == 1
+            assert value(samples, f"{name}_bucket", **labels, le="+Inf") == 1
+            assert value(samples, f"{name}_bucket", **labels, le="0.001") == 0
+            return value(samples, f"{name}_sum", **labels)
+
+        assert 0.4 <= spent("time_to_first_token_seconds", path="split") < most_s
+        assert 0.02 <= spent("time_to_first_token_seconds", path="local") < most_s
+        assert 0.02 <= spent("time_per_output_token_seconds", path="local") < most_s
+        assert 0.1 <= spent("stage_seconds", stage="reservation") < most_s
+        assert 0.3 <= spent("stage_seconds", stage="prefill") < most_s
+        assert 0.2 <= spent("stage_seconds", stage="hand_over") < most_s
+        assert value(samples, "stage_seconds_count", stage="whole") == 2
+        assert value(samples, "stage_seconds_count", stage="admission") == 2
+        assert value(samples, "queue_wait_seconds_count") == 2
+
+
+async def test_decisions_and_failovers_are_counted(run: Run) -> None:
+    decode = [
+        FakeInstance("decode", "decode-0", behaviour=Behaviour(die_at=5)),
+        FakeInstance("decode", "decode-1", behaviour=Behaviour(num_running=9)),
+    ]
+    prefill = [
+        FakeInstance("prefill", "prefill-0", behaviour=Behaviour(refuse=FULL)),
+        FakeInstance("prefill", "prefill-1", behaviour=Behaviour(num_running=9)),
+    ]
+    async with run(metrics=METRICS, prefill=prefill, decode=decode, disaggregation={"mode": "always"}) as rig:
+        assert (await rig.generate(max_tokens=20)).is_exactly(20)
+        await until_ended(rig, 1)
+        samples = await scrape(rig)
+        assert value(samples, "failovers_total", kind="retried") == 1
+        assert value(samples, "failovers_total", kind="resumed") == 1
+        assert value(samples, "disaggregation_decisions_total", decision="disaggregate", reason="on") == 3
+
+
+async def test_the_pools_are_told_as_the_router_sees_them(run: Run) -> None:
+    loaded = Behaviour(num_waiting=2, num_running=3, num_waiting_tokens=500)
+    decode = [FakeInstance("decode", "decode-0", behaviour=loaded), FakeInstance("decode", "decode-1")]
+    measured = {"speed_smoothing": 0.5}
+    async with run(metrics=METRICS, decode=decode, disaggregation=measured) as rig:
+        await rig.generate(request_of())
+        decode[0].behaviour.draining = True
+        await decode[1].kill()
+        await rig.until_ready(num_decode=0)
+        samples = await scrape(rig)
+        assert value(samples, "instances", role="prefill", state="ready") == 1
+        assert value(samples, "instances", role="decode", state="ready") == 0
+        assert value(samples, "instances", role="decode", state="draining") == 1
+        assert value(samples, "instances", role="decode", state="lost") == 1
+        whose = {"role": "decode", "instance": "decode-0"}
+        assert value(samples, "instance_requests", **whose, state="waiting") == 2
+        assert value(samples, "instance_requests", **whose, state="running") == 3
+        assert value(samples, "instance_waiting_tokens", **whose) == 500
+        assert 0 <= value(samples, "instance_beat_age_seconds", **whose) < 20
+        assert value(samples, "instance_tokens_per_second", role="prefill", instance="prefill-0", kind="prefill") > 0
+        assert value(samples, "instance_tokens_per_second", role="decode", instance="decode-1", kind="hand_over") > 0
+
+
+async def test_what_is_here_now_is_told(run: Run) -> None:
+    async with run(metrics=METRICS, prefill=0, decode=[FakeInstance("decode", behaviour=slow(0.1))]) as rig:
+        running = [asyncio.create_task(rig.generate(max_tokens=30)) for _ in range(3)]
+        await rig.decode[0].until("token", 3)
+        samples = await scrape(rig)
+        assert value(samples, "requests", state="in_flight") == 3
+        assert value(samples, "requests", state="queued") == 0
+        assert value(samples, "tokens", state="in_flight") > 300
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await rig.until_idle(20)
+
+
+async def test_the_document_names_every_metric_and_no_other(run: Run) -> None:
+    async with run(metrics=METRICS, disaggregation={"speed_smoothing": 0.5}) as rig:
+        await rig.generate()
+        rig.decode[0].behaviour.refuse = FULL
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rig.generate()
+        await until_ended(rig, 2)
+        text = await scrape_text(rig)
+    served = {
+        family.name + ("_total" if family.type == "counter" else "_info" if family.type == "info" else "")
+        for family in text_string_to_metric_families(text)
+    }
+    table = re.findall(r"^\| `(tandem_router\w*)` \|", DOCS.read_text(), re.MULTILINE)
+    assert len(set(table)) == len(table)
+    assert set(table) == {name for name in served if name.startswith("tandem_")}
+
+
+async def test_labels_are_few(run: Run) -> None:
+    """Whatever clients send, no label comes of it."""
+    async with run(metrics=METRICS) as rig:
+        await rig.generate(request_of(request_id="conspicuous"), timeout=20)
+        await until_ended(rig, 1)
+        text = await scrape_text(rig)
+    assert "conspicuous" not in text
+    assert len(Decision) * len(Reason) <= 30
+
+
+async def test_metrics_are_off_unless_asked_for(run: Run) -> None:
+    async with run() as rig:
+        assert rig.app.metrics_address is None
+
+
+async def test_a_taken_port_keeps_a_router_from_starting(model: ServedModel, model_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        app = RouterApp(settings_of(model_folder, [], [], metrics={"listen": listen}), model)
+        with pytest.raises(OSError, match=f"cannot serve metrics on {listen}"):
+            await app.start()
+        await app.stop()
+
+
+async def test_a_router_that_stands_still_tells_no_numbers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.metrics._PATIENCE_S", 0.1)
+    async with run(metrics=METRICS) as rig:
+        assert rig.app.metrics_address is not None
+        scraping = asyncio.get_running_loop().run_in_executor(None, fetch, rig.app.metrics_address)
+        time.sleep(1.0)
+        with pytest.raises(urllib.error.HTTPError):
+            await scraping
+
+
+def test_a_token_costs_the_metrics_nothing() -> None:
+    """They are told of requests and of decisions, and of nothing in between."""
+    told = {name for name in vars(RouterMetrics) if not name.startswith("_") and callable(getattr(RouterMetrics, name))}
+    assert told == {"decided", "request_ended"}
+
+
+def test_one_token_has_no_gap() -> None:
+    metrics, timeline = RouterMetrics(), Timeline()
+    for at_s, event in enumerate((RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN, RequestEvent.FINISHED)):
+        timeline.mark(event, float(at_s))
+    metrics.request_ended("finished", timeline, "local", num_choices=1, num_prompt=5, num_output=1)
+    assert metrics.first_token["local"].sum_s == 1.0
+    assert metrics.output_token["local"].count == 0
+    metrics.request_ended("finished", timeline, "local", num_choices=2, num_prompt=5, num_output=22)
+    assert metrics.output_token["local"].sum_s == pytest.approx(0.1)  # eleven tokens each, ten gaps, one second
+
+
+# The span
+
+
+@pytest.fixture
+def spans() -> Any:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing.configure(provider)
+    yield exporter
+    tracing.configure(None)
+
+
+async def finished(spans: InMemorySpanExporter) -> ReadableSpan:
+    async with asyncio.timeout(20):
+        while not spans.get_finished_spans():
+            await asyncio.sleep(0.005)
+    [span] = spans.get_finished_spans()
+    return span
+
+
+async def test_the_span_tells_decision_and_reason_and_is_the_legs_parent(run: Run, spans: InMemorySpanExporter) -> None:
+    caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with run() as rig:
+        call = rig.stub.Generate(request_of(request_id="mine"), timeout=20, metadata=(("traceparent", caller),))
+        assert len([response async for response in call]) == 12
+        span = await finished(spans)
+        attributes = dict(span.attributes or {})
+        assert span.name == "router.generate"
+        assert (attributes["tandem.decision"], attributes["tandem.reason"]) == ("disaggregate", "unmeasured")
+        assert "100 tokens" in str(attributes["tandem.why"])
+        assert (attributes["tandem.prefill"], attributes["tandem.decode"]) == ("prefill-0", "decode-0")
+        assert attributes["gen_ai.request.id"] == "mine"
+        assert span.context is not None
+        assert span.parent is not None
+        assert trace.format_trace_id(span.context.trace_id) in caller
+        assert trace.format_span_id(span.parent.span_id) in caller
+        metadata = [
+            dict(record.detail) for record in (*rig.prefill[0].recorded("call"), *rig.decode[0].recorded("call"))
+        ]
+        assert len(metadata) == 2
+        for each in metadata:
+            assert trace.format_span_id(span.context.span_id) in each["traceparent"]
+
+
+async def test_a_refusal_s_span_tells_why_and_failed(run: Run, spans: InMemorySpanExporter) -> None:
+    async with run(prefill=0, disaggregation={"mode": "always"}) as rig:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rig.generate()
+        span = await finished(spans)
+        assert dict(span.attributes or {})["tandem.decision"] == "refuse"
+        assert not span.status.is_ok

@@ -1,0 +1,146 @@
+"""Where an attempt runs: what a plan takes from the views, and what it leaves to the decision."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from engine.sampling_params import SamplingParams
+from router.choice import Choice
+from router.config import DisaggregationSettings
+from router.disaggregation import Decision, Reason
+from router.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
+from router.plan import NoPlan, Plan, make_plan
+from router.request import GenerationRequest
+from router.scorers import Criteria
+from router.speeds import UNMEASURED, Pace, Work
+
+IDENTITY = Identity(fingerprint="f", block_size=16)
+
+
+def view(role: Role, name: str = "", pace: Pace = UNMEASURED, **fields: Any) -> InstanceView:
+    key = InstanceKey(name or role, f"{name or role}-epoch")
+    load = {one: fields.pop(one) for one in list(fields) if one in LoadReport.__dataclass_fields__}
+    info = InstanceInfo(key.address, key.epoch, role, key.address, fields.pop("identity", IDENTITY))
+    return InstanceView(key, info, LoadReport(key.epoch, **load), pace=pace, **fields)
+
+
+def choice(num_tokens: int = 1000, emitted: int = 0, **params: Any) -> Choice:
+    sampling = SamplingParams(max_tokens=100, **params)
+    request = GenerationRequest("mine", "id", "model", tuple(range(num_tokens)), sampling, seed=7)
+    return Choice(request, 0, token_ids=[5] * emitted)
+
+
+def plan(
+    decode: list[InstanceView],
+    prefill: list[InstanceView],
+    wanted: Choice | None = None,
+    cached: dict[str, int] | None = None,
+    **settings: Any,
+) -> Plan | NoPlan:
+    criteria = Criteria(num_cached_tokens=lambda instance: (cached or {}).get(instance.key.address, 0))
+    chosen = wanted or choice()
+    return make_plan(
+        decode, prefill, chosen, frozenset(), DisaggregationSettings(**settings), random.Random(0), criteria
+    )
+
+
+def planned(*args: Any, **kwargs: Any) -> Plan:
+    found = plan(*args, **kwargs)
+    assert isinstance(found, Plan)
+    return found
+
+
+QUICK = Pace(prefill_per_s=1000.0, hand_over_per_s=1e5, untried_s=1.0)
+
+
+def test_a_split_plan_names_both_instances_and_their_work() -> None:
+    found = planned([view("decode")], [view("prefill", num_waiting_tokens=70)], cached={"decode": 160, "prefill": 320})
+    assert found.prefill is not None
+    assert found.prefill.instance.info.role == "prefill"
+    assert found.work == Work(num_to_prefill=680, num_ahead=70, num_to_move=840)
+    assert found.disaggregation.decision is Decision.DISAGGREGATE
+    assert found.reason == found.disaggregation.words
+
+
+def test_a_local_plan_s_work_is_the_decode_instance_s() -> None:
+    found = planned([view("decode", num_waiting_tokens=30)], [], choice(100), cached={"decode": 48})
+    assert found.prefill is None
+    assert found.work == Work(num_to_prefill=52, num_ahead=30)
+    assert found.disaggregation.reason is Reason.NO_PREFILL
+
+
+def test_what_was_sent_since_the_report_waits_too() -> None:
+    found = planned([view("decode")], [view("prefill", num_waiting_tokens=70, num_unreported_tokens=500)])
+    assert found.work.num_ahead == 570
+
+
+def test_all_requests_at_the_decode_instance_are_held_up_by_a_prefill_there() -> None:
+    decode = view("decode", num_running=3, num_loading=2, num_waiting=4, num_unreported=1, pace=QUICK)
+    found = planned([decode], [view("prefill", pace=QUICK)])
+    assert "10 streams" in found.reason
+
+
+def test_tokens_emitted_before_a_failover_are_prefilled_as_well() -> None:
+    found = planned([view("decode")], [view("prefill")], choice(1000, emitted=50))
+    assert found.work.num_to_prefill == 1050
+
+
+def test_the_last_token_is_never_cached() -> None:
+    found = planned([view("decode")], [], choice(64), cached={"decode": 64})
+    assert found.work.num_to_prefill == 1
+
+
+def test_prompt_logprobs_take_nothing_from_caches() -> None:
+    found = planned([view("decode")], [view("prefill")], choice(1000, prompt_logprobs=0), cached={"decode": 999})
+    assert found.work == Work(1000, 0, 1000)
+
+
+def test_an_instance_that_was_not_measured_is_as_fast_as_the_rest_of_its_pool() -> None:
+    # Only the picked ones are unmeasured: the others of their pools are busy, and known.
+    others = replace(QUICK, prefill_per_s=500.0)
+    decode = [view("decode", "new"), view("decode", "known", num_waiting=9, pace=QUICK)]
+    prefill = [
+        view("prefill", "fresh"),
+        view("prefill", "one", num_waiting=9, pace=QUICK),
+        view("prefill", "two", num_waiting=9, pace=others),
+    ]
+    found = planned(decode, prefill)
+    assert found.decode.instance.key.address == "new"
+    assert found.disaggregation.reason is Reason.ESTIMATE
+    assert "decode: 1000 tokens/s" in found.reason
+    assert "prefill: 750 tokens/s" in found.reason
+    assert "hand-over: 100000 tokens/s" in found.reason
+
+
+def test_a_queue_at_prefill_keeps_it_local_and_the_settings_weigh() -> None:
+    decode, prefill = (
+        [view("decode", num_running=1, pace=QUICK)],
+        [view("prefill", num_waiting_tokens=1500, pace=QUICK)],
+    )
+    assert planned(decode, prefill).disaggregation[:2] == (Decision.DISAGGREGATE, Reason.ESTIMATE)
+    assert planned(decode, prefill, expected_streams=0.0).disaggregation[:2] == (Decision.LOCAL, Reason.QUEUE)
+    assert planned(decode, prefill, interruption_weight=0.0).prefill is None
+    assert planned(decode, prefill, min_tokens=1000).disaggregation.reason is Reason.SHORT
+
+
+def test_always_without_a_prefill_instance_is_no_plan_and_says_why() -> None:
+    found = plan([view("decode")], [view("prefill", out="draining")], mode="always")
+    assert isinstance(found, NoPlan)
+    assert "no prefill instance" in found.message
+    assert "draining" in found.why
+    assert found.disaggregation is not None
+    assert found.disaggregation.decision is Decision.REFUSE
+
+
+def test_incompatible_instances_are_never_paired() -> None:
+    odd = view("prefill", identity=replace(IDENTITY, dtype="bfloat16"))
+    assert planned([view("decode")], [odd]).prefill is None
+    assert isinstance(plan([view("decode")], [odd], mode="always"), NoPlan)
+
+
+def test_without_a_decode_instance_nothing_is_decided() -> None:
+    found = plan([view("decode", out="silent")], [view("prefill")])
+    assert isinstance(found, NoPlan)
+    assert found.disaggregation is None
