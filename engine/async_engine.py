@@ -48,7 +48,7 @@ class RequestStream:
         event = await self._events.get()
         if event is None:
             self._finished = True
-            raise EngineDeadError(self._engine.death or "the engine core has ended")
+            raise EngineDeadError(self._engine.death or "the engine core has ended", crashed=self._engine.crashed)
         self._finished = isinstance(event, TokensEvent) and event.finish_reason is not None
         return event
 
@@ -77,6 +77,8 @@ class AsyncEngine:
         self.load = EngineLoad()
         self.on_transfer_event: Callable[[TransferEvent], None] | None = None
         self.death: str | None = None
+        self.crashed = False
+        """Whether the core ended without having been told to."""
         self._link = link
         self._streams: dict[str, RequestStream] = {}
         self._last_sign = time.monotonic()
@@ -113,7 +115,7 @@ class AsyncEngine:
     def add_request(self, request: EngineRequest) -> RequestStream:
         """Queue a request. Raises EngineDeadError, or InvalidRequest if its id is running."""
         if self.death is not None:
-            raise EngineDeadError(self.death)
+            raise EngineDeadError(self.death)  # it was not under this request that the core ended
         if request.request_id in self._streams:
             raise InvalidRequest("request_id", f"{shown(request.request_id)} is already running here")
         stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
@@ -174,12 +176,12 @@ class AsyncEngine:
         stream.push(event)
 
     async def _watch(self) -> None:
-        self._die(await self._link.wait_dead())
+        self._die(await self._link.wait_dead(), crashed=True)
 
-    def _die(self, reason: str) -> None:
+    def _die(self, reason: str, *, crashed: bool = False) -> None:
         if self.death is not None:
             return
-        self.death = reason
+        self.death, self.crashed = reason, crashed
         self._dead.set()
         self._load_changed.set()
         for stream in self._streams.values():

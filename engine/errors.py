@@ -57,4 +57,11 @@ class CapacityError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine core has ended. Nothing sent to it will be answered."""
+    """The engine core has ended. Nothing sent to it will be answered.
+
+    `crashed` says that nobody had told it to: whatever it computed last may be the cause.
+    """
+
+    def __init__(self, message: str, *, crashed: bool = False) -> None:
+        super().__init__(message)
+        self.crashed = crashed

@@ -28,6 +28,9 @@ class ListenSettings(ServerSettings):
     listen: str | None = setting(None, "host:port to listen on, in one: goes before host and port.", flag="--listen")
     max_calls_per_peer: int = setting(4096, "Open calls from one address.", ge=1)
     drain_accept_s: float = setting(1.0, "Seconds that a drain still accepts requests, until routers know.", ge=0)
+    drain_move_s: float = setting(
+        10.0, "Last seconds of the grace, in which routers let what still runs go on elsewhere.", ge=0
+    )
 
     @field_validator("listen")
     @classmethod

@@ -1,12 +1,11 @@
 """The front of one instance: the gRPC server around one engine core, from the process's start to its end.
 
-    start: core up, model loaded ─▶ listening, ready ─SIGTERM | Drain▶ draining ─▶ stopped, exit status 0
+    start: core up, model loaded ─▶ listening, ready ─SIGTERM | Drain▶ draining ─▶ stopped, exit status 0 | 3
                                         └──────── core dead ────────▶ not ready, streams UNAVAILABLE, exit status 1
 
-A drain turns readiness off, accepts for a moment longer, refuses, lets the streams end and the KV that is held here be
-fetched, and only then closes the port. What still runs when the grace is over is answered UNAVAILABLE, so that the
-router resumes it elsewhere. A dead core cannot be replaced here (its KV is gone): the process ends and its supervisor
-starts a fresh one, with a new epoch.
+The drain (drain.py) lets the streams end and the KV that is held here be fetched, and only then the port is closed.
+What still runs when the grace is over is answered UNAVAILABLE, so that the router resumes it elsewhere. A dead core
+cannot be replaced here (its KV is gone): the process ends and its supervisor starts a fresh one, with a new epoch.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from instance.choices import Choices
 from instance.config import InstanceSettings, engine_config
 from instance.convert import Limits, model_identity
 from instance.core_health import watch_core
+from instance.drain import Drain, DrainTimes
 from instance.followers import Followers
 from instance.load import LoadReporter
 from instance.metrics import InstanceCollector, RequestMetrics
@@ -84,15 +84,16 @@ class Front:
         self._signals = signals
         self.identity = model_identity(engine.info)
         self._grace_s = settings.server.drain_grace_s
-        self._draining = False
-        self._stopping: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[bool] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.server = Server(settings.server.resolved())
         self.peers = Peers(settings.peers)
+        self._drain = Drain(self.server.health, self.server.calls, engine)
         self.reporter = LoadReporter(
             engine,
             instance_epoch=self.instance_epoch,
-            draining=lambda: self._draining,
+            draining=lambda: self._drain.begun,
+            moving_out=lambda: self._drain.moving_out,
             interval_s=settings.instance.load_interval_s,
         )
         transfer = settings.transfer
@@ -190,56 +191,42 @@ class Front:
         return reason
 
     async def drain(self) -> bool:
-        """Ends the instance without losing a request; False if some were cut off when the grace was over."""
-        self._draining = True
-        self.reporter.publish()
-        _log.info("draining: not ready, accepting for %g s more", self.settings.server.drain_accept_s)
-        await self.server.health.begin_draining()
-        await asyncio.sleep(self.settings.server.drain_accept_s)
-        self.server.calls.begin_draining()
-        _log.info("draining: refusing, %d calls to finish", self.server.calls.num_awaited)
+        """Ends the instance without losing anything; False if something was cut off when the grace was over."""
+        server = self.settings.server
+        times = DrainTimes(server.drain_accept_s, self._grace_s, server.drain_move_s)
         try:
-            async with asyncio.timeout(self._grace_s):
-                await self._wait_idle()
-        except TimeoutError:
-            num_calls, num_transfers = self.server.calls.num_awaited, self.engine.load.num_transfers
-            _log.warning("grace is over: %d calls and %d transfers are cut off", num_calls, num_transfers)
-            return False
-        else:
-            _log.info("drained")
-            return True
+            return await self._drain.run(times, self.reporter.publish)
         finally:
             await self.stop()
 
-    async def stop(self) -> None:
-        """Ends everything now: streams are answered UNAVAILABLE, the core ends, the port closes last. Idempotent."""
-        self._stopping = self._stopping or asyncio.create_task(self._stop())
-        await asyncio.shield(self._stopping)
+    async def stop(self) -> bool:
+        """Ends everything now: streams are answered UNAVAILABLE, the core ends, the port closes last. Idempotent.
 
-    async def _stop(self) -> None:
+        False if a call, or KV that somebody may have wanted, was cut off.
+        """
+        self._stopping = self._stopping or asyncio.create_task(self._stop())
+        return await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> bool:
+        num_cut_off = self._drain.num_awaited
         await self.server.health.begin_draining()
         self.server.calls.begin_draining()
         for task in self._tasks:
             task.cancel()
-        await self.engine.shutdown()
+        if self.engine.death is None:
+            self.server.calls.cut_off()  # those of a dead core have been told of it
         try:
             async with asyncio.timeout(_CUT_OFF_S):
                 await self.server.calls.wait_idle()
         except TimeoutError:
             _log.warning("%d calls did not end by themselves", self.server.calls.num_awaited)
+        await self.engine.shutdown()
         await self.followers.close()
         await asyncio.to_thread(self.metrics_server.close)
         await self.server.stop()
         await self.peers.close()
         _log.info("stopped", extra={"fields": self.role_service.metrics.totals()})
-
-    async def _wait_idle(self) -> None:
-        """Until no call is awaited and no reader is expected. With a dead core nobody can be."""
-        calls, engine = self.server.calls, self.engine
-        while calls.num_awaited > 0 or (engine.load.num_transfers > 0 and engine.death is None):
-            await calls.wait_idle()
-            if engine.load.num_transfers > 0:
-                await engine.wait_load(0.25)
+        return num_cut_off == 0
 
     def _begin_drain(self, grace_s: float | None) -> int:
         """What the Drain call does; returns how many calls still run."""

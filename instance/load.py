@@ -46,11 +46,18 @@ class LoadReporter:
     """Owns the sequence of reports. `run` is its one task; `watch` may be called any number of times."""
 
     def __init__(
-        self, source: LoadSource, *, instance_epoch: str, draining: Callable[[], bool], interval_s: float = 0.25
+        self,
+        source: LoadSource,
+        *,
+        instance_epoch: str,
+        draining: Callable[[], bool],
+        moving_out: Callable[[], bool] = lambda: False,
+        interval_s: float = 0.25,
     ) -> None:
         self._source = source
         self._instance_epoch = instance_epoch
         self._draining = draining
+        self._moving_out = moving_out
         self._interval_s = interval_s
         self._published = asyncio.Event()
         self._sequence = 0
@@ -106,6 +113,7 @@ class LoadReporter:
             core_silence_s=self._source.core_silence_s,
             step_s=load.step_s,
             draining=self._reported_draining,
+            moving_out=self._moving_out(),
             num_transfers=load.num_transfers,
             num_prefilled_tokens=load.num_prefilled_tokens,
             num_generated_tokens=load.num_generated_tokens,

@@ -12,13 +12,19 @@ from engine.errors import EngineError
 from instance.config import InstanceSettings
 from instance.front import Front, Role
 from serving import logging as serving_logging
-from serving.lifetime import StopSignals, bind_to_parent, serve_until_stopped, stop_signals
+from serving.lifetime import (
+    EXIT_CANNOT_START,
+    EXIT_CUT_OFF,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    StopSignals,
+    bind_to_parent,
+    serve_until_stopped,
+    stop_signals,
+)
 from serving.settings import SettingsError
 
 _log = logging.getLogger(__name__)
-EXIT_STOPPED = 0
-EXIT_CORE_DEAD = 1
-EXIT_CANNOT_START = 2
 
 
 def run_instance(settings: InstanceSettings, role: Role) -> int:
@@ -58,11 +64,10 @@ async def serve(front: Front, signals: StopSignals) -> int:
     try:
         await asyncio.wait({stopped, dead}, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
-            stopped.result()
-            return EXIT_STOPPED
+            return EXIT_STOPPED if stopped.result() else EXIT_CUT_OFF
         _log.error("the engine core is dead: %s", dead.result())
         await front.stop()
-        return EXIT_CORE_DEAD
+        return EXIT_FAILED
     finally:
         for task in (stopped, dead):
             task.cancel()

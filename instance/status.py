@@ -6,6 +6,7 @@ from engine.errors import CapacityError, EngineDeadError, EngineError, InvalidRe
 from engine.messages import TokensEvent
 from serving.errors import (
     Aborted,
+    Crashed,
     InternalError,
     Overloaded,
     ServiceError,
@@ -25,7 +26,7 @@ def service_error(error: EngineError) -> ServiceError:
         case CapacityError():
             return Overloaded(str(error), RETRY_AFTER_S)
         case EngineDeadError():
-            return Unavailable("the engine of this instance has ended")
+            return (Crashed if error.crashed else Unavailable)("the engine of this instance has ended")
         case _:
             return InternalError(str(error))
 

@@ -11,7 +11,8 @@ ServiceError                 retrying elsewhere?
 ├── Unsupported              never: this server does not implement it
 ├── DeadlineExceeded         the caller's time is up
 ├── Overloaded               yes, after `retry_after_s`; None means: do not retry, a quota is used up
-├── Unavailable              yes, at once, at another instance
+├── Unavailable              yes, at another instance, or here after `retry_after_s`
+│   └── Crashed              the same; the request may be the cause
 ├── Aborted                  yes, as a new request
 └── InternalError            our fault; the text never says more than the request id
 
@@ -38,6 +39,7 @@ _MAX_VIOLATIONS = 8  # all trailers together share 8 KiB
 _MAX_VIOLATION_BYTES = 256
 _DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
+_CRASHED_KEY = "tandem-crashed"
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 
@@ -121,9 +123,22 @@ class Aborted(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """This instance cannot serve now; another one can."""
+    """This instance cannot serve now; another one can, or this one after `retry_after_s` seconds."""
 
     code = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self._retry_after_s = retry_after_s
+
+    @property
+    def retry_after_s(self) -> float:
+        return self._retry_after_s
+
+
+class Crashed(Unavailable):
+    """What computed here has crashed while it had the request, which may be the cause. Another instance can serve it,
+    but whoever sends it there should remember."""
 
 
 class InternalError(ServiceError):
@@ -182,6 +197,8 @@ def trailers(error: ServiceError, text: str) -> Trailers:
         extra = ((_PUSHBACK_KEY, str(retry_after_ms)),)
     elif isinstance(error, Overloaded):
         extra = ((_PUSHBACK_KEY, "-1"),)  # gRPC's own word for "do not retry"
+    if isinstance(error, Crashed):
+        extra = (*extra, (_CRASHED_KEY, "1"))
     return (*extra, (_DETAILS_KEY, status.SerializeToString())) if status.details else extra
 
 
@@ -223,6 +240,7 @@ def received(error: grpc.aio.AioRpcError) -> ServiceError:
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(message, retry_after_s)
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return Unavailable("the instance is unavailable")
+        crashed = any(key == _CRASHED_KEY for key, _ in error.trailing_metadata() or ())
+        return (Crashed if crashed else Unavailable)("the instance is unavailable")
     kind = _by_code().get(error.code())
     return kind(message) if kind else InternalError("internal error at the instance")

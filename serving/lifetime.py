@@ -6,7 +6,8 @@ calls `bind_to_parent()` first of all. Two mechanisms, since each has a gap: the
 ends a child whose interpreter hangs, but fires when the *thread* that started the child ends, so it is asked for only
 when that is the main thread), and a pipe whose write end only the parent holds (everywhere, from any thread).
 
-**Stopped by signals.** The first SIGTERM or SIGINT drains, the second stops now.
+**Stopped by signals.** The first SIGTERM or SIGINT drains, the second stops now. The exit status of a process that was
+told to end says whether anything was lost by it, not how hurried it was: a second signal to an idle process is no loss.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
+EXIT_STOPPED = 0
+"""Told to end, and nothing was cut off."""
+EXIT_FAILED = 1
+"""Ended by itself: the engine core is dead, or a fault of ours."""
+EXIT_CANNOT_START = 2
+"""What it was told cannot be served: settings, model, address. Starting it again does not help."""
+EXIT_CUT_OFF = 3
+"""Told to end, and calls or KV that somebody waited for were cut off: the grace was over, or a second signal came."""
 
 _PARENT_PID = "TANDEM_PARENT_PID"
 _PARENT_FD = "TANDEM_PARENT_FD"
@@ -115,13 +125,17 @@ def stop_signals() -> Iterator[StopSignals]:
 class Stoppable(Protocol):
     """What `serve_until_stopped` can end: a Server, or a composition root's own object around one."""
 
-    async def drain(self) -> bool: ...
+    async def drain(self) -> bool:
+        """Ends it without losing anything; False if something was cut off when the grace was over."""
+        ...
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> bool:
+        """Ends it now; False if something was cut off. Idempotent, and its word stays the same."""
+        ...
 
 
 async def serve_until_stopped(service: Stoppable, signals: StopSignals) -> bool:
-    """Waits for a signal, drains, and stops now at the second; returns whether the drain lost nothing."""
+    """Waits for a signal, drains, and stops now at the second; returns whether nothing was cut off."""
     await signals.drain.wait()
     draining = asyncio.create_task(service.drain())
     hurried = asyncio.create_task(signals.now.wait())
@@ -132,8 +146,7 @@ async def serve_until_stopped(service: Stoppable, signals: StopSignals) -> bool:
         _log.warning("second signal: stopping now")
         draining.cancel()
         await asyncio.wait({draining})
-        await service.stop()
-        return False
+        return await service.stop()
     finally:
         hurried.cancel()
         if not draining.done():

@@ -1,6 +1,7 @@
 """The calls that are open on one server: caps on them, and the drain that waits for them.
 
 accepting ──begin_draining──▶ draining ──the last awaited call leaves──▶ idle
+                                 └──cut_off──▶ every awaited call is ended with UNAVAILABLE ──▶ idle
 
 While draining, only calls whose policy admits them enter. One instance belongs to one event loop.
 """
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from serving.errors import Overloaded, Unavailable
 
 _RETRY_AFTER_S = 1.0
+_RETRY_ELSEWHERE_S = 0.25
+"""Behind one name there are others, who can serve at once; here there is a successor only after a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class OpenCalls:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._ends: set[asyncio.Timeout] = set()
+        self._is_cut_off = False
 
     @property
     def draining(self) -> bool:
@@ -72,6 +77,29 @@ class OpenCalls:
         """From now on requests are refused with UNAVAILABLE."""
         self._draining = True
 
+    def cut_off(self) -> None:
+        """Ends the calls that a drain waits for, as far as they are bound by `ends_with`, with UNAVAILABLE."""
+        self._is_cut_off = True
+        for end in self._ends:
+            if not end.expired():
+                end.reschedule(0.0)
+
+    @contextmanager
+    def ends_with(self, end: asyncio.Timeout, policy: CallPolicy) -> Iterator[None]:
+        """While inside, `cut_off` lets `end` pass. The TimeoutError of that, and no other, becomes Unavailable."""
+        if not policy.drain_waits:
+            yield
+            return
+        self._ends.add(end)
+        try:
+            yield
+        except TimeoutError as error:
+            if self._is_cut_off and end.expired():
+                raise Unavailable("ended before the request was finished", _RETRY_ELSEWHERE_S) from error
+            raise
+        finally:
+            self._ends.discard(end)
+
     async def wait_idle(self) -> None:
         """Returns when no call is open that a drain waits for."""
         await self._idle.wait()
@@ -80,7 +108,7 @@ class OpenCalls:
     def admitted(self, peer: str, policy: CallPolicy) -> Iterator[None]:
         """Holds one place for a call from `peer`; raises Overloaded or Unavailable instead of entering."""
         if self._draining and not policy.admit_while_draining:
-            raise Unavailable("draining")
+            raise Unavailable("draining", _RETRY_ELSEWHERE_S)
         if not policy.counted:
             yield
             return

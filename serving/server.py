@@ -4,7 +4,8 @@ created ──start──▶ serving ──drain──▶ not ready ──drain_
 
 A drain first turns readiness to NOT_SERVING and goes on accepting, because clients need a moment to see it; then it
 refuses requests with UNAVAILABLE "draining", waits for those that run, and stops last: grpcio's `stop` closes the port
-at once. `stop` alone ends everything now. The object belongs to one event loop and one composition root.
+at once. What still runs then, or when `stop` comes by itself, is answered UNAVAILABLE with a hint when to try again.
+The object belongs to one event loop and one composition root.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from serving.open_calls import CONTROL, CallPolicy, OpenCalls
 from serving.settings import Section, setting
 
 _log = logging.getLogger(__name__)
+_CUT_OFF_S = 1.0
+"""For calls that are cut off to let go of what they hold, and to be answered, before the port closes under them."""
 
 
 class ServerSettings(Section):
@@ -74,6 +77,7 @@ class Server:
         self._server = grpc.aio.server(options=server_options(settings))
         self._port: int | None = None
         self._names: list[str] = []
+        self._num_cut_off: int | None = None
         self.health = Health()
         self.calls = OpenCalls(max_per_peer=settings.max_calls_per_peer, max_in_all=settings.max_calls)
         self._guard = CallGuard(
@@ -137,7 +141,7 @@ class Server:
         return self.calls.draining
 
     async def drain(self) -> bool:
-        """Ends the server without losing a request; False if some still ran after the grace and were cut off."""
+        """Ends the server without losing a call; False if some still ran after the grace and were cut off."""
         _log.info("draining: not ready, accepting for %g s more", self._settings.drain_accept_s)
         await self.health.begin_draining()
         await asyncio.sleep(self._settings.drain_accept_s)
@@ -147,7 +151,7 @@ class Server:
             async with asyncio.timeout(self._settings.drain_grace_s):
                 await self.calls.wait_idle()
         except TimeoutError:
-            _log.warning("drained with %d calls cut off", self.calls.num_awaited)
+            _log.warning("grace is over: %d calls are cut off", self.calls.num_awaited)
             return False
         else:
             _log.info("drained")
@@ -155,10 +159,19 @@ class Server:
         finally:
             await self.stop()
 
-    async def stop(self) -> None:
-        """Closes the port and cancels every call, now."""
+    async def stop(self) -> bool:
+        """Ends every call and closes the port, now; False if that cut a call off. Idempotent."""
         self.calls.begin_draining()
+        if self._num_cut_off is None:
+            self._num_cut_off = self.calls.num_awaited
+            self.calls.cut_off()
+            try:
+                async with asyncio.timeout(_CUT_OFF_S):
+                    await self.calls.wait_idle()
+            except TimeoutError:
+                _log.warning("%d calls did not end by themselves", self.calls.num_awaited)
         await self._server.stop(grace=None)
+        return self._num_cut_off == 0
 
     async def wait_closed(self) -> None:
         """Returns when the server has stopped."""

@@ -5,7 +5,8 @@
 
 Only OpenTelemetry's API is used: until somebody sets a tracer provider up nothing is recorded, a span costs a few
 function calls, and a context that came is passed on all the same. A stage often ends in another task than the one it
-began in, so a span's parent is the context in which it is begun, or one that was kept; none is left attached.
+began in, so a span's parent is the context in which it is begun, or one that was kept. What is attached belongs to a
+call's task and goes with it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ __all__ = [
     "begin",
     "configure",
     "end",
+    "enter",
     "join",
     "keep",
     "kept",
@@ -94,11 +96,11 @@ class Traced:
                 async for response in responses:
                     yield response
 
-        async def unary(request: Any, context: Any) -> Any:
+        async def awaited(request: Any, context: Any, *writer: Any) -> Any:
             _join_call(request, context)
-            return await behaviour(request, context)
+            return await behaviour(request, context, *writer)
 
-        return streaming if inspect.isasyncgenfunction(behaviour) else unary
+        return streaming if inspect.isasyncgenfunction(behaviour) else awaited
 
 
 def _join_call(request: Any, context: Any) -> None:
@@ -111,6 +113,13 @@ def _join_call(request: Any, context: Any) -> None:
 def begin(name: str, parent: Context | None = None, attributes: Attributes | None = None) -> Span:
     """A span from now on, in `parent` or the current context. It is not made the current one."""
     return _tracer.start_span(name, context=parent, attributes=attributes)
+
+
+def enter(name: str) -> Span:
+    """The same, made the current one for as long as the current task lives, and for the tasks that it starts."""
+    span = begin(name)
+    trace_context.attach(set_span_in_context(span))
+    return span
 
 
 def end(span: Span, attributes: Attributes | None = None, failure: str | None = None) -> None:

@@ -15,8 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import prefill_service.service
 from engine.messages import AbortRequests, LeaseCommand, TokensEvent, TransferEvent
 from instance.config import InstanceSection
-from instance.process import EXIT_CORE_DEAD, EXIT_STOPPED, announce, serve
+from instance.process import announce, serve
 from protos.tandem.v1 import instance_pb2, kv_transfer_pb2, prefill_pb2
+from serving.lifetime import EXIT_CUT_OFF, EXIT_FAILED, EXIT_STOPPED
 from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, refusal, running
 from tests.instance.scripted_core import INFO
 
@@ -115,7 +116,7 @@ async def test_what_outlives_the_grace_is_answered_unavailable(folder: Path) -> 
         rig.signals.request_stop()
         ending = asyncio.create_task(serve(rig.front, rig.signals))
         assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
-        assert await asyncio.wait_for(ending, 2) == EXIT_STOPPED
+        assert await asyncio.wait_for(ending, 2) == EXIT_CUT_OFF
 
 
 async def test_unread_kv_delays_the_end_for_the_grace_alone(folder: Path) -> None:
@@ -134,7 +135,7 @@ async def test_a_second_signal_stops_at_once(rig: Rig) -> None:
     await eventually(lambda: rig.front.server.draining)
     rig.signals.request_stop()
     assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
-    assert await asyncio.wait_for(ending, 2) == EXIT_STOPPED
+    assert await asyncio.wait_for(ending, 2) == EXIT_CUT_OFF
 
 
 async def test_a_dead_core_ends_the_process_and_its_streams(rig: Rig) -> None:
@@ -145,7 +146,7 @@ async def test_a_dead_core_ends_the_process_and_its_streams(rig: Rig) -> None:
     rig.core.die()
     assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
     assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    assert await asyncio.wait_for(ending, 3) == EXIT_CORE_DEAD
+    assert await asyncio.wait_for(ending, 3) == EXIT_FAILED
 
 
 async def test_a_core_that_dies_during_a_drain_does_not_wait_for_readers(rig: Rig) -> None:
@@ -155,7 +156,7 @@ async def test_a_core_that_dies_during_a_drain_does_not_wait_for_readers(rig: Ri
     rig.signals.request_stop()
     await eventually(lambda: rig.front.server.draining)
     rig.core.die()
-    assert await asyncio.wait_for(ending, 2) in (EXIT_CORE_DEAD, EXIT_STOPPED)
+    assert await asyncio.wait_for(ending, 2) in (EXIT_FAILED, EXIT_STOPPED)
 
 
 async def test_a_silent_core_is_not_ready_then_not_alive_and_may_come_back(folder: Path) -> None:

@@ -98,9 +98,9 @@ class Rigs:
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
 
-    async def start(self, **settings: object) -> Rig:
+    async def start(self, servicer: Scripted | None = None, **settings: object) -> Rig:
         server = Server(ServerSettings(**{"drain_accept_s": 0.0, "drain_grace_s": 5.0} | settings))
-        servicer = Scripted()
+        servicer = servicer or Scripted()
         await server.register(SERVICE, servicer, {"Abort": CONTROL})
         await server.start()
         self._stack.push_async_callback(server.stop)

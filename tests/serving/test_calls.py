@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import gzip
 import time
+from contextlib import aclosing
 
 import grpc
 import grpc.aio
 import pytest
 
 from protos.tandem.v1 import generation_pb2 as pb
-from serving.calls import CallGuard, CallLimits
+from serving.calls import CallGuard, CallLimits, Context
 from serving.open_calls import OpenCalls
+from serving.writer import Writer
 from tests.serving.conftest import SERVICE, Rigs, Scripted, eventually, trailers_of
 
 GENERATE = "/tandem.v1.GenerationService/Generate"
@@ -165,13 +167,56 @@ async def test_calls_over_the_cap_in_all_are_refused(rigs: Rigs) -> None:
     call.cancel()
 
 
+class Writing(Scripted):
+    """Answers through a writer instead of yielding."""
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context, writer: Writer[pb.GenerateResponse]
+    ) -> None:  # type: ignore[override]
+        async with aclosing(super().Generate(request, context)) as responses:
+            async for response in responses:
+                await writer.write(response)
+                if request.text == "pauses":
+                    await asyncio.sleep(0.5)
+
+
+async def test_a_coroutine_function_writes_its_answer(rigs: Rigs) -> None:
+    rig = await rigs.start(Writing())
+    assert await rig.generate("hello") == ["token"] * 3
+    assert (await rig.refusal("invalid")).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await rig.refusal("wrong answer")).code() is grpc.StatusCode.INTERNAL
+    call = await rig.waiting_call()
+    call.cancel()
+    await eventually(lambda: rig.servicer.num_running == 0)
+
+
+async def test_a_slow_reader_of_what_is_written_is_cut_off(rigs: Rigs) -> None:
+    rig = await rigs.start(Writing(), write_timeout_s=0.3)
+    call = rig.stub.Generate(pb.GenerateRequest(text="flood"))
+    await eventually(lambda: rig.servicer.num_sent > 0)
+    await eventually(lambda: rig.servicer.num_running == 0)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "client too slow: a message waited 0.3 s" in caught.value.details()
+
+
+async def test_pauses_between_messages_do_not_make_a_reader_slow(rigs: Rigs) -> None:
+    rig = await rigs.start(Writing(), write_timeout_s=0.2)
+    assert await rig.generate("pauses") == ["token"] * 3
+
+
 class Incomplete(Scripted):
     Abort = None  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
     ("servicer", "policies", "problem"),
-    [(Incomplete, {}, "Abort must be implemented as a coroutine"), (Scripted, {"Abrot": None}, "has no Abrot")],
+    [
+        (Incomplete, {}, "Abort must be implemented as a coroutine function"),
+        (Scripted, {"Abrot": None}, "has no Abrot"),
+    ],
 )
 async def test_a_servicer_that_does_not_fit_its_service_is_refused(
     servicer: type[Scripted], policies: dict, problem: str

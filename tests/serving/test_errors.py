@@ -78,6 +78,11 @@ async def test_an_absent_peer_is_unavailable_and_its_address_stays_here(rigs: Ri
     assert str(port) not in back.message
 
 
+def test_unavailable_always_says_when_to_come_back() -> None:
+    assert trailers(Unavailable("nobody is there"), "x")[0] == ("grpc-retry-pushback-ms", "1000")
+    assert trailers(Unavailable("nobody is there", 0.25), "x")[0] == ("grpc-retry-pushback-ms", "250")
+
+
 def test_messages_are_short_printable_ascii() -> None:
     text = status_text(NotFound("no model \x1b[31m\n" + "é" * 2000), "r" * 128)
     assert len(text.encode()) <= 512

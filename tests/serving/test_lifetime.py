@@ -93,16 +93,18 @@ def test_a_process_without_a_parent_in_its_environment_is_left_alone() -> None:
 
 
 class Service:
-    def __init__(self, drain_s: float) -> None:
+    def __init__(self, drain_s: float, *, cuts_off: bool = False) -> None:
         self.drain_s = drain_s
+        self.cuts_off = cuts_off
         self.stopped = False
 
     async def drain(self) -> bool:
         await asyncio.sleep(self.drain_s)
         return True
 
-    async def stop(self) -> None:
+    async def stop(self) -> bool:
         self.stopped = True
+        return not self.cuts_off
 
 
 async def test_the_first_signal_drains() -> None:
@@ -116,14 +118,15 @@ async def test_the_first_signal_drains() -> None:
     assert not service.stopped
 
 
-async def test_the_second_signal_stops_now() -> None:
-    service = Service(60)
+@pytest.mark.parametrize("cuts_off", [False, True])
+async def test_the_second_signal_stops_now_and_only_a_loss_counts(cuts_off: bool) -> None:
+    service = Service(60, cuts_off=cuts_off)
     with stop_signals() as signals:
         serving = asyncio.create_task(serve_until_stopped(service, signals))
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(signals.drain.wait(), 2)
         os.kill(os.getpid(), signal.SIGINT)
-        assert await asyncio.wait_for(serving, 2) is False
+        assert await asyncio.wait_for(serving, 2) is not cuts_off
     assert service.stopped
 
 

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
 from serving.server import Server, ServerSettings, address
-from tests.serving.conftest import SERVICE, Rigs, Scripted, eventually
+from tests.serving.conftest import SERVICE, Rigs, Scripted, eventually, trailers_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -90,6 +90,7 @@ async def test_a_drain_turns_unready_then_refuses_then_waits_then_stops(rigs: Ri
     error = await rig.refusal("hello")
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert error.details().startswith("draining")
+    assert trailers_of(error)["grpc-retry-pushback-ms"] == "250"
     assert (await rig.stub.Abort(pb.AbortRequest(request_ids=["a"]))).num_aborted == 1
     await rig.server.health.set_serving(SERVICE.full_name, True)
     assert await checked(rig.channel, SERVICE.full_name) == NOT_SERVING  # nobody can undo it
@@ -107,8 +108,24 @@ async def test_a_drain_cuts_off_what_outlives_the_grace(rigs: Rigs) -> None:
     rig = await rigs.start(drain_grace_s=0.2)
     call = await rig.waiting_call()
     assert await rig.server.drain() is False
-    assert await call.code() is not grpc.StatusCode.OK
-    await eventually(lambda: rig.servicer.num_running == 0)
+    assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    assert rig.servicer.num_running == 0
+
+
+async def test_whoever_is_cut_off_is_told_when_to_try_again(rigs: Rigs) -> None:
+    rig = await rigs.start()
+    calls = [await rig.waiting_call() for _ in range(8)]
+    assert await rig.server.stop() is False
+    for call in calls:
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        assert ("grpc-retry-pushback-ms", "250") in tuple(await call.trailing_metadata())
+    assert await rig.server.stop() is False  # its word stays
+
+
+async def test_a_stop_that_cuts_nobody_off_says_so(rigs: Rigs) -> None:
+    rig = await rigs.start()
+    assert await rig.generate("hello") == ["token"] * 3
+    assert await rig.server.stop() is True
 
 
 async def test_a_drain_does_not_wait_for_a_client_that_does_not_read(rigs: Rigs) -> None:

@@ -266,11 +266,17 @@ async def test_a_traced_servicer_takes_up_what_its_caller_said_either_way() -> N
         async def Streaming(self, request: Any, context: Any) -> AsyncIterator[Any]:
             yield tracing.outgoing()
 
+        async def Writing(self, request: Any, context: Any, writer: Any) -> None:
+            writer(tracing.outgoing())
+
     traced, said = tracing.Traced(Servicer()), generation_pb2.GenerateRequest(traceparent=TRACEPARENT)
     for metadata in (None, (), METADATA):
         context = SimpleNamespace(invocation_metadata=lambda metadata=metadata: metadata)
         assert await traced.Unary(said, context) == METADATA
         assert [part async for part in traced.Streaming(said, context)] == [METADATA]
+        written: list[Any] = []
+        await traced.Writing(said, context, written.append)
+        assert written == [METADATA]
     assert not hasattr(traced, "Unknown")
 
 

@@ -214,6 +214,7 @@ class WatchLoadResponse(_message.Message):
     NUM_RECOMPUTED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_EXPIRED_LEASES_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    MOVING_OUT_FIELD_NUMBER: _builtins.int
     instance_epoch: _builtins.str
     """New with every process start."""
     sequence: _builtins.int
@@ -248,6 +249,8 @@ class WatchLoadResponse(_message.Message):
     """Leases that ran out since the start."""
     num_preemptions: _builtins.int
     """Requests preempted since the start."""
+    moving_out: _builtins.bool
+    """The grace of its drain is nearly over: what still runs should go on elsewhere, as far as somebody can take it."""
     @_builtins.property
     def blocks(self) -> Global___BlockUsage:
         """Blocks by class."""
@@ -273,10 +276,11 @@ class WatchLoadResponse(_message.Message):
         num_recomputed_blocks: _builtins.int = ...,
         num_expired_leases: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
+        moving_out: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "core_silence_s", b"core_silence_s", "draining", b"draining", "instance_epoch", b"instance_epoch", "num_expired_leases", b"num_expired_leases", "num_external_tokens", b"num_external_tokens", "num_generated_tokens", b"num_generated_tokens", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_recomputed_blocks", b"num_recomputed_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_transfers", b"num_transfers", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "sequence", b"sequence", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "core_silence_s", b"core_silence_s", "draining", b"draining", "instance_epoch", b"instance_epoch", "moving_out", b"moving_out", "num_expired_leases", b"num_expired_leases", "num_external_tokens", b"num_external_tokens", "num_generated_tokens", b"num_generated_tokens", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_recomputed_blocks", b"num_recomputed_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_transfers", b"num_transfers", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "sequence", b"sequence", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,7 +294,7 @@ class DrainRequest(_message.Message):
 
     GRACE_S_FIELD_NUMBER: _builtins.int
     grace_s: _builtins.float
-    """How long running requests may take, seconds; then they are aborted."""
+    """How long running requests may take, seconds; then they are answered UNAVAILABLE. 0: the instance's own grace."""
     def __init__(
         self,
         *,

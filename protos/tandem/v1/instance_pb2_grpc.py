@@ -71,7 +71,7 @@ class InstanceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new requests, finishes what runs, then ends the process.
+        """Takes no new requests, finishes what runs, then ends the process. Answers at once; the load report tells the rest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -21,7 +21,7 @@ class InstanceServiceStub:
     WatchLoad: _aio.UnaryStreamMultiCallable[_instance_pb2.WatchLoadRequest, _instance_pb2.WatchLoadResponse]
     """The load, now and then every 250 ms and whenever it changes much. Its silence means trouble."""
     Drain: _aio.UnaryUnaryMultiCallable[_instance_pb2.DrainRequest, _instance_pb2.DrainResponse]
-    """Takes no new requests, finishes what runs, then ends the process."""
+    """Takes no new requests, finishes what runs, then ends the process. Answers at once; the load report tells the rest."""
 
 class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Offered by prefill and decode instances."""
@@ -48,6 +48,6 @@ class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _instance_pb2.DrainRequest,
         context: _aio.ServicerContext[_instance_pb2.DrainRequest, _abc.Awaitable[_instance_pb2.DrainResponse]],
     ) -> _abc.Awaitable[_instance_pb2.DrainResponse]:
-        """Takes no new requests, finishes what runs, then ends the process."""
+        """Takes no new requests, finishes what runs, then ends the process. Answers at once; the load report tells the rest."""
 
 def add_InstanceServiceServicer_to_server(servicer: InstanceServiceServicer, server: _aio.Server) -> None: ...

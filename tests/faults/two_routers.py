@@ -1,0 +1,164 @@
+"""A local stack with a second router beside its own, and what a client of both does.
+
+A router that restarts is away for a while, whatever it does. Who must not notice has two of them and a channel over
+both that follows their health and tries a refused request again: gRPC's own round_robin, health checks and retries.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import grpc
+
+from protos.tandem.v1 import generation_pb2_grpc
+from serving.lifetime import ParentBond
+from tandem.completion import Assembler, Completion
+from tandem.health import READY, ROUTER_SERVICE, health, wait_serving
+from tandem.machine import free_ports
+from tandem.member import Member
+from tandem.sampling import generate_request
+from tests.faults.rig import Rig
+
+HANG_S = 120.0
+"""For what takes seconds on a quiet machine."""
+_SERVICE_CONFIG = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "healthCheckConfig": {"serviceName": ROUTER_SERVICE},
+    "methodConfig": [
+        {
+            "name": [{"service": ROUTER_SERVICE}],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+}
+"""What docs/operations.md tells clients of several routers. gRPC retries nothing of which an answer has begun."""
+
+
+class TwoRouters:
+    """The members of `rig` and a router-1 of the same flags. A context manager around a rig that has started."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self._bond = ParentBond()
+        first = rig.stack.members["router"].spec
+        port, admin_port = free_ports(2, rig.stack.settings.host)
+        address = f"{rig.stack.settings.host}:{port}"
+        ready_file = first.ready_file.with_name("router-1")
+        changed = {
+            first.address: address,
+            rig.stack.admin_address: f"127.0.0.1:{admin_port}",
+            str(first.ready_file): str(ready_file),
+        }
+        argv = [changed.get(argument, argument) for argument in first.argv]
+        log_file = first.log_file.with_name("router-1.log")
+        second = replace(
+            first, name="router-1", argv=tuple(argv), address=address, ready_file=ready_file, log_file=log_file
+        )
+        self.members: dict[str, Member] = {**rig.stack.members, "router-1": Member(second)}
+
+    def __enter__(self) -> Self:
+        router = self.members["router-1"]
+        router.start(self._bond)
+        try:
+            is_serving = wait_serving(router.spec.address, ROUTER_SERVICE, HANG_S)
+            assert is_serving, "\n  ".join([f"router-1 {router.end()}", *router.last_lines()])
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.members["router-1"].kill()
+        self._bond.close()
+
+    @property
+    def routers(self) -> list[Member]:
+        return [self.members["router"], self.members["router-1"]]
+
+    def drain(self, names: Sequence[str]) -> dict[str, float]:
+        """Tells the members to end, all at once; returns how long each took, in seconds. Each has to end with 0."""
+        told_s = time.monotonic()
+        for name in names:
+            self.members[name].send(signal.SIGTERM)
+        took_s: dict[str, float] = {}
+        while len(took_s) < len(names):
+            for name in set(names) - took_s.keys():
+                member = self.members[name]
+                if not member.running:
+                    took_s[name] = time.monotonic() - told_s
+                    assert member.exit_status == 0, "\n  ".join([f"{name} {member.end()}", *member.last_lines(30)])
+            assert time.monotonic() - told_s < HANG_S, f"did not end: {set(names) - took_s.keys()}"
+            time.sleep(0.01)
+        return took_s
+
+    def start_again(self, names: Sequence[str]) -> None:
+        """Starts ended members; returns when every router serves and has counted every one of the instances in."""
+        num_before = {name: self._num_ready(name) for name in names}
+        for name in names:
+            if name in self.rig.stack.members:
+                self.rig.stack.restart(name)
+            else:
+                self.members[name].start(self._bond)
+        deadline_s = time.monotonic() + HANG_S
+        for name in names:
+            while not self._is_counted_in(name, num_before[name]):
+                member = self.members[name]
+                assert member.running, "\n  ".join([f"{name} {member.end()}", *member.last_lines(30)])
+                assert time.monotonic() < deadline_s, f"{name} is not back"
+                time.sleep(0.05)
+
+    def phases(self, name: str) -> list[str]:
+        """What a member has said of its drains."""
+        lines = self.members[name].spec.log_file.read_text().splitlines()
+        return [line.partition("draining: ")[2] for line in lines if "draining: " in line]
+
+    def log_of_routers(self) -> str:
+        return "\n".join(router.spec.log_file.read_text() for router in self.routers)
+
+    def _num_ready(self, name: str) -> dict[str, int]:
+        news = f"is ready address={self.members[name].spec.address}"
+        return {router.name: router.spec.log_file.read_text().count(news) for router in self.routers}
+
+    def _is_counted_in(self, name: str, num_before: Mapping[str, int]) -> bool:
+        if name.startswith("router"):
+            return health(self.members[name].spec.address, ROUTER_SERVICE) == READY
+        return all(count > num_before[router] for router, count in self._num_ready(name).items())
+
+
+class PatientClient:
+    """A channel over several routers: goes where one is SERVING, and tries again what was refused before it began."""
+
+    def __init__(self, routers: Sequence[Member]) -> None:
+        options = (
+            ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 500),
+        )
+        target = "ipv4:" + ",".join(router.spec.address for router in routers)
+        self._channel = grpc.insecure_channel(target, options=options)
+        channel: Any = self._channel  # the stubs are typed for the asyncio channel alone
+        self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+
+    def generate(self, prompt: Sequence[int], **options: Any) -> Completion:
+        """A whole answer, every token of which came once and in order. Raises grpc.RpcError, StreamError."""
+        assembler = Assembler(options.get("n", 1))
+        for response in self._stub.Generate(generate_request(prompt, options), timeout=HANG_S):
+            assembler.add(response)
+        return assembler.finish()
+
+    def close(self) -> None:
+        self._channel.close()

@@ -1,0 +1,148 @@
+"""A stream leaves an instance that is about to end only for one that can take it, and that counts as no failure."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from router.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.moving import can_move, has_room
+from router.plan import NoPlan
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.router.conftest import Run
+from tests.router.rig import Rig
+
+TOKEN_S = 0.02
+
+
+def view_of(free: int, cached: int, *, num_blocks: int = 64) -> InstanceView:
+    identity = Identity(block_size=16)
+    info = InstanceInfo("decode-0", "e", "decode", "a:1", identity, num_blocks=num_blocks)
+    return InstanceView(InstanceKey("a:1", "e"), info, LoadReport("e", free_blocks=free, cached_blocks=cached))
+
+
+def test_room_is_a_block_for_every_token_there_is_and_for_the_next() -> None:
+    assert has_room(view_of(1, 0), 15)
+    assert not has_room(view_of(1, 0), 16)
+    assert has_room(view_of(1, 1), 16)
+    assert not has_room(view_of(0, 0), 1)
+    assert has_room(view_of(0, 0, num_blocks=0), 1000), "who does not tell its size is asked"
+
+
+def test_nobody_to_go_to_is_no_reason_to_go() -> None:
+    assert not can_move(NoPlan("no decode instance is available", "the pool is empty"), 10)
+
+
+def decodes(*behaviours: Behaviour) -> list[FakeInstance]:
+    return [FakeInstance("decode", f"decode-{i}", behaviour=behaviour) for i, behaviour in enumerate(behaviours)]
+
+
+def slow(**fields: object) -> Behaviour:
+    return Behaviour(token_s=TOKEN_S, **fields)  # type: ignore[arg-type]
+
+
+def ask_to_leave(fake: FakeInstance) -> None:
+    fake.behaviour.draining = fake.behaviour.moving_out = True
+
+
+@pytest.mark.parametrize("disaggregation", ["always", "never"])
+async def test_streams_go_on_elsewhere_exactly_when_they_are_asked_to(run: Run, disaggregation: str) -> None:
+    decode = decodes(slow(), slow(num_running=50))
+    async with run(prefill=1, decode=decode, disaggregation={"mode": disaggregation}) as rig:
+        asking = [asyncio.create_task(rig.generate(max_tokens=40)) for _ in range(4)]
+        await decode[0].until("token", 20)
+        ask_to_leave(decode[0])
+        for answer in await asyncio.gather(*asking):
+            assert answer.is_exactly(40)
+            assert answer.finish().usage.completion_tokens == 40
+            assert answer.trailers["tandem-decode"] == "decode-0,decode-1"
+        assert len(decode[0].recorded("decode cancelled")) == 4
+        await rig.until_idle()
+
+
+async def test_a_drain_alone_moves_nothing(run: Run) -> None:
+    decode = decodes(slow(), slow(num_running=50))
+    async with run(prefill=1, decode=decode) as rig:
+        asking = asyncio.create_task(rig.generate(max_tokens=40))
+        await decode[0].until("token", 5)
+        decode[0].behaviour.draining = True
+        answer = await asking
+        assert answer.is_exactly(40)
+        assert answer.trailers["tandem-decode"] == "decode-0"
+
+
+async def test_what_nobody_else_can_take_runs_on_to_its_end(run: Run) -> None:
+    decode = decodes(slow(), slow(num_running=50, draining=True))
+    async with run(prefill=1, decode=decode, wait=False) as rig:
+        await rig.until_ready(num_decode=1)
+        asking = asyncio.create_task(rig.generate(max_tokens=40))
+        await decode[0].until("token", 5)
+        ask_to_leave(decode[0])
+        answer = await asking
+        assert answer.is_exactly(40)
+        assert answer.trailers["tandem-decode"] == "decode-0"
+        assert not decode[0].recorded("decode cancelled")
+
+
+async def test_it_is_moved_as_soon_as_somebody_can_take_it(run: Run) -> None:
+    decode = decodes(slow(), slow(num_running=50, draining=True))
+    async with run(prefill=1, decode=decode, wait=False) as rig:
+        await rig.until_ready(num_decode=1)
+        asking = asyncio.create_task(rig.generate(max_tokens=60))
+        await decode[0].until("token", 5)
+        ask_to_leave(decode[0])
+        num_before = len(decode[0].recorded("token"))
+        await decode[0].until("token", num_before + 5)
+        decode[1].behaviour.draining = False
+        answer = await asking
+        assert answer.is_exactly(60)
+        assert answer.trailers["tandem-decode"] == "decode-0,decode-1"
+
+
+async def test_moving_uses_up_no_retries_and_no_resumptions(run: Run) -> None:
+    decode = decodes(slow(), *(slow(num_running=50 * i) for i in range(1, 5)))
+    limits = {"max_retries": 0, "max_resumptions": 0}
+    async with run(prefill=1, decode=decode, failover=limits) as rig:
+        asking = asyncio.create_task(rig.generate(max_tokens=80))
+        for fake in decode[:-1]:
+            await fake.until("token", 5)
+            ask_to_leave(fake)
+        answer = await asking
+        assert answer.is_exactly(80)
+        assert answer.trailers["tandem-decode"] == ",".join(fake.name for fake in decode)
+
+
+async def test_a_prompt_that_is_being_computed_moves_as_well(run: Run) -> None:
+    prefill = [FakeInstance("prefill", f"prefill-{i}", behaviour=Behaviour(num_running=50 * i)) for i in range(2)]
+    prefill[0].behaviour.prefill_s = 60.0
+    async with run(prefill=prefill, decode=1, disaggregation={"mode": "always"}) as rig:
+        asking = asyncio.create_task(rig.generate(max_tokens=10))
+        await prefill[0].until("prefill")
+        ask_to_leave(prefill[0])
+        assert (await asking).is_exactly(10)
+        assert prefill[0].recorded("prefill cancelled")
+        await rig.until_idle()
+
+
+async def test_streams_that_move_at_random_moments_stay_exact(run: Run) -> None:
+    source = random.Random(4)
+    decode = decodes(*(Behaviour(token_s=0.002) for _ in range(3)))
+
+    async def shuffle(rig: Rig) -> None:
+        while True:
+            fake = source.choice(rig.decode)
+            ask_to_leave(fake)
+            await asyncio.sleep(source.uniform(0.05, 0.15))
+            fake.behaviour.draining = fake.behaviour.moving_out = False
+            await asyncio.sleep(0.1)
+
+    async with run(prefill=2, decode=decode) as rig:
+        shuffling = asyncio.create_task(shuffle(rig))
+        answers = await asyncio.gather(*(rig.generate(max_tokens=200) for _ in range(12)))
+        shuffling.cancel()
+        assert all(answer.is_exactly(200) for answer in answers)
+        assert sum(len(fake.recorded("decode cancelled")) for fake in decode) > 5
+        await rig.until_idle()
