@@ -10,13 +10,21 @@ import asyncio
 import logging
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from engine.errors import UnsupportedModel
 from router.app import RouterApp
 from router.config import RouterSettings
 from router.model import ServedModel
 from serving import logging as structured_logging
-from serving.lifetime import bind_to_parent, serve_until_stopped, stop_signals
+from serving.lifetime import (
+    EXIT_CANNOT_START,
+    EXIT_CUT_OFF,
+    EXIT_STOPPED,
+    bind_to_parent,
+    serve_until_stopped,
+    stop_signals,
+)
 from serving.settings import settings_options
 
 _log = logging.getLogger(__name__)
@@ -30,8 +38,12 @@ def main(settings: RouterSettings) -> None:
     try:
         model = ServedModel.from_folder(settings.router.model, settings.router.model_name)
     except (UnsupportedModel, OSError, ValueError) as error:
-        sys.exit(f"router: cannot read the model's folder: {error}")
-    sys.exit(0 if asyncio.run(serve(settings, model)) else 1)
+        _cannot_start(f"the model's folder: {error}")
+    try:
+        lost_nothing = asyncio.run(serve(settings, model))
+    except OSError as error:
+        _cannot_start(str(error))
+    sys.exit(EXIT_STOPPED if lost_nothing else EXIT_CUT_OFF)
 
 
 async def serve(settings: RouterSettings, model: ServedModel) -> bool:
@@ -45,6 +57,11 @@ async def serve(settings: RouterSettings, model: ServedModel) -> bool:
         sys.stdout.write(line)
         sys.stdout.flush()
         return await serve_until_stopped(app, signals)
+
+
+def _cannot_start(why: str) -> NoReturn:
+    _log.error("cannot start: %s", why)
+    sys.exit(EXIT_CANNOT_START)
 
 
 def _write_whole(path: Path, text: str) -> None:

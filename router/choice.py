@@ -84,21 +84,24 @@ class Choice:
         """Whether `chunk` is to be forwarded; what it brings then counts as emitted. Raises StreamViolation."""
         if chunk.stream_epoch < self.stream_epoch:
             return False
-        self._check("stream_epoch", chunk.stream_epoch, self.stream_epoch)
-        self._check("choice", chunk.choice, self.index)
-        self._check("token_index", chunk.token_index, len(self.token_ids))
-        self._check("text_offset", chunk.text_offset, self.num_chars)
-        self._check_logprobs(chunk)
-        self._check_prompt_logprobs(chunk)
+        if not self._continues(chunk):
+            self._refuse(chunk)
+        token_ids, num_emitted = chunk.token_ids, len(self.token_ids)
+        request = self.request
+        if chunk.logprobs or request.params.logprobs is not None:
+            self._check_logprobs(chunk)
+        if chunk.prompt_logprobs or not num_emitted:
+            self._check_prompt_logprobs(chunk)
         if self.finished:
             raise StreamViolation("tokens after the finish")
-        if self.num_emitted + len(chunk.token_ids) > self.request.max_tokens:
-            raise StreamViolation(f"more than max_tokens={self.request.max_tokens} tokens")
-        if chunk.HasField("finish"):
+        if num_emitted + len(token_ids) > request.max_tokens:
+            raise StreamViolation(f"more than max_tokens={request.max_tokens} tokens")
+        is_last = chunk.HasField("finish")
+        if is_last:
             self._take_finish(chunk)
-        self.token_ids.extend(chunk.token_ids)
+        self.token_ids.extend(token_ids)
         self.num_chars += len(chunk.text)
-        if chunk.HasField("finish"):
+        if is_last and chunk.HasField("finish"):  # a hand-over's was taken off
             self._complete_usage(chunk.finish.usage)
         return True
 
@@ -138,6 +141,21 @@ class Choice:
         usage.prompt_tokens = self.request.num_prompt_tokens
         usage.completion_tokens = self.num_emitted
         usage.cached_tokens = self._num_cached_tokens or 0
+
+    def _continues(self, chunk: common_pb2.TokenChunk) -> bool:
+        """`_refuse` without the words: this is asked for each token of each stream."""
+        return (
+            chunk.token_index == len(self.token_ids)
+            and chunk.text_offset == self.num_chars
+            and chunk.stream_epoch == self.stream_epoch
+            and chunk.choice == self.index
+        )
+
+    def _refuse(self, chunk: common_pb2.TokenChunk) -> None:
+        self._check("stream_epoch", chunk.stream_epoch, self.stream_epoch)
+        self._check("choice", chunk.choice, self.index)
+        self._check("token_index", chunk.token_index, len(self.token_ids))
+        self._check("text_offset", chunk.text_offset, self.num_chars)
 
     def _check_logprobs(self, chunk: common_pb2.TokenChunk) -> None:
         """They run parallel to the ids, each position beginning with its own, and there are none that nobody asked

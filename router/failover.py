@@ -71,4 +71,4 @@ def no_instance(
         return Overloaded("every instance is full", retry_after_s if hint_s is None else hint_s)
     if isinstance(history.last_error, InternalError):
         return history.last_error
-    return Unavailable(why)
+    return Unavailable(why, retry_after_s)

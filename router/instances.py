@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal, NamedTuple
 
 from protos.tandem.v1 import common_pb2, instance_pb2
+from router.speeds import UNMEASURED, Pace
 
 Role = Literal["prefill", "decode"]
 
@@ -110,6 +111,8 @@ class LoadReport:
     step_s: float = 0.0
     core_silence_s: float = 0.0
     draining: bool = False
+    moving_out: bool = False
+    """What runs there should go on elsewhere."""
     num_prefilled_tokens: int = 0
     """Since its start, not from any cache."""
 
@@ -127,6 +130,7 @@ class LoadReport:
             step_s=message.step_s,
             core_silence_s=message.core_silence_s,
             draining=message.draining,
+            moving_out=message.moving_out,
             num_prefilled_tokens=message.num_prefilled_tokens,
         )
 
@@ -144,6 +148,10 @@ class InstanceView:
     """Requests that this router has sent it and that its last report cannot have counted."""
     num_ended: int = 0
     """Requests of this router that its last report counted and that have ended since."""
+    num_unreported_tokens: int = 0
+    """Tokens that the unreported requests bring."""
+    pace: Pace = UNMEASURED
+    """How fast it was seen to work."""
 
     @property
     def instance_id(self) -> str:

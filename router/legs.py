@@ -24,14 +24,20 @@ from router.instances import InstanceKey
 from router.member import Member
 from serving import tracing
 from serving.calls import REQUEST_ID_KEY
-from serving.errors import DeadlineExceeded, InternalError, ServiceError, Unavailable, received
+from serving.errors import Crashed, DeadlineExceeded, InternalError, ServiceError, Unavailable, received
 from serving.events import RequestEvent
 
 _log = logging.getLogger(__name__)
 
-FailureKind = Literal["refused", "broken", "internal", "final"]
+FailureKind = Literal["refused", "broken", "internal", "final", "moved"]
 """refused: no room, another may have some. broken: the instance or the way to it. internal: it says that the fault is
-its own, which a bad request can cause as well. final: no instance would answer otherwise."""
+its own, which a bad request can cause as well. final: no instance would answer otherwise. moved: no failure at all, the
+instance is about to end and another one goes on."""
+
+Death = Literal["crashed", "vanished"]
+"""How an instance may have ended under a call. crashed: its front has told that the engine did. vanished: no word came,
+and there was a connection when the call began, so that it can have heard of it; whether it has really ended, its pool
+knows."""
 
 _KINDS: dict[grpc.StatusCode, FailureKind] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
@@ -52,11 +58,14 @@ _DEADLINE_MARGIN_S = 0.02
 class LegFailed(Exception):
     """A leg did not do its part. `key` is the instance to blame, `error` what the client is told if nobody can help."""
 
-    def __init__(self, key: InstanceKey, kind: FailureKind, error: ServiceError, detail: str) -> None:
+    def __init__(
+        self, key: InstanceKey, kind: FailureKind, error: ServiceError, detail: str, *, death: Death | None = None
+    ) -> None:
         self.key = key
         self.kind = kind
         self.error = error
         self.detail = detail
+        self.death = death
         super().__init__(f"{key.address}: {detail}")
 
 
@@ -66,16 +75,27 @@ Mark = Callable[[RequestEvent], object]
 class _Leg:
     """What both legs share: reading, being lost, and the end."""
 
-    def __init__(self, member: Member, key: InstanceKey, choice: Choice, mark: Mark) -> None:
+    def __init__(
+        self,
+        member: Member,
+        key: InstanceKey,
+        choice: Choice,
+        mark: Mark,
+        can_move: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._member = member
         self._key = key
         self._choice = choice
         self._mark = mark
+        self._can_move = can_move
+        self._has_moved = False
         self._lost: str | None = None
+        self._reached = False
+        self._acknowledged = False
         self._call: Any = None  # the two kinds of call share no typed base with read()
 
     async def __aenter__(self) -> Self:
-        self._member.begin(self)
+        self._member.begin(self, self._choice.num_tokens)
         if self._member.key != self._key:
             self._lost = "another process has taken its place"
         return self
@@ -91,9 +111,20 @@ class _Leg:
         if self._call is not None:
             self._call.cancel()
 
+    def move_on(self) -> None:
+        """The instance is about to end: leaves it if somebody else can take over, and else stays to the end."""
+        if self._lost is None and self._can_move():
+            self._has_moved = True
+            self.lose("it is about to end")
+
     def _check_not_lost(self) -> None:
         if self._lost is not None:
             raise self._broken(self._lost)
+
+    def _begin(self) -> None:
+        """Before the call is opened."""
+        self._check_not_lost()
+        self._reached = self._member.channel.get_state() is grpc.ChannelConnectivity.READY
 
     def _options(self) -> dict[str, Any]:
         deadline_s = self._choice.request.deadline_s
@@ -112,7 +143,9 @@ class _Leg:
             raise self._broken(self._lost) from None
         if message is grpc.aio.EOF:
             return None
-        self._member.acknowledged(self)
+        if not self._acknowledged:
+            self._reached = self._acknowledged = True
+            self._member.acknowledged(self)
         return message
 
     def _accepted(self, chunk: common_pb2.TokenChunk) -> bool:
@@ -124,8 +157,14 @@ class _Leg:
             _log.warning("dropped a stale chunk of %s", self._key.address)
         return accepted
 
+    @property
+    def _vanished(self) -> Death | None:
+        return "vanished" if self._reached else None
+
     def _broken(self, detail: str) -> LegFailed:
-        return LegFailed(self._key, "broken", Unavailable("the instance is unavailable"), detail)
+        kind: FailureKind = "moved" if self._has_moved else "broken"
+        death = self._vanished if self._lost is not None else None
+        return LegFailed(self._key, kind, Unavailable("the instance is unavailable"), detail, death=death)
 
     def _failed(self, error: grpc.aio.AioRpcError) -> LegFailed:
         code = error.code()
@@ -133,13 +172,19 @@ class _Leg:
             late = self._choice.request.deadline_s is not None and time.monotonic() >= self._choice.request.deadline_s
             code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
         answer = received(error)
+        death: Death | None = None
+        if isinstance(answer, Crashed):
+            death = "crashed"
+        elif not error.trailing_metadata():  # no words of the instance's own
+            death = self._vanished
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             answer = DeadlineExceeded("the request's deadline has passed")
         elif _KINDS.get(code) == "broken":
             answer = Unavailable("the instance is unavailable")
         elif code not in _KINDS and isinstance(answer, InternalError):
             answer = InternalError(f"unexpected answer {code.name}")
-        return LegFailed(self._key, _KINDS.get(code, "final"), answer, f"{code.name}: {error.details()}")
+        kind, detail = _KINDS.get(code, "final"), f"{code.name}: {error.details()}"
+        return LegFailed(self._key, kind, answer, detail, death=death)
 
 
 class PrefillLeg(_Leg):
@@ -152,7 +197,7 @@ class PrefillLeg(_Leg):
 
     def start(self, request: common_pb2.InstanceRequest, transfer_id: str, lease_s: float) -> None:
         """Opens the call."""
-        self._check_not_lost()
+        self._begin()
         hand_over = prefill_pb2.HandOver(transfer_id=transfer_id, lease_s=lease_s)
         stub = prefill_pb2_grpc.PrefillServiceStub(self._member.channel)
         self._call = stub.Prefill(prefill_pb2.PrefillRequest(request=request, hand_over=hand_over), **self._options())
@@ -171,7 +216,7 @@ class PrefillLeg(_Leg):
 
     def handed_over(self) -> None:
         """The instance has done its part: it counts as load no more, and how its call ends is of no interest."""
-        self._member.end(self)
+        self._member.relieve(self)
 
 
 class DecodeLeg(_Leg):
@@ -181,8 +226,15 @@ class DecodeLeg(_Leg):
     was out. However the call ends, reading says so.
     """
 
-    def __init__(self, member: Member, key: InstanceKey, choice: Choice, mark: Mark) -> None:
-        super().__init__(member, key, choice, mark)
+    def __init__(
+        self,
+        member: Member,
+        key: InstanceKey,
+        choice: Choice,
+        mark: Mark,
+        can_move: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(member, key, choice, mark, can_move)
         self._to_say: asyncio.Queue[decode_pb2.DecodeRequest | None] = asyncio.Queue()
 
     async def __aexit__(self, *error: object) -> None:
@@ -191,7 +243,7 @@ class DecodeLeg(_Leg):
 
     def start(self, request: common_pb2.InstanceRequest, transfer: decode_pb2.TransferSource | None = None) -> None:
         """Opens the call. Without a transfer the instance prefills by itself, and nothing more is said to it."""
-        self._check_not_lost()
+        self._begin()
         self._say(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request, transfer=transfer)))
         if transfer is None:
             self._say(None)
@@ -211,22 +263,25 @@ class DecodeLeg(_Leg):
         self._mark(RequestEvent.KV_RESERVED)
 
     def seed(self, token_ids: list[int]) -> None:
-        """Tells the ids that prefill emitted; the last that is said."""
+        """Tells the ids that prefill emitted; the last that is said. Raises LegFailed when the instance is lost."""
+        self._check_not_lost()
         self._say(decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=token_ids)))
         self._say(None)
 
     async def next_tokens(self) -> common_pb2.TokenChunk:
         """The next chunk, checked and counted as emitted."""
         while (message := await self._read()) is not None:
-            if message.WhichOneof("event") == "loaded":
+            event = message.WhichOneof("event")
+            if event == "tokens":
+                chunk: common_pb2.TokenChunk = message.tokens
+                if self._accepted(chunk):
+                    return chunk
+            elif event == "loaded":
                 self._mark(RequestEvent.KV_LOADED)
                 if message.loaded.num_recomputed_blocks:
                     _log.warning(
                         "%d blocks recomputed: %s", message.loaded.num_recomputed_blocks, message.loaded.reason
                     )
-            elif message.WhichOneof("event") == "tokens" and self._accepted(message.tokens):
-                chunk: common_pb2.TokenChunk = message.tokens
-                return chunk
         raise self._broken("ended without a finish")
 
     def _say(self, message: decode_pb2.DecodeRequest | None) -> None:

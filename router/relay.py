@@ -1,85 +1,118 @@
-"""From a request's work to its client: a short queue between two tasks.
+"""From a request's work to its client: messages made of token chunks, written one at a time, and the end from outside.
 
-The work runs in a task of its own, so that it can be ended from outside (abort, deadline, disconnect) at whatever it
-waits for, and so that several choices can share one stream. A client that does not read fills the queue, and then the
-work waits.
+    open ──abort──▶ ending: no message begins; the work is cancelled when the one being written is out ──▶ aborted
+     └──the work ends by itself──▶ over
+
+The work runs in the call's own task and writes what it emits: a queue between two tasks would cost each token a turn of
+the event loop more. A client that does not read keeps the work waiting. Choices that share a stream take turns. What
+has been emitted is delivered, whatever the moment of an abort.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from protos.tandem.v1 import common_pb2
+from protos.tandem.v1 import common_pb2, generation_pb2
+from router.request import GenerationRequest
+from serving.errors import Overloaded
+from serving.writer import Writer
 
 Emit = Callable[[common_pb2.TokenChunk], Awaitable[None]]
 
-_MAX_CHUNKS = 64
+_WRITE_GRACE_S = 0.5
+"""How long an abort waits for the message that is being written: gRPC takes no other one before."""
 
 
 class Relay:
-    """One request's queue and the task that fills it. Made by `relayed`."""
+    """One request's way to its client. Belongs to the call's task."""
 
-    def __init__(self, work: Callable[[Emit], Awaitable[None]]) -> None:
-        self._chunks: deque[common_pb2.TokenChunk] = deque()
-        self._wake_reader = asyncio.Event()
-        self._wake_writer = asyncio.Event()
+    def __init__(self, request: GenerationRequest, writer: Writer[generation_pb2.GenerateResponse]) -> None:
+        self._writer = writer
+        self._turn = asyncio.Lock()
+        self._num_choices = request.params.n
+        self._response = generation_pb2.GenerateResponse(
+            request_id=request.label, seed=request.seed, prompt_tokens=request.num_prompt_tokens, model=request.model
+        )
+        self._on_begin: Callable[[], object] | None = None
+        self._is_writing = False
+        self._is_ending = False
+        self._late: list[common_pb2.TokenChunk] = []
+        self._scope: asyncio.Timeout | None = None
         self._aborted = False
-        self._task = asyncio.create_task(self._run(work))
-        self._task.add_done_callback(self._ended)
 
     @property
     def aborted(self) -> bool:
-        """Whether `abort` ended it before it was over."""
+        """Whether `abort` ended the work before it was over."""
         return self._aborted
 
+    def on_begin(self, call: Callable[[], object]) -> None:
+        """`call` is called once, before the first message goes out."""
+        self._on_begin = call
+
     def abort(self) -> None:
-        """Ends the work; the chunks that are queued are still delivered."""
-        if not self._task.done():
+        """Ends the work. Only while inside of `until_aborted`."""
+        self._is_ending = True
+        self._end_work(_WRITE_GRACE_S if self._is_writing else 0.0)
+
+    @asynccontextmanager
+    async def until_aborted(self) -> AsyncIterator[None]:
+        """The work runs inside. An abort is a good end, unless the client does not even take what is being written."""
+        self._scope = scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            if self._is_writing:
+                raise Overloaded("client too slow: the request was aborted while a message waited", None) from None
             self._aborted = True
-            self._task.cancel()
+        finally:
+            self._scope, self._is_ending = None, False
 
-    async def chunks(self) -> AsyncIterator[common_pb2.TokenChunk]:
-        """Every chunk, then the work's own exception if it failed. An abort is a good end."""
-        while True:
-            while self._chunks:
-                yield self._chunks.popleft()
-                self._wake_writer.set()
-            if self._task.done():
-                if not self._task.cancelled() or not self._aborted:
-                    self._task.result()
-                return
-            self._wake_reader.clear()
-            await self._wake_reader.wait()
+    async def emit(self, chunk: common_pb2.TokenChunk) -> None:
+        """Returns when the message with `chunk` is on its way. The first one tells seed, prompt length and model."""
+        if self._on_begin is not None:
+            self._on_begin()
+            self._on_begin = None
+        if self._num_choices == 1:
+            await self._write(chunk)
+        else:
+            await self._write_in_turn(chunk)
 
-    async def close(self) -> None:
-        """Ends the work and waits until it has let go of everything."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
+    async def catch_up(self) -> None:
+        """After an abort: writes what was emitted while the work was ending."""
+        for chunk in self._late:
+            await self._write(chunk)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            task.exception()  # looked at here, since nobody may be left to tell
-        self._wake_reader.set()
+    async def _write_in_turn(self, chunk: common_pb2.TokenChunk) -> None:
+        try:
+            await self._turn.acquire()
+        except asyncio.CancelledError:
+            self._late.append(chunk)
+            raise
+        try:
+            await self._write(chunk)
+        finally:
+            self._turn.release()
 
-    async def _run(self, work: Callable[[Emit], Awaitable[None]]) -> None:
-        await work(self._put)
+    async def _write(self, chunk: common_pb2.TokenChunk) -> None:
+        if self._is_ending:
+            self._late.append(chunk)
+            await asyncio.Event().wait()  # until it is cancelled
+        response = self._response
+        response.tokens.CopyFrom(chunk)
+        self._is_writing = True
+        await self._writer.write(response)
+        self._is_writing = False
+        if response.model:  # it was the first
+            for field in ("seed", "prompt_tokens", "model"):
+                response.ClearField(field)
+        if self._is_ending:
+            self._end_work(0.0)
 
-    async def _put(self, chunk: common_pb2.TokenChunk) -> None:
-        while len(self._chunks) >= _MAX_CHUNKS:
-            self._wake_writer.clear()
-            await self._wake_writer.wait()
-        self._chunks.append(chunk)
-        self._wake_reader.set()
-
-
-@asynccontextmanager
-async def relayed(work: Callable[[Emit], Awaitable[None]]) -> AsyncIterator[Relay]:
-    """Runs `work` while inside; leaving ends it."""
-    relay = Relay(work)
-    try:
-        yield relay
-    finally:
-        await relay.close()
+    def _end_work(self, delay_s: float) -> None:
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time() + delay_s)

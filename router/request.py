@@ -28,6 +28,8 @@ class GenerationRequest:
     """The conversation it belongs to, for affinity alone."""
     deadline_s: float | None = None
     """Monotonic time at which it must be over."""
+    tenant: str = ""
+    """Whose it is, as a trusted gateway says: its part of a full house."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -38,11 +40,6 @@ class GenerationRequest:
         """Output tokens of one choice at the most."""
         assert self.params.max_tokens is not None, "validation fills max_tokens in"
         return self.params.max_tokens
-
-    @property
-    def num_reserved_tokens(self) -> int:
-        """Tokens it may come to hold, all choices together: what admission counts."""
-        return self.params.n * (self.num_prompt_tokens + self.max_tokens)
 
     def for_instance(
         self, *, choice: int, stream_epoch: int, emitted_token_ids: list[int]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 
 from protos.tandem.v1 import generation_pb2
 from router.admission import Admission
 from router.choice import Choice
 from router.generate import Generator
 from router.journey import Journey
+from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
 from router.pools import Pools
-from router.relay import relayed
+from router.relay import Relay
 from router.request import GenerationRequest
 from router.running import Running
 from router.sampling import from_wire, to_wire
@@ -22,6 +21,7 @@ from serving.calls import Context, remaining_s
 from serving.errors import ServiceError, Unavailable, invalid_argument
 from serving.events import RequestEvent
 from serving.logging import set_request_id
+from serving.writer import Writer
 
 _MAX_ABORTS = 1024
 
@@ -35,29 +35,30 @@ class GenerationService:
         self._admission = admission
         self._generator = generator
         self.running = Running()
+        self.metrics = RouterMetrics()
 
     async def Generate(
-        self, request: generation_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        journey = Journey()
+        self,
+        request: generation_pb2.GenerateRequest,
+        context: Context,
+        writer: Writer[generation_pb2.GenerateResponse],
+    ) -> None:
+        journey = Journey(self.metrics)
         choices: list[Choice] = []
         outcome, problem = RequestEvent.ABORTED, ""  # unless it is said otherwise below, the client has gone
         wanted: GenerationRequest | None = None
         try:
-            wanted = await validated(request, self._model, self._limits(), remaining_s=remaining_s())
+            tenant = self._admission.tenant_of(context.invocation_metadata())
+            wanted = await validated(request, self._model, self._limits(), remaining_s=remaining_s(), tenant=tenant)
             set_request_id(wanted.label)
-            with self._admission.admit(wanted):
-                journey.timeline.mark(RequestEvent.ADMITTED)
-                choices = [Choice(wanted, index) for index in range(wanted.params.n)]
-                async with aclosing(self._responses(wanted, choices, journey)) as responses:
-                    async for response in responses:
-                        yield response
+            choices = [Choice(wanted, index) for index in range(wanted.params.n)]
+            await self._answer(wanted, choices, journey, writer)
             aborted = any(choice.aborted for choice in choices)
             outcome = RequestEvent.ABORTED if aborted else RequestEvent.FINISHED
         except ServiceError as error:
             outcome, problem = RequestEvent.FAILED, f"{error.code.name}: {error.message}"
             raise
-        except (asyncio.CancelledError, GeneratorExit):
+        except asyncio.CancelledError:
             raise
         except BaseException as error:
             outcome, problem = RequestEvent.FAILED, type(error).__name__
@@ -66,27 +67,33 @@ class GenerationService:
             context.set_trailing_metadata(journey.trailers())
             journey.ended(outcome, wanted, sum(choice.num_emitted for choice in choices), problem)
 
-    async def _responses(
-        self, wanted: GenerationRequest, choices: list[Choice], journey: Journey
-    ) -> AsyncGenerator[generation_pb2.GenerateResponse]:
-        """Every message of the answer; an abort ends it with one last message per choice."""
-        first = generation_pb2.GenerateResponse(
-            seed=wanted.seed, prompt_tokens=wanted.num_prompt_tokens, model=wanted.model
-        )
-        async with relayed(lambda emit: self._generator.generate(choices, journey, emit)) as relay:
+    async def _answer(
+        self,
+        wanted: GenerationRequest,
+        choices: list[Choice],
+        journey: Journey,
+        writer: Writer[generation_pb2.GenerateResponse],
+    ) -> None:
+        """Writes the whole answer; an abort ends it with one last message per choice."""
+        relay = Relay(wanted, writer)
+        async with relay.until_aborted():
             with self.running.entered(wanted.label, relay.abort):
-                async for chunk in relay.chunks():  # a queue: nothing to close
-                    response, first = first, generation_pb2.GenerateResponse()
-                    response.request_id = wanted.label
-                    response.tokens.CopyFrom(chunk)
-                    yield response
-            if relay.aborted:
-                for choice in choices:
-                    if not choice.finished:
-                        response, first = first, generation_pb2.GenerateResponse()
-                        response.request_id = wanted.label
-                        response.tokens.CopyFrom(choice.abort())
-                        yield response
+                await self._admitted(wanted, choices, journey, relay)
+        if relay.aborted:
+            await relay.catch_up()
+            for choice in choices:
+                if not choice.finished:
+                    await relay.emit(choice.abort())
+
+    async def _admitted(self, wanted: GenerationRequest, choices: list[Choice], journey: Journey, relay: Relay) -> None:
+        """The request's work, once there is room for it. What waits for room can be aborted like what runs."""
+        async with self._admission.admit(wanted) as place:
+            journey.timeline.mark(RequestEvent.ADMITTED)
+            relay.on_begin(lambda: self._admission.prefilled(place))
+            try:
+                await self._generator.generate(choices, journey, relay.emit)
+            finally:
+                place.num_output_tokens = sum(choice.num_emitted for choice in choices)
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         if len(request.request_ids) > _MAX_ABORTS:

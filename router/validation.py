@@ -32,7 +32,12 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 async def validated(
-    request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits, *, remaining_s: float | None
+    request: generation_pb2.GenerateRequest,
+    model: ServedModel,
+    limits: ModelLimits,
+    *,
+    remaining_s: float | None,
+    tenant: str = "",
 ) -> GenerationRequest:
     """The request with every default resolved. Raises InvalidArgument, NotFound or Unsupported."""
     label = checked_label(request.request_id) if request.request_id else secrets.token_hex(8)
@@ -59,6 +64,7 @@ async def validated(
         cache_salt=request.cache_salt,
         session=request.session,
         deadline_s=deadline_s,
+        tenant=tenant,
     )
 
 

@@ -31,7 +31,8 @@ FREED_WITHIN_S = 4.0
 def wide_rig(checkpoint: Path) -> Iterator[Rig]:
     """One prefill and two decode instances; what cannot be split is prefilled where it is decoded."""
     names = ("decode.after_token", "kv.load")
-    settings = rig_settings(checkpoint, num_decode=2, disaggregation="auto")
+    by_length = ("--disaggregation-speed-smoothing", "0")
+    settings = rig_settings(checkpoint, num_decode=2, disaggregation="auto", router_args=by_length)
     failpoints = {"prefill-0": ("prefill.first_token", "engine.step"), "decode-0": names, "decode-1": names}
     rig = Rig(settings, failpoints=failpoints)
     rig.start()

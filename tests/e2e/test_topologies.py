@@ -26,8 +26,9 @@ def demo_reference() -> Reference:
 
 @pytest.fixture(scope="module")
 def demo_rig() -> Iterator[Rig]:
-    """The demo model; prompts of more than 64 tokens are split."""
-    rig = Rig(rig_settings(MODEL_DIR, disaggregation="auto"))
+    """The demo model; prompts of more than 64 tokens are split, however fast it is measured to be without that."""
+    by_length = ("--disaggregation-speed-smoothing", "0")
+    rig = Rig(rig_settings(MODEL_DIR, disaggregation="auto", router_args=by_length))
     rig.start()
     yield rig
     wait_idle(rig)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Self
 
 import grpc
@@ -99,6 +101,34 @@ async def test_an_abort_ends_every_choice(run: Run) -> None:
         await rig.until_idle()
 
 
+async def test_aborts_at_any_moment_of_a_fast_stream_keep_what_was_delivered(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow(0.0005))]) as rig:
+        for moment in range(12):
+            label = f"fast-{moment}"
+            asking = asyncio.create_task(rig.generate(request_id=label, n=1 + 2 * (moment % 2), max_tokens=2000))
+            await rig.decode[0].until("decode", moment + 1)
+            await asyncio.sleep(0.01 * moment)
+            while not (await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=[label]))).num_aborted:
+                await asyncio.sleep(0.001)
+            answer = await asking
+            for choice in range(1 + 2 * (moment % 2)):
+                assert answer.finish(choice).reason == common_pb2.FINISH_REASON_ABORT
+                assert answer.is_exactly(answer.finish(choice).usage.completion_tokens, choice=choice)
+            await rig.until_idle()
+
+
+async def test_an_abort_frees_the_instances_of_a_client_that_does_not_read(run: Run) -> None:
+    async with run(server={"write_timeout_s": 30}) as rig, _deaf_client(rig) as call:
+        await _stuck(rig.decode[0])
+        assert rig.app.service.running.num_requests == 1
+        await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["deaf"]))
+        await rig.until_idle(2.0)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_an_abort_of_nothing_is_no_error(run: Run) -> None:
     async with run() as rig:
         assert (await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["a", "b"]))).num_aborted == 0
@@ -127,20 +157,21 @@ async def test_a_stop_releases_what_it_cuts_off(run: Run) -> None:
 
 async def test_a_full_house_refuses_at_once_with_a_hint(run: Run) -> None:
     decode = FakeInstance("decode", behaviour=slow())
-    async with run(decode=[decode], admission={"max_requests": 2, "retry_after_s": 3}) as rig:
+    async with run(decode=[decode], admission={"max_requests": 2, "max_queued": 0, "retry_after_s": 3}) as rig:
         running = [asyncio.create_task(rig.generate(max_tokens=20)) for _ in range(2)]
         await decode.until("token", 2)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await rig.generate(timeout=0.5)
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert ("grpc-retry-pushback-ms", "3000") in tuple(raised.value.trailing_metadata() or ())
+        trailers = dict(tuple(raised.value.trailing_metadata() or ()))
+        assert 3000 <= int(trailers["grpc-retry-pushback-ms"]) <= 4500
         assert all(answer.is_exactly(20) for answer in await asyncio.gather(*running))
         assert (await rig.generate()).is_exactly(12)
 
 
 async def test_the_tokens_in_flight_are_bounded_but_no_request_is_too_big_alone(run: Run) -> None:
     decode = FakeInstance("decode", behaviour=slow())
-    async with run(decode=[decode], admission={"max_tokens": 50}) as rig:
+    async with run(decode=[decode], admission={"max_tokens": 50, "max_queued": 0}) as rig:
         running = asyncio.create_task(rig.generate(max_tokens=20))
         await decode.until("token", 1)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -150,13 +181,17 @@ async def test_the_tokens_in_flight_are_bounded_but_no_request_is_too_big_alone(
 
 
 async def test_a_client_that_does_not_read_is_ended(run: Run) -> None:
-    async with run(server={"write_timeout_s": 0.2}) as rig:
-        call = rig.call(max_tokens=3900)
-        async with asyncio.timeout(10):
-            while rig.app.admission.num_requests or not rig.prefill[0].records:
+    async with run(server={"write_timeout_s": 0.3}) as rig, _deaf_client(rig) as call:
+        await rig.prefill[0].until("prefill")
+        async with asyncio.timeout(20):
+            while rig.app.admission.num_requests:
                 await asyncio.sleep(0.02)
-        call.cancel()
         await rig.until_idle()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "client too slow" in str(raised.value.details())
 
 
 class _Wire:
@@ -191,6 +226,24 @@ class _Wire:
         while data := await source.read(65536):
             sink.write(data)
             await sink.drain()
+
+
+@asynccontextmanager
+async def _deaf_client(rig: Rig) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
+    """A call that nobody reads, of more tokens than the connection's windows let through."""
+    windows = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with grpc.aio.insecure_channel(rig.app.address, options=windows) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        yield stub.Generate(request_of(request_id="deaf", max_tokens=3900))
+
+
+async def _stuck(fake: FakeInstance) -> None:
+    """Returns when the instance gets rid of no more tokens."""
+    num_tokens = -1
+    async with asyncio.timeout(20):
+        while num_tokens != len(fake.records):
+            num_tokens = len(fake.records)
+            await asyncio.sleep(0.5)
 
 
 async def _code(rig: Rig) -> grpc.StatusCode:

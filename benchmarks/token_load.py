@@ -1,0 +1,78 @@
+"""Clients that read many token streams at once, counting what arrives in a window of time and how old it is by then."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc.aio
+
+from benchmarks.token_source import age_ms
+from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+_PROMPT = tuple(range(20, 36))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What to read: streams of `num_tokens` each, begun again when they end, until `end_s`, by time.monotonic."""
+
+    address: str
+    num_streams: int
+    num_tokens: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class Seen:
+    """What arrived between a window's begin and end."""
+
+    num_messages: int = 0
+    ages_ms: list[float] = field(default_factory=list)
+    """Of each message: from its making at the source to its reading here."""
+
+
+def run(orders: Connection) -> None:
+    """The process: a `Window` comes through `orders`, a `Seen` goes back, or the text of what failed; None ends it."""
+    asyncio.run(_serve(orders))
+
+
+async def _serve(orders: Connection) -> None:
+    while (window := await asyncio.to_thread(orders.recv)) is not None:
+        try:
+            orders.send(await _read(window))
+        except grpc.aio.AioRpcError as error:
+            orders.send(f"{error.code().name}: {error.details()}")
+
+
+async def _read(window: Window) -> Seen:
+    seen = Seen()
+    async with grpc.aio.insecure_channel(window.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        spread_s = max(window.begin_s - time.monotonic(), 0) / 2 / window.num_streams
+        readers = [
+            asyncio.create_task(_keep_reading(stub, window, seen, index * spread_s))
+            for index in range(window.num_streams)
+        ]
+        done, _ = await asyncio.wait(readers, timeout=window.end_s - time.monotonic())
+        for reader in readers:
+            reader.cancel()
+        await asyncio.wait(readers)
+        for reader in done:
+            reader.result()
+    return seen
+
+
+async def _keep_reading(stub: Any, window: Window, seen: Seen, delay_s: float) -> None:
+    sampling = common_pb2.SamplingParams(max_tokens=window.num_tokens, seed=7)
+    request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=_PROMPT), sampling=sampling)
+    await asyncio.sleep(delay_s)
+    while True:
+        async for response in stub.Generate(request):
+            if window.begin_s <= time.monotonic() < window.end_s:
+                seen.num_messages += 1
+                seen.ages_ms.append(age_ms(response.tokens.text))
