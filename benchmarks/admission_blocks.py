@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import click
 
 from engine.sampling_params import SamplingParams
-from router.admission import Admission
-from router.capacity import Capacity
+from router.admission.capacity import Capacity
+from router.admission.door import Admission
 from router.config import AdmissionSettings
 from router.request import GenerationRequest
 from serving.errors import Overloaded

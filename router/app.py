@@ -12,20 +12,20 @@ import random
 import time
 
 from protos.tandem.v1 import generation_pb2, pools_pb2
-from router.admission import Admission
-from router.capacity import capacity_of
+from router.admission.capacity import capacity_of
+from router.admission.door import Admission
 from router.config import RouterSettings
-from router.ejection import Ejection
+from router.failover.ejection import Ejection
 from router.generate import Generator
-from router.instances import Role
-from router.membership import Membership, membership_of
 from router.metrics import RouterCollector
 from router.model import ServedModel
-from router.pools import Dial, Pools
+from router.picking.speeds import Speeds
+from router.pools.instances import Role
+from router.pools.membership import Membership, membership_of
+from router.pools.pool import Dial, Pools
 from router.pools_service import PoolsService
 from router.releases import Releases
 from router.service import GenerationService
-from router.speeds import Speeds
 from serving import tracing
 from serving.channel import open_channel
 from serving.metrics import MetricsServer

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from protos.tandem.v1 import common_pb2
-from router.instances import Identity, InstanceKey, InstanceView
+from router.pools.instances import Identity, InstanceKey, InstanceView
 from router.request import GenerationRequest
 
 _CLIENTS_REASONS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from router.membership import targets
-from router.scorers import Scoring
+from router.picking.scorers import Scoring
+from router.pools.membership import targets
 from serving.channel import ChannelSettings
 from serving.logging import LogSettings
 from serving.metrics import MetricsSettings

@@ -17,21 +17,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from protos.tandem.v1 import common_pb2, decode_pb2
-from router.affinity import Affinity, RequestAffinity
 from router.choice import Choice
 from router.config import RouterSettings
-from router.failover import History, give_up, no_instance
-from router.instances import InstanceView
+from router.failover.history import History, give_up, no_instance
+from router.failover.safeguards import Guard, Safeguards
 from router.journey import Journey
 from router.legs import DecodeLeg, LegFailed, PrefillLeg
-from router.member import Member
-from router.moving import can_move
-from router.plan import NoPlan, Plan, make_plan
-from router.pools import Pool, Pools
+from router.picking.affinity import Affinity, RequestAffinity
+from router.picking.plan import NoPlan, Plan, make_plan
+from router.picking.speeds import AttemptClock
+from router.pools.instances import InstanceView
+from router.pools.member import Member
+from router.pools.moving import can_move
+from router.pools.pool import Pool, Pools
 from router.relay import Emit
 from router.releases import Releases
-from router.safeguards import Guard, Safeguards
-from router.speeds import AttemptClock
 from serving.errors import ServiceError
 from serving.events import RequestEvent
 

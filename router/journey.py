@@ -6,9 +6,9 @@ import logging
 
 import grpc
 
-from router.disaggregation import Decision, Disaggregation
 from router.metrics import RouterMetrics
-from router.plan import NoPlan, Plan
+from router.picking.disaggregation import Decision, Disaggregation
+from router.picking.plan import NoPlan, Plan
 from router.request import GenerationRequest
 from serving import tracing
 from serving.events import RequestEvent, Timeline

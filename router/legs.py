@@ -20,8 +20,8 @@ import grpc.aio
 
 from protos.tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from router.choice import Choice, StreamViolation
-from router.instances import InstanceKey
-from router.member import Member
+from router.pools.instances import InstanceKey
+from router.pools.member import Member
 from serving import tracing
 from serving.calls import REQUEST_ID_KEY
 from serving.errors import Crashed, DeadlineExceeded, InternalError, ServiceError, Unavailable, received

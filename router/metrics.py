@@ -19,12 +19,12 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from router.admission import Admission
-from router.disaggregation import Disaggregation
-from router.ejection import Ejection
-from router.instances import InstanceView, Role
-from router.member import Member, State
-from router.pools import Pool, Pools
+from router.admission.door import Admission
+from router.failover.ejection import Ejection
+from router.picking.disaggregation import Disaggregation
+from router.pools.instances import InstanceView, Role
+from router.pools.member import Member, State
+from router.pools.pool import Pool, Pools
 from serving.events import RequestEvent, Timeline
 from serving.metrics import LatencyHistogram
 

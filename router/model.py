@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.generation_config import GenerationDefaults
 from engine.identity import tokenizer_digest
 from engine.tokenizer import Tokenizer
-from router.instances import InstanceInfo
+from router.pools.instances import InstanceInfo
 
 
 @dataclass(frozen=True, slots=True)

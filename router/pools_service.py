@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 import grpc.aio
 
 from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2, instance_pb2_grpc, pools_pb2
-from router.affinity import Affinity
 from router.config import DisaggregationSettings
-from router.explain import Candidate, explain
-from router.instances import LoadReport, Role
-from router.member import Member
 from router.model import ModelLimits, ServedModel
-from router.pools import Pool, Pools
+from router.picking.affinity import Affinity
+from router.picking.explain import Candidate, explain
+from router.pools.instances import LoadReport, Role
+from router.pools.member import Member
+from router.pools.pool import Pool, Pools
 from router.request import GenerationRequest
 from router.validation import validated
 from serving.calls import Context, remaining_s

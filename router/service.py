@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from protos.tandem.v1 import generation_pb2
-from router.admission import Admission
+from router.admission.door import Admission
 from router.choice import Choice
 from router.generate import Generator
 from router.journey import Journey
 from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
-from router.pools import Pools
+from router.pools.pool import Pools
 from router.relay import Relay
 from router.request import GenerationRequest
 from router.running import Running

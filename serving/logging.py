@@ -134,7 +134,7 @@ class JsonFormatter(_Formatter):
 
 
 class HumanFormatter(_Formatter):
-    """`12:34:56.789 INFO router.picker [request] message name=value`; a traceback is indented below its line."""
+    """`12:34:56.789 INFO router.generate [request] message name=value`; a traceback is indented below its line."""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))

@@ -21,10 +21,10 @@ from tandem import Client, Completion
 from tandem.stack_settings import StackSettings
 from tests.conformance.stored_pages import StoredPages
 from tests.conformance.subjects import Backing
-from tests.e2e.conftest import BLOCK_SIZE, CHUNK
 from tests.faults.checker import assert_no_leak, assert_same_answer, busy, footprint
 from tests.faults.reference import Reference
 from tests.faults.rig import Failpoint, Rig
+from tests.lively import BLOCK_SIZE, CHUNK
 
 NUM_BLOCKS = 512
 PATIENT_LEASE_S = 30.0

@@ -12,7 +12,7 @@ from tandem import AsyncClient, Client
 from tests.conformance.stacks import GREEDY, LONG, STATES, Stack
 from tests.conformance.subjects import on
 from tests.e2e.asking import Asked
-from tests.e2e.conftest import BLOCK_SIZE, random_prompt
+from tests.lively import BLOCK_SIZE, random_prompt
 
 AT_ONCE = 8
 

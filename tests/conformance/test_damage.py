@@ -13,7 +13,7 @@ from tests.conformance.stacks import GREEDY, Stack, wait_until
 from tests.conformance.stored_pages import DAMAGES
 from tests.conformance.subjects import STORES, on
 from tests.e2e.asking import Asked
-from tests.e2e.conftest import BLOCK_SIZE, random_prompt
+from tests.lively import BLOCK_SIZE, random_prompt
 
 NUM_PAGES = 7
 """The last one is the unfilled tail."""

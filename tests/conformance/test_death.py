@@ -26,8 +26,8 @@ from tests.conformance.stacks import (
 )
 from tests.conformance.subjects import THOROUGH, Backing, on
 from tests.e2e.asking import Asked
-from tests.e2e.conftest import random_prompt
 from tests.faults.reference import Reference
+from tests.lively import random_prompt
 
 FREED_WITHIN_S = SHORT_LEASE_S + 1.0 + 2.0
 """The lease and a second, and time for load reports to tell on a machine with more to do."""

@@ -28,7 +28,7 @@ from protos.tandem.v1 import (
 )
 from tests.conformance.stacks import Stack
 from tests.conformance.subjects import on
-from tests.e2e.conftest import BLOCK_SIZE, random_prompt
+from tests.lively import BLOCK_SIZE, random_prompt
 
 LENGTH = 3 * BLOCK_SIZE + 5
 TIMEOUT_S = 20.0

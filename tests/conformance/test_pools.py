@@ -12,8 +12,8 @@ import pytest
 from tandem import AsyncClient
 from tests.conformance.stacks import GREEDY, SEEDED, Stack, running
 from tests.conformance.subjects import Backing, on
-from tests.e2e.conftest import random_prompt
 from tests.faults.reference import Reference
+from tests.lively import random_prompt
 
 NUM_REQUESTS = 32
 

@@ -12,8 +12,8 @@ from tandem import TandemError
 from tests.conformance.stacks import GREEDY, PATIENT_LEASE_S, Stack, running
 from tests.conformance.subjects import Backing, on
 from tests.e2e.asking import Asked
-from tests.e2e.conftest import random_prompt
 from tests.faults.reference import Reference
+from tests.lively import random_prompt
 
 NUM_BLOCKS = 128
 FILLING, TOO_BIG = 1100, 1000
@@ -31,7 +31,8 @@ def modules_tight_stack(checkpoint: Path, reference: Reference, subject: Backing
         subject,
         lease_s=PATIENT_LEASE_S,
         num_blocks=NUM_BLOCKS,
-        router_args=("--disaggregation-reservation-s", str(RESERVATION_S)),
+        # The instance is to refuse, not the router before it.
+        router_args=("--disaggregation-reservation-s", str(RESERVATION_S), "--admission-block-fraction", "100"),
         faults={"decode-0": f"engine.step=sleep:{STEP_S}"},
     ) as stack:
         yield stack

@@ -13,9 +13,9 @@ import pytest
 from tandem import AsyncClient, Completion
 from tandem.demo import MODEL_DIR
 from tests.builders import lively_checkpoint
-from tests.e2e.conftest import rig_settings
 from tests.faults.checker import assert_no_leak, footprint
 from tests.faults.rig import Rig
+from tests.lively import rig_settings
 from tests.oracle import GreedyOracle, random_prompts
 
 NUM_PROMPTS = 50

@@ -14,9 +14,9 @@ import pytest
 
 from protos.tandem.v1 import generation_pb2
 from tandem import Client, TandemError
-from tests.e2e.conftest import random_prompt
 from tests.faults.checker import assert_no_leak, footprint
 from tests.faults.rig import Rig
+from tests.lively import random_prompt
 
 METHOD = "/tandem.v1.GenerationService/Generate"
 

@@ -15,10 +15,10 @@ import pytest
 
 from tandem import Client
 from tests.e2e.asking import Asked
-from tests.e2e.conftest import BLOCK_SIZE, random_prompt
 from tests.faults.checker import assert_no_leak, assert_same_answer, assert_usage, footprint
 from tests.faults.reference import Reference
 from tests.faults.rig import Rig
+from tests.lively import BLOCK_SIZE, random_prompt
 
 SAMPLING = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 LENGTH = 10 * BLOCK_SIZE + 5

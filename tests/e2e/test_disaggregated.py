@@ -7,10 +7,10 @@ import random
 import pytest
 
 from tandem import AsyncClient, Client
-from tests.e2e.conftest import BLOCK_SIZE, random_prompt
 from tests.faults.checker import assert_no_leak, assert_same_answer, assert_usage, footprint
 from tests.faults.reference import Reference
 from tests.faults.rig import Rig
+from tests.lively import BLOCK_SIZE, random_prompt
 
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 24, "ignore_eos": True}

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.asking import Asked
-from tests.e2e.conftest import random_prompt, rig_settings
 from tests.faults.checker import assert_same_answer, wait_idle
 from tests.faults.reference import Reference
 from tests.faults.rig import Failpoint, Rig
+from tests.lively import random_prompt, rig_settings
 
 SAMPLINGS = {
     "greedy": {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True},

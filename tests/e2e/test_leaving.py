@@ -20,9 +20,9 @@ import pytest
 
 from tandem import AsyncClient, Client, TandemError
 from tests.e2e.asking import Asked
-from tests.e2e.conftest import random_prompt
 from tests.faults.checker import assert_no_leak, footprint, wait_idle
 from tests.faults.rig import Failpoint, Rig
+from tests.lively import random_prompt
 
 # Where a request can be: (member, failpoint). A queued one has been accepted while the engine stands in another's step.
 PHASES = {

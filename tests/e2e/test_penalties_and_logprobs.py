@@ -15,8 +15,8 @@ from protos.tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tandem import Client
 from tandem.completion import Choice, TokenLogprob
 from tandem.sampling import sampling_params
-from tests.e2e.conftest import CHUNK, random_prompt
 from tests.faults.rig import Rig
+from tests.lively import CHUNK, random_prompt
 
 PENALISED: dict[str, Any] = {
     "temperature": 0.8, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tandem import AsyncClient
-from tests.e2e.conftest import BLOCK_SIZE, random_prompt, rig_settings
 from tests.faults.reference import Reference
 from tests.faults.rig import Rig
 from tests.kv_transfer.redis_server import redis_server
+from tests.lively import BLOCK_SIZE, random_prompt, rig_settings
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 NUM_PREFIX_TOKENS = 10 * BLOCK_SIZE

@@ -19,13 +19,13 @@ import pytest
 from kv_transfer.page import HEADER_BYTES
 from kv_transfer.redis_dial import PASSWORD_VARIABLE
 from kv_transfer.secret import load_secret
-from tests.e2e.conftest import BLOCK_SIZE, random_prompt, rig_settings
 from tests.e2e.redis_clients import Clients, told, windows
 from tests.faults.checker import wait_idle
 from tests.faults.reference import Answer, Reference
 from tests.faults.rig import Rig
 from tests.kv_transfer.redis_server import RedisServer, redis_server
 from tests.kv_transfer.test_redis_faults import Fault, Frozen, Full, Killed, ReadOnly
+from tests.lively import BLOCK_SIZE, random_prompt, rig_settings
 
 SAMPLING = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 PASSWORD = "quite-a-pass-word-0815"

@@ -9,10 +9,10 @@ import pytest
 
 from tandem import Client
 from tandem.demo import MODEL_DIR
-from tests.e2e.conftest import random_prompt, rig_settings
 from tests.faults.checker import assert_same_answer, assert_usage, wait_idle
 from tests.faults.reference import Reference
 from tests.faults.rig import Rig
+from tests.lively import random_prompt, rig_settings
 
 GREEDY = {"temperature": 0.0, "max_tokens": 48}
 # In full: the router fills what is missing from the model's generation_config.json, the offline engine does not.

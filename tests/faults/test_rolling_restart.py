@@ -18,13 +18,11 @@ from tandem import Client, TandemError
 from tandem.completion import Completion
 from tandem.health import READY, ROUTER_SERVICE, health
 from tandem.stack_settings import StackSettings
-from tests.builders import lively_checkpoint
 from tests.e2e.asking import Asked
 from tests.faults.checker import assert_same_answer, wait_idle
 from tests.faults.reference import Answer, Reference
 from tests.faults.rig import Rig
 from tests.faults.two_routers import HANG_S, PatientClient, TwoRouters
-from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
 pytestmark = pytest.mark.timeout(600)
 """Four engines and two routers on a machine that may be busy with other things."""
@@ -39,17 +37,6 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 77},
     {"temperature": 0.8, "seed": 5, "presence_penalty": 0.7, "frequency_penalty": 0.3},
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model whose output varies, with a byte-level tokenizer."""
-    backend = byte_level_backend()
-    end = backend.token_to_id("<|im_end|>")
-    folder = lively_checkpoint(
-        tmp_path_factory.mktemp("lively"), vocab_size=backend.get_vocab_size(), eos_token_id=end, bos_token_id=None
-    )
-    return write_folder(folder, backend, BYTE_LEVEL_CONFIG)
 
 
 @pytest.fixture(
@@ -79,11 +66,6 @@ def stack(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[TwoRoute
             yield stack
     finally:
         rig.stop()
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: Path) -> Reference:
-    return Reference(checkpoint, max_num_batched_tokens=64, num_blocks=512)
 
 
 Question = tuple[list[int], dict[str, Any], Answer]

@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from router.inflight import Inflight
-from router.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
-from router.picker import Pick, pick, usual_filters
+from router.picking.picker import Pick, pick, usual_filters
+from router.pools.inflight import Inflight
+from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 
 Policy = Literal["round_robin", "uncorrected", "default", "omniscient"]
 """uncorrected: `4*waiting + running` of the last report. omniscient: of this very moment."""

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling_params import SamplingParams
-from router.admission import Admission, Place
-from router.budget import Budget
-from router.capacity import Capacity
+from router.admission.budget import Budget
+from router.admission.capacity import Capacity
+from router.admission.door import Admission, Place
 from router.config import AdmissionSettings, TenantSettings
 from router.request import GenerationRequest
 from serving.errors import Overloaded, Unavailable, trailers

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from router.budget import Budget, Charge
-from router.capacity import Capacity, Foreign, ForeignLoad, Limits, capacity_of, limits_of
+from router.admission.budget import Budget, Charge
+from router.admission.capacity import Capacity, Foreign, ForeignLoad, Limits, capacity_of, limits_of
+from router.admission.output_lengths import OutputLengths
+from router.admission.service_rate import ServiceRate
+from router.admission.tenants import NOBODY, share_of, tenant_of
 from router.config import AdmissionSettings, TenantSettings
-from router.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
-from router.output_lengths import OutputLengths
-from router.service_rate import ServiceRate
-from router.tenants import NOBODY, share_of, tenant_of
+from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from serving.errors import InvalidArgument
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from engine.sampling_params import SamplingParams
-from router.admission import Admission
-from router.budget import Budget
-from router.capacity import Capacity
+from router.admission.budget import Budget
+from router.admission.capacity import Capacity
+from router.admission.door import Admission
 from router.config import AdmissionSettings, TenantSettings
 from router.request import GenerationRequest
 from serving.errors import Overloaded

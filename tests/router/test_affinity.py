@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from router.affinity import Affinity, Sessions
 from router.config import PickingSettings
-from router.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.picking.affinity import Affinity, Sessions
+from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from router.request import GenerationRequest
 from router.sampling import SamplingParams
 from tests.fakes.instance import FakeInstance

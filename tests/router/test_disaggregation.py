@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.disaggregation import Decision, Disaggregation, Limits, Mode, Reason, Situation, break_even, decide
+from router.picking.disaggregation import Decision, Disaggregation, Limits, Mode, Reason, Situation, break_even, decide
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from router.config import EjectionSettings
-from router.ejection import Ejection
-from router.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.failover.ejection import Ejection
+from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from tests.fakes.behaviour import FULL, Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes

@@ -8,9 +8,9 @@ import grpc
 import grpc.aio
 
 from router.config import FailoverSettings
-from router.failover import History, give_up
-from router.instances import InstanceKey
+from router.failover.history import History, give_up
 from router.legs import FailureKind, LegFailed
+from router.pools.instances import InstanceKey
 from serving.errors import InternalError, Overloaded, ServiceError, Unavailable
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run

@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fair_queue import OTHERS, Entry, FairQueue, Share
+from router.admission.fair_queue import OTHERS, Entry, FairQueue, Share
 
 MAX_COST = 100
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.inflight import Inflight
+from router.pools.inflight import Inflight
 
 
 def test_a_request_is_unreported_until_a_report_follows_its_answer() -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from router.app import RouterApp
 from router.config import PoolSettings, RouterSettings
-from router.membership import (
+from router.model import ServedModel
+from router.pools.membership import (
     DnsMembership,
     JoinedMembership,
     Membership,
@@ -23,7 +24,6 @@ from router.membership import (
     resolve,
     targets,
 )
-from router.model import ServedModel
 from serving.settings import SettingsError, load
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -182,7 +182,7 @@ async def test_questions_are_spread_in_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     dns = Dns({"a"})
     membership = DnsMembership("decode", 50051, 10.0, dns)
-    monkeypatch.setattr("router.membership.asyncio.sleep", noted)
+    monkeypatch.setattr("router.pools.membership.asyncio.sleep", noted)
     questions = membership.addresses()
     reading = asyncio.create_task(anext(questions))
     await reading
@@ -259,7 +259,7 @@ def fakes(role: Any, *behaviours: Behaviour) -> list[FakeInstance]:
 
 @pytest.fixture(autouse=True)
 def no_lingering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.pools._LINGER_S", 0.05)
+    monkeypatch.setattr("router.pools.pool._LINGER_S", 0.05)
 
 
 async def test_an_address_that_appears_is_used(model: ServedModel, model_folder: Path) -> None:

@@ -22,9 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos.tandem.v1 import generation_pb2
 from router.app import RouterApp
-from router.disaggregation import Decision, Reason
 from router.metrics import RouterMetrics
 from router.model import ServedModel
+from router.picking.disaggregation import Decision, Reason
 from serving import tracing
 from serving.events import RequestEvent, Timeline
 from tests.fakes.behaviour import FULL, WRONG, Behaviour

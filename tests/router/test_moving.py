@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from router.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
-from router.moving import can_move, has_room
-from router.plan import NoPlan
+from router.picking.plan import NoPlan
+from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.pools.moving import can_move, has_room
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run

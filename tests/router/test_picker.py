@@ -7,8 +7,18 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from router.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
-from router.picker import NoPick, Pick, not_excluded, pairs_with, pick, ready, rejection, same_identity, usual_filters
+from router.picking.picker import (
+    NoPick,
+    Pick,
+    not_excluded,
+    pairs_with,
+    pick,
+    ready,
+    rejection,
+    same_identity,
+    usual_filters,
+)
+from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 
 
 def view(

@@ -9,12 +9,12 @@ from typing import Any
 from engine.sampling_params import SamplingParams
 from router.choice import Choice
 from router.config import DisaggregationSettings
-from router.disaggregation import Decision, Reason
-from router.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
-from router.plan import NoPlan, Plan, make_plan
+from router.picking.disaggregation import Decision, Reason
+from router.picking.plan import NoPlan, Plan, make_plan
+from router.picking.scorers import Criteria
+from router.picking.speeds import UNMEASURED, Pace, Work
+from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
 from router.request import GenerationRequest
-from router.scorers import Criteria
-from router.speeds import UNMEASURED, Pace, Work
 
 IDENTITY = Identity(fingerprint="f", block_size=16)
 

@@ -242,7 +242,7 @@ async def test_a_restarted_instance_is_another_one(run: Run) -> None:
 
 async def test_incompatible_instances_are_named_and_never_paired(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     odd = FakeInstance("prefill", "odd", identity={"dtype": "bfloat16", "fingerprint": "f1"})
-    with caplog.at_level(logging.WARNING, "router.pools"):
+    with caplog.at_level(logging.WARNING, "router.pools.pool"):
         async with run(prefill=[odd]) as rig:
             answer = await rig.generate()
             assert answer.is_exactly(12)

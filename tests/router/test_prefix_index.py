@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from router.instances import InstanceKey
-from router.prefix_index import PrefixIndex
+from router.picking.prefix_index import PrefixIndex
+from router.pools.instances import InstanceKey
 
 A, B = InstanceKey("a", "1"), InstanceKey("b", "1")
 

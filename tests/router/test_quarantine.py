@@ -7,8 +7,8 @@ from typing import Any
 
 from engine.sampling_params import SamplingParams
 from router.config import QuarantineSettings
-from router.instances import InstanceKey, Role
-from router.quarantine import Quarantine, Quarantined, Suspect, content_digest
+from router.failover.quarantine import Quarantine, Quarantined, Suspect, content_digest
+from router.pools.instances import InstanceKey, Role
 from router.request import GenerationRequest
 from tests.router.test_ejection import Clock
 

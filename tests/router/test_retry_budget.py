@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from router.config import FailoverSettings
-from router.retry_budget import RetryBudget
+from router.failover.retry_budget import RetryBudget
 from tests.fakes.behaviour import Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes, status_of

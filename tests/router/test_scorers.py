@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from router.config import PickingSettings, RouterSettings
-from router.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
-from router.scorers import (
+from router.picking.scorers import (
     RequestFacts,
     Scoring,
     kv_pressure,
@@ -19,6 +18,7 @@ from router.scorers import (
     session,
     waiting_tokens,
 )
+from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from serving.settings import SettingsError, load
 
 NOTHING = RequestFacts()
@@ -151,7 +151,7 @@ def test_nobody_hashes_for_scorers_that_do_not_ask() -> None:
         ("", "for example queue=1"),
         ("no_such_module:Name=1", "No module named 'no_such_module'"),
         (f"{__name__}:missing=1", "missing"),
-        ("router.scorers:SCORERS=1", "is not a function of"),
+        ("router.picking.scorers:SCORERS=1", "is not a function of"),
     ],
 )
 def test_a_wrong_scoring_is_refused_with_what_to_write(text: str, hint: str) -> None:

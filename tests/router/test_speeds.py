@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.speeds import AttemptClock, Speed, Speeds, Work
+from router.picking.speeds import AttemptClock, Speed, Speeds, Work
 from serving.events import RequestEvent
 
 

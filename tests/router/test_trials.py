@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from router.instances import InstanceKey
-from router.quarantine import Suspect
-from router.trials import Trials
+from router.failover.quarantine import Suspect
+from router.failover.trials import Trials
+from router.pools.instances import InstanceKey
 
 A, B = InstanceKey("a", "e"), InstanceKey("b", "e")
 X, Y = Suspect(b"x", 0), Suspect(b"y", 0)

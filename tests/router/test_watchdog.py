@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from router.watchdog import Watchdog
+from router.pools.watchdog import Watchdog
 
 TIMEOUT_S = 0.5
 

@@ -13,14 +13,14 @@ from typing import NamedTuple, Self
 
 from router.choice import Choice
 from router.config import RouterSettings
-from router.ejection import Ejection
-from router.instances import InstanceKey, Role
+from router.failover.ejection import Ejection
+from router.failover.quarantine import Quarantine, Suspect, content_digest
+from router.failover.retry_budget import RetryBudget, Turn
+from router.failover.trials import Trial, Trials
 from router.legs import LegFailed
-from router.pools import Pool, Pools
-from router.quarantine import Quarantine, Suspect, content_digest
+from router.pools.instances import InstanceKey, Role
+from router.pools.pool import Pool, Pools
 from router.request import GenerationRequest
-from router.retry_budget import RetryBudget, Turn
-from router.trials import Trial, Trials
 from serving.errors import ServiceError
 
 _MARGIN_S = 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.instances import InstanceInfo, Role
+from router.pools.instances import InstanceInfo, Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 from router.config import PickingSettings
-from router.instances import InstanceKey, InstanceView, Role
-from router.prefix_index import Hashes, PrefixIndex
+from router.picking.prefix_index import Hashes, PrefixIndex
+from router.picking.scorers import Criteria, RequestFacts
+from router.pools.instances import InstanceKey, InstanceView, Role
 from router.request import GenerationRequest
-from router.scorers import Criteria, RequestFacts
 
 
 class Sessions:

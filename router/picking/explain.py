@@ -1,6 +1,6 @@
 """Why a request would go where it would go: the plan for it, and every instance's standing, as values.
 
-The plan is the real one (`router/plan.py:make_plan`) over the same snapshot; nothing is sent and nothing remembered.
+The plan is the real one (`plan.py:make_plan`) over the same snapshot; nothing is sent and nothing remembered.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router import picker
-from router.affinity import Affinity
 from router.choice import Choice
 from router.config import DisaggregationSettings
-from router.instances import InstanceKey, InstanceView
-from router.picker import Filter, Pick
-from router.plan import Plan, make_plan
+from router.picking import picker
+from router.picking.affinity import Affinity
+from router.picking.picker import Filter, Pick
+from router.picking.plan import Plan, make_plan
+from router.picking.scorers import RequestFacts, ScorePart, Scoring
+from router.pools.instances import InstanceKey, InstanceView
 from router.request import GenerationRequest
-from router.scorers import RequestFacts, ScorePart, Scoring
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from router.service_rate import ServiceRate
+from router.admission.service_rate import ServiceRate
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from router.capacity import Limits
+from router.admission.capacity import Limits
 from router.request import GenerationRequest
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from router.instances import InstanceKey, InstanceView
+from router.pools.instances import InstanceKey, InstanceView
 
 
 def _nothing_is_known(view: InstanceView) -> int:

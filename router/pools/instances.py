@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal, NamedTuple
 
 from protos.tandem.v1 import common_pb2, instance_pb2
-from router.speeds import UNMEASURED, Pace
+from router.picking.speeds import UNMEASURED, Pace
 
 Role = Literal["prefill", "decode"]
 

@@ -6,8 +6,8 @@ that stays runs on until the grace is over. So it is moved only to an instance t
 
 from __future__ import annotations
 
-from router.instances import InstanceView
-from router.plan import NoPlan, Plan
+from router.picking.plan import NoPlan, Plan
+from router.pools.instances import InstanceView
 
 
 def can_move(plan: Plan | NoPlan, num_tokens: int) -> bool:

@@ -6,14 +6,14 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from router import picker
 from router.choice import Choice
 from router.config import DisaggregationSettings
-from router.disaggregation import Decision, Disaggregation, Limits, Situation, decide
-from router.instances import InstanceKey, InstanceView
-from router.picker import NoPick, Pick
-from router.scorers import Criteria, RequestFacts, queue_now, waiting_tokens
-from router.speeds import Work
+from router.picking import picker
+from router.picking.disaggregation import Decision, Disaggregation, Limits, Situation, decide
+from router.picking.picker import NoPick, Pick
+from router.picking.scorers import Criteria, RequestFacts, queue_now, waiting_tokens
+from router.picking.speeds import Work
+from router.pools.instances import InstanceKey, InstanceView
 
 _BY_QUEUE = Criteria()
 

@@ -16,9 +16,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
 
-from router.instances import InstanceKey
+from router.failover.quarantine import Suspect
 from router.news import News
-from router.quarantine import Suspect
+from router.pools.instances import InstanceKey
 
 
 class Trial:

@@ -20,11 +20,11 @@ import grpc
 import grpc.aio
 
 from router.config import PoolSettings
-from router.expectation import Expectation
-from router.instances import InstanceInfo, InstanceKey, InstanceView
-from router.member import Member
-from router.membership import Membership
-from router.speeds import Speeds
+from router.picking.speeds import Speeds
+from router.pools.expectation import Expectation
+from router.pools.instances import InstanceInfo, InstanceKey, InstanceView
+from router.pools.member import Member
+from router.pools.membership import Membership
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Filter, score, pick: which instance a request goes to, as pure functions over one snapshot of a pool.
 
-A filter says why an instance may not be picked, or None. A scorer (`router/scorers.py`) gives a number, lower is
+A filter says why an instance may not be picked, or None. A scorer (scorers.py) gives a number, lower is
 better. `pick` applies them and returns a `Pick` that tells what it saw, so that a log line can say why.
 """
 
@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from router.instances import Identity, InstanceKey, InstanceView
-from router.scorers import ViewScorer, queue_score
+from router.picking.scorers import ViewScorer, queue_score
+from router.pools.instances import Identity, InstanceKey, InstanceView
 
 Filter = Callable[[InstanceView], str | None]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from router.config import FailoverSettings
-from router.instances import InstanceKey
 from router.legs import LegFailed
+from router.pools.instances import InstanceKey
 from serving.errors import InternalError, Overloaded, ServiceError, Unavailable
 
 _MAX_INTERNAL = 1

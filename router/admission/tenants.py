@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from router.admission.fair_queue import Share
 from router.config import AdmissionSettings
-from router.fair_queue import Share
 from serving.errors import invalid_argument
 
 _TENANT = re.compile(r"[A-Za-z0-9._:@/-]{1,128}")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from router.config import EjectionSettings
-from router.instances import InstanceKey, InstanceView
+from router.pools.instances import InstanceKey, InstanceView
 
 _log = logging.getLogger(__name__)
 _ONE_EVENT_S = 0.1

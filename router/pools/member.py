@@ -22,12 +22,12 @@ import grpc.aio
 
 from protos.tandem.v1 import instance_pb2, instance_pb2_grpc
 from router.config import PoolSettings
-from router.expectation import Expectation
-from router.inflight import Inflight
-from router.instances import InstanceInfo, InstanceKey, InstanceView, LoadReport
-from router.open_legs import Losable, OpenLegs
-from router.speeds import Speeds
-from router.watchdog import Watchdog
+from router.picking.speeds import Speeds
+from router.pools.expectation import Expectation
+from router.pools.inflight import Inflight
+from router.pools.instances import InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.pools.open_legs import Losable, OpenLegs
+from router.pools.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 

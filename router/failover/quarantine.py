@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import grpc
 
 from router.config import QuarantineSettings
-from router.instances import InstanceKey, Role
+from router.pools.instances import InstanceKey, Role
 from router.request import GenerationRequest
 from router.sampling import to_wire
 from serving.errors import ServiceError

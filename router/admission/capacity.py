@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from router.config import AdmissionSettings
-from router.instances import InstanceView
+from router.pools.instances import InstanceView
 
 _WINDOW_S = 1.0
 _LEAST_OF_BLOCKS = 0.5

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from engine.block_hash import extend_block_hashes, root_hash
-from router.instances import InstanceKey
+from router.pools.instances import InstanceKey
 
 Hashes = tuple[bytes, ...]
 """Of a prompt's full blocks, in order, each chained to the one before."""

@@ -21,14 +21,14 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from router.budget import Budget, Charge
-from router.capacity import Capacity, ForeignLoad, Limits, limits_of
+from router.admission.budget import Budget, Charge
+from router.admission.capacity import Capacity, ForeignLoad, Limits, limits_of
+from router.admission.fair_queue import Entry, FairQueue
+from router.admission.output_lengths import OutputLengths
+from router.admission.service_rate import ServiceRate
+from router.admission.tenants import share_of, tenant_of
 from router.config import AdmissionSettings
-from router.fair_queue import Entry, FairQueue
-from router.output_lengths import OutputLengths
 from router.request import GenerationRequest
-from router.service_rate import ServiceRate
-from router.tenants import share_of, tenant_of
 from serving.errors import Overloaded, ServiceError, Unavailable
 from serving.metrics import LatencyHistogram
 

@@ -1,0 +1,1 @@
+"""What the router takes on: budgets, a fair queue, refusals. The way in is door.py; docs/admission.md says why."""
