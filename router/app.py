@@ -15,12 +15,10 @@ from protos.tandem.v1 import generation_pb2, pools_pb2
 from router.admission.capacity import capacity_of
 from router.admission.door import Admission
 from router.config import RouterSettings
-from router.failover.ejection import Ejection
 from router.generate import Generator
 from router.metrics import RouterCollector
 from router.model import ServedModel
 from router.picking.speeds import Speeds
-from router.pools.instances import Role
 from router.pools.membership import Membership, membership_of
 from router.pools.pool import Dial, Pools
 from router.pools_service import PoolsService
@@ -73,9 +71,8 @@ class RouterApp:
         self.affinity = generator.affinity
         self.safeguards = generator.safeguards
         self.service = GenerationService(model, self.pools, self.admission, generator)
-        self._pools_service = PoolsService(model, self.pools, self.affinity, settings.disaggregation)
-        ejections: dict[Role, Ejection] = {role: generator.safeguards.side(role)[1] for role in ("prefill", "decode")}
-        collector = RouterCollector(self.service.metrics, self.pools, self.admission, ejections, model=model.name)
+        self._pools_service = PoolsService(model, self.safeguards, self.affinity, settings.disaggregation)
+        collector = RouterCollector(self.service.metrics, self.safeguards, self.admission, model=model.name)
         self._metrics_server = MetricsServer(settings.metrics, collector)
         self._readiness: asyncio.Task[None] | None = None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -21,10 +21,11 @@ from prometheus_client.registry import Collector
 
 from router.admission.door import Admission
 from router.failover.ejection import Ejection
+from router.failover.safeguards import Safeguards
 from router.picking.disaggregation import Disaggregation
 from router.pools.instances import InstanceView, Role
 from router.pools.member import Member, State
-from router.pools.pool import Pool, Pools
+from router.pools.pool import Pool
 from serving.events import RequestEvent, Timeline
 from serving.metrics import LatencyHistogram
 
@@ -106,33 +107,32 @@ class RouterCollector(Collector):
     def __init__(
         self,
         metrics: RouterMetrics,
-        pools: Pools,
+        safeguards: Safeguards,
         admission: Admission,
-        ejections: Mapping[Role, Ejection],
         *,
         model: str,
     ) -> None:
         self._metrics = metrics
-        self._pools: dict[Role, Pool] = {"prefill": pools.prefill, "decode": pools.decode}
+        self._safeguards = safeguards
         self._admission = admission
-        self._ejections = ejections
         self._model = model
         self._loop = asyncio.get_running_loop()
 
     def collect(self) -> Iterator[Metric]:
         """On whatever thread asks. Raises TimeoutError when the event loop does not answer."""
-        members = asyncio.run_coroutine_threadsafe(self._look(), self._loop).result(_PATIENCE_S)
+        members, num_quarantined = asyncio.run_coroutine_threadsafe(self._look(), self._loop).result(_PATIENCE_S)
         yield InfoMetricFamily("tandem_router", "What this router serves.", {"model": self._model})
         yield from _requests(self._metrics)
         yield from _latencies(self._metrics)
         yield from _admission(self._admission)
+        yield from _safeguards(num_quarantined, self._safeguards.budget.num_under_way)
         yield from _pools(members)
         yield from _instances(members)
 
-    async def _look(self) -> list[MemberSnapshot]:
-        return [
-            snapshot for role, pool in self._pools.items() for snapshot in _snapshots(role, pool, self._ejections[role])
-        ]
+    async def _look(self) -> tuple[list[MemberSnapshot], int]:
+        """The pools' members, and how many contents are refused."""
+        snapshots = [snapshot for role in get_args(Role) for snapshot in _snapshots(role, *self._safeguards.side(role))]
+        return snapshots, self._safeguards.quarantine.num_refused
 
 
 def _snapshots(role: Role, pool: Pool, ejection: Ejection) -> Iterator[MemberSnapshot]:
@@ -202,6 +202,15 @@ def _admission(admission: Admission) -> Iterator[Metric]:
     wait = HistogramMetricFamily("tandem_router_queue_wait_seconds", "How long those who were let in had waited.")
     wait.add_metric([], admission.wait_s.buckets(), admission.wait_s.sum_s)
     yield wait
+
+
+def _safeguards(num_quarantined: int, num_under_way: int) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "tandem_router_quarantined_requests", "Contents that are refused for a while.", value=num_quarantined
+    )
+    yield GaugeMetricFamily(
+        "tandem_router_failovers_under_way", "Attempts after a failed one, without a token yet.", value=num_under_way
+    )
 
 
 def _pools(members: list[MemberSnapshot]) -> Iterator[Metric]:

@@ -11,12 +11,13 @@ import grpc.aio
 
 from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2, instance_pb2_grpc, pools_pb2
 from router.config import DisaggregationSettings
+from router.failover.safeguards import Safeguards
 from router.model import ModelLimits, ServedModel
 from router.picking.affinity import Affinity
 from router.picking.explain import Candidate, explain
 from router.pools.instances import LoadReport, Role
 from router.pools.member import Member
-from router.pools.pool import Pool, Pools
+from router.pools.pool import Pool
 from router.request import GenerationRequest
 from router.validation import validated
 from serving.calls import Context, remaining_s
@@ -34,15 +35,16 @@ class PoolsService:
     """Holds no state of its own."""
 
     def __init__(
-        self, model: ServedModel, pools: Pools, affinity: Affinity, disaggregation: DisaggregationSettings
+        self, model: ServedModel, safeguards: Safeguards, affinity: Affinity, disaggregation: DisaggregationSettings
     ) -> None:
         self._model = model
-        self._pools = pools
+        self._safeguards = safeguards
+        self._pools = safeguards.pools
         self._affinity = affinity
         self._disaggregation = disaggregation
 
     async def ListPools(self, request: pools_pb2.ListPoolsRequest, context: Context) -> pools_pb2.ListPoolsResponse:
-        instances = [_instance(role, member) for role, member in self._members()]
+        instances = [_instance(role, member, self._out(role, member)) for role, member in self._members()]
         instances.sort(key=lambda instance: (instance.role, instance.instance_id or instance.address))
         return pools_pb2.ListPoolsResponse(instances=instances)
 
@@ -51,8 +53,8 @@ class PoolsService:
     ) -> pools_pb2.ExplainPickResponse:
         wanted = await self._request(request)
         explanation = explain(
-            self._pools.decode.views(),
-            self._pools.prefill.views(),
+            self._safeguards.decode.marked(self._pools.decode.views()),
+            self._safeguards.prefill.marked(self._pools.prefill.views()),
             wanted,
             self._affinity,
             self._disaggregation,
@@ -86,6 +88,14 @@ class PoolsService:
             yield "prefill", member
         for member in self._pools.decode.members:
             yield "decode", member
+
+    def _out(self, role: Role, member: Member) -> str | None:
+        """Why it is not picked: for what it says or does not say, or for what requests have seen of it."""
+        view = member.view()
+        if view is None:
+            return member.out
+        _, ejection = self._safeguards.side(role)
+        return ejection.marked([view])[0].out
 
     def _member(self, wanted: str) -> Member:
         """The instance with that name or address. Raises InvalidArgument, NotFound or FailedPrecondition."""
@@ -128,13 +138,13 @@ def _not_known(wanted: str, names: list[str]) -> str:
     return f"no instance {wanted[:64]!r} in the pools{hint}"
 
 
-def _instance(role: Role, member: Member) -> pools_pb2.PoolInstance:
+def _instance(role: Role, member: Member, out: str | None) -> pools_pb2.PoolInstance:
     view = member.view()
     return pools_pb2.PoolInstance(
         instance_id=member.info.instance_id if member.info else "",
         address=member.address,
         role=_ROLES[role],
-        out=member.out or "",
+        out=out or "",
         load=_load(view.load, view.info.num_blocks) if view else None,
         num_running_here=member.num_requests,
         num_blocks=member.info.num_blocks if member.info else 0,

@@ -97,6 +97,25 @@ async def test_an_explanation_says_what_the_next_request_does(run: Run) -> None:
         assert (trailers["tandem-decode"], trailers["tandem-reason"]) == ("idle", answer.reason)
 
 
+async def test_an_ejected_instance_is_listed_and_explained_as_such(run: Run) -> None:
+    decode = [FakeInstance("decode", name) for name in ("bad", "good")]
+    async with operator(run, decode=decode, ejection={"failures": 1}) as (rig, stub):
+        views = rig.app.pools.decode.views()
+        (bad,) = [view.key for view in views if view.instance_id == "bad"]
+        rig.app.safeguards.decode.failed(bad, views)
+        listed = (await stub.ListPools(pools_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)).instances
+        assert {one.instance_id: one.out.partition(" for")[0] for one in listed if one.load.sequence} == {
+            "bad": "ejected",
+            "good": "",
+            "prefill-0": "",
+        }
+        answer = await stub.ExplainPick(asked(PROMPT), timeout=TIMEOUT_S)
+        assert [(one.instance_id, one.rejected.partition(" for")[0], one.picked) for one in answer.decode] == [
+            ("good", "", True),
+            ("bad", "ejected", False),
+        ]
+
+
 async def test_an_explanation_says_who_was_left_out_and_why(run: Run) -> None:
     other = FakeInstance("prefill", "other", identity={"fingerprint": "f1"})
     leaving = FakeInstance("decode", "leaving")
