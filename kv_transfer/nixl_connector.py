@@ -107,7 +107,9 @@ class NixlConnector(TransferConnector):
 
     @property
     def num_quarantined_blocks(self) -> int:
-        return self._quarantine.num_blocks
+        """Also what was given up since the last poll, whose reads enter the quarantine with the next one."""
+        given_up = (op.block_id for read in self._reads if read.owner.holds_blocks for op in read.ops)
+        return len(self._quarantine.block_ids.union(given_up))
 
     # Worker half
 

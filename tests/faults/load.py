@@ -45,6 +45,11 @@ class Outcome:
         return self.completion is not None or self.error is not None
 
     @property
+    def has_begun(self) -> bool:
+        """Whether every choice has a token."""
+        return len({arrival.choice for arrival in self.arrivals}) == self.question.sampling.get("n", 1)
+
+    @property
     def was_cut(self) -> bool:
         """Whether it went on at another instance after its first token."""
         return any(later.stream_epoch > first.stream_epoch for first, later in self.steps())
@@ -102,6 +107,15 @@ class Load:
     def num_cut(self) -> int:
         """Streams that went on at another instance so far."""
         return sum(outcome.was_cut for outcome in list(self.outcomes))
+
+    def bears_another_kill(self, kills_s: Sequence[float]) -> bool:
+        """Whether one more kill, after those at these times, is within what the router promises whoever it hits: three
+        resumptions of a choice that has begun, two retries of one that has not."""
+        return all(
+            sum(kill_s >= outcome.asked_s for kill_s in kills_s) <= (2 if outcome.has_begun else 1)
+            for outcome in list(self.outcomes)
+            if not outcome.is_over
+        )
 
     async def _run(self) -> None:
         async with grpc.aio.insecure_channel(self._address) as channel:

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
 from tandem.stack_settings import StackSettings
 from tests.faults.rig import Rig
 
@@ -46,11 +47,12 @@ class MortalStack:
         return self.rig.stack.members[member].running and self.num_announced(member) > num_before
 
     def num_running(self, member: str) -> int:
-        """Requests that it computes, by its next report."""
-        try:
-            return self.rig.load(member).num_running
-        except grpc.RpcError:
-            return 0
+        """Requests that the router has there now. The instance's own word may be older than its death."""
+        with grpc.insecure_channel(self.rig.stack.admin_address) as channel:
+            stub = pools_pb2_grpc.PoolsServiceStub(channel)
+            listed = stub.ListPools(pools_pb2.ListPoolsRequest(), timeout=WAIT_S, wait_for_ready=True).instances
+        address = self.rig.stack.instances[member]
+        return sum(instance.num_running_here for instance in listed if instance.address == address)
 
     def num_announced(self, member: str) -> int:
         """How often the router has counted this instance in."""

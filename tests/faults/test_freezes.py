@@ -50,7 +50,7 @@ def freeze_under_load(
                 first_s = time.monotonic()
                 victims = stack.decode[:size]
                 for victim in victims:
-                    wait_until(lambda victim=victim: stack.num_running(victim) > 0, f"nothing runs at {victim}")  # type: ignore[misc]
+                    wait_until(lambda victim=victim: stack.num_running(victim) > 2, f"too little runs at {victim}")  # type: ignore[misc]
                     num_before = stack.num_broken(victim)
                     frozen.enter_context(stack.rig.frozen(victim))
                     freezes.append((victim, time.monotonic()))
@@ -84,8 +84,8 @@ def _slowest(outcomes: list[Outcome], at_s: float) -> float | None:
 @pytest.mark.parametrize("stack", [2], indirect=True)
 def test_a_frozen_decode_instance_is_left_and_comes_back(stack: MortalStack, questions: list[Question]) -> None:
     resumed = freeze_under_load(stack, questions, [1], frozen_s=4.0)
+    assert len(resumed) == 1, "the freeze has cut no stream"
     print(f"\nresumed after {resumed[0]:.2f} s")
-    assert len(resumed) == 1
     assert resumed[0] < 15.0
 
 
@@ -93,7 +93,8 @@ def test_a_frozen_decode_instance_is_left_and_comes_back(stack: MortalStack, que
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stack", [5], indirect=True)
 def test_ten_freezes_of_half_a_minute_deliver_no_late_token(stack: MortalStack, questions: list[Question]) -> None:
-    resumed = freeze_under_load(stack, questions, [4, 3, 3], frozen_s=30.0)
+    # A freeze may have hit only what had no token yet: a few more than ten, so that ten cut streams.
+    resumed = freeze_under_load(stack, questions, [4, 4, 4], frozen_s=30.0)
     print(f"\nresumed after {', '.join(f'{one:.2f}' for one in sorted(resumed))} s")
-    assert len(resumed) == 10
+    assert len(resumed) >= 10
     assert max(resumed) <= 3.0

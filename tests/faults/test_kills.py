@@ -60,15 +60,16 @@ def kill_under_load(
     """Kills decode instances in turn until that many kills and cut streams are reached; returns the cut ones."""
     with Load(stack.rig.address, questions, num_clients) as load:
         victims = itertools.cycle(stack.decode)
-        kills = 0
-        while kills < num_kills or load.num_cut < num_cut:
+        kills_s: list[float] = []
+        while len(kills_s) < num_kills or load.num_cut < num_cut:
             victim = next(victims)
             others = [name for name in stack.decode if name != victim]
             wait_until(lambda victim=victim: stack.is_up(victim), f"{victim} is not back")  # type: ignore[misc]
             wait_until(lambda others=others: any(map(stack.is_up, others)), "nobody else is up")  # type: ignore[misc]
+            wait_until(lambda: load.bears_another_kill(kills_s), "answers do not end")
             wait_until(lambda victim=victim: stack.num_running(victim) > 0, f"nothing runs at {victim}")  # type: ignore[misc]
+            kills_s.append(time.monotonic())
             assert stack.kill(victim) > 0
-            kills += 1
             time.sleep(GAP_S)
         outcomes = load.finish()
     for outcome in outcomes:
@@ -77,7 +78,8 @@ def kill_under_load(
     stalls = [outcome.stall_s for outcome in cut]
     kinds = {outcome.question.kind for outcome in cut}
     print(
-        f"\n{kills} kills under {num_clients} clients: {len(outcomes)} streams, {len(cut)} cut of {len(kinds)} kinds; "
+        f"\n{len(kills_s)} kills under {num_clients} clients: "
+        f"{len(outcomes)} streams, {len(cut)} cut of {len(kinds)} kinds; "
         f"stall p50 {percentile(stalls, 0.5):.2f} s, p95 {percentile(stalls, 0.95):.2f} s, max {max(stalls):.2f} s"
     )
     assert len(cut) >= num_cut

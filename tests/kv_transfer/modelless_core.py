@@ -70,7 +70,7 @@ class ModellessCore:
     def abort(self, request_id: str) -> None:
         del self.requests[request_id]
         self.scheduler.abort(request_id)
-        self.check_owners()  # what is held becomes quarantined with the next poll, which is the step's first act
+        self.check()
         self.step()
 
     # What EngineCore.step does

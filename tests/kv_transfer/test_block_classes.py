@@ -197,6 +197,19 @@ TestOverStore, TestOverNixl = OverStore.TestCase, OverNixl.TestCase
 TestOverStore.settings = TestOverNixl.settings = _SETTINGS
 
 
+def test_what_was_given_up_since_the_last_poll_is_quarantined_already() -> None:
+    """The reservation runs out, between a poll and the next, while pages are read."""
+    machine = OverNixl()
+    machine.add_remote(num_tokens=5, salt=0, max_tokens=1)
+    machine.time_passes(RESERVATION_S - 3.0)
+    machine.connector.announce(machine.core.requests["r0"], 1, whole=True)
+    machine.core.step()
+    assert len(machine.connector.writes_in_flight) == 2
+    machine.time_passes(3.0)
+    assert machine.core.load.quarantined_blocks == 2
+    machine.teardown()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("machine", [OverStore, OverNixl])
