@@ -1,6 +1,7 @@
 """The two legs of an attempt: one call to a prefill and one to a decode instance, and how each can fail.
 
 opened ──first answer──▶ acknowledged ──▶ ended | failed | lost (its instance is gone) | cancelled (nobody wants it)
+                                └─ fading: its instance has ended, what had arrived is read ──▶ ended | failed | lost
 
 A leg is an async context manager; leaving it cancels a call that has not ended, which frees everything at the
 instance. Token chunks stay protobuf on their way through, since the router forwards what it has checked; nothing else
@@ -20,6 +21,7 @@ import grpc.aio
 
 from protos.tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from router.choice import Choice, StreamViolation
+from router.last_words import LastWords
 from router.pools.instances import InstanceKey
 from router.pools.member import Member
 from serving import tracing
@@ -90,6 +92,7 @@ class _Leg:
         self._can_move = can_move
         self._has_moved = False
         self._lost: str | None = None
+        self._last_words = LastWords(self.lose)
         self._reached = False
         self._acknowledged = False
         self._call: Any = None  # the two kinds of call share no typed base with read()
@@ -102,6 +105,7 @@ class _Leg:
 
     async def __aexit__(self, *_: object) -> None:
         self._member.end(self)
+        self._last_words.stop()
         if self._call is not None:
             self._call.cancel()  # nothing happens to a call that has ended
 
@@ -110,6 +114,11 @@ class _Leg:
         self._lost = reason
         if self._call is not None:
             self._call.cancel()
+
+    def fade(self, reason: str) -> None:
+        """The instance has ended: what has arrived of it is read, and then it counts as lost."""
+        if self._lost is None:
+            self._last_words.begin(reason)
 
     def move_on(self) -> None:
         """The instance is about to end: leaves it if somebody else can take over, and else stays to the end."""
@@ -133,6 +142,9 @@ class _Leg:
 
     async def _read(self) -> Any:
         """The next message, None at a good end. Raises LegFailed."""
+        last_words = self._last_words
+        last_words.num_reads += 1
+        last_words.is_reading = True
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
@@ -141,6 +153,8 @@ class _Leg:
             if self._lost is None or _is_cancelling():
                 raise
             raise self._broken(self._lost) from None
+        finally:
+            last_words.is_reading = False
         if message is grpc.aio.EOF:
             return None
         if not self._acknowledged:

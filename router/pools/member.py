@@ -31,9 +31,6 @@ from router.pools.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 0.05
-"""A connection that breaks ends its calls by itself, each with what had arrived before; then they are ended anyway."""
-
 State = Literal["connecting", "ready", "draining", "leaving", "wedged", "lost", "foreign"]
 """What a member is, in one word; foreign: something answers at its address that is not what the pool is for."""
 
@@ -175,8 +172,7 @@ class Member:
             except _NotOurs as error:
                 reason, state = str(error), "foreign"
             self._lose(reason, state)
-            await asyncio.sleep(_LAST_WORDS_S)
-            self._legs.lose(reason)
+            self._legs.fade(reason)
             if time.monotonic() - started_s > 2 * self._settings.max_backoff_s:
                 delay_s = self._settings.min_backoff_s
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))

@@ -1,7 +1,7 @@
 """The calls of this router that are open at one instance.
 
 begun ──relieved (the instance has done its part, but its call may go on)──▶ ended
-  └── lost with its instance, or asked to move on ──▶ ended
+  └── lost with its instance, fading after it, or asked to move on ──▶ ended
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ class Losable(Protocol):
 
     def lose(self, reason: str) -> None:
         """The instance is gone: end now, as failed."""
+
+    def fade(self, reason: str) -> None:
+        """The instance has ended: read what has arrived of it, then end, as failed."""
 
     def move_on(self) -> None:
         """The instance is about to end: end now if another one can take over, else run on."""
@@ -50,6 +53,11 @@ class OpenLegs:
         """The instance is gone."""
         for leg in list(self._running.values()):
             leg.lose(reason)
+
+    def fade(self, reason: str) -> None:
+        """The instance has ended, but what it said last may still lie here unread."""
+        for leg in list(self._running.values()):
+            leg.fade(reason)
 
     def move_on(self) -> None:
         """The instance is about to end."""

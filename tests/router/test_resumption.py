@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import common_pb2
+from router.relay import Relay
 from tests.fakes.behaviour import FULL, Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
@@ -29,6 +30,29 @@ async def test_a_stream_goes_on_exactly_when_its_decode_instance_dies(run: Run, 
         assert list(resumed.prompt_token_ids) == PROMPT
         assert resumed.stream_epoch == 2
         assert answer.trailers["tandem-decode"] == "decode-0,decode-1"
+
+
+async def test_a_router_that_is_behind_reads_the_end_of_a_stream_whose_last_instance_has_left(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emit = Relay.emit
+
+    async def late(self: Relay, chunk: common_pb2.TokenChunk) -> None:
+        await asyncio.sleep(0.02)
+        await emit(self, chunk)
+
+    monkeypatch.setattr(Relay, "emit", late)
+    async with run(prefill=0, decode=1, failover={"resume_wait_s": 0.1}) as rig:
+        asked = asyncio.create_task(rig.generate(max_tokens=30))
+        decode = rig.decode[0]
+        await decode.until("decode")
+        async with asyncio.timeout(5):
+            while decode.is_busy:  # until it has said everything
+                await asyncio.sleep(0.001)
+        await decode.kill()
+        await rig.until_ready(num_decode=0)
+        assert not asked.done()
+        assert (await asked).is_exactly(30)
 
 
 @pytest.mark.parametrize("disaggregation", ["always", "never"])

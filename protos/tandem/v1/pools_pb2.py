@@ -26,7 +26,7 @@ from protos.tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 from protos.tandem.v1 import instance_pb2 as tandem_dot_v1_dot_instance__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/pools.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x18tandem/v1/instance.proto\"\x12\n\x10ListPoolsRequest\"?\n\x11ListPoolsResponse\x12*\n\tinstances\x18\x01 \x03(\x0b\x32\x17.tandem.v1.PoolInstance\"\xba\x01\n\x0cPoolInstance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0b\n\x03out\x18\x04 \x01(\t\x12*\n\x04load\x18\x05 \x01(\x0b\x32\x1c.tandem.v1.WatchLoadResponse\x12\x18\n\x10num_running_here\x18\x06 \x01(\x03\x12\x12\n\nnum_blocks\x18\x07 \x01(\x03\"o\n\x12\x45xplainPickRequest\x12&\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TokenIds\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\":\n\tScorePart\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0e\n\x06weight\x18\x03 \x01(\x01\"\x87\x01\n\tCandidate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08rejected\x18\x03 \x01(\t\x12\r\n\x05score\x18\x04 \x01(\x01\x12#\n\x05parts\x18\x05 \x03(\x0b\x32\x14.tandem.v1.ScorePart\x12\x0e\n\x06picked\x18\x06 \x01(\x08\"\xa0\x01\n\x13\x45xplainPickResponse\x12$\n\x06\x64\x65\x63ode\x18\x01 \x03(\x0b\x32\x14.tandem.v1.Candidate\x12%\n\x07prefill\x18\x02 \x03(\x0b\x32\x14.tandem.v1.Candidate\x12\x1a\n\rdisaggregated\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x04 \x01(\tB\x10\n\x0e_disaggregated\"9\n\x14\x44rainInstanceRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\"D\n\x15\x44rainInstanceResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x16\n\x0enum_unfinished\x18\x02 \x01(\x03\x32\xf8\x01\n\x0cPoolsService\x12\x46\n\tListPools\x12\x1b.tandem.v1.ListPoolsRequest\x1a\x1c.tandem.v1.ListPoolsResponse\x12L\n\x0b\x45xplainPick\x12\x1d.tandem.v1.ExplainPickRequest\x1a\x1e.tandem.v1.ExplainPickResponse\x12R\n\rDrainInstance\x12\x1f.tandem.v1.DrainInstanceRequest\x1a .tandem.v1.DrainInstanceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/pools.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x18tandem/v1/instance.proto\"\x12\n\x10ListPoolsRequest\"e\n\x11ListPoolsResponse\x12*\n\tinstances\x18\x01 \x03(\x0b\x32\x17.tandem.v1.PoolInstance\x12$\n\x05pools\x18\x02 \x03(\x0b\x32\x15.tandem.v1.PoolStatus\"\xb7\x01\n\nPoolStatus\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x11\n\tnum_ready\x18\x02 \x01(\x05\x12\x11\n\x04size\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12/\n\nautoscaler\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.AutoscalerStatus\x12*\n\x0blast_change\x18\x05 \x01(\x0b\x32\x15.tandem.v1.PoolChangeB\x07\n\x05_size\"z\n\x10\x41utoscalerStatus\x12\x10\n\x08min_size\x18\x01 \x01(\x05\x12\x10\n\x08max_size\x18\x02 \x01(\x05\x12\r\n\x05leads\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0c\x64\x65sired_size\x18\x05 \x01(\x05\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\"_\n\nPoolChange\x12\x15\n\rprevious_size\x18\x01 \x01(\x05\x12\x0c\n\x04size\x18\x02 \x01(\x05\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\"8\n\x12ResizePoolsRequest\x12\"\n\x05sizes\x18\x01 \x03(\x0b\x32\x13.tandem.v1.PoolSize\"7\n\x08PoolSize\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0c\n\x04size\x18\x02 \x01(\x05\"=\n\x13ResizePoolsResponse\x12&\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x15.tandem.v1.PoolChange\"\'\n\x11WatchPoolsRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"A\n\x12WatchPoolsResponse\x12+\n\x05pools\x18\x01 \x01(\x0b\x32\x1c.tandem.v1.ListPoolsResponse\"\xba\x01\n\x0cPoolInstance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0b\n\x03out\x18\x04 \x01(\t\x12*\n\x04load\x18\x05 \x01(\x0b\x32\x1c.tandem.v1.WatchLoadResponse\x12\x18\n\x10num_running_here\x18\x06 \x01(\x03\x12\x12\n\nnum_blocks\x18\x07 \x01(\x03\"o\n\x12\x45xplainPickRequest\x12&\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TokenIds\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\":\n\tScorePart\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0e\n\x06weight\x18\x03 \x01(\x01\"\x87\x01\n\tCandidate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08rejected\x18\x03 \x01(\t\x12\r\n\x05score\x18\x04 \x01(\x01\x12#\n\x05parts\x18\x05 \x03(\x0b\x32\x14.tandem.v1.ScorePart\x12\x0e\n\x06picked\x18\x06 \x01(\x08\"\xa0\x01\n\x13\x45xplainPickResponse\x12$\n\x06\x64\x65\x63ode\x18\x01 \x03(\x0b\x32\x14.tandem.v1.Candidate\x12%\n\x07prefill\x18\x02 \x03(\x0b\x32\x14.tandem.v1.Candidate\x12\x1a\n\rdisaggregated\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x04 \x01(\tB\x10\n\x0e_disaggregated\"9\n\x14\x44rainInstanceRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\"D\n\x15\x44rainInstanceResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x16\n\x0enum_unfinished\x18\x02 \x01(\x03\x32\x93\x03\n\x0cPoolsService\x12\x46\n\tListPools\x12\x1b.tandem.v1.ListPoolsRequest\x1a\x1c.tandem.v1.ListPoolsResponse\x12L\n\x0b\x45xplainPick\x12\x1d.tandem.v1.ExplainPickRequest\x1a\x1e.tandem.v1.ExplainPickResponse\x12R\n\rDrainInstance\x12\x1f.tandem.v1.DrainInstanceRequest\x1a .tandem.v1.DrainInstanceResponse\x12L\n\x0bResizePools\x12\x1d.tandem.v1.ResizePoolsRequest\x1a\x1e.tandem.v1.ResizePoolsResponse\x12K\n\nWatchPools\x12\x1c.tandem.v1.WatchPoolsRequest\x1a\x1d.tandem.v1.WatchPoolsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,21 +36,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTPOOLSREQUEST']._serialized_start=86
   _globals['_LISTPOOLSREQUEST']._serialized_end=104
   _globals['_LISTPOOLSRESPONSE']._serialized_start=106
-  _globals['_LISTPOOLSRESPONSE']._serialized_end=169
-  _globals['_POOLINSTANCE']._serialized_start=172
-  _globals['_POOLINSTANCE']._serialized_end=358
-  _globals['_EXPLAINPICKREQUEST']._serialized_start=360
-  _globals['_EXPLAINPICKREQUEST']._serialized_end=471
-  _globals['_SCOREPART']._serialized_start=473
-  _globals['_SCOREPART']._serialized_end=531
-  _globals['_CANDIDATE']._serialized_start=534
-  _globals['_CANDIDATE']._serialized_end=669
-  _globals['_EXPLAINPICKRESPONSE']._serialized_start=672
-  _globals['_EXPLAINPICKRESPONSE']._serialized_end=832
-  _globals['_DRAININSTANCEREQUEST']._serialized_start=834
-  _globals['_DRAININSTANCEREQUEST']._serialized_end=891
-  _globals['_DRAININSTANCERESPONSE']._serialized_start=893
-  _globals['_DRAININSTANCERESPONSE']._serialized_end=961
-  _globals['_POOLSSERVICE']._serialized_start=964
-  _globals['_POOLSSERVICE']._serialized_end=1212
+  _globals['_LISTPOOLSRESPONSE']._serialized_end=207
+  _globals['_POOLSTATUS']._serialized_start=210
+  _globals['_POOLSTATUS']._serialized_end=393
+  _globals['_AUTOSCALERSTATUS']._serialized_start=395
+  _globals['_AUTOSCALERSTATUS']._serialized_end=517
+  _globals['_POOLCHANGE']._serialized_start=519
+  _globals['_POOLCHANGE']._serialized_end=614
+  _globals['_RESIZEPOOLSREQUEST']._serialized_start=616
+  _globals['_RESIZEPOOLSREQUEST']._serialized_end=672
+  _globals['_POOLSIZE']._serialized_start=674
+  _globals['_POOLSIZE']._serialized_end=729
+  _globals['_RESIZEPOOLSRESPONSE']._serialized_start=731
+  _globals['_RESIZEPOOLSRESPONSE']._serialized_end=792
+  _globals['_WATCHPOOLSREQUEST']._serialized_start=794
+  _globals['_WATCHPOOLSREQUEST']._serialized_end=833
+  _globals['_WATCHPOOLSRESPONSE']._serialized_start=835
+  _globals['_WATCHPOOLSRESPONSE']._serialized_end=900
+  _globals['_POOLINSTANCE']._serialized_start=903
+  _globals['_POOLINSTANCE']._serialized_end=1089
+  _globals['_EXPLAINPICKREQUEST']._serialized_start=1091
+  _globals['_EXPLAINPICKREQUEST']._serialized_end=1202
+  _globals['_SCOREPART']._serialized_start=1204
+  _globals['_SCOREPART']._serialized_end=1262
+  _globals['_CANDIDATE']._serialized_start=1265
+  _globals['_CANDIDATE']._serialized_end=1400
+  _globals['_EXPLAINPICKRESPONSE']._serialized_start=1403
+  _globals['_EXPLAINPICKRESPONSE']._serialized_end=1563
+  _globals['_DRAININSTANCEREQUEST']._serialized_start=1565
+  _globals['_DRAININSTANCEREQUEST']._serialized_end=1622
+  _globals['_DRAININSTANCERESPONSE']._serialized_start=1624
+  _globals['_DRAININSTANCERESPONSE']._serialized_end=1692
+  _globals['_POOLSSERVICE']._serialized_start=1695
+  _globals['_POOLSSERVICE']._serialized_end=2098
 # @@protoc_insertion_point(module_scope)

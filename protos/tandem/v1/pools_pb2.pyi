@@ -44,22 +44,272 @@ class ListPoolsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCES_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolInstance]:
         """Sorted by role and name."""
+
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]:
+        """Prefill, then decode."""
 
     def __init__(
         self,
         *,
         instances: _abc.Iterable[Global___PoolInstance] | None = ...,
+        pools: _abc.Iterable[Global___PoolStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "pools", b"pools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015
+
+@_typing.final
+class PoolStatus(_message.Message):
+    """One pool's size, and who decides about it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    NUM_READY_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    AUTOSCALER_FIELD_NUMBER: _builtins.int
+    LAST_CHANGE_FIELD_NUMBER: _builtins.int
+    role: _instance_pb2.Role.ValueType
+    """Prefill or decode."""
+    num_ready: _builtins.int
+    """Instances that may be picked."""
+    size: _builtins.int
+    """How many there are to be; unset when nobody who could resize the pool is known."""
+    @_builtins.property
+    def autoscaler(self) -> Global___AutoscalerStatus:
+        """What the autoscaler does about it; unset where there is none."""
+
+    @_builtins.property
+    def last_change(self) -> Global___PoolChange:
+        """The last resize that this router made, by whomever; unset when there was none."""
+
+    def __init__(
+        self,
+        *,
+        role: _instance_pb2.Role.ValueType = ...,
+        num_ready: _builtins.int = ...,
+        size: _builtins.int | None = ...,
+        autoscaler: Global___AutoscalerStatus | None = ...,
+        last_change: Global___PoolChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_size", b"_size", "autoscaler", b"autoscaler", "last_change", b"last_change", "size", b"size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size", b"_size", "autoscaler", b"autoscaler", "last_change", b"last_change", "num_ready", b"num_ready", "role", b"role", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__size: _TypeAlias = _typing.Literal["size"]  # noqa: Y015
+    _WhichOneofArgType__size: _TypeAlias = _typing.Literal["_size", b"_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__size) -> _WhichOneofReturnType__size | None: ...
+
+Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class AutoscalerStatus(_message.Message):
+    """What the autoscaler of one pool thinks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_SIZE_FIELD_NUMBER: _builtins.int
+    LEADS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DESIRED_SIZE_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    min_size: _builtins.int
+    """Bounds of the size."""
+    max_size: _builtins.int
+    """See min_size."""
+    leads: _builtins.bool
+    """Whether this router is the one that scales."""
+    reason: _builtins.str
+    """Why it wants what it wants, or why it holds."""
+    desired_size: _builtins.int
+    """The size that it would have now if it might change it at once."""
+    age_s: _builtins.float
+    """Seconds since it looked last."""
+    def __init__(
+        self,
+        *,
+        min_size: _builtins.int = ...,
+        max_size: _builtins.int = ...,
+        leads: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        desired_size: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "desired_size", b"desired_size", "leads", b"leads", "max_size", b"max_size", "min_size", b"min_size", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AutoscalerStatus: _TypeAlias = AutoscalerStatus  # noqa: Y015
+
+@_typing.final
+class PoolChange(_message.Message):
+    """A resize that has been made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_SIZE_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    previous_size: _builtins.int
+    """Before."""
+    size: _builtins.int
+    """After."""
+    cause: _builtins.str
+    """autoscaler, or operator."""
+    reason: _builtins.str
+    """In words."""
+    age_s: _builtins.float
+    """Seconds since then."""
+    def __init__(
+        self,
+        *,
+        previous_size: _builtins.int = ...,
+        size: _builtins.int = ...,
+        cause: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "cause", b"cause", "previous_size", b"previous_size", "reason", b"reason", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolChange: _TypeAlias = PoolChange  # noqa: Y015
+
+@_typing.final
+class ResizePoolsRequest(_message.Message):
+    """Asks for other sizes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolSize]:
+        """At most one for each role; both begin together or neither does."""
+
+    def __init__(
+        self,
+        *,
+        sizes: _abc.Iterable[Global___PoolSize] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sizes", b"sizes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResizePoolsRequest: _TypeAlias = ResizePoolsRequest  # noqa: Y015
+
+@_typing.final
+class PoolSize(_message.Message):
+    """A pool's size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    role: _instance_pb2.Role.ValueType
+    """Prefill or decode."""
+    size: _builtins.int
+    """Instances."""
+    def __init__(
+        self,
+        *,
+        role: _instance_pb2.Role.ValueType = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolSize: _TypeAlias = PoolSize  # noqa: Y015
+
+@_typing.final
+class ResizePoolsResponse(_message.Message):
+    """The resize has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolChange]:
+        """One for each size asked for, in that order."""
+
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[Global___PoolChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResizePoolsResponse: _TypeAlias = ResizePoolsResponse  # noqa: Y015
+
+@_typing.final
+class WatchPoolsRequest(_message.Message):
+    """Asks for the pools again and again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_S_FIELD_NUMBER: _builtins.int
+    interval_s: _builtins.float
+    """Seconds between two messages; 0 for one."""
+    def __init__(
+        self,
+        *,
+        interval_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_s", b"interval_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchPoolsRequest: _TypeAlias = WatchPoolsRequest  # noqa: Y015
+
+@_typing.final
+class WatchPoolsResponse(_message.Message):
+    """The pools at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pools(self) -> Global___ListPoolsResponse:
+        """As ListPools tells them."""
+
+    def __init__(
+        self,
+        *,
+        pools: Global___ListPoolsResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchPoolsResponse: _TypeAlias = WatchPoolsResponse  # noqa: Y015
 
 @_typing.final
 class PoolInstance(_message.Message):

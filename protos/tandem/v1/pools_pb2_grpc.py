@@ -50,6 +50,16 @@ class PoolsServiceStub(object):
                 request_serializer=tandem_dot_v1_dot_pools__pb2.DrainInstanceRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_pools__pb2.DrainInstanceResponse.FromString,
                 _registered_method=True)
+        self.ResizePools = channel.unary_unary(
+                '/tandem.v1.PoolsService/ResizePools',
+                request_serializer=tandem_dot_v1_dot_pools__pb2.ResizePoolsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_pools__pb2.ResizePoolsResponse.FromString,
+                _registered_method=True)
+        self.WatchPools = channel.unary_stream(
+                '/tandem.v1.PoolsService/WatchPools',
+                request_serializer=tandem_dot_v1_dot_pools__pb2.WatchPoolsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_pools__pb2.WatchPoolsResponse.FromString,
+                _registered_method=True)
 
 
 class PoolsServiceServicer(object):
@@ -77,6 +87,20 @@ class PoolsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResizePools(self, request, context):
+        """Gives pools another number of instances; answers as soon as that has begun.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchPools(self, request, context):
+        """ListPools again and again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +118,16 @@ def add_PoolsServiceServicer_to_server(servicer, server):
                     servicer.DrainInstance,
                     request_deserializer=tandem_dot_v1_dot_pools__pb2.DrainInstanceRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_pools__pb2.DrainInstanceResponse.SerializeToString,
+            ),
+            'ResizePools': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResizePools,
+                    request_deserializer=tandem_dot_v1_dot_pools__pb2.ResizePoolsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_pools__pb2.ResizePoolsResponse.SerializeToString,
+            ),
+            'WatchPools': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchPools,
+                    request_deserializer=tandem_dot_v1_dot_pools__pb2.WatchPoolsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_pools__pb2.WatchPoolsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +212,60 @@ class PoolsService(object):
             '/tandem.v1.PoolsService/DrainInstance',
             tandem_dot_v1_dot_pools__pb2.DrainInstanceRequest.SerializeToString,
             tandem_dot_v1_dot_pools__pb2.DrainInstanceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResizePools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.PoolsService/ResizePools',
+            tandem_dot_v1_dot_pools__pb2.ResizePoolsRequest.SerializeToString,
+            tandem_dot_v1_dot_pools__pb2.ResizePoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.PoolsService/WatchPools',
+            tandem_dot_v1_dot_pools__pb2.WatchPoolsRequest.SerializeToString,
+            tandem_dot_v1_dot_pools__pb2.WatchPoolsResponse.FromString,
             options,
             channel_credentials,
             insecure,

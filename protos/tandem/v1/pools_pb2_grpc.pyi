@@ -22,6 +22,10 @@ class PoolsServiceStub:
     """Where a request would run now, and what every instance scores."""
     DrainInstance: _aio.UnaryUnaryMultiCallable[_pools_pb2.DrainInstanceRequest, _pools_pb2.DrainInstanceResponse]
     """Begins an instance's drain: it takes nothing new, finishes what runs, and ends."""
+    ResizePools: _aio.UnaryUnaryMultiCallable[_pools_pb2.ResizePoolsRequest, _pools_pb2.ResizePoolsResponse]
+    """Gives pools another number of instances; answers as soon as that has begun."""
+    WatchPools: _aio.UnaryStreamMultiCallable[_pools_pb2.WatchPoolsRequest, _pools_pb2.WatchPoolsResponse]
+    """ListPools again and again."""
 
 class PoolsServiceServicer(metaclass=_abc_1.ABCMeta):
     """Offered by the router, on its admin listener alone."""
@@ -49,5 +53,21 @@ class PoolsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_pools_pb2.DrainInstanceRequest, _abc.Awaitable[_pools_pb2.DrainInstanceResponse]],
     ) -> _abc.Awaitable[_pools_pb2.DrainInstanceResponse]:
         """Begins an instance's drain: it takes nothing new, finishes what runs, and ends."""
+
+    @_abc_1.abstractmethod
+    def ResizePools(
+        self,
+        request: _pools_pb2.ResizePoolsRequest,
+        context: _aio.ServicerContext[_pools_pb2.ResizePoolsRequest, _abc.Awaitable[_pools_pb2.ResizePoolsResponse]],
+    ) -> _abc.Awaitable[_pools_pb2.ResizePoolsResponse]:
+        """Gives pools another number of instances; answers as soon as that has begun."""
+
+    @_abc_1.abstractmethod
+    def WatchPools(
+        self,
+        request: _pools_pb2.WatchPoolsRequest,
+        context: _aio.ServicerContext[_pools_pb2.WatchPoolsRequest, _abc.AsyncIterator[_pools_pb2.WatchPoolsResponse]],
+    ) -> _abc.AsyncIterator[_pools_pb2.WatchPoolsResponse]:
+        """ListPools again and again."""
 
 def add_PoolsServiceServicer_to_server(servicer: PoolsServiceServicer, server: _aio.Server) -> None: ...

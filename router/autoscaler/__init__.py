@@ -1,0 +1,1 @@
+"""How big each pool is to be: observe, decide, resize."""
