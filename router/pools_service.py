@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import math
 import random
@@ -22,6 +23,7 @@ from router.request import GenerationRequest
 from router.validation import validated
 from serving.calls import Context, remaining_s
 from serving.errors import FailedPrecondition, NotFound, Unavailable, invalid_argument, received
+from serving.writer import Writer
 
 _DRAIN_TIMEOUT_S = 5.0
 _MAX_GRACE_S = 86_400.0
@@ -82,6 +84,19 @@ class PoolsService:
                 raise Unavailable(f"{name} does not answer") from error
             raise received(error) from error
         return pools_pb2.DrainInstanceResponse(instance_id=name, num_unfinished=answer.num_unfinished)
+
+    async def ResizePools(
+        self, request: pools_pb2.ResizePoolsRequest, context: Context
+    ) -> pools_pb2.ResizePoolsResponse:
+        raise FailedPrecondition("this router was not told who owns its instances' processes")
+
+    async def WatchPools(
+        self, request: pools_pb2.WatchPoolsRequest, context: Context, writer: Writer[pools_pb2.WatchPoolsResponse]
+    ) -> None:
+        while True:
+            pools = await self.ListPools(pools_pb2.ListPoolsRequest(), context)
+            await writer.write(pools_pb2.WatchPoolsResponse(pools=pools))
+            await asyncio.sleep(request.interval_s or 1.0)
 
     def _members(self) -> Iterator[tuple[Role, Member]]:
         for member in self._pools.prefill.members:

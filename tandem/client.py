@@ -1,6 +1,6 @@
 """The Python client: `Client` for ordinary code, `AsyncClient` for an event loop. Both check what they receive.
 
-    with Client() as client:                      # the local stack; or Client("host:port")
+    with Client() as client:                      # the local stack; or Client("host:port"), or several routers
         print(client.generate("Once upon a time", max_tokens=32).text)
         for piece in client.stream([{"role": "user", "content": "Who lives here?"}]):
             print(piece.text, end="", flush=True)
@@ -10,7 +10,7 @@ Leaving a stream early (break, an exception, a cancelled task) cancels the call,
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -20,29 +20,32 @@ import grpc.aio
 from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.completion import Assembler, Completion, Piece
 from tandem.errors import from_rpc
-from tandem.running import running_address
+from tandem.routers import routers
 from tandem.sampling import Prompt, RequestOptions, generate_request
 
 DEFAULT_TIMEOUT_S = 600.0
-_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", 16 << 20),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.use_local_subchannel_pool", 1),  # two clients must not share a connection, or one's death is the other's
-)
 
 
 class Client:
-    """A connection to a router. Safe to share between threads; `close` it, or use it in a `with`.
+    """A connection to a router, or to several. Safe to share between threads; `close` it, or use it in a `with`.
 
-    `address` is host:port; None takes the stack that `tandem up` runs on this machine. `timeout_s` is how long one
-    request may take in all.
+    `address` is host:port of a router; None takes the stack that `tandem up` runs on this machine. With several, as in
+    `Client(["10.0.0.1:50051", "10.0.0.2:50051"])` or `Client("dns:tandem-router:50051")`, a request goes to one that is
+    ready, and to another if that one refuses it as UNAVAILABLE before the answer has begun: `retries` times at the most
+    (0..4; absent: 4, and 0 with a single address). `timeout_s` is how long one request may take in all.
     """
 
-    def __init__(self, address: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self.address = address or running_address()
+    def __init__(
+        self,
+        address: str | Sequence[str] | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retries: int | None = None,
+    ) -> None:
+        reached = routers(address, retries)
+        self.address = reached.address
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(reached.target, options=reached.options)
         channel: Any = self._channel  # the stubs are typed for the asyncio channel alone
         self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
 
@@ -104,10 +107,17 @@ class Client:
 class AsyncClient:
     """The same for an event loop. Make it and use it on one loop; `await close()`, or use it in an `async with`."""
 
-    def __init__(self, address: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self.address = address or running_address()
+    def __init__(
+        self,
+        address: str | Sequence[str] | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retries: int | None = None,
+    ) -> None:
+        reached = routers(address, retries)
+        self.address = reached.address
         self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(reached.target, options=reached.options)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:

@@ -22,7 +22,7 @@ from tests.e2e.asking import Asked
 from tests.faults.checker import assert_same_answer, wait_idle
 from tests.faults.reference import Answer, Reference
 from tests.faults.rig import Rig
-from tests.faults.two_routers import HANG_S, PatientClient, TwoRouters
+from tests.faults.two_routers import HANG_S, TwoRouters
 
 pytestmark = pytest.mark.timeout(600)
 """Four engines and two routers on a machine that may be busy with other things."""
@@ -108,7 +108,7 @@ class Load:
             thread.join()
 
     def _ask(self) -> None:
-        client = PatientClient(self._stack.routers)
+        client = Client([router.spec.address for router in self._stack.routers], timeout_s=HANG_S)
         try:
             while not self._stop.is_set():
                 questions = self._long if self.is_heavy.wait(1.0) else self._short

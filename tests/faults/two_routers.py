@@ -1,48 +1,24 @@
-"""A local stack with a second router beside its own, and what a client of both does.
+"""A local stack with a second router beside its own.
 
-A router that restarts is away for a while, whatever it does. Who must not notice has two of them and a channel over
-both that follows their health and tries a refused request again: gRPC's own round_robin, health checks and retries.
+A router that restarts is away for a while, whatever it does. Who must not notice has two of them and a client of both.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
-import grpc
-
-from protos.tandem.v1 import generation_pb2_grpc
 from serving.lifetime import ParentBond
-from tandem.completion import Assembler, Completion
 from tandem.health import READY, ROUTER_SERVICE, health, wait_serving
 from tandem.machine import free_ports
 from tandem.member import Member
-from tandem.sampling import generate_request
 from tests.faults.rig import Rig
 
 HANG_S = 120.0
 """For what takes seconds on a quiet machine."""
-_SERVICE_CONFIG = {
-    "loadBalancingConfig": [{"round_robin": {}}],
-    "healthCheckConfig": {"serviceName": ROUTER_SERVICE},
-    "methodConfig": [
-        {
-            "name": [{"service": ROUTER_SERVICE}],
-            "retryPolicy": {
-                "maxAttempts": 5,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ],
-}
-"""What docs/operations.md tells clients of several routers. gRPC retries nothing of which an answer has begun."""
 
 
 class TwoRouters:
@@ -134,31 +110,3 @@ class TwoRouters:
         if name.startswith("router"):
             return health(self.members[name].spec.address, ROUTER_SERVICE) == READY
         return all(count > num_before[router] for router, count in self._num_ready(name).items())
-
-
-class PatientClient:
-    """A channel over several routers: goes where one is SERVING, and tries again what was refused before it began."""
-
-    def __init__(self, routers: Sequence[Member]) -> None:
-        options = (
-            ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.min_reconnect_backoff_ms", 100),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 500),
-        )
-        target = "ipv4:" + ",".join(router.spec.address for router in routers)
-        self._channel = grpc.insecure_channel(target, options=options)
-        channel: Any = self._channel  # the stubs are typed for the asyncio channel alone
-        self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
-
-    def generate(self, prompt: Sequence[int], **options: Any) -> Completion:
-        """A whole answer, every token of which came once and in order. Raises grpc.RpcError, StreamError."""
-        assembler = Assembler(options.get("n", 1))
-        for response in self._stub.Generate(generate_request(prompt, options), timeout=HANG_S):
-            assembler.add(response)
-        return assembler.finish()
-
-    def close(self) -> None:
-        self._channel.close()
