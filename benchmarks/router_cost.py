@@ -2,7 +2,7 @@
 
     python -m benchmarks.router_cost [--rate 4000] [--streams 64] [--pattern steps] [--rounds 5] [--window 4]
 
-A stub decode instance streams one token per message, either all streams at once, as after an engine's step, or each at
+A stub decode instance emits a token for each stream, either for all at once, as after an engine's step, or for each at
 moments of its own (`spread`, which costs more: nothing is dealt with together). Clients read the streams through the
 router (`python -m router`) and, in alternating windows of the same run, through a bare grpc.aio relay that checks
 nothing, or from the stub itself. All are processes of their own. CPU is what the kernel says that the relay's process

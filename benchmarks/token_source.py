@@ -1,8 +1,9 @@
 """A decode instance without an engine: each stream gets one TokenChunk at a time, at the pace that the benchmark sets.
 
-It serves the same chunks by `Decode`, as an instance does, and by `Generate`, so that a client can take them without a
-router in between. The text of a chunk is the moment at which it was made, in nanoseconds of this machine's monotonic
-clock and in hexadecimal: about as long as a long word, and whoever receives it knows how long it took.
+It serves the same chunks by `Decode`, in token streams as an instance does, and by `Generate`, so that a client can
+take them without a router in between. The text of a chunk is the moment at which it was due, in nanoseconds of this
+machine's monotonic clock and in hexadecimal: about as long as a long word, and whoever receives it knows how long it
+took.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import grpc.aio
 
+from instance.token_streams import TokenStreams
 from protos.tandem.v1 import (
     common_pb2,
     decode_pb2,
@@ -34,9 +36,9 @@ _FIRST_ID = 10
 _MAX_MODEL_LEN = 1 << 20
 
 
-def stamp() -> str:
-    """Text that says when it was made."""
-    return f"{time.monotonic_ns():x} "
+def stamp(made_s: float) -> str:
+    """Text that says when it was made, by time.monotonic."""
+    return f"{int(made_s * 1e9):x} "
 
 
 def age_ms(text: str) -> float:
@@ -53,12 +55,12 @@ class Pace:
     in_steps: Synchronized[int]
     """1: the tokens of all streams are due at once, as after an engine's step; 0: each stream has its own moments."""
 
-    async def ticks(self) -> AsyncIterator[None]:
-        """One for each token of one stream."""
+    async def ticks(self) -> AsyncIterator[float]:
+        """One for each token of one stream: when it is due, which is when its step has ended."""
         due_s = self._first_s()
         while True:
             await asyncio.sleep(max(due_s - time.monotonic(), 0))
-            yield
+            yield due_s
             due_s += self.interval_s.value
 
     def _first_s(self) -> float:
@@ -75,6 +77,7 @@ class TokenSource(
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
+        self._token_streams = TokenStreams()
 
     async def GetInstanceInfo(self, request: Any, context: Any) -> instance_pb2.GetInstanceInfoResponse:
         return instance_pb2.GetInstanceInfoResponse(
@@ -92,10 +95,15 @@ class TokenSource(
             yield instance_pb2.WatchLoadResponse(instance_epoch=_EPOCH)
             await asyncio.sleep(_BEAT_S)
 
-    async def Decode(self, requests: Any, context: Any) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        wanted = (await anext(requests)).start.request
-        async for chunk in self._chunks(wanted.sampling.max_tokens, wanted.stream_epoch):
-            yield decode_pb2.DecodeResponse(tokens=chunk)
+    async def Decode(self, requests: Any, context: Any) -> None:
+        start = (await anext(requests)).start
+        wanted = start.request
+        async with self._token_streams.way_of(start, context.write) as answer:
+            async for chunk in self._chunks(wanted.sampling.max_tokens, wanted.stream_epoch):
+                await answer(decode_pb2.DecodeResponse(tokens=chunk))
+
+    async def StreamTokens(self, request: decode_pb2.StreamTokensRequest, context: Any) -> None:
+        await self._token_streams.run(request.stream_id, context.write)
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Any
@@ -105,13 +113,13 @@ class TokenSource(
 
     async def _chunks(self, num_tokens: int, stream_epoch: int) -> AsyncIterator[common_pb2.TokenChunk]:
         text_offset = index = 0
-        async for _ in self._pace.ticks():
+        async for due_s in self._pace.ticks():
             chunk = common_pb2.TokenChunk(
                 stream_epoch=stream_epoch,
                 token_index=index,
                 token_ids=(_FIRST_ID + index % (VOCAB_SIZE - _FIRST_ID),),
                 text_offset=text_offset,
-                text=stamp(),
+                text=stamp(due_s),
             )
             index += 1
             text_offset += len(chunk.text)

@@ -36,6 +36,13 @@ class LastWords:
         if self._timer is not None:
             self._timer.cancel()
 
+    async def until_silent(self, length_s: float) -> None:
+        """Returns when for `length_s` nothing has been read."""
+        num_reads = -1
+        while num_reads != self.num_reads:
+            num_reads = self.num_reads
+            await asyncio.sleep(length_s)
+
     def _look_later(self, reason: str, num_silent: int) -> None:
         num_reads = self.num_reads
 

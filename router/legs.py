@@ -1,207 +1,43 @@
-"""The two legs of an attempt: one call to a prefill and one to a decode instance, and how each can fail.
+"""The two legs of an attempt: one call to a prefill and one to a decode instance.
 
-opened ──first answer──▶ acknowledged ──▶ ended | failed | lost (its instance is gone) | cancelled (nobody wants it)
-                                └─ fading: its instance has ended, what had arrived is read ──▶ ended | failed | lost
+Token chunks stay protobuf on their way through, since the router forwards what it has checked; nothing else leaves this
+module as such. A decode leg's answers come in the stream that its instance shares between its calls, if that is open:
 
-A leg is an async context manager; leaving it cancels a call that has not ended, which frees everything at the
-instance. Token chunks stay protobuf on their way through, since the router forwards what it has checked; nothing else
-leaves this module as such.
+    the instance ──token stream──▶ receive ─┐
+         └────────its own call──▶ _listen ──┴▶ Inbox ──▶ reserved, next_tokens
+                                     └── the call's end, once all that came before is read
+
+Without such a stream the call is read directly, and no inbox stands between.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Literal, Self
+from typing import Any
 
-import grpc
 import grpc.aio
 
 from protos.tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from router.choice import Choice, StreamViolation
-from router.last_words import LastWords
+from router.choice import Choice
+from router.inbox import Inbox
+from router.leg import FailureKind, Leg, LegFailed, Mark
 from router.pools.instances import InstanceKey
 from router.pools.member import Member
-from serving import tracing
-from serving.calls import REQUEST_ID_KEY
-from serving.errors import Crashed, DeadlineExceeded, InternalError, ServiceError, Unavailable, received
+from router.pools.token_stream import TokenStream
+from serving.errors import Overloaded
 from serving.events import RequestEvent
 
+__all__ = ["DecodeLeg", "FailureKind", "LegFailed", "Mark", "PrefillLeg"]
+
 _log = logging.getLogger(__name__)
-
-FailureKind = Literal["refused", "broken", "internal", "final", "moved"]
-"""refused: no room, another may have some. broken: the instance or the way to it. internal: it says that the fault is
-its own, which a bad request can cause as well. final: no instance would answer otherwise. moved: no failure at all, the
-instance is about to end and another one goes on."""
-
-Death = Literal["crashed", "vanished"]
-"""How an instance may have ended under a call. crashed: its front has told that the engine did. vanished: no word came,
-and there was a connection when the call began, so that it can have heard of it; whether it has really ended, its pool
-knows."""
-
-_KINDS: dict[grpc.StatusCode, FailureKind] = {
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
-    grpc.StatusCode.UNAVAILABLE: "broken",
-    grpc.StatusCode.CANCELLED: "broken",
-    grpc.StatusCode.ABORTED: "broken",
-    grpc.StatusCode.FAILED_PRECONDITION: "broken",
-    grpc.StatusCode.UNKNOWN: "internal",
-    grpc.StatusCode.INTERNAL: "internal",
-    grpc.StatusCode.DATA_LOSS: "internal",
-}
-_GRPCIO_INTERNAL = "Internal error from Core"
-"""What grpcio says when one of our writes races with the end of the call, whatever that end was."""
-_DEADLINE_MARGIN_S = 0.02
-"""Legs end this much before the request does, so that its end is told by us and not by a timer at the client."""
+_LAST_TOKENS_S = 1.0
+"""A call's good end was sent after its last answer, but that came in another stream, which may be read a little later.
+When nothing has come for so long, nothing will."""
 
 
-class LegFailed(Exception):
-    """A leg did not do its part. `key` is the instance to blame, `error` what the client is told if nobody can help."""
-
-    def __init__(
-        self, key: InstanceKey, kind: FailureKind, error: ServiceError, detail: str, *, death: Death | None = None
-    ) -> None:
-        self.key = key
-        self.kind = kind
-        self.error = error
-        self.detail = detail
-        self.death = death
-        super().__init__(f"{key.address}: {detail}")
-
-
-Mark = Callable[[RequestEvent], object]
-
-
-class _Leg:
-    """What both legs share: reading, being lost, and the end."""
-
-    def __init__(
-        self,
-        member: Member,
-        key: InstanceKey,
-        choice: Choice,
-        mark: Mark,
-        can_move: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._member = member
-        self._key = key
-        self._choice = choice
-        self._mark = mark
-        self._can_move = can_move
-        self._has_moved = False
-        self._lost: str | None = None
-        self._last_words = LastWords(self.lose)
-        self._reached = False
-        self._acknowledged = False
-        self._call: Any = None  # the two kinds of call share no typed base with read()
-
-    async def __aenter__(self) -> Self:
-        self._member.begin(self, self._choice.num_tokens)
-        if self._member.key != self._key:
-            self._lost = "another process has taken its place"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._member.end(self)
-        self._last_words.stop()
-        if self._call is not None:
-            self._call.cancel()  # nothing happens to a call that has ended
-
-    def lose(self, reason: str) -> None:
-        """The pool has given the instance up."""
-        self._lost = reason
-        if self._call is not None:
-            self._call.cancel()
-
-    def fade(self, reason: str) -> None:
-        """The instance has ended: what has arrived of it is read, and then it counts as lost."""
-        if self._lost is None:
-            self._last_words.begin(reason)
-
-    def move_on(self) -> None:
-        """The instance is about to end: leaves it if somebody else can take over, and else stays to the end."""
-        if self._lost is None and self._can_move():
-            self._has_moved = True
-            self.lose("it is about to end")
-
-    def _check_not_lost(self) -> None:
-        if self._lost is not None:
-            raise self._broken(self._lost)
-
-    def _begin(self) -> None:
-        """Before the call is opened."""
-        self._check_not_lost()
-        self._reached = self._member.channel.get_state() is grpc.ChannelConnectivity.READY
-
-    def _options(self) -> dict[str, Any]:
-        deadline_s = self._choice.request.deadline_s
-        timeout = None if deadline_s is None else max(deadline_s - time.monotonic() - _DEADLINE_MARGIN_S, 0.001)
-        return {"timeout": timeout, "metadata": ((REQUEST_ID_KEY, self._choice.request.label), *tracing.outgoing())}
-
-    async def _read(self) -> Any:
-        """The next message, None at a good end. Raises LegFailed."""
-        last_words = self._last_words
-        last_words.num_reads += 1
-        last_words.is_reading = True
-        try:
-            message = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise self._failed(error) from error
-        except asyncio.CancelledError:
-            if self._lost is None or _is_cancelling():
-                raise
-            raise self._broken(self._lost) from None
-        finally:
-            last_words.is_reading = False
-        if message is grpc.aio.EOF:
-            return None
-        if not self._acknowledged:
-            self._reached = self._acknowledged = True
-            self._member.acknowledged(self)
-        return message
-
-    def _accepted(self, chunk: common_pb2.TokenChunk) -> bool:
-        try:
-            accepted = self._choice.accept(chunk)
-        except StreamViolation as violation:
-            raise self._broken(f"violates the stream: {violation}") from violation
-        if not accepted:
-            _log.warning("dropped a stale chunk of %s", self._key.address)
-        return accepted
-
-    @property
-    def _vanished(self) -> Death | None:
-        return "vanished" if self._reached else None
-
-    def _broken(self, detail: str) -> LegFailed:
-        kind: FailureKind = "moved" if self._has_moved else "broken"
-        death = self._vanished if self._lost is not None else None
-        return LegFailed(self._key, kind, Unavailable("the instance is unavailable"), detail, death=death)
-
-    def _failed(self, error: grpc.aio.AioRpcError) -> LegFailed:
-        code = error.code()
-        if code is grpc.StatusCode.INTERNAL and error.details() == _GRPCIO_INTERNAL:
-            late = self._choice.request.deadline_s is not None and time.monotonic() >= self._choice.request.deadline_s
-            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
-        answer = received(error)
-        death: Death | None = None
-        if isinstance(answer, Crashed):
-            death = "crashed"
-        elif not error.trailing_metadata():  # no words of the instance's own
-            death = self._vanished
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            answer = DeadlineExceeded("the request's deadline has passed")
-        elif _KINDS.get(code) == "broken":
-            answer = Unavailable("the instance is unavailable")
-        elif code not in _KINDS and isinstance(answer, InternalError):
-            answer = InternalError(f"unexpected answer {code.name}")
-        kind, detail = _KINDS.get(code, "final"), f"{code.name}: {error.details()}"
-        return LegFailed(self._key, kind, answer, detail, death=death)
-
-
-class PrefillLeg(_Leg):
+class PrefillLeg(Leg):
     """Computes the prompt and the first token; holds the KV under `transfer_id`."""
 
     @property
@@ -233,11 +69,12 @@ class PrefillLeg(_Leg):
         self._member.relieve(self)
 
 
-class DecodeLeg(_Leg):
+class DecodeLeg(Leg):
     """Generates; with a transfer it first reserves, then loads KV, then goes on from the seed.
 
     What is said goes through an iterator: grpcio's own `write` waits for ever on a call that failed before its metadata
-    was out. However the call ends, reading says so.
+    was out. However the call ends, reading says so. A client that reads too slowly is given up with what its inbox
+    holds: neither the stream nor the other legs wait for it.
     """
 
     def __init__(
@@ -250,18 +87,29 @@ class DecodeLeg(_Leg):
     ) -> None:
         super().__init__(member, key, choice, mark, can_move)
         self._to_say: asyncio.Queue[decode_pb2.DecodeRequest | None] = asyncio.Queue()
+        self._inbox = Inbox()
+        self._joined: tuple[TokenStream, decode_pb2.TokenStream] | None = None
+        self._listener: asyncio.Task[None] | None = None
 
     async def __aexit__(self, *error: object) -> None:
+        self._leave_token_stream()
+        if self._listener is not None:
+            self._listener.cancel()
         await super().__aexit__(*error)
         self._say(None)  # ends the iterator, which grpcio leaves waiting when the call has ended by itself
 
     def start(self, request: common_pb2.InstanceRequest, transfer: decode_pb2.TransferSource | None = None) -> None:
         """Opens the call. Without a transfer the instance prefills by itself, and nothing more is said to it."""
         self._begin()
-        self._say(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request, transfer=transfer)))
+        start = decode_pb2.DecodeStart(request=request, transfer=transfer)
+        if not request.sampling.HasField("prompt_logprobs"):  # those fill a message of their own
+            self._join_token_stream(start)
+        self._say(decode_pb2.DecodeRequest(start=start))
         if transfer is None:
             self._say(None)
         self._call = decode_pb2_grpc.DecodeServiceStub(self._member.channel).Decode(self._said(), **self._options())
+        if self._joined is not None:
+            self._listener = asyncio.create_task(self._listen())
 
     async def reserved(self, timeout_s: float) -> None:
         """Waits for the reservation. Raises LegFailed when it is refused or does not come in time."""
@@ -298,6 +146,45 @@ class DecodeLeg(_Leg):
                     )
         raise self._broken("ended without a finish")
 
+    def receive(self, response: decode_pb2.DecodeResponse) -> None:
+        """An answer has come. Without room for it the leg has failed, for its client's slowness."""
+        if not self._inbox.put(response):
+            error = Overloaded("client too slow: too many tokens wait for it", None)
+            self._inbox.clear()
+            self._inbox.close(LegFailed(self._key, "final", error, error.message))
+            self._leave_token_stream()
+            self._call.cancel()
+
+    def cut_off(self, error: grpc.aio.AioRpcError) -> None:
+        """The token stream has ended: what came is read, and then the leg has failed."""
+        self._inbox.close(self._failed(error))
+
+    def _join_token_stream(self, start: decode_pb2.DecodeStart) -> None:
+        streams = self._member.token_streams
+        stream = streams.current if streams is not None else None
+        if stream is not None:
+            number = stream.join(self)
+            start.token_stream.CopyFrom(number)
+            self._joined = stream, number
+
+    def _leave_token_stream(self) -> None:
+        if self._joined is not None:
+            stream, number = self._joined
+            stream.leave(number)
+
+    async def _answer(self) -> Any:
+        return await (super()._answer() if self._joined is None else self._inbox.get())
+
+    async def _listen(self) -> None:
+        """The call beside the token stream: its end, and its answers if the instance did not find the stream."""
+        try:
+            while (response := await super()._answer()) is not None:
+                self.receive(response)
+            await self._last_words.until_silent(_LAST_TOKENS_S)
+            self._inbox.close(self._broken("ended without a finish"))
+        except LegFailed as failure:
+            self._inbox.close(failure)
+
     def _say(self, message: decode_pb2.DecodeRequest | None) -> None:
         self._to_say.put_nowait(message)
 
@@ -305,9 +192,3 @@ class DecodeLeg(_Leg):
         """What is said, and then the half-close."""
         while (message := await self._to_say.get()) is not None:
             yield message
-
-
-def _is_cancelling() -> bool:
-    """Whether this task itself is being cancelled (or timed out), rather than the call it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 import grpc
 import grpc.aio
 
+from instance.token_streams import TokenStreams
 from protos.tandem.v1 import (
     common_pb2,
     decode_pb2_grpc,
@@ -33,6 +34,8 @@ from tests.fakes.servicer import Servicer
 from tests.fakes.tokens import VOCAB_SIZE, text_of, token_at
 
 _TELLING_S = 0.1
+_LAST_BATCH_S = 0.02
+"""What was emitted before a death is out by then."""
 _ROLES = {"prefill": instance_pb2.ROLE_PREFILL, "decode": instance_pb2.ROLE_DECODE}
 
 
@@ -68,6 +71,9 @@ class FakeInstance:
         self._has_crashed = False
         self._server: grpc.aio.Server | None = None
         self._transfers: dict[str, _Transfer] = {}
+        self.token_streams = TokenStreams()
+        """The real ones: what an instance gathers for a router."""
+        self.open_streams: set[asyncio.Future[None]] = set()
         self._thawed = asyncio.Event()
         self._thawed.set()
         self._deaths: set[asyncio.Task[None]] = set()
@@ -124,6 +130,11 @@ class FakeInstance:
             await self.kill()
 
         self._deaths.add(asyncio.create_task(kill()))
+
+    def break_token_streams(self) -> None:
+        """They end, and the calls on them, while the connections live."""
+        for stream in self.open_streams:
+            stream.cancel()
 
     def freeze(self) -> None:
         """What the network sees of a SIGSTOP, but for pings: nothing is answered, nothing ends."""
@@ -273,7 +284,7 @@ class FakeInstance:
         if (position == self.behaviour.die_at or poisoned) and not self._has_crashed:
             self.record("died")
             self._has_crashed = self.behaviour.tells
-            self.die(after_s=_TELLING_S if self.behaviour.tells else 0.0)
+            self.die(after_s=_TELLING_S if self.behaviour.tells else _LAST_BATCH_S)
             if not self.behaviour.tells:
                 await asyncio.Event().wait()
         if self._has_crashed:

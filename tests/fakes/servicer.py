@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import grpc.aio
 
 from protos.tandem.v1 import (
@@ -86,11 +88,44 @@ class Servicer(
 
     # DecodeService
 
-    async def Decode(
-        self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: Any
-    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+    async def StreamTokens(self, request: decode_pb2.StreamTokensRequest, context: Any) -> None:
         instance = self._instance
+        await instance.not_frozen()
+        if not instance.behaviour.streams_tokens:
+            instance.record("asked for a token stream")
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+        async def write(message: decode_pb2.StreamTokensResponse) -> None:
+            await instance.not_frozen()
+            if message.responses:
+                instance.record("batch", detail=len(message.responses))
+            await context.write(message)
+
+        stream = asyncio.ensure_future(instance.token_streams.run(request.stream_id, write))
+        instance.open_streams.add(stream)
+        try:
+            await asyncio.wait({stream})
+        finally:
+            instance.open_streams.discard(stream)
+            stream.cancel()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "a fault that the test asked for")
+
+    async def Decode(self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: Any) -> None:
         start = (await anext(request_iterator, _NOTHING)).start
+        try:
+            async with (
+                self._instance.token_streams.way_of(start, context.write) as answer,
+                aclosing(self._responses(start, request_iterator, context)) as responses,
+            ):
+                async for response in responses:
+                    await answer(response)
+        except Unavailable as error:
+            await self._abort(context, error)
+
+    async def _responses(
+        self, start: decode_pb2.DecodeStart, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: Any
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        instance = self._instance
         wanted = start.request
         instance.num_open_calls += 1
         done = False
@@ -119,8 +154,6 @@ class Servicer(
                 async for chunk in instance.tokens(wanted, emitted, hand_over=False):
                     done = chunk.HasField("finish")
                     yield decode_pb2.DecodeResponse(tokens=chunk)
-        except Unavailable as error:
-            await self._abort(context, error)
         finally:
             instance.num_open_calls -= 1
             instance.record("decode ended" if done else "decode cancelled", wanted.request_id)

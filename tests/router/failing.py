@@ -1,15 +1,18 @@
-"""Builders of pools in which something goes wrong, and the status that a client then gets."""
+"""Builders of pools in which something goes wrong, the status that a client gets then, and a client to blame."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
 import pytest
 
+from protos.tandem.v1 import generation_pb2_grpc
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
-from tests.router.rig import Rig
+from tests.router.rig import Rig, request_of
 
 
 def decodes(*behaviours: Behaviour) -> list[FakeInstance]:
@@ -32,3 +35,12 @@ async def status_of(rig: Rig, **fields: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await rig.generate(**fields)
     return raised.value
+
+
+@asynccontextmanager
+async def deaf_client(rig: Rig) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
+    """A call that nobody reads, of more tokens than the connection's windows let through."""
+    windows = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with grpc.aio.insecure_channel(rig.app.address, options=windows) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        yield stub.Generate(request_of(request_id="deaf", max_tokens=3900))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Self
 
 import grpc
@@ -15,6 +13,7 @@ from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
+from tests.router.failing import deaf_client
 from tests.router.rig import Rig, request_of, slow
 
 
@@ -118,7 +117,7 @@ async def test_aborts_at_any_moment_of_a_fast_stream_keep_what_was_delivered(run
 
 
 async def test_an_abort_frees_the_instances_of_a_client_that_does_not_read(run: Run) -> None:
-    async with run(server={"write_timeout_s": 30}) as rig, _deaf_client(rig) as call:
+    async with run(server={"write_timeout_s": 30}) as rig, deaf_client(rig) as call:
         await _stuck(rig.decode[0])
         assert rig.app.service.running.num_requests == 1
         await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["deaf"]))
@@ -181,7 +180,7 @@ async def test_the_tokens_in_flight_are_bounded_but_no_request_is_too_big_alone(
 
 
 async def test_a_client_that_does_not_read_is_ended(run: Run) -> None:
-    async with run(server={"write_timeout_s": 0.3}) as rig, _deaf_client(rig) as call:
+    async with run(server={"write_timeout_s": 0.3}) as rig, deaf_client(rig) as call:
         await rig.prefill[0].until("prefill")
         async with asyncio.timeout(20):
             while rig.app.admission.num_requests:
@@ -226,15 +225,6 @@ class _Wire:
         while data := await source.read(65536):
             sink.write(data)
             await sink.drain()
-
-
-@asynccontextmanager
-async def _deaf_client(rig: Rig) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
-    """A call that nobody reads, of more tokens than the connection's windows let through."""
-    windows = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
-    async with grpc.aio.insecure_channel(rig.app.address, options=windows) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        yield stub.Generate(request_of(request_id="deaf", max_tokens=3900))
 
 
 async def _stuck(fake: FakeInstance) -> None:

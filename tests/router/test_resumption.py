@@ -32,8 +32,9 @@ async def test_a_stream_goes_on_exactly_when_its_decode_instance_dies(run: Run, 
         assert answer.trailers["tandem-decode"] == "decode-0,decode-1"
 
 
+@pytest.mark.parametrize("streams_tokens", [True, False])
 async def test_a_router_that_is_behind_reads_the_end_of_a_stream_whose_last_instance_has_left(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch, streams_tokens: bool
 ) -> None:
     emit = Relay.emit
 
@@ -42,7 +43,8 @@ async def test_a_router_that_is_behind_reads_the_end_of_a_stream_whose_last_inst
         await emit(self, chunk)
 
     monkeypatch.setattr(Relay, "emit", late)
-    async with run(prefill=0, decode=1, failover={"resume_wait_s": 0.1}) as rig:
+    only = decodes(Behaviour(streams_tokens=streams_tokens))
+    async with run(prefill=0, decode=only, failover={"resume_wait_s": 0.1}) as rig:
         asked = asyncio.create_task(rig.generate(max_tokens=30))
         decode = rig.decode[0]
         await decode.until("decode")
@@ -183,7 +185,7 @@ async def test_an_instance_of_another_identity_never_goes_on_with_a_stream(run: 
 
 
 async def test_a_token_under_a_wrong_index_is_dropped_and_the_stream_goes_on_elsewhere(run: Run) -> None:
-    async with run(decode=decodes(Behaviour(index_error_at=4), busy())) as rig:
+    async with run(decode=decodes(Behaviour(index_error_at=4, token_s=0.02), busy())) as rig:
         assert (await rig.generate()).is_exactly(12)
         assert rig.decode[0].recorded("decode cancelled")
         assert len(rig.decode[1].recorded("decode")[0].detail.request.emitted_token_ids) == 4

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"e\n\x0eTransferSource\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x16\n\x0einstance_epoch\x18\x03 \x01(\t\x12\x15\n\rreservation_s\x18\x04 \x01(\x01\"g\n\x0b\x44\x65\x63odeStart\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.InstanceRequest\x12+\n\x08transfer\x18\x02 \x01(\x0b\x32\x19.tandem.v1.TransferSource\"\x1f\n\nDecodeSeed\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"j\n\rDecodeRequest\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.tandem.v1.DecodeStartH\x00\x12%\n\x04seed\x18\x02 \x01(\x0b\x32\x15.tandem.v1.DecodeSeedH\x00\x42\t\n\x07message\"C\n\x0e\x44\x65\x63odeReserved\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\x03\x12\x16\n\x0einstance_epoch\x18\x02 \x01(\t\"Z\n\x0c\x44\x65\x63odeLoaded\x12\x1b\n\x13num_external_tokens\x18\x01 \x01(\x03\x12\x1d\n\x15num_recomputed_blocks\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x9c\x01\n\x0e\x44\x65\x63odeResponse\x12-\n\x08reserved\x18\x01 \x01(\x0b\x32\x19.tandem.v1.DecodeReservedH\x00\x12)\n\x06loaded\x18\x02 \x01(\x0b\x32\x17.tandem.v1.DecodeLoadedH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.tandem.v1.TokenChunkH\x00\x42\x07\n\x05\x65vent2R\n\rDecodeService\x12\x41\n\x06\x44\x65\x63ode\x12\x18.tandem.v1.DecodeRequest\x1a\x19.tandem.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"e\n\x0eTransferSource\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x16\n\x0einstance_epoch\x18\x03 \x01(\t\x12\x15\n\rreservation_s\x18\x04 \x01(\x01\"5\n\x0bTokenStream\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x61ll_number\x18\x02 \x01(\x03\"\x95\x01\n\x0b\x44\x65\x63odeStart\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.InstanceRequest\x12+\n\x08transfer\x18\x02 \x01(\x0b\x32\x19.tandem.v1.TransferSource\x12,\n\x0ctoken_stream\x18\x03 \x01(\x0b\x32\x16.tandem.v1.TokenStream\"\x1f\n\nDecodeSeed\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"j\n\rDecodeRequest\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.tandem.v1.DecodeStartH\x00\x12%\n\x04seed\x18\x02 \x01(\x0b\x32\x15.tandem.v1.DecodeSeedH\x00\x42\t\n\x07message\"C\n\x0e\x44\x65\x63odeReserved\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\x03\x12\x16\n\x0einstance_epoch\x18\x02 \x01(\t\"Z\n\x0c\x44\x65\x63odeLoaded\x12\x1b\n\x13num_external_tokens\x18\x01 \x01(\x03\x12\x1d\n\x15num_recomputed_blocks\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x9c\x01\n\x0e\x44\x65\x63odeResponse\x12-\n\x08reserved\x18\x01 \x01(\x0b\x32\x19.tandem.v1.DecodeReservedH\x00\x12)\n\x06loaded\x18\x02 \x01(\x0b\x32\x17.tandem.v1.DecodeLoadedH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.tandem.v1.TokenChunkH\x00\x42\x07\n\x05\x65vent\"(\n\x13StreamTokensRequest\x12\x11\n\tstream_id\x18\x01 \x01(\t\"T\n\x10NumberedResponse\x12\x13\n\x0b\x63\x61ll_number\x18\x01 \x01(\x03\x12+\n\x08response\x18\x02 \x01(\x0b\x32\x19.tandem.v1.DecodeResponse\"F\n\x14StreamTokensResponse\x12.\n\tresponses\x18\x01 \x03(\x0b\x32\x1b.tandem.v1.NumberedResponse2\xa5\x01\n\rDecodeService\x12\x41\n\x06\x44\x65\x63ode\x12\x18.tandem.v1.DecodeRequest\x1a\x19.tandem.v1.DecodeResponse(\x01\x30\x01\x12Q\n\x0cStreamTokens\x12\x1e.tandem.v1.StreamTokensRequest\x1a\x1f.tandem.v1.StreamTokensResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,18 +34,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRANSFERSOURCE']._serialized_start=61
   _globals['_TRANSFERSOURCE']._serialized_end=162
-  _globals['_DECODESTART']._serialized_start=164
-  _globals['_DECODESTART']._serialized_end=267
-  _globals['_DECODESEED']._serialized_start=269
-  _globals['_DECODESEED']._serialized_end=300
-  _globals['_DECODEREQUEST']._serialized_start=302
-  _globals['_DECODEREQUEST']._serialized_end=408
-  _globals['_DECODERESERVED']._serialized_start=410
-  _globals['_DECODERESERVED']._serialized_end=477
-  _globals['_DECODELOADED']._serialized_start=479
-  _globals['_DECODELOADED']._serialized_end=569
-  _globals['_DECODERESPONSE']._serialized_start=572
-  _globals['_DECODERESPONSE']._serialized_end=728
-  _globals['_DECODESERVICE']._serialized_start=730
-  _globals['_DECODESERVICE']._serialized_end=812
+  _globals['_TOKENSTREAM']._serialized_start=164
+  _globals['_TOKENSTREAM']._serialized_end=217
+  _globals['_DECODESTART']._serialized_start=220
+  _globals['_DECODESTART']._serialized_end=369
+  _globals['_DECODESEED']._serialized_start=371
+  _globals['_DECODESEED']._serialized_end=402
+  _globals['_DECODEREQUEST']._serialized_start=404
+  _globals['_DECODEREQUEST']._serialized_end=510
+  _globals['_DECODERESERVED']._serialized_start=512
+  _globals['_DECODERESERVED']._serialized_end=579
+  _globals['_DECODELOADED']._serialized_start=581
+  _globals['_DECODELOADED']._serialized_end=671
+  _globals['_DECODERESPONSE']._serialized_start=674
+  _globals['_DECODERESPONSE']._serialized_end=830
+  _globals['_STREAMTOKENSREQUEST']._serialized_start=832
+  _globals['_STREAMTOKENSREQUEST']._serialized_end=872
+  _globals['_NUMBEREDRESPONSE']._serialized_start=874
+  _globals['_NUMBEREDRESPONSE']._serialized_end=958
+  _globals['_STREAMTOKENSRESPONSE']._serialized_start=960
+  _globals['_STREAMTOKENSRESPONSE']._serialized_end=1030
+  _globals['_DECODESERVICE']._serialized_start=1033
+  _globals['_DECODESERVICE']._serialized_end=1198
 # @@protoc_insertion_point(module_scope)

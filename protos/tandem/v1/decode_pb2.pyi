@@ -54,6 +54,34 @@ class TransferSource(_message.Message):
 Global___TransferSource: _TypeAlias = TransferSource  # noqa: Y015
 
 @_typing.final
+class TokenStream(_message.Message):
+    """Where a decode's answers go instead of its own call, which then only ends: well after its last answer was sent, or with an error, which
+    may overtake answers.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_ID_FIELD_NUMBER: _builtins.int
+    CALL_NUMBER_FIELD_NUMBER: _builtins.int
+    stream_id: _builtins.str
+    """The open StreamTokens call. If it is not open here, the answers come in the decode's own call."""
+    call_number: _builtins.int
+    """What the answers are to be known by; not that of another decode that runs on this stream."""
+    def __init__(
+        self,
+        *,
+        stream_id: _builtins.str = ...,
+        call_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_number", b"call_number", "stream_id", b"stream_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenStream: _TypeAlias = TokenStream  # noqa: Y015
+
+@_typing.final
 class DecodeStart(_message.Message):
     """Opens the stream."""
 
@@ -61,6 +89,7 @@ class DecodeStart(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
+    TOKEN_STREAM_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> _common_pb2.InstanceRequest:
         """What to generate."""
@@ -69,15 +98,20 @@ class DecodeStart(_message.Message):
     def transfer(self) -> Global___TransferSource:
         """Absent: prefill here; then no seed is awaited."""
 
+    @_builtins.property
+    def token_stream(self) -> Global___TokenStream:
+        """Absent: the answers come in this call."""
+
     def __init__(
         self,
         *,
         request: _common_pb2.InstanceRequest | None = ...,
         transfer: Global___TransferSource | None = ...,
+        token_stream: Global___TokenStream | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "transfer", b"transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "token_stream", b"token_stream", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "token_stream", b"token_stream", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,3 +266,77 @@ class DecodeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
+
+@_typing.final
+class StreamTokensRequest(_message.Message):
+    """Opens a stream for the answers of many decodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_ID_FIELD_NUMBER: _builtins.int
+    stream_id: _builtins.str
+    """Unique and hard to guess: whoever names it has its answers sent there."""
+    def __init__(
+        self,
+        *,
+        stream_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stream_id", b"stream_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamTokensRequest: _TypeAlias = StreamTokensRequest  # noqa: Y015
+
+@_typing.final
+class NumberedResponse(_message.Message):
+    """One answer of one decode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_NUMBER_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    call_number: _builtins.int
+    """TokenStream.call_number of the decode."""
+    @_builtins.property
+    def response(self) -> Global___DecodeResponse:
+        """What its own call would have carried."""
+
+    def __init__(
+        self,
+        *,
+        call_number: _builtins.int = ...,
+        response: Global___DecodeResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_number", b"call_number", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NumberedResponse: _TypeAlias = NumberedResponse  # noqa: Y015
+
+@_typing.final
+class StreamTokensResponse(_message.Message):
+    """What has been answered since the last message; those of one decode are in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___NumberedResponse]:
+        """Of any number of decodes."""
+
+    def __init__(
+        self,
+        *,
+        responses: _abc.Iterable[Global___NumberedResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamTokensResponse: _TypeAlias = StreamTokensResponse  # noqa: Y015

@@ -40,6 +40,11 @@ class DecodeServiceStub(object):
                 request_serializer=tandem_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.StreamTokens = channel.unary_stream(
+                '/tandem.v1.DecodeService/StreamTokens',
+                request_serializer=tandem_dot_v1_dot_decode__pb2.StreamTokensRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_decode__pb2.StreamTokensResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer(object):
@@ -54,6 +59,15 @@ class DecodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamTokens(self, request, context):
+        """The answers of all the caller's decodes that name this stream, gathered: what one step of the engine brings is one message. The first
+        message is empty and tells that the stream can be named. It runs until the caller cancels it or does not read it; the decodes that
+        named it end with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +75,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=tandem_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
+            ),
+            'StreamTokens': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamTokens,
+                    request_deserializer=tandem_dot_v1_dot_decode__pb2.StreamTokensRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_decode__pb2.StreamTokensResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +110,33 @@ class DecodeService(object):
             '/tandem.v1.DecodeService/Decode',
             tandem_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
             tandem_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.DecodeService/StreamTokens',
+            tandem_dot_v1_dot_decode__pb2.StreamTokensRequest.SerializeToString,
+            tandem_dot_v1_dot_decode__pb2.StreamTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

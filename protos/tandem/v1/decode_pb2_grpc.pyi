@@ -20,6 +20,11 @@ class DecodeServiceStub:
     """One choice of one request. The client sends start, and seed once the first token is known; it half-closes after the last of them.
     Cancelling the call frees everything here and releases the transfer.
     """
+    StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
+    """The answers of all the caller's decodes that name this stream, gathered: what one step of the engine brings is one message. The first
+    message is empty and tells that the stream can be named. It runs until the caller cancels it or does not read it; the decodes that
+    named it end with it.
+    """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     """Streams tokens, from KV that a prefill instance computed or from its own prefill."""
@@ -32,6 +37,17 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_decode_pb2.DecodeResponse]:
         """One choice of one request. The client sends start, and seed once the first token is known; it half-closes after the last of them.
         Cancelling the call frees everything here and releases the transfer.
+        """
+
+    @_abc_1.abstractmethod
+    def StreamTokens(
+        self,
+        request: _decode_pb2.StreamTokensRequest,
+        context: _aio.ServicerContext[_decode_pb2.StreamTokensRequest, _abc.AsyncIterator[_decode_pb2.StreamTokensResponse]],
+    ) -> _abc.AsyncIterator[_decode_pb2.StreamTokensResponse]:
+        """The answers of all the caller's decodes that name this stream, gathered: what one step of the engine brings is one message. The first
+        message is empty and tells that the stream can be named. It runs until the caller cancels it or does not read it; the decodes that
+        named it end with it.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _aio.Server) -> None: ...

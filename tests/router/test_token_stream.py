@@ -1,0 +1,272 @@
+"""All calls to an instance are answered in one stream: nothing that holds for a call of its own is lost by that."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+import router.legs
+from protos.tandem.v1 import decode_pb2
+from router.app import RouterApp
+from router.config import PoolSettings
+from router.inbox import Inbox
+from router.model import ServedModel
+from router.pools.token_stream import TokenStream, TokenStreams
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.router.conftest import Run
+from tests.router.failing import busy, deaf_client, decodes
+from tests.router.rig import PROMPT, Rig, request_of, settings_of, slow
+
+HANG_S = 20.0
+
+
+@pytest.fixture
+def run(run: Run) -> Run:
+    """Nothing here is about silence, which is what a busy machine makes of the living."""
+    return partial(run, pools={"beat_timeout_s": HANG_S})
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Waits until `condition()` holds."""
+    async with asyncio.timeout(HANG_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def until_open(rig: Rig, num_open: int = 1) -> None:
+    """Waits until each decode instance has that many token streams."""
+    await eventually(lambda: all(fake.token_streams.num_open == num_open for fake in rig.decode))
+    await eventually(
+        lambda: all(one.token_streams and one.token_streams.current for one in rig.app.pools.decode.members)
+    )
+
+
+def stream_of(rig: Rig, index: int = 0) -> TokenStream:
+    """What the router has open to a decode instance."""
+    address = rig.decode[index].address
+    (streams,) = [member.token_streams for member in rig.app.pools.decode.members if member.address == address]
+    assert streams is not None
+    assert streams.current is not None
+    return streams.current
+
+
+def num_in_batches(rig: Rig, index: int = 0) -> int:
+    """Answers of a decode instance that left in token streams."""
+    return sum(record.detail for record in rig.decode[index].recorded("batch"))
+
+
+@pytest.mark.parametrize(("disaggregation", "num_before"), [("always", 2), ("never", 0)])
+async def test_the_answers_of_many_calls_come_in_one_stream(run: Run, disaggregation: str, num_before: int) -> None:
+    mode = {"mode": disaggregation}
+    async with run(decode=decodes(slow(0.02)), disaggregation=mode) as rig:
+        await until_open(rig)
+        prompts = [[20 + i, *PROMPT] for i in range(16)]
+        answers = await asyncio.gather(*(rig.generate(request_of(prompt)) for prompt in prompts))
+        assert all(answer.is_exactly(12, prompt=prompt) for answer, prompt in zip(answers, prompts, strict=True))
+        num_there = num_before + 12 - (disaggregation == "always")  # the first token is the prefill instance's
+        assert num_in_batches(rig) == 16 * num_there
+        assert max(record.detail for record in rig.decode[0].recorded("batch")) > 1
+        assert rig.decode[0].token_streams.num_open == 1
+
+
+@pytest.mark.parametrize("disaggregation", ["always", "never"])
+async def test_an_older_instance_answers_each_call_by_itself(run: Run, disaggregation: str) -> None:
+    old = Behaviour(streams_tokens=False, die_at=5)
+    async with run(decode=decodes(old, busy(streams_tokens=False)), disaggregation={"mode": disaggregation}) as rig:
+        assert (await rig.generate(max_tokens=20)).is_exactly(20)
+        assert rig.decode[0].recorded("died")
+        assert not [fake for fake in rig.decode if fake.recorded("batch")]
+        assert len(rig.decode[1].recorded("asked for a token stream")) == 1
+
+
+async def test_an_instance_that_does_not_know_the_stream_answers_in_the_call(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(slow(0.005))) as rig:
+        await until_open(rig)
+        stream_of(rig).stream_id = "unknown"
+        assert (await rig.generate()).is_exactly(12)
+        assert rig.decode[0].recorded("decode")[0].detail.token_stream.stream_id == "unknown"
+        assert not num_in_batches(rig)
+
+
+async def test_prompt_logprobs_do_not_share_a_message(run: Run) -> None:
+    async with run(prefill=0) as rig:
+        await until_open(rig)
+        wanted = request_of()
+        wanted.sampling.prompt_logprobs = 0
+        answer = await rig.generate(wanted)
+        assert len(answer.chunks()[0].prompt_logprobs) == len(PROMPT)
+        assert not num_in_batches(rig)
+
+
+async def test_a_stream_that_breaks_alone_ends_what_runs_on_it_and_is_opened_again(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(slow(0.02), slow(0.02, num_running=99))) as rig:
+        await until_open(rig)
+        first = stream_of(rig)
+        asking = [asyncio.create_task(rig.generate(max_tokens=30)) for _ in range(4)]
+        await rig.decode[0].until("token", 12)
+        rig.decode[0].break_token_streams()
+        assert all(answer.is_exactly(30) for answer in await asyncio.gather(*asking))
+        assert len(rig.decode[0].recorded("decode cancelled")) == 4
+        assert rig.decode[0].num_watches == rig.decode[1].num_watches == 1
+        await until_open(rig)
+        assert stream_of(rig) is not first
+        num_before = num_in_batches(rig)
+        assert (await rig.generate()).is_exactly(12)
+        assert num_in_batches(rig) > num_before
+
+
+async def test_a_call_on_a_stream_that_has_ended_does_not_wait_for_an_end_of_its_own(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(Behaviour(token_s=0.02), slow(num_running=99))) as rig:
+        await until_open(rig)
+        asking = asyncio.create_task(rig.generate(max_tokens=20))
+        await rig.decode[0].until("token", 5)
+        rig.decode[0].behaviour.token_s = 100
+        nothing = grpc.aio.Metadata()
+        stream_of(rig).break_off(grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "a test's fault"))
+        assert (await asking).is_exactly(20)
+        assert len(rig.decode[0].recorded("decode cancelled")) == 1
+
+
+class Recorder:
+    """A call on a stream that only notes what it is told."""
+
+    def __init__(self) -> None:
+        self.responses: list[decode_pb2.DecodeResponse] = []
+        self.ends: list[grpc.StatusCode] = []
+
+    def receive(self, response: decode_pb2.DecodeResponse) -> None:
+        self.responses.append(response)
+
+    def cut_off(self, error: grpc.aio.AioRpcError) -> None:
+        self.ends.append(error.code())
+
+
+async def never(response: decode_pb2.DecodeResponse) -> None:
+    raise AssertionError("was answered outside of the stream")
+
+
+async def test_a_stream_lives_as_long_as_somebody_follows_the_instance_or_is_still_on_it() -> None:
+    async with FakeInstance("decode") as fake, grpc.aio.insecure_channel(fake.address) as channel:
+        streams, call = TokenStreams("decode", channel, PoolSettings(min_backoff_s=0.02, max_backoff_s=0.1)), Recorder()
+        # STEP a stream that breaks tells its calls, and another one follows
+        await eventually(lambda: streams.current)
+        broken = streams.current
+        assert broken is not None
+        broken.join(call)
+        fake.break_token_streams()
+        await eventually(lambda: call.ends == [grpc.StatusCode.UNAVAILABLE])
+        await eventually(lambda: streams.current)
+        stream = streams.current
+        assert stream is not broken
+        # STEP one whose instance is not followed any more is there for the call on it, and for nobody else
+        assert stream is not None
+        joined = stream.join(call)
+        streams.retire()
+        assert streams.current is None
+        async with fake.token_streams.way_of(decode_pb2.DecodeStart(token_stream=joined), never) as answer:
+            await answer(decode_pb2.DecodeResponse())
+        await eventually(lambda: len(call.responses) == 1)
+        stream.leave(joined)
+        await eventually(lambda: fake.token_streams.num_open == 0)
+        assert len(call.ends) == 1
+
+
+async def test_ends_that_overtake_the_last_tokens_wait_for_as_long_as_any_come(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver = TokenStream.deliver
+    due_s = itertools.count(0.1, 0.1)
+
+    def late(self: TokenStream, message: decode_pb2.StreamTokensResponse) -> None:
+        for one in message.responses:
+            alone = decode_pb2.StreamTokensResponse(responses=[one])
+            asyncio.get_running_loop().call_later(next(due_s), deliver, self, alone)
+
+    monkeypatch.setattr(TokenStream, "deliver", late)
+    monkeypatch.setattr(router.legs, "_LAST_TOKENS_S", 0.5)
+    async with run(prefill=0, decode=decodes(Behaviour(), busy())) as rig:
+        await until_open(rig)
+        assert (await rig.generate()).is_exactly(12)
+        assert not rig.decode[1].recorded("decode")
+
+
+async def test_tokens_that_a_failure_overtakes_are_computed_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    deliver = TokenStream.deliver
+
+    def late(self: TokenStream, message: decode_pb2.StreamTokensResponse) -> None:
+        asyncio.get_running_loop().call_later(0.2, deliver, self, message)
+
+    monkeypatch.setattr(TokenStream, "deliver", late)
+    async with run(prefill=0, decode=decodes(Behaviour(token_s=0.05, fail_at=8), busy())) as rig:
+        await until_open(rig)
+        assert (await rig.generate(max_tokens=20)).is_exactly(20)
+        resumed = rig.decode[1].recorded("decode")[0].detail.request
+        assert 0 < len(resumed.emitted_token_ids) < 8
+
+
+async def test_a_good_end_without_a_finish_is_not_waited_for_long(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    deliver, dropped = TokenStream.deliver, []
+
+    def without_first_finish(self: TokenStream, message: decode_pb2.StreamTokensResponse) -> None:
+        if not dropped and any(one.response.tokens.HasField("finish") for one in message.responses):
+            dropped.append(message)
+        else:
+            deliver(self, message)
+
+    monkeypatch.setattr(TokenStream, "deliver", without_first_finish)
+    monkeypatch.setattr(router.legs, "_LAST_TOKENS_S", 0.1)
+    async with run(prefill=0, decode=decodes(slow(0.005), busy())) as rig:
+        await until_open(rig)
+        assert (await rig.generate()).is_exactly(12)
+        assert dropped
+        assert len(rig.decode[1].recorded("decode")) == 1
+
+
+async def test_a_client_that_does_not_read_holds_nobody_up_and_is_given_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router.legs, "Inbox", partial(Inbox, max_bytes=20_000))
+    async with (
+        run(prefill=0, decode=decodes(slow(0.001)), server={"write_timeout_s": 60}) as rig,
+        deaf_client(rig) as call,
+    ):
+        await rig.decode[0].until("token", 100)
+        async with asyncio.timeout(HANG_S):
+            while not rig.decode[0].recorded("decode cancelled"):
+                assert (await rig.generate(max_tokens=20)).is_exactly(20)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "client too slow" in str(raised.value.details())
+        assert rig.decode[0].token_streams.num_open == 1
+
+
+async def test_two_routers_have_a_stream_each_and_one_that_stops_takes_only_its_own(
+    run: Run, model: ServedModel, model_folder: Path
+) -> None:
+    async with run(prefill=0, decode=decodes(slow(0.02))) as rig:
+        other = RouterApp(settings_of(model_folder, [], rig.decode), model)
+        await other.start()
+        try:
+            await until_open(rig, 2)
+            asking = asyncio.create_task(rig.generate(max_tokens=40))
+            theirs = Rig(other, [], rig.decode)
+            await theirs.until_ready()
+            lost = theirs.call(max_tokens=1000)
+            await anext(aiter(lost))
+            await rig.decode[0].until("token", 12)
+        finally:
+            await other.stop()
+            await theirs.channel.close()
+        assert (await asking).is_exactly(40)
+        await until_open(rig, 1)
+        await rig.until_idle()
