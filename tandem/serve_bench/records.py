@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+INTERRUPTED = "INTERRUPTED"
+"""The status of a request that the load itself cut off."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
@@ -32,6 +35,15 @@ class RequestRecord:
     finish_reason: str = ""
     error: str = ""
     """The status and the message of a request that failed; empty for one that did not."""
+    held_s: float = 0.0
+    """How long the limit on concurrency held it back after it was due."""
+    status: str = ""
+    """The reason in `error` without its message, to count by: DEADLINE_EXCEEDED, HTTP 500, TIMEOUT, INTERRUPTED…"""
+    refused: bool = False
+    """The endpoint was full and said so (RESOURCE_EXHAUSTED, HTTP 429 and 503): a failure that is counted apart."""
+    num_told_tokens: int | None = None
+    """Output tokens by the endpoint's own account, where the messages did not say how many each of them carried.
+    `token_s` then has the moments of messages."""
 
     @property
     def succeeded(self) -> bool:
@@ -40,4 +52,9 @@ class RequestRecord:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_s)
+        return len(self.token_s) if self.num_told_tokens is None else self.num_told_tokens
+
+    @property
+    def lag_s(self) -> float:
+        """How late the load itself was; the limit on concurrency is not counted."""
+        return max(0.0, self.sent_s - self.due_s - self.held_s)

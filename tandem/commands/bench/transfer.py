@@ -1,4 +1,4 @@
-"""`tandem bench`: measurements of this machine. `transfer`: how fast KV blocks move, by connector."""
+"""`tandem bench transfer`: how fast KV blocks move, by connector."""
 
 from __future__ import annotations
 
@@ -30,18 +30,7 @@ _NEEDS = {
 }
 
 
-@click.group("bench")
-def command() -> None:
-    """Measure this machine.
-
-    \b
-    Examples:
-      tandem bench transfer                      how fast KV blocks move, by connector
-      tandem bench transfer --connector nixl
-    """
-
-
-@command.command("transfer", short_help="How fast KV blocks move, by connector.")
+@click.command("transfer", short_help="How fast KV blocks move, by connector.")
 @click.option(
     "--connector",
     "connectors",
@@ -93,7 +82,7 @@ def command() -> None:
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Also write every figure there.",
 )
-def transfer(
+def command(
     *,
     connectors: tuple[str, ...],
     block_counts: tuple[int, ...],

@@ -1,0 +1,149 @@
+"""Long prompts among running streams, put on a router at several rates: what pool_sizes and pd_isolation measure with.
+
+A stream has a short prompt and a long answer, a long prompt a short answer; both come as Poisson processes. The same
+seed makes the same requests, whatever they are put on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+from tandem.serve_bench.grpc_endpoint import GrpcEndpoint
+from tandem.serve_bench.load import Progress
+from tandem.serve_bench.records import PlannedRequest, RequestRecord
+from tandem.serve_bench.report import Objectives, Report, summarise
+from tandem.serve_bench.results import Point
+from tandem.serve_bench.sweep import Sweep, View, run_sweep
+from tandem.serve_bench.vocabulary import Vocabulary
+from tandem.serve_bench.workload import Lengths, RandomWorkload, Schedule
+
+TIMEOUT_S = 120.0
+PATIENT = ("--pools-core-silence-timeout-s", "30")
+"""Flags of the router: where instances, router and clients share two cores, a long step is no fault."""
+_NUM_WARM_UP = 8
+_PAUSE_S = 0.5
+_END_IDS = frozenset({2})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Lengths in tokens; `long_share` of the requests are long prompts, the others streams."""
+
+    stream_input_len: int
+    stream_output_len: int
+    long_input_len: int
+    long_output_len: int
+    long_share: float
+    duration_s: float
+    """Requests come for so long; the run ends when all have been answered."""
+
+    def __str__(self) -> str:
+        streams = (
+            f"{1 - self.long_share:.0%} streams of {self.stream_input_len} tokens in, {self.stream_output_len} out"
+        )
+        longs = f"{self.long_share:.0%} long prompts of {self.long_input_len} in, {self.long_output_len} out"
+        return f"{streams}; {longs}; Poisson, {self.duration_s:g} s"
+
+    @property
+    def mean_output_len(self) -> float:
+        return (1 - self.long_share) * self.stream_output_len + self.long_share * self.long_output_len
+
+    def is_long(self, record: RequestRecord) -> bool:
+        """Whether it was a long prompt."""
+        return record.num_prompt_tokens == self.long_input_len
+
+
+class MixedWorkload:
+    """A `tandem.serve_bench.workload.Workload` of a mix."""
+
+    def __init__(self, mix: Mix, vocab_size: int, seed: int = 0) -> None:
+        vocabulary = Vocabulary.middle(vocab_size, end_ids=_END_IDS)
+        schedule = Schedule(duration_s=mix.duration_s)
+        streams, longs = (
+            RandomWorkload(vocabulary, schedule, seed + offset, prompt=Lengths(n, n), output=Lengths(m, m))
+            for offset, n, m in (
+                (0, mix.stream_input_len, mix.stream_output_len),
+                (1, mix.long_input_len, mix.long_output_len),
+            )
+        )
+        self._parts = ((streams, 1 - mix.long_share), (longs, mix.long_share))
+
+    def plan(self, run: int, rate: float | None) -> list[PlannedRequest]:
+        """At `rate` requests a second of both kinds together, in the order in which they are due."""
+        assert rate is not None, "a mix has a rate"
+        requests = [one for part, share in self._parts for one in part.plan(run, rate * share)]
+        return sorted(requests, key=lambda one: one.at_s)
+
+    def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
+        """The two kinds in turn, so that every instance gets both."""
+        pairs = zip(*(part.warm_up(run, count // 2) for part, _ in self._parts), strict=True)
+        return [replace(one, max_tokens=min(one.max_tokens, 32)) for pair in pairs for one in pair]
+
+
+class ProgressBar:
+    """A `tandem.serve_bench.sweep.View`: one line that changes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bar: tqdm[None] | None = None
+
+    def warm_up(self, rate: float | None, num_requests: int) -> None:
+        """Not shown."""
+
+    def begin(self, rate: float | None, requests: Sequence[PlannedRequest]) -> None:
+        self._bar = tqdm(total=len(requests), desc=f"{self._name}, {rate:g}/s", unit="request", leave=False)
+
+    def progress(self, progress: Progress) -> None:
+        if self._bar is not None:
+            self._bar.update(progress.done - self._bar.n)
+
+    def end(self, point: Point) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def measure(
+    address: str, mix: Mix, rates: Sequence[float], view: View, *, vocab_size: int, objectives: Objectives
+) -> list[Point]:
+    """What the clients of the router at `address` see of `mix` at each of `rates` (requests a second)."""
+
+    async def run() -> list[Point]:
+        endpoint = GrpcEndpoint(address)
+        sweep = Sweep(rates, objectives, timeout_s=TIMEOUT_S, num_warm_up=_NUM_WARM_UP, pause_s=_PAUSE_S)
+        try:
+            return await run_sweep(
+                endpoint,
+                MixedWorkload(mix, vocab_size),
+                sweep,
+                view,
+                check=lambda requests: None,
+                stop=asyncio.Event(),
+            )
+        finally:
+            await endpoint.close()
+
+    return asyncio.run(run())
+
+
+def of_kind(point: Point, mix: Mix, *, long: bool) -> Report:
+    """The figures of the long prompts alone, or of the streams alone."""
+    return summarise([record for record in point.records if mix.is_long(record) == long])
+
+
+def num_bad(point: Point) -> int:
+    """Requests that failed or were refused."""
+    return point.report.num_failed + point.report.num_refused
+
+
+def failures(points: Mapping[str, Sequence[Point]]) -> list[str]:
+    """A line for each reason for which requests failed, by what they were put on."""
+    return [
+        f"FAILED: {name}, {point.rate:g}/s: {count} x {reason}"
+        for name, some in points.items()
+        for point in some
+        for reason, count in point.report.failures.items()
+    ]
