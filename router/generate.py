@@ -53,7 +53,7 @@ class _Flow:
     async def forward(self, chunk: common_pb2.TokenChunk) -> None:
         self.guard.token()
         if chunk.token_index == 0 and self.journey.timeline.at(RequestEvent.FIRST_TOKEN) is None:
-            self.journey.timeline.mark(RequestEvent.FIRST_TOKEN)
+            self.journey.first_token()
         await self.emit(chunk)
 
 

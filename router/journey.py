@@ -33,6 +33,7 @@ class Journey:
         self._decode: list[str] = []
         self._decisions: list[Disaggregation] = []
         self._why = ""
+        self._is_warm = True
 
     def picked(self, plan: Plan) -> None:
         """An attempt is about to begin."""
@@ -40,9 +41,16 @@ class Journey:
         if not self._decode:
             self._why = f"decode: {plan.decode.why}" + (f"; prefill: {plan.prefill.why}" if plan.prefill else "")
         self._decided(plan.disaggregation)
+        self._is_warm = self._is_warm and self._metrics.recent.are_warm(plan)
         _add(self._decode, plan.decode.instance.instance_id)
         if plan.prefill is not None:
             _add(self._prefill, plan.prefill.instance.instance_id)
+
+    def first_token(self) -> None:
+        """The request's first token is on its way to the client."""
+        at_s = self.timeline.mark(RequestEvent.FIRST_TOKEN)
+        if self._is_warm:
+            self._metrics.recent.first_token(at_s - self.timeline.marks[0][1])
 
     def refused(self, plan: NoPlan) -> None:
         """Nobody is there for another attempt."""
@@ -73,6 +81,7 @@ class Journey:
             num_choices=num_choices,
             num_prompt=num_prompt_tokens,
             num_output=num_tokens,
+            is_warm=self._is_warm,
         )
         attributes: dict[str, str | int] = {
             "gen_ai.request.id": request.label if request else "",

@@ -20,6 +20,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from router.admission.door import Admission
+from router.autoscaler import metrics as autoscaler_metrics
+from router.autoscaler.latencies import RecentLatencies
+from router.autoscaler.loop import Autoscaler
+from router.autoscaler.policy import AutoscalerSettings
 from router.failover.ejection import Ejection
 from router.failover.safeguards import Safeguards
 from router.picking.disaggregation import Disaggregation
@@ -63,16 +67,26 @@ class RouterMetrics:
     stages: dict[str, LatencyHistogram] = field(default_factory=lambda: {name: LatencyHistogram() for name in STAGES})
     first_token: dict[Path, LatencyHistogram] = field(default_factory=_by_path)
     output_token: dict[Path, LatencyHistogram] = field(default_factory=_by_path)
+    recent: RecentLatencies = field(default_factory=lambda: RecentLatencies(AutoscalerSettings()))
+    """Of the requests that end now, for the autoscaler."""
 
     def decided(self, disaggregation: Disaggregation) -> None:
         """An attempt was planned, or refused."""
         self.decisions[disaggregation.decision.value, disaggregation.reason.value] += 1
 
     def request_ended(
-        self, outcome: str, timeline: Timeline, path: Path | None, *, num_choices: int, num_prompt: int, num_output: int
+        self,
+        outcome: str,
+        timeline: Timeline,
+        path: Path | None,
+        *,
+        num_choices: int,
+        num_prompt: int,
+        num_output: int,
+        is_warm: bool = True,
     ) -> None:
         """A request is over. `path` is that of its first attempt, None if it came to none; `num_*` are tokens, but for
-        the choices."""
+        the choices. `is_warm`: no instance that it touched was still warming up."""
         self.ended[outcome] += 1
         self.num_prompt_tokens += num_prompt
         self.num_output_tokens += num_output
@@ -87,7 +101,10 @@ class RouterMetrics:
         self.first_token[path].observe(first_s - timeline.marks[0][1])
         num_gaps = num_output / max(1, num_choices) - 1
         if num_gaps > 0:
-            self.output_token[path].observe((timeline.marks[-1][1] - first_s) / num_gaps)
+            gap_s = (timeline.marks[-1][1] - first_s) / num_gaps
+            self.output_token[path].observe(gap_s)
+            if is_warm:
+                self.recent.ended(gap_s, num_gaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +128,10 @@ class RouterCollector(Collector):
         admission: Admission,
         *,
         model: str,
+        autoscaler: Autoscaler | None = None,
     ) -> None:
         self._metrics = metrics
+        self._autoscaler = autoscaler
         self._safeguards = safeguards
         self._admission = admission
         self._model = model
@@ -128,6 +147,7 @@ class RouterCollector(Collector):
         yield from _safeguards(num_quarantined, self._safeguards.budget.num_under_way)
         yield from _pools(members)
         yield from _instances(members)
+        yield from autoscaler_metrics.collected(self._autoscaler)
 
     async def _look(self) -> tuple[list[MemberSnapshot], int]:
         """The pools' members, and how many contents are refused."""

@@ -3,52 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 import grpc.aio
 
 from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2, instance_pb2_grpc, pools_pb2
+from router.autoscaler.actuator import ActuatorError
+from router.autoscaler.loop import Autoscaler
+from router.autoscaler.resizer import Resizer, SizeRefused
 from router.config import DisaggregationSettings
 from router.failover.safeguards import Safeguards
 from router.model import ModelLimits, ServedModel
 from router.picking.affinity import Affinity
-from router.picking.explain import Candidate, explain
-from router.pools.instances import LoadReport, Role
+from router.picking.explain import explain
+from router.pools.instances import Role
 from router.pools.member import Member
-from router.pools.pool import Pool
+from router.pools_messages import WIRE_ROLES, candidate_of, change_of, instance_of, name_of, unseen
 from router.request import GenerationRequest
 from router.validation import validated
 from serving.calls import Context, remaining_s
 from serving.errors import FailedPrecondition, NotFound, Unavailable, invalid_argument, received
-from serving.writer import Writer
 
 _DRAIN_TIMEOUT_S = 5.0
 _MAX_GRACE_S = 86_400.0
-_ROLES: dict[Role, instance_pb2.Role.ValueType] = {
-    "prefill": instance_pb2.ROLE_PREFILL,
-    "decode": instance_pb2.ROLE_DECODE,
-}
+_WATCH_S, _MIN_WATCH_S, _MAX_WATCH_S = 1.0, 0.1, 60.0
+_NO_OWNER = (
+    "this router was not told who owns its instances' processes, so it cannot resize its pools: `tandem up` tells its "
+    "router by --stack; elsewhere, whoever starts the instances resizes them"
+)
 
 
 class PoolsService:
-    """Holds no state of its own."""
+    """Belongs to one event loop; of its own it knows only whether it is about to end."""
 
     def __init__(
-        self, model: ServedModel, safeguards: Safeguards, affinity: Affinity, disaggregation: DisaggregationSettings
+        self,
+        model: ServedModel,
+        safeguards: Safeguards,
+        affinity: Affinity,
+        disaggregation: DisaggregationSettings,
+        *,
+        resizer: Resizer | None = None,
+        autoscaler: Autoscaler | None = None,
     ) -> None:
+        """`resizer` is None where nobody is known who could resize a pool."""
         self._model = model
         self._safeguards = safeguards
         self._pools = safeguards.pools
         self._affinity = affinity
         self._disaggregation = disaggregation
+        self._resizer = resizer
+        self._autoscaler = autoscaler
+        self._ending = asyncio.Event()
 
     async def ListPools(self, request: pools_pb2.ListPoolsRequest, context: Context) -> pools_pb2.ListPoolsResponse:
-        instances = [_instance(role, member, self._out(role, member)) for role, member in self._members()]
-        instances.sort(key=lambda instance: (instance.role, instance.instance_id or instance.address))
-        return pools_pb2.ListPoolsResponse(instances=instances)
+        return await self._listed()
 
     async def ExplainPick(
         self, request: pools_pb2.ExplainPickRequest, context: Context
@@ -63,8 +76,8 @@ class PoolsService:
             random.Random(),
         )
         return pools_pb2.ExplainPickResponse(
-            decode=[*map(_candidate, explanation.decode), *_unseen(self._pools.decode)],
-            prefill=[*map(_candidate, explanation.prefill), *_unseen(self._pools.prefill)],
+            decode=[*map(candidate_of, explanation.decode), *unseen(self._pools.decode)],
+            prefill=[*map(candidate_of, explanation.prefill), *unseen(self._pools.prefill)],
             disaggregated=explanation.disaggregated,
             reason=explanation.reason,
         )
@@ -75,7 +88,7 @@ class PoolsService:
         if not (math.isfinite(request.grace_s) and 0 <= request.grace_s <= _MAX_GRACE_S):
             raise invalid_argument("grace_s", f"{request.grace_s:g}", f"0..{_MAX_GRACE_S:g} seconds")
         member = self._member(request.instance)
-        name = _name(member)
+        name = name_of(member)
         stub = instance_pb2_grpc.InstanceServiceStub(member.channel)
         try:
             answer = await stub.Drain(instance_pb2.DrainRequest(grace_s=request.grace_s), timeout=_DRAIN_TIMEOUT_S)
@@ -88,15 +101,60 @@ class PoolsService:
     async def ResizePools(
         self, request: pools_pb2.ResizePoolsRequest, context: Context
     ) -> pools_pb2.ResizePoolsResponse:
-        raise FailedPrecondition("this router was not told who owns its instances' processes")
+        if self._resizer is None:
+            raise FailedPrecondition(_NO_OWNER)
+        sizes = _wanted_sizes(request)
+        try:
+            changes = await self._resizer.resize(sizes, cause="operator", reason="asked for by an operator")
+        except SizeRefused as error:
+            raise invalid_argument("sizes", str(error)) from error
+        except ActuatorError as error:
+            raise FailedPrecondition(str(error)) from error
+        return pools_pb2.ResizePoolsResponse(changes=map(change_of, changes))
 
     async def WatchPools(
-        self, request: pools_pb2.WatchPoolsRequest, context: Context, writer: Writer[pools_pb2.WatchPoolsResponse]
-    ) -> None:
-        while True:
-            pools = await self.ListPools(pools_pb2.ListPoolsRequest(), context)
-            await writer.write(pools_pb2.WatchPoolsResponse(pools=pools))
-            await asyncio.sleep(request.interval_s or 1.0)
+        self, request: pools_pb2.WatchPoolsRequest, context: Context
+    ) -> AsyncIterator[pools_pb2.WatchPoolsResponse]:
+        interval_s = request.interval_s or _WATCH_S
+        if not _MIN_WATCH_S <= interval_s <= _MAX_WATCH_S:
+            allowed = f"{_MIN_WATCH_S:g}..{_MAX_WATCH_S:g} seconds, or 0 for {_WATCH_S:g}"
+            raise invalid_argument("interval_s", f"is {interval_s:g}", allowed)
+        while not self._ending.is_set():
+            yield pools_pb2.WatchPoolsResponse(pools=await self._listed())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._ending.wait()
+
+    def end_watches(self) -> None:
+        """The router is about to end: so do the watches, in good order."""
+        self._ending.set()
+
+    async def _listed(self) -> pools_pb2.ListPoolsResponse:
+        sizes = await self._sizes()  # first: everything else is of one moment
+        instances = [instance_of(role, member, self._out(role, member)) for role, member in self._members()]
+        instances.sort(key=lambda instance: (instance.role, instance.instance_id or instance.address))
+        pools = [self._status(role, sizes.get(role)) for role in WIRE_ROLES]
+        return pools_pb2.ListPoolsResponse(instances=instances, pools=pools)
+
+    async def _sizes(self) -> Mapping[Role, int]:
+        """As far as they are known now: a list of the pools is worth having without them."""
+        if self._resizer is None:
+            return {}
+        try:
+            return await self._resizer.sizes()
+        except ActuatorError:
+            return {}
+
+    def _status(self, role: Role, size: int | None) -> pools_pb2.PoolStatus:
+        pool = self._pools.prefill if role == "prefill" else self._pools.decode
+        change = self._resizer.last_change(role) if self._resizer is not None else None
+        return pools_pb2.PoolStatus(
+            role=WIRE_ROLES[role],
+            num_ready=pool.num_ready(),
+            size=size,
+            autoscaler=self._autoscaler.status(role) if self._autoscaler is not None else None,
+            last_change=change_of(change) if change is not None else None,
+        )
 
     def _members(self) -> Iterator[tuple[Role, Member]]:
         for member in self._pools.prefill.members:
@@ -117,13 +175,13 @@ class PoolsService:
         if not wanted:
             raise invalid_argument("instance", "is empty", "the name or the address of an instance")
         members = [member for _, member in self._members()]
-        found = [member for member in members if wanted in (member.address, _name(member))]
+        found = [member for member in members if wanted in (member.address, name_of(member))]
         processes = {member.key.epoch if member.key else member.address for member in found}
         if len(processes) > 1:
             addresses = ", ".join(member.address for member in found)
             raise FailedPrecondition(f"{wanted!r} is the name of several instances; give an address: {addresses}")
         if not found:
-            raise NotFound(_not_known(wanted, [*map(_name, members), *(member.address for member in members)]))
+            raise NotFound(_not_known(wanted, [*map(name_of, members), *(member.address for member in members)]))
         return found[0]
 
     async def _request(self, request: pools_pb2.ExplainPickRequest) -> GenerationRequest:
@@ -143,64 +201,23 @@ class PoolsService:
         return await validated(imagined, self._model, limits, remaining_s=remaining_s())
 
 
-def _name(member: Member) -> str:
-    return (member.info.instance_id if member.info else "") or member.address
-
-
 def _not_known(wanted: str, names: list[str]) -> str:
     similar = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
     hint = f"; did you mean {similar[0]}?" if similar else ""
     return f"no instance {wanted[:64]!r} in the pools{hint}"
 
 
-def _instance(role: Role, member: Member, out: str | None) -> pools_pb2.PoolInstance:
-    view = member.view()
-    return pools_pb2.PoolInstance(
-        instance_id=member.info.instance_id if member.info else "",
-        address=member.address,
-        role=_ROLES[role],
-        out=out or "",
-        load=_load(view.load, view.info.num_blocks) if view else None,
-        num_running_here=member.num_requests,
-        num_blocks=member.info.num_blocks if member.info else 0,
-    )
-
-
-def _load(load: LoadReport, num_blocks: int) -> instance_pb2.WatchLoadResponse:
-    """What the router keeps of a report. Blocks that are neither free nor cached are told as running."""
-    num_running_blocks = max(num_blocks - load.free_blocks - load.cached_blocks, 0)
-    return instance_pb2.WatchLoadResponse(
-        instance_epoch=load.epoch,
-        sequence=load.sequence,
-        num_waiting=load.num_waiting,
-        num_running=load.num_running,
-        num_loading=load.num_loading,
-        num_waiting_tokens=load.num_waiting_tokens,
-        blocks=instance_pb2.BlockUsage(free=load.free_blocks, cached=load.cached_blocks, running=num_running_blocks),
-        step_s=load.step_s,
-        core_silence_s=load.core_silence_s,
-        draining=load.draining,
-        num_prefilled_tokens=load.num_prefilled_tokens,
-    )
-
-
-def _candidate(candidate: Candidate) -> pools_pb2.Candidate:
-    return pools_pb2.Candidate(
-        instance_id=candidate.view.instance_id,
-        address=candidate.view.key.address,
-        rejected=candidate.rejected or "",
-        score=candidate.score,
-        parts=[
-            pools_pb2.ScorePart(scorer=part.scorer, value=part.value, weight=part.weight) for part in candidate.parts
-        ],
-        picked=candidate.picked,
-    )
-
-
-def _unseen(pool: Pool) -> Iterable[pools_pb2.Candidate]:
-    """Members that are in no snapshot, since they have not told who they are and how loaded."""
-    for member in pool.members:
-        if member.view() is None:
-            yield pools_pb2.Candidate(
-                instance_id=_name(member), address=member.address, rejected=member.out or "connecting"
-            )
+def _wanted_sizes(request: pools_pb2.ResizePoolsRequest) -> dict[Role, int]:
+    """The sizes by role. Raises InvalidArgument."""
+    roles = {value: role for role, value in WIRE_ROLES.items()}
+    sizes: dict[Role, int] = {}
+    for wanted in request.sizes:
+        role = roles.get(wanted.role)
+        if role is None:
+            raise invalid_argument("sizes", "names a pool that does not exist", "ROLE_PREFILL, ROLE_DECODE")
+        if role in sizes:
+            raise invalid_argument("sizes", f"names the {role} pool twice", "one size for each pool")
+        sizes[role] = wanted.size
+    if not sizes:
+        raise invalid_argument("sizes", "is empty", "the size of one pool or of both")
+    return sizes

@@ -1,56 +1,49 @@
 """A whole Tandem on this machine: a router and its pools as child processes. `tandem up` and the fault rig run on it.
 
-    LocalStack(settings) ─start()─▶ all members started at once ─▶ all ready ─stop()─▶ nothing left
-                                          │                            │
-                        a member ends: StackFailed        a member ends: supervise() restarts it,
-                        with the end of its log           0.5 s, 1 s, 2 s … later; too often: StackFailed
+    LocalStack(settings) ─start()─▶ all members started at once ─▶ all ready ─serve()─▶ looked after ─stop()─▶ gone
+                                          │
+                        a member ends: StackFailed with the end of its log
+
+How it looks after them is told in supervision.py. Its pools may be resized while it runs: `resize` says who there is to
+be (roster.py), from any thread, and the processes follow at the next look. The routers of the stack ask for that over a
+socket (stack_service.py).
 
 What the stack has lies in one private folder that goes with it: secret, ready files, sockets, logs, shared store.
-The members end with this process, whatever ends it (serving/lifetime). The object belongs to the main thread.
+The members end with this process, whatever ends it (serving/lifetime). But for `resize`, the object belongs to one
+thread at a time.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from serving.lifetime import ParentBond
 from tandem import running
-from tandem.machine import free_ports
+from tandem.credentials import TLS_FOLDER, Credentials, of_stack
+from tandem.crew import ROUTER, Crew
 from tandem.member import Member, stop_all
+from tandem.roster import Role
 from tandem.running import RunningStack, StackFolder
 from tandem.stack_settings import StackSettings
-from tandem.topology import admin_address, member_specs
+from tandem.supervision import StackEvent, StackFailed, Supervisor, ended, log_of
+
+if TYPE_CHECKING:
+    from tandem.stack_service import StackServer
 
 _POLL_S = 0.01
-_FIRST_BACKOFF_S = 0.5
-_MAX_BACKOFF_S = 8.0
-_MAX_ENDS = 5
-_WITHIN_S = 60.0
+_LOOK_EVERY_S = 0.05
 _SERVING_WITHIN_S = 10.0
 STOP_GRACE_S = 1.0
 
 Progress = Callable[[str], None]
-
-
-class StackFailed(Exception):
-    """The stack cannot start or go on. The message names the member, how it ended, and the end of its log."""
-
-
-@dataclass(frozen=True, slots=True)
-class StackEvent:
-    """Something that `supervise` saw or did. `lines` are the last ones of the member's log, if it ended."""
-
-    member: str
-    what: str
-    lines: tuple[str, ...] = ()
 
 
 class LocalStack:
@@ -58,15 +51,14 @@ class LocalStack:
 
     def __init__(self, settings: StackSettings, *, env: Mapping[str, Mapping[str, str]] | None = None) -> None:
         self.settings = settings
-        self.members: dict[str, Member] = {}
-        self.admin_address = ""
-        """host:port at which the router answers `tandem pools`; only while the stack runs."""
         self._env = {name: dict(variables) for name, variables in (env or {}).items()}
         self._folder: StackFolder | None = None
         self._bond: ParentBond | None = None
+        self._crew: Crew | None = None
+        self._supervisor: Supervisor | None = None
+        self._service: StackServer | None = None
+        self._announced: RunningStack | None = None
         self._state_file: Path | None = None
-        self._ends: dict[str, deque[float]] = {}
-        self._restart_at_s: dict[str, float] = {}
 
     @property
     def folder(self) -> Path:
@@ -80,14 +72,34 @@ class LocalStack:
         return self.folder / "store"
 
     @property
-    def address(self) -> str:
-        """host:port of the router."""
-        return self.members["router"].spec.address
+    def members(self) -> dict[str, Member]:
+        """Everybody whose process runs or is to run again, those that leave included; router first."""
+        return {} if self._crew is None else self._crew.members
 
     @property
     def instances(self) -> dict[str, str]:
-        """Name → host:port of every prefill and decode instance."""
-        return {name: member.spec.address for name, member in self.members.items() if name != "router"}
+        """Name → host:port of every prefill and decode instance that there is to be; not of those that leave."""
+        return {} if self._crew is None else {seat.name: seat.address for seat in self._crew.roster.seating.seats}
+
+    @property
+    def credentials(self) -> Credentials:
+        """Those of the stack's owner, for the router, its admin listener and the instances."""
+        return of_stack(self.folder)
+
+    @property
+    def address(self) -> str:
+        """host:port of the router."""
+        return self.members[ROUTER].spec.address
+
+    @property
+    def admin_address(self) -> str:
+        """host:port at which the router answers `tandem pools`; empty before the start."""
+        return "" if self._crew is None else self._crew.admin_address
+
+    @property
+    def http_address(self) -> str | None:
+        """host:port at which the router speaks OpenAI's HTTP API; None: it does not, or has not started."""
+        return None if self._crew is None else self._crew.http_address
 
     def start(self, progress: Progress = lambda line: None) -> None:
         """Starts all members at once and returns when all are ready; raises StackFailed and leaves nothing behind."""
@@ -96,16 +108,11 @@ class LocalStack:
         self._bond = ParentBond()
         try:
             self._prepare_folder()
-            num_instances = self.settings.num_prefill + self.settings.num_decode
-            ports = free_ports(num_instances + 2, self.settings.host)
-            if self.settings.port:
-                ports[0] = self.settings.port
-            self.admin_address = admin_address(ports)
-            for spec in member_specs(self.settings, self.folder, ports):
-                env = {**spec.env, **self._env.get(spec.name, {}), **self._env.get("*", {})}
-                self.members[spec.name] = Member(spec.with_env(env))
+            self._crew = Crew(self.settings, self.folder, self._bond, self._env)
             for member in self.members.values():
-                member.start(self._bond)
+                self._crew.start(member)
+            self._supervisor = Supervisor(self._crew)
+            self._serve_routers(self._crew)
             self.wait_ready(progress=progress)
             self._wait_serving()
         except BaseException:
@@ -124,12 +131,12 @@ class LocalStack:
                 elif member.running:
                     still_waiting.append(member)
                 else:
-                    raise StackFailed(_ended(member, "before it was ready"))
+                    raise StackFailed(ended(member, "before it was ready"))
             waiting = still_waiting
             if waiting and time.monotonic() > deadline_s:
                 names_left = ", ".join(member.name for member in waiting)
                 raise StackFailed(
-                    f"not ready within {self.settings.start_timeout_s:g} s: {names_left}\n{_log(waiting[0])}"
+                    f"not ready within {self.settings.start_timeout_s:g} s: {names_left}\n{log_of(waiting[0])}"
                 )
             time.sleep(_POLL_S)
 
@@ -138,28 +145,39 @@ class LocalStack:
         # Imported late: gRPC takes a while, and the members start meanwhile.
         from tandem.health import ROUTER_SERVICE, wait_serving
 
-        if not wait_serving(self.address, ROUTER_SERVICE, _SERVING_WITHIN_S):
+        if not wait_serving(self.address, ROUTER_SERVICE, _SERVING_WITHIN_S, credentials=self.credentials):
             raise StackFailed(
-                f"the router did not find its instances within {_SERVING_WITHIN_S:g} s\n{_log(self.members['router'])}"
+                f"the router did not find its instances within {_SERVING_WITHIN_S:g} s\n{log_of(self.members[ROUTER])}"
             )
 
-    def supervise(self) -> list[StackEvent]:
-        """One look at the members, to be called every so often: notes ends, starts again what is due.
+    def resize(self, role: Role, size: int, victims: Sequence[str] = ()) -> int:
+        """Gives a pool another number of instances, from any thread; returns how many it was to have before.
 
-        Raises StackFailed when a member ends more than five times within a minute.
+        It has begun when this returns and goes on while somebody calls `serve` or `supervise`. `victims` are addresses
+        of those that go first, in this order. A newcomer gets the KV memory of every other instance, and cores of its
+        own if some are free (topology.py). Raises SizeRefused for a size that the pool may not have, or that the free
+        memory does not allow.
         """
-        now_s = time.monotonic()
-        events: list[StackEvent] = []
-        for name, member in self.members.items():
-            if member.running:
-                continue
-            if name not in self._restart_at_s:
-                events.append(self._note_end(member, now_s))
-            elif now_s >= self._restart_at_s[name]:
-                del self._restart_at_s[name]
-                self.restart(name)
-                events.append(StackEvent(name, f"{name} was started again"))
+        assert self._crew is not None, "the stack has not started"
+        return self._crew.resize(role, size, victims)
+
+    def supervise(self) -> list[StackEvent]:
+        """One look at the members, to be called every so often: starts again those that have ended, starts and drains
+        those that a resize has brought or sent away.
+
+        Raises StackFailed when a member that the stack needs ends more than five times within a minute.
+        """
+        assert self._supervisor is not None, "the stack has not started"
+        events = self._supervisor.look()
+        if self._announced is not None and self._announced.instances != self.instances:
+            self._announce(replace(self._announced, instances=self.instances))
         return events
+
+    def serve(self, stop: threading.Event, tell: Callable[[StackEvent], None]) -> None:
+        """Supervises until `stop` is set. Raises what `supervise` raises."""
+        while not stop.wait(_LOOK_EVERY_S):
+            for event in self.supervise():
+                tell(event)
 
     def kill(self, name: str) -> None:
         """Ends a member at once, as a crash would, with all its processes."""
@@ -167,15 +185,15 @@ class LocalStack:
 
     def restart(self, name: str, *, env: Mapping[str, str] | None = None) -> None:
         """Starts an ended member again at its address, `env` laid over its environment. Does not wait for it."""
-        assert self._bond is not None, "the stack has not started"
+        assert self._crew is not None, "the stack has not started"
         member = self.members[name]
         if env is not None:
             member.spec = member.spec.with_env({**member.spec.env, **env})
-        member.start(self._bond)
+        self._crew.start(member)
 
     def announce(self) -> None:
-        """Lets `tandem generate` and its like on this machine find the stack."""
-        self._state_file = running.announce(
+        """Lets `tandem generate` and its like on this machine find the stack, now and when its pools have changed."""
+        self._announce(
             RunningStack(
                 address=self.address,
                 folder=str(self.folder),
@@ -191,8 +209,11 @@ class LocalStack:
         """Ends every member and removes the folder and the state file. Idempotent."""
         if self._state_file is not None:
             self._state_file.unlink(missing_ok=True)
-            self._state_file = None
+            self._state_file = self._announced = None
         stop_all(list(self.members.values()), STOP_GRACE_S)
+        if self._service is not None:
+            self._service.stop()
+            self._service = None
         if self._bond is not None:
             self._bond.close()
             self._bond = None
@@ -215,24 +236,18 @@ class LocalStack:
         secret = self.folder / "kv_secret"
         secret.touch(mode=0o600)
         secret.write_bytes(secrets.token_bytes(32))
+        if self.settings.tls:
+            from tandem.private_ca import write_stack_files
 
-    def _note_end(self, member: Member, now_s: float) -> StackEvent:
-        member.kill()  # its engine core may be left
-        ends = self._ends.setdefault(member.name, deque(maxlen=_MAX_ENDS + 1))
-        ends.append(now_s)
-        recent = [end_s for end_s in ends if now_s - end_s < _WITHIN_S]
-        if len(recent) > _MAX_ENDS:
-            raise StackFailed(_ended(member, f"{len(recent)} times within {_WITHIN_S:g} s; giving up"))
-        backoff_s = min(_FIRST_BACKOFF_S * 2 ** (len(recent) - 1), _MAX_BACKOFF_S)
-        self._restart_at_s[member.name] = now_s + backoff_s
-        what = f"{member.name} {member.end()}; starting it again in {backoff_s:g} s"
-        return StackEvent(member.name, what, tuple(member.last_lines()))
+            write_stack_files(self.folder / TLS_FOLDER, self.settings.host)
 
+    def _serve_routers(self, crew: Crew) -> None:
+        """Answers the stack's routers from now on."""
+        # Imported late, as above.
+        from tandem.stack_service import StackServer
 
-def _ended(member: Member, when: str) -> str:
-    return f"{member.name} {member.end()} {when}\n{_log(member)}"
+        self._service = StackServer(crew.stack_address, crew.roster, crew.resize)
 
-
-def _log(member: Member) -> str:
-    lines = member.last_lines()
-    return "\n  ".join(["the end of its log:", *lines]) if lines else "its log is empty"
+    def _announce(self, stack: RunningStack) -> None:
+        self._announced = stack
+        self._state_file = running.announce(stack)

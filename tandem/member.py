@@ -9,6 +9,7 @@ members in its own way, and so that one signal to the group ends a member togeth
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -33,6 +34,8 @@ class MemberSpec:
     """host:port that it listens on, known before it starts, so that all members can start at once."""
     ready_file: Path
     log_file: Path
+    run_folder: Path
+    """Where it puts its sockets and what else it needs while it runs."""
     env: Mapping[str, str] = field(default_factory=dict)
 
     def with_env(self, env: Mapping[str, str]) -> MemberSpec:
@@ -81,6 +84,7 @@ class Member:
         """Starts the process, which ends when `bond` does; its output is appended to the log file."""
         assert not self.running, f"{self.name} runs already"
         self.spec.ready_file.unlink(missing_ok=True)
+        self.spec.run_folder.mkdir(mode=0o700, exist_ok=True)
         self.ready_s = None
         self._group_is_gone = False
         self.num_starts += 1
@@ -111,6 +115,12 @@ class Member:
         _signal_group(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._group_is_gone = True
+
+    def remove_files(self) -> None:
+        """Deletes what is its own in the stack's folder, once it is gone for good."""
+        for file in (self.spec.ready_file, self.spec.log_file):
+            file.unlink(missing_ok=True)
+        shutil.rmtree(self.spec.run_folder, ignore_errors=True)
 
     def end(self) -> str:
         """How it ended, for people."""

@@ -17,7 +17,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ from router.admission.capacity import Capacity, ForeignLoad, Limits, limits_of
 from router.admission.fair_queue import Entry, FairQueue
 from router.admission.output_lengths import OutputLengths
 from router.admission.service_rate import ServiceRate
-from router.admission.tenants import share_of, tenant_of
+from router.admission.tenants import share_of
 from router.config import AdmissionSettings
 from router.request import GenerationRequest
 from serving.errors import Overloaded, ServiceError, Unavailable
@@ -129,10 +129,6 @@ class Admission:
     def num_waiting_tenants(self) -> int:
         """Tenants of whom something waits."""
         return self._queue.num_backlogged
-
-    def tenant_of(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-        """Whose a call with this metadata is. Raises InvalidArgument."""
-        return tenant_of(metadata, self._settings.tenant_key)
 
     @asynccontextmanager
     async def admit(self, request: GenerationRequest) -> AsyncIterator[Place]:

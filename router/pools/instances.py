@@ -5,6 +5,7 @@ An `InstanceView` is one instance at one moment. Pickers and deciders see views 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, NamedTuple
 
@@ -115,6 +116,9 @@ class LoadReport:
     """What runs there should go on elsewhere."""
     num_prefilled_tokens: int = 0
     """Since its start, not from any cache."""
+    held_blocks: int = 0
+    """Of transfers whose reader is awaited."""
+    quarantined_blocks: int = 0
 
     @classmethod
     def from_wire(cls, message: instance_pb2.WatchLoadResponse) -> LoadReport:
@@ -132,6 +136,8 @@ class LoadReport:
             draining=message.draining,
             moving_out=message.moving_out,
             num_prefilled_tokens=message.num_prefilled_tokens,
+            held_blocks=message.blocks.held,
+            quarantined_blocks=message.blocks.quarantined,
         )
 
 
@@ -152,6 +158,8 @@ class InstanceView:
     """Tokens that the unreported requests bring."""
     pace: Pace = UNMEASURED
     """How fast it was seen to work."""
+    up_s: float = math.inf
+    """Since this router saw its process first."""
 
     @property
     def instance_id(self) -> str:

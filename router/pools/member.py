@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from router.pools.expectation import Expectation
 from router.pools.inflight import Inflight
 from router.pools.instances import InstanceInfo, InstanceKey, InstanceView, LoadReport
 from router.pools.open_legs import Losable, OpenLegs
+from router.pools.token_stream import TokenStreams
 from router.pools.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
@@ -54,11 +56,13 @@ class Member:
         self.address = address
         self.channel = channel
         self.speeds = speeds or Speeds()
+        self.token_streams: TokenStreams | None = None
         self._expected = expected
         self._settings = settings
         self._on_change = on_change
         self._info: InstanceInfo | None = None
         self._load: LoadReport | None = None
+        self._met_s = math.inf
         self._lost: str | None = "connecting"
         self._lost_state: State = "connecting"
         self._leaving = False
@@ -95,6 +99,7 @@ class Member:
             num_ended=self._inflight.num_ended,
             num_unreported_tokens=self._inflight.num_unreported_tokens,
             pace=self.speeds.pace(time.monotonic()),
+            up_s=time.monotonic() - self._met_s,
         )
 
     @property
@@ -187,6 +192,7 @@ class Member:
         self._meet(InstanceInfo.from_wire(answer))
         self._reports = stub.WatchLoad(instance_pb2.WatchLoadRequest())
         self._watchdog.begin()
+        self.token_streams = TokenStreams(self._expected.role, self.channel, self._settings)
         try:
             while isinstance(message := await self._next_report(), instance_pb2.WatchLoadResponse):
                 if not self._observe(LoadReport.from_wire(message)):
@@ -196,6 +202,7 @@ class Member:
             self._watchdog.stop()
             self._reports.cancel()
             self._reports = None
+            self.token_streams.retire()
 
     async def _next_report(self) -> Any:
         """The next message; not one when the stream has ended. Raises TimeoutError when the watchdog has ended it."""
@@ -210,6 +217,7 @@ class Member:
         if mismatch := self._expected.mismatch(info):
             raise _NotOurs(mismatch)
         if self._info is None or info.epoch != self._info.epoch:
+            self._met_s = time.monotonic()
             self._inflight.clear()
             self.speeds.clear()
             _log.info(

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-import grpc.aio
-
 from protos.tandem.v1 import generation_pb2_grpc
 from tandem.completion import Assembler, Completion
+from tandem.credentials import PLAINTEXT, Credentials
+from tandem.redialled import open_async_channel
 from tandem.sampling import generate_request
 from tests.faults.questions import Question
 
@@ -78,12 +78,19 @@ class Outcome:
 class Load:
     """`num_clients` that ask in turn, on a thread of their own, until `finish`. A context manager."""
 
-    def __init__(self, address: str, questions: Sequence[Question], num_clients: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        questions: Sequence[Question],
+        num_clients: int,
+        credentials: Credentials = PLAINTEXT,
+    ) -> None:
         self.outcomes: list[Outcome] = []
         """Of every question asked so far, in the order of asking; grows while the load runs."""
         self._address = address
         self._questions = questions
         self._num_clients = num_clients
+        self._credentials = credentials
         self._finishing = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
 
@@ -118,27 +125,31 @@ class Load:
         )
 
     async def _run(self) -> None:
-        async with grpc.aio.insecure_channel(self._address) as channel:
+        async with open_async_channel(self._address, (), self._credentials) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             await asyncio.gather(*(self._ask_in_turn(stub) for _ in range(self._num_clients)))
 
     async def _ask_in_turn(self, stub: Any) -> None:
         while not self._finishing.is_set():
-            number = len(self.outcomes)
-            outcome = Outcome(self._questions[number % len(self._questions)], time.monotonic())
-            self.outcomes.append(outcome)
-            try:
-                outcome.completion = await self._ask(stub, outcome, round_=number // len(self._questions))
-            except Exception as error:
-                outcome.error = error
-                await asyncio.sleep(0.1)
+            await self._ask_next(stub)
+
+    async def _ask_next(self, stub: Any) -> None:
+        number = len(self.outcomes)
+        outcome = Outcome(self._questions[number % len(self._questions)], time.monotonic())
+        self.outcomes.append(outcome)
+        try:
+            outcome.completion = await self._ask(stub, outcome, round_=number // len(self._questions))
+        except Exception as error:
+            outcome.error = error
+            await asyncio.sleep(0.1)
 
     async def _ask(self, stub: Any, outcome: Outcome, round_: int) -> Completion:
         question = outcome.question
         # A salt for each round: no prefix cache knows the answer from the last one.
         request = generate_request(list(question.prompt), {**question.sampling, "cache_salt": f"round {round_}"})
         assembler = Assembler(question.sampling.get("n", 1))
-        async for response in stub.Generate(request, timeout=TIMEOUT_S):
+        metadata = self._credentials.metadata()
+        async for response in stub.Generate(request, timeout=TIMEOUT_S, metadata=metadata):
             tokens = response.tokens
             outcome.arrivals.append(Arrival(time.monotonic(), tokens.choice, tokens.stream_epoch))
             assembler.add(response)

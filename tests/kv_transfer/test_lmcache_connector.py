@@ -19,7 +19,7 @@ from kv_transfer.lmcache_server import LMCacheServer
 from kv_transfer.store import MemoryStore
 from serving.settings import SettingsError
 from tandem.stack_settings import StackSettings
-from tandem.topology import member_specs
+from tandem.topology import Topology
 from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, Core
 from tests.kv_transfer.test_shared_storage import key_of
 
@@ -89,7 +89,8 @@ def test_settings_of_an_instance_become_options() -> None:
 def test_stack_on_a_laptop_has_it_on_disk(tmp_path: Path) -> None:
     for kv_url, flag in ((None, ("--kv-folder", str(tmp_path / "store"))), ("tcp://h:1", ("--kv-url", "tcp://h:1"))):
         settings = StackSettings(model=tmp_path, model_name="m", connector="lmcache", kv_url=kv_url)
-        for spec in member_specs(settings, tmp_path, [1, 2, 3, 4])[1:]:
+        topology = Topology(settings, tmp_path)
+        for spec in (topology.instance("prefill-0", "h:1"), topology.instance("decode-0", "h:2")):
             pairs = list(zip(spec.argv, spec.argv[1:], strict=False))
             assert ("--kv-connector", "lmcache") in pairs
             assert flag in pairs

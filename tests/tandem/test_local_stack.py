@@ -8,51 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tandem import local_stack
-from tandem.local_stack import LocalStack, StackFailed
-from tandem.member import MemberSpec
-from tandem.stack_settings import StackSettings
-
-BECOMES_READY = """
-import os, sys, time
-from serving.lifetime import bind_to_parent
-bind_to_parent()
-print(f"log of {sys.argv[1]}", flush=True)
-open(sys.argv[2], "w").write("ready")
-time.sleep(60)
-"""
-IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + BECOMES_READY
-HAS_A_CHILD = "import subprocess; subprocess.Popen(['sleep', '60'])\n" + BECOMES_READY
-DIES = "import sys; print('cannot load: disk on fire', flush=True); sys.exit(3)"
-
-
-def scripted(monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str]) -> None:
-    """Makes every LocalStack run `scripts`, by member name."""
-
-    def specs(settings: StackSettings, folder: Path, ports: Sequence[int]) -> list[MemberSpec]:
-        return [
-            MemberSpec(
-                name=name,
-                argv=(sys.executable, "-c", script, name, str(folder / "ready" / name)),
-                address=f"127.0.0.1:{ports[0]}",
-                ready_file=folder / "ready" / name,
-                log_file=folder / "logs" / f"{name}.log",
-            )
-            for name, script in scripts.items()
-        ]
-
-    monkeypatch.setattr(local_stack, "member_specs", specs)
-    monkeypatch.setattr(LocalStack, "_wait_serving", lambda stack: None)  # there is no router behind these scripts
-
-
-def settings() -> StackSettings:
-    return StackSettings(model=Path("unused"), model_name="unused", start_timeout_s=10)
+from tandem import restarts
+from tandem.local_stack import LocalStack
+from tandem.supervision import StackFailed
+from tests.tandem.scripted_stack import BECOMES_READY, DIES, HAS_A_CHILD, IGNORES_SIGTERM, scripted, settings
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +39,7 @@ def gone(pids: list[int], within_s: float = 2.0) -> bool:
 
 def test_members_start_together_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {"router": BECOMES_READY, "prefill-0": HAS_A_CHILD, "decode-0": IGNORES_SIGTERM})
-    stack = LocalStack(settings())
+    stack = LocalStack(settings(num_prefill=1))
     lines: list[str] = []
     stack.start(lines.append)
     try:
@@ -101,13 +66,13 @@ def test_a_member_that_cannot_start_is_named_with_the_end_of_its_log(monkeypatch
 
 def test_a_member_that_never_becomes_ready_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": "import time; time.sleep(60)"})
-    stack = LocalStack(StackSettings(model=Path("x"), model_name="x", start_timeout_s=0.5))
+    stack = LocalStack(settings(start_timeout_s=0.5))
     with pytest.raises(StackFailed, match=r"not ready within 0\.5 s: decode-0"):
         stack.start()
 
 
 def test_a_dead_member_is_reported_and_started_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_stack, "_FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(restarts, "FIRST_BACKOFF_S", 0.1)
     scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": BECOMES_READY})
     with LocalStack(settings()) as stack:
         assert stack.supervise() == []
@@ -124,7 +89,7 @@ def test_a_dead_member_is_reported_and_started_again_after_a_while(monkeypatch: 
 
 
 def test_a_member_that_keeps_dying_ends_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_stack, "_FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(restarts, "FIRST_BACKOFF_S", 0.0)
     scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": BECOMES_READY})
     with LocalStack(settings()) as stack:
         for _ in range(5):
@@ -139,7 +104,7 @@ def test_a_member_that_keeps_dying_ends_the_stack(monkeypatch: pytest.MonkeyPatc
 def test_members_die_with_an_owner_that_is_killed(temporary: Path) -> None:
     code = (
         "import sys, tempfile, time, pytest; tempfile.tempdir = sys.argv[1]\n"
-        "from tests.tandem.test_local_stack import *\n"
+        "from tests.tandem.scripted_stack import *\n"
         "scripted(pytest.MonkeyPatch(), {'router': BECOMES_READY, 'decode-0': BECOMES_READY})\n"
         "stack = LocalStack(settings()); stack.start()\n"
         "print(*(member.pid for member in stack.members.values()), flush=True); time.sleep(60)\n"

@@ -87,7 +87,9 @@ def run(*args: str) -> tuple[int, str]:
 def test_it_shows_a_table_of_both_pools(stack: Background) -> None:
     status, output = run("--admin", stack.admin_address)
     assert status == 0, output
-    header, *rows = [line.split() for line in output.splitlines()]
+    table, _, pools = output.partition("\n\n")
+    assert pools.splitlines() == ["prefill: 1 ready", "decode: 2 ready"]
+    header, *rows = [line.split() for line in table.splitlines()]
     assert header[:4] == ["POOL", "INSTANCE", "STATE", "WAITING"]
     assert [row[:5] for row in rows] == [
         ["prefill", "prefill-0", "ready", "0", "0"],
@@ -99,7 +101,9 @@ def test_it_shows_a_table_of_both_pools(stack: Background) -> None:
 def test_programs_get_json(stack: Background) -> None:
     status, output = run("--admin", stack.admin_address, "--json")
     assert status == 0, output
-    last = json.loads(output)[-1]
+    told = json.loads(output)
+    assert told["pools"][1] == {"pool": "decode", "num_ready": 2, "size": None, "last_change": None, "autoscaler": None}
+    last = told["instances"][-1]
     assert (last["pool"], last["instance"], last["out"]) == ("decode", "decode-1", None)
     assert (last["load"]["num_waiting"], last["load"]["draining"]) == (1, False)
 
@@ -139,7 +143,7 @@ def test_a_drain_begins_and_shows(stack: Background) -> None:
     try:
         assert (status, "decode-1 drains; 0 requests still run there" in output) == (0, True)
         for _ in range(500):
-            listed = json.loads(run("--admin", stack.admin_address, "--json")[1])
+            listed = json.loads(run("--admin", stack.admin_address, "--json")[1])["instances"]
             if listed[-1]["out"] == "draining":
                 break
         assert listed[-1]["load"]["draining"]
@@ -159,7 +163,21 @@ def test_a_drain_begins_and_shows(stack: Background) -> None:
         (("explain", "--tokens", "0"), "x>=1"),
         (("drain",), "NAME"),
         (("drain", "x", "--grace-s", "-1"), "x>=0"),
-        (("resize",), "No such command"),
+        (("resize",), "POOL=SIZE"),
+        (("resize", "decode"), "write decode=3"),
+        (("resize", "decode+1"), "write decode=3"),
+        (("resize", "decode", "3"), "write decode=3"),
+        (("resize", "decod=3"), "did you mean decode=3?"),
+        (("resize", "=3"), "the pools are prefill and decode"),
+        (("resize", "decode=x"), "decode=3"),
+        (("resize", "decode="), "decode=3"),
+        (("resize", "decode=+1"), "the one that there is to be"),
+        (("resize", "decode=-1"), "the one that there is to be"),
+        (("resize", "decode=99999"), "whole number"),
+        (("resize", "decode=2", "decode=3"), "decode is named twice"),
+        (("resize", "decode=2"), "tandem up"),
+        (("resize", "decode=2", "--timeout", "0"), "x>0"),
+        (("--watch", "--interval", "0"), "0.1<=x<=60"),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_type(args: tuple[str, ...], hint: str) -> None:
@@ -182,7 +200,7 @@ def test_a_name_that_nobody_has_is_answered_with_the_nearest(stack: Background) 
     assert "did you mean decode-" in output
 
 
-@pytest.mark.parametrize("command", [(), ("explain",), ("drain",)])
+@pytest.mark.parametrize("command", [(), ("explain",), ("drain",), ("resize",)])
 def test_help_has_examples(command: tuple[str, ...]) -> None:
     status, output = run(*command, "--help")
     assert status == 0

@@ -1,0 +1,174 @@
+"""What the autoscaler is to reach and what it may do: its section of the settings, checked as a whole.
+
+A policy is frozen and read by the pure functions of this package as it is. docs/autoscaling.md says why each protection
+is there.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from serving.settings import Section, setting
+
+_LOOKS_TO_BE_STALE = 2
+
+
+class PoolPolicy(Section):
+    """One pool: its bounds, the load that one instance is to carry, and how fast the size may follow."""
+
+    min_size: int = setting(1, "Instances that the pool has at the least.", ge=1)
+    max_size: int = setting(8, "Instances that the pool has at the most; equal to min_size: it has that size.", le=64)
+    target_score: float = setting(
+        0.75,
+        "Load of an instance, (4*waiting + running) as a part of the requests that it can run at one time, above which "
+        "the pool grows.",
+        gt=0,
+    )
+    target_kv_use: float = setting(
+        0.8, "Part of an instance's KV blocks in use above which the pool grows.", gt=0, le=1
+    )
+    target_queue_delay_s: float = setting(
+        0.5, "Seconds of waiting at the router for lack of this pool above which it grows.", gt=0
+    )
+    target_waiting_s: float = setting(
+        1.0,
+        "Tokens that wait to be prefilled at an instance, in seconds of its measured speed, above which it grows.",
+        gt=0,
+    )
+    scale_in_margin: float = setting(
+        0.8, "Part of every target that those who stay may come to when the pool shrinks.", gt=0, le=0.95
+    )
+    scale_out_window_s: float = setting(
+        3.0, "Seconds that an overload must have lasted before the pool grows; the least of them counts.", ge=0
+    )
+    scale_in_window_s: float = setting(
+        300.0,
+        "Seconds that fewer instances must have been enough before the pool shrinks; the most of them counts.",
+        gt=0,
+    )
+    cool_down_s: float = setting(30.0, "Seconds between two changes of the size.", ge=0)
+    urgent: float = setting(
+        1.5, "Times its target at which load lets a pool grow again soon after it has begun to shrink.", gt=1
+    )
+    warm_up_s: float = setting(
+        15.0, "Seconds from an instance's first report in which what it and its requests show is not counted.", ge=0
+    )
+    start_timeout_s: float = setting(
+        300.0, "Seconds from a change in which the pool waits for its instances before it grows again.", gt=0
+    )
+
+    @property
+    def objective_s(self) -> float | None:
+        """The latency that requests are to have for this pool's part, seconds; None: any."""
+        return None
+
+    @model_validator(mode="after")
+    def _is_coherent(self) -> Self:
+        if self.max_size < self.min_size:
+            raise ValueError(
+                f"max_size = {self.max_size} is below min_size = {self.min_size}; set it to {self.min_size} or more"
+            )
+        if self.scale_out_window_s >= self.scale_in_window_s:
+            raise ValueError(
+                f"scale_out_window_s = {self.scale_out_window_s:g} must be below scale_in_window_s = "
+                f"{self.scale_in_window_s:g}: a pool grows sooner than it shrinks"
+            )
+        if self.warm_up_s >= self.start_timeout_s:
+            raise ValueError(
+                f"warm_up_s = {self.warm_up_s:g} must be below start_timeout_s = {self.start_timeout_s:g}: who warms "
+                "up is waited for"
+            )
+        return self
+
+
+class PrefillPolicy(PoolPolicy):
+    """The prefill pool."""
+
+    target_waiting_s: float = setting(
+        0.5,
+        "Tokens that wait to be prefilled at an instance, in seconds of its measured speed, above which it grows.",
+        gt=0,
+    )
+    ttft_objective_s: float | None = setting(None, "Seconds to the first token that are the aim; none: any.", gt=0)
+
+    @property
+    def objective_s(self) -> float | None:
+        return self.ttft_objective_s
+
+
+class DecodePolicy(PoolPolicy):
+    """The decode pool."""
+
+    itl_objective_s: float | None = setting(
+        None, "Seconds between two output tokens that are the aim; none: any.", gt=0
+    )
+
+    @property
+    def objective_s(self) -> float | None:
+        return self.itl_objective_s
+
+
+class AutoscalerSettings(Section):
+    """Pools that grow and shrink by themselves. docs/autoscaling.md says how."""
+
+    enabled: bool = setting(False, "Resize the pools; needs to know who owns the instances' processes (pools.stack).")
+    interval_s: float = setting(5.0, "Seconds between two looks at the pools.", gt=0)
+    stale_s: float = setting(
+        12.0, "Seconds after which a load report is too old to decide by, and longest hole in a window.", gt=0
+    )
+    lead_ttl_s: float = setting(
+        15.0, "Seconds for which one of several routers is the one that resizes; another one takes over after it.", gt=0
+    )
+    latency_window_s: float = setting(30.0, "Seconds for which a request's TTFT and ITL count.", gt=0)
+    latency_quantile: float = setting(
+        0.9, "Part of the requests (for ITL: of the tokens) that must meet the objective.", gt=0, le=1
+    )
+    min_samples: int = setting(10, "Requests within latency_window_s below which no latency is told.", ge=1)
+    max_instances: int | None = setting(
+        None,
+        "Instances of both pools together, those that are still ending included; none: as many as max_size allow.",
+        ge=2,
+    )
+    min_ratio: float | None = setting(None, "Prefill instances for each decode instance at the least; none: any.", gt=0)
+    max_ratio: float | None = setting(None, "Prefill instances for each decode instance at the most; none: any.", gt=0)
+    prefill: PrefillPolicy = PrefillPolicy()
+    decode: DecodePolicy = DecodePolicy()
+
+    @model_validator(mode="after")
+    def _is_coherent(self) -> Self:
+        if self.stale_s < _LOOKS_TO_BE_STALE * self.interval_s:
+            raise ValueError(
+                f"stale_s = {self.stale_s:g} must be at least {_LOOKS_TO_BE_STALE} times interval_s = "
+                f"{self.interval_s:g}: one look that fails is to be survived"
+            )
+        if self.lead_ttl_s <= self.interval_s:
+            raise ValueError(
+                f"lead_ttl_s = {self.lead_ttl_s:g} must be above interval_s = {self.interval_s:g}, after which the "
+                "lead is taken again"
+            )
+        least = self.prefill.min_size + self.decode.min_size
+        if self.max_instances is not None and self.max_instances < least:
+            raise ValueError(
+                f"max_instances = {self.max_instances} is below prefill.min_size + decode.min_size = {least}; set it "
+                f"to {least} or more, or lower a min_size"
+            )
+        self._check_ratio()
+        return self
+
+    def _check_ratio(self) -> None:
+        lowest, highest = self.ratios
+        if lowest > highest:
+            raise ValueError(f"min_ratio = {lowest:g} is above max_ratio = {highest:g}; swap them")
+        start, end = self.prefill.min_size / self.decode.max_size, self.prefill.max_size / self.decode.min_size
+        if highest < start or lowest > end:
+            raise ValueError(
+                f"min_ratio = {lowest:g} and max_ratio = {highest:g} allow no pair of sizes: the bounds of the pools "
+                f"give ratios from {start:g} to {end:g}"
+            )
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Bounds of prefill instances for each decode instance."""
+        return self.min_ratio or 0.0, float("inf") if self.max_ratio is None else self.max_ratio

@@ -1,0 +1,98 @@
+"""What requests have seen lately, and who counts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.autoscaler.latencies import RecentLatencies, Window
+from router.journey import Journey
+from router.metrics import RouterMetrics
+from router.picking.disaggregation import Decision, Disaggregation, Reason
+from router.picking.picker import Pick
+from router.picking.plan import Plan
+from router.picking.speeds import Work
+from serving.events import RequestEvent
+from tests.router.autoscaler.scene import instance, settings_of
+
+
+def test_a_quantile_is_that_of_the_weighted_samples() -> None:
+    window = Window(60.0)
+    for index, seconds in enumerate((0.4, 0.1, 0.3, 0.2)):
+        window.add(float(index), seconds)
+    assert [window.quantile(4.0, part, 1) for part in (0.25, 0.5, 0.75, 1.0)] == [0.1, 0.2, 0.3, 0.4]
+    window.add(4.0, 9.0, weight=100.0)
+    assert window.quantile(4.0, 0.5, 1) == 9.0
+
+
+def test_old_samples_are_forgotten_and_few_tell_nothing() -> None:
+    window = Window(30.0)
+    for at_s in (0.0, 10.0, 20.0):
+        window.add(at_s, at_s)
+    assert window.quantile(20.0, 1.0, 3) == 20.0
+    assert window.quantile(35.0, 1.0, 3) is None
+    assert window.quantile(35.0, 0.5, 2) == 10.0
+    assert window.quantile(51.0, 0.5, 1) is None
+
+
+@settings(deadline=None)
+@given(samples=st.lists(st.floats(0, 1e6), min_size=1, max_size=50), part=st.floats(0.01, 1.0))
+def test_at_least_the_asked_part_is_no_larger_than_the_quantile(samples: list[float], part: float) -> None:
+    window = Window(60.0)
+    for seconds in samples:
+        window.add(0.0, seconds)
+    quantile = window.quantile(0.0, part, 1)
+    assert quantile in samples
+    assert sum(seconds <= quantile for seconds in samples) >= part * len(samples) - 1e-6
+    assert sum(seconds < quantile for seconds in samples) < part * len(samples) + 1e-6
+
+
+def plan(decode_up_s: float, prefill_up_s: float | None) -> Plan:
+    def pick(name: str, up_s: float) -> Pick:
+        view = instance(name, up_s=up_s).view
+        assert view is not None
+        return Pick(view, 0.0, num_candidates=1, num_tied=1, preferred=False, rejected=())
+
+    prefill = None if prefill_up_s is None else pick("prefill-0", prefill_up_s)
+    decision = Disaggregation(Decision.LOCAL, Reason.OFF, "as told")
+    return Plan(pick("decode-0", decode_up_s), prefill, decision, Work(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("decode_up_s", "prefill_up_s", "counts"),
+    [(100.0, 100.0, True), (100.0, None, True), (3.0, 100.0, False), (100.0, 3.0, False)],
+)
+def test_a_request_that_touched_an_instance_still_warming_up_does_not_count(
+    decode_up_s: float, prefill_up_s: float | None, counts: bool
+) -> None:
+    metrics = RouterMetrics(recent=RecentLatencies(settings_of(min_samples=1)))
+    journey = Journey(metrics)
+    journey.picked(plan(decode_up_s, prefill_up_s))
+    journey.first_token()
+    journey.ended(RequestEvent.FINISHED, None, 11)
+    assert (metrics.recent.of("prefill") is not None) == counts
+    assert (metrics.recent.of("decode") is not None) == counts
+    assert metrics.ended["finished"] == 1
+
+
+def test_itl_is_the_gap_after_the_first_token() -> None:
+    recent = RecentLatencies(settings_of(min_samples=1))
+    metrics = RouterMetrics(recent=recent)
+    journey = Journey(metrics)
+    start_s = journey.timeline.marks[0][1]
+    journey.timeline.mark(RequestEvent.FIRST_TOKEN, start_s + 5.0)
+    journey.timeline.mark(RequestEvent.FINISHED, start_s + 6.0)
+    metrics.request_ended("finished", journey.timeline, "local", num_choices=1, num_prompt=5, num_output=11)
+    assert recent.of("decode") == pytest.approx(0.1)
+
+
+def test_long_answers_weigh_by_their_tokens() -> None:
+    recent = RecentLatencies(settings_of(min_samples=1, latency_quantile=0.5), clock=lambda: 0.0)
+    rng = random.Random(1)
+    for _ in range(20):
+        recent.ended(rng.uniform(0.5, 1.0), 1)
+    recent.ended(0.02, 400)
+    assert recent.of("decode") == 0.02
