@@ -1,8 +1,9 @@
 """Generates the Python stubs beside the protos: `make protos`, or `make check` with --check.
 
-The protos' package is `tandem.v1` and buf's module root is this folder, so protoc writes `from tandem.v1 import …`. The
-repository has a package called `tandem` of its own, which a stub must never need: those imports are rewritten to
-`protos.tandem.v1`. Nothing else of protoc's output is touched; the names in the descriptor pool stay `tandem/v1/…`.
+The protos' packages are `tandem.v1` and `vllm.grpc.engine`, and buf's module root is this folder, so protoc writes
+`from tandem.v1 import …`. The repository has a package called `tandem` of its own, which a stub must never need: those
+imports are rewritten to `protos.tandem.v1`, and the other's alike. Nothing else of protoc's output is touched; the
+names in the descriptor pool stay `tandem/v1/…`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from importlib.resources import files
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-PACKAGE = Path("tandem/v1")
+PACKAGES = (Path("tandem/v1"), Path("vllm/grpc/engine"))
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 # `from tandem.v1 import x`, `import tandem.v1.x` and, in stubs, the qualified name `tandem.v1.x_pb2.Message`.
+_NAMES = "|".join(re.escape(".".join(package.parts)) for package in PACKAGES)
 _REWRITES = (
-    (re.compile(r"^(\s*from )tandem\.v1(\.\w+)? import ", re.MULTILINE), r"\1protos.tandem.v1\2 import "),
-    (re.compile(r"^(\s*import )tandem\.v1\b", re.MULTILINE), r"\1protos.tandem.v1"),
-    (re.compile(r"(?<![\w./'\"])tandem\.v1\.(\w+_pb2)\b"), r"protos.tandem.v1.\1"),
+    (re.compile(rf"^(\s*from )({_NAMES})(\.\w+)? import ", re.MULTILINE), r"\1protos.\2\3 import "),
+    (re.compile(rf"^(\s*import )({_NAMES})\b", re.MULTILINE), r"\1protos.\2"),
+    (re.compile(rf"(?<![\w./'\"])({_NAMES})\.(\w+_pb2)\b"), r"protos.\1.\2"),
 )
 
 
@@ -35,12 +37,12 @@ def rewritten(source: str) -> str:
 
 
 def generate(target: Path) -> None:
-    """Writes the stubs of every proto to `target`/tandem/v1; raises SystemExit where protoc refuses a proto."""
+    """Writes the stubs of every proto below `target`; raises SystemExit where protoc refuses a proto."""
     from grpc_tools import protoc
 
-    protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).glob("*.proto"))
+    protos = sorted(str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).glob("*.proto"))
     if not protos:
-        raise SystemExit(f"no protos under {PACKAGE}")
+        raise SystemExit(f"no protos under {', '.join(map(str, PACKAGES))}")
     scripts = Path(sys.executable).parent
     arguments = [
         "protoc",
@@ -62,7 +64,7 @@ def generate(target: Path) -> None:
 
 def stubs(root: Path) -> list[Path]:
     """Every generated file below `root`."""
-    return sorted(path for path in (root / PACKAGE).iterdir() if path.name.endswith(SUFFIXES))
+    return sorted(path for package in PACKAGES for path in (root / package).iterdir() if path.name.endswith(SUFFIXES))
 
 
 def main() -> None:
@@ -72,8 +74,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder)
         generate(fresh)
-        new = {path.name: path.read_text() for path in stubs(fresh)}
-        old = {path.name: path.read_text() for path in stubs(ROOT)}
+        new = {str(path.relative_to(fresh)): path.read_text() for path in stubs(fresh)}
+        old = {str(path.relative_to(ROOT)): path.read_text() for path in stubs(ROOT)}
         stale = sorted(name for name in new.keys() | old.keys() if new.get(name) != old.get(name))
         if check:
             if stale:
@@ -81,9 +83,9 @@ def main() -> None:
             return
         for name in stale:
             if name in new:
-                shutil.copyfile(fresh / PACKAGE / name, ROOT / PACKAGE / name)
+                shutil.copyfile(fresh / name, ROOT / name)
             else:
-                (ROOT / PACKAGE / name).unlink()
+                (ROOT / name).unlink()
         print(f"{len(new)} stubs, {len(stale)} changed")
 
 

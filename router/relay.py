@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.request import GenerationRequest
 from serving.errors import Overloaded
-from serving.writer import Writer
 
 Emit = Callable[[common_pb2.TokenChunk], Awaitable[None]]
 
@@ -25,11 +25,19 @@ _WRITE_GRACE_S = 0.5
 """How long an abort waits for the message that is being written: gRPC takes no other one before."""
 
 
+class Sink(Protocol):
+    """Where an answer goes, in whatever protocol."""
+
+    async def write(self, message: generation_pb2.GenerateResponse, /) -> None:
+        """Returns when `message` is on its way. The message is reused for the next one: nothing may keep it."""
+        ...
+
+
 class Relay:
     """One request's way to its client. Belongs to the call's task."""
 
-    def __init__(self, request: GenerationRequest, writer: Writer[generation_pb2.GenerateResponse]) -> None:
-        self._writer = writer
+    def __init__(self, request: GenerationRequest, sink: Sink) -> None:
+        self._sink = sink
         self._turn = asyncio.Lock()
         self._num_choices = request.params.n
         self._response = generation_pb2.GenerateResponse(
@@ -105,7 +113,7 @@ class Relay:
         response = self._response
         response.tokens.CopyFrom(chunk)
         self._is_writing = True
-        await self._writer.write(response)
+        await self._sink.write(response)
         self._is_writing = False
         if response.model:  # it was the first
             for field in ("seed", "prompt_tokens", "model"):

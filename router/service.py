@@ -1,26 +1,19 @@
-"""The public servicer: thin. Validates, admits, relays, and tells the end."""
+"""The public servicer: thin. What a call does is in call.py."""
 
 from __future__ import annotations
 
-import asyncio
-
 from protos.tandem.v1 import generation_pb2
 from router.admission.door import Admission
-from router.choice import Choice
+from router.call import GenerateCall
+from router.callers import Callers
 from router.generate import Generator
-from router.journey import Journey
 from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
 from router.pools.pool import Pools
-from router.relay import Relay
-from router.request import GenerationRequest
 from router.running import Running
 from router.sampling import from_wire, to_wire
-from router.validation import validated
 from serving.calls import Context, remaining_s
-from serving.errors import ServiceError, Unavailable, invalid_argument
-from serving.events import RequestEvent
-from serving.logging import set_request_id
+from serving.errors import Unavailable, invalid_argument
 from serving.writer import Writer
 
 _MAX_ABORTS = 1024
@@ -29,11 +22,14 @@ _MAX_ABORTS = 1024
 class GenerationService:
     """tandem.v1.GenerationService. Holds no state of its own."""
 
-    def __init__(self, model: ServedModel, pools: Pools, admission: Admission, generator: Generator) -> None:
+    def __init__(
+        self, model: ServedModel, pools: Pools, admission: Admission, generator: Generator, callers: Callers
+    ) -> None:
         self._model = model
         self._pools = pools
         self._admission = admission
         self._generator = generator
+        self._callers = callers
         self.running = Running()
         self.metrics = RouterMetrics()
 
@@ -43,67 +39,29 @@ class GenerationService:
         context: Context,
         writer: Writer[generation_pb2.GenerateResponse],
     ) -> None:
-        journey = Journey(self.metrics)
-        choices: list[Choice] = []
-        outcome, problem = RequestEvent.ABORTED, ""  # unless it is said otherwise below, the client has gone
-        wanted: GenerationRequest | None = None
+        call = self.call()
         try:
-            tenant = self._admission.tenant_of(context.invocation_metadata())
-            wanted = await validated(request, self._model, self._limits(), remaining_s=remaining_s(), tenant=tenant)
-            set_request_id(wanted.label)
-            choices = [Choice(wanted, index) for index in range(wanted.params.n)]
-            await self._answer(wanted, choices, journey, writer)
-            aborted = any(choice.aborted for choice in choices)
-            outcome = RequestEvent.ABORTED if aborted else RequestEvent.FINISHED
-        except ServiceError as error:
-            outcome, problem = RequestEvent.FAILED, f"{error.code.name}: {error.message}"
-            raise
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            outcome, problem = RequestEvent.FAILED, type(error).__name__
-            raise
+            await call.run(request, writer, metadata=context.invocation_metadata(), remaining_s=remaining_s())
         finally:
-            context.set_trailing_metadata(journey.trailers())
-            journey.ended(outcome, wanted, sum(choice.num_emitted for choice in choices), problem)
+            context.set_trailing_metadata(call.journey.trailers())
 
-    async def _answer(
-        self,
-        wanted: GenerationRequest,
-        choices: list[Choice],
-        journey: Journey,
-        writer: Writer[generation_pb2.GenerateResponse],
-    ) -> None:
-        """Writes the whole answer; an abort ends it with one last message per choice."""
-        relay = Relay(wanted, writer)
-        async with relay.until_aborted():
-            with self.running.entered(wanted.label, relay.abort):
-                await self._admitted(wanted, choices, journey, relay)
-        if relay.aborted:
-            await relay.catch_up()
-            for choice in choices:
-                if not choice.finished:
-                    await relay.emit(choice.abort())
-
-    async def _admitted(self, wanted: GenerationRequest, choices: list[Choice], journey: Journey, relay: Relay) -> None:
-        """The request's work, once there is room for it. What waits for room can be aborted like what runs."""
-        async with self._admission.admit(wanted) as place:
-            journey.timeline.mark(RequestEvent.ADMITTED)
-            relay.on_begin(lambda: self._admission.prefilled(place))
-            try:
-                await self._generator.generate(choices, journey, relay.emit)
-            finally:
-                place.num_output_tokens = sum(choice.num_emitted for choice in choices)
+    def call(self) -> GenerateCall:
+        """A new call, received now, whatever protocol brought it."""
+        return GenerateCall(
+            self._model, self.limits, self._admission, self._generator, self.running, self.metrics, self._callers
+        )
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         if len(request.request_ids) > _MAX_ABORTS:
             raise invalid_argument("request_ids", f"{len(request.request_ids)} labels", f"at most {_MAX_ABORTS}")
-        return generation_pb2.AbortResponse(num_aborted=self.running.abort(request.request_ids))
+        caller = self._callers.of(context.invocation_metadata())
+        num_aborted = self.running.abort(map(caller.label, request.request_ids))
+        return generation_pb2.AbortResponse(num_aborted=num_aborted)
 
     async def GetModelInfo(
         self, request: generation_pb2.GetModelInfoRequest, context: Context
     ) -> generation_pb2.GetModelInfoResponse:
-        limits = self._limits()
+        limits = self.limits()
         defaults = from_wire(generation_pb2.GenerateRequest().sampling, self._model.defaults.sampling_fields())
         return generation_pb2.GetModelInfoResponse(
             model=self._model.name,
@@ -115,7 +73,14 @@ class GenerationService:
             sampling_defaults=to_wire(defaults, None),
         )
 
-    def _limits(self) -> ModelLimits:
+    @property
+    def fingerprint(self) -> str | None:
+        """What identifies weights, tokenizer and KV layout of the instances; None while none is known."""
+        infos = self._pools.decode_infos()
+        return infos[0].identity.fingerprint if infos else None
+
+    def limits(self) -> ModelLimits:
+        """What a valid request may ask for; raises Unavailable while no decode instance is known."""
         limits = ModelLimits.of(self._pools.decode_infos())
         if limits is None:
             raise Unavailable("no decode instance is available")

@@ -17,6 +17,7 @@ from engine.bad_words import with_bad_word_ids
 from engine.errors import InvalidRequest, NotServed, UnsupportedModel, shown
 from engine.sampling_params import MAX_SEED, SamplingParams, validate, validate_prompt
 from protos.tandem.v1 import generation_pb2
+from router.callers import Caller
 from router.model import ModelLimits, ServedModel
 from router.request import GenerationRequest
 from router.sampling import from_wire
@@ -37,7 +38,7 @@ async def validated(
     limits: ModelLimits,
     *,
     remaining_s: float | None,
-    tenant: str = "",
+    caller: Caller = Caller(),  # noqa: B008 - frozen
 ) -> GenerationRequest:
     """The request with every default resolved. Raises InvalidArgument, NotFound or Unsupported."""
     label = checked_label(request.request_id) if request.request_id else secrets.token_hex(8)
@@ -61,10 +62,10 @@ async def validated(
         params=msgspec.structs.replace(params, seed=seed),
         seed=seed,
         priority=request.priority,
-        cache_salt=request.cache_salt,
+        cache_salt=caller.salt(request.cache_salt),
         session=request.session,
         deadline_s=deadline_s,
-        tenant=tenant,
+        tenant=caller.tenant,
     )
 
 

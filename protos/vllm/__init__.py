@@ -1,0 +1,1 @@
+"""Services under names that others have given them."""

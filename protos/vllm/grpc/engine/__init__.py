@@ -1,0 +1,1 @@
+"""vllm.grpc.engine: the part of VllmEngine that Tandem's router answers."""

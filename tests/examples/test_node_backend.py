@@ -1,0 +1,106 @@
+"""examples/node-backend against a router: it streams, keeps its deadline, cancels and comes again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.fakes.tokens import text_of, token_at
+from tests.router.conftest import Run
+from tests.router.rig import Rig, slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples/node-backend"
+
+
+@asynccontextmanager
+async def backend(rig: Rig, **env: str) -> AsyncIterator[httpx.AsyncClient]:
+    """The example as a process, and a client of it."""
+    installed = EXAMPLE / "node_modules/@grpc/grpc-js"
+    assert installed.is_dir(), "the example's packages are missing: cd examples/node-backend && npm ci"
+    process = await asyncio.create_subprocess_exec(
+        "node",
+        "server.js",
+        cwd=EXAMPLE,
+        env={**os.environ, "TANDEM_ADDRESS": rig.app.address, "PORT": "0", **env},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+        async with httpx.AsyncClient(base_url=line.removeprefix("listening on ").strip(), timeout=60) as client:
+            yield client
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 20) == 0, "the backend did not end by itself"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def told(fake: FakeInstance, num_tokens: int) -> str:
+    """What a fault-free run answers to the request that `fake` got last."""
+    wanted = fake.recorded("decode")[-1].detail.request
+    ids = [token_at(wanted.prompt_token_ids, wanted.sampling.seed, 0, position) for position in range(num_tokens)]
+    return text_of(ids)
+
+
+async def test_an_answer_is_passed_on_as_it_is_written(run: Run) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.02))
+    async with run(prefill=0, decode=[decode]) as rig, backend(rig) as client:
+        async with client.stream("POST", "/ask", content="Who lives here?") as response:
+            assert response.status_code == 200
+            pieces = [piece async for piece in response.aiter_text()]
+        assert len(pieces) > 20, "it came at once"
+        assert "".join(pieces) == told(decode, 256) + "\n"
+        await rig.until_idle()
+
+
+async def test_a_reader_that_hangs_up_ends_the_request(run: Run) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run(prefill=0, decode=[decode]) as rig, backend(rig) as client:
+        async with client.stream("POST", "/ask", content="hi") as response:
+            await anext(response.aiter_text())
+        await decode.until("decode cancelled")
+        assert len(decode.recorded("token")) < 100
+        await rig.until_idle()
+        decode.behaviour.token_s = 0.0
+        assert (await client.post("/ask", content="hi")).status_code == 200, "the backend lives on"
+
+
+async def test_the_deadline_is_kept(run: Run) -> None:
+    decode = FakeInstance("decode", behaviour=Behaviour(prefill_s=60.0))
+    async with run(prefill=0, decode=[decode]) as rig, backend(rig, DEADLINE_MS="500") as client:
+        response = await client.post("/ask", content="hi")
+        assert response.status_code == 504
+        await rig.until_idle()
+
+
+async def test_it_comes_again_when_nobody_was_there(run: Run) -> None:
+    async with run(prefill=0) as rig, backend(rig) as client:
+        [decode] = rig.decode
+        await decode.kill()
+        await rig.until_ready(num_decode=0)
+        asking = asyncio.create_task(client.post("/ask", content="hi"))
+        async with asyncio.timeout(20):
+            while not rig.app.service.metrics.ended["unavailable"]:
+                await asyncio.sleep(0.01)
+        await decode.restart()
+        response = await asking
+        assert response.status_code == 200
+        assert response.text == told(decode, 256) + "\n"
+        assert rig.app.service.metrics.num_received > 1
+
+
+async def test_a_wrong_request_is_not_tried_again(run: Run) -> None:
+    async with run(prefill=0) as rig, backend(rig) as client:
+        response = await client.post("/ask", content="x" * 5000)
+        assert response.status_code == 400
+        assert "limit 4095" in response.text
+        assert rig.app.service.metrics.num_received == 1

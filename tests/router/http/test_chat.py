@@ -1,0 +1,155 @@
+"""/v1/chat/completions as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from protos.tandem.v1 import common_pb2, generation_pb2
+from router.model import ServedModel
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.fakes.tokens import expected_ids, text_of
+from tests.router.http.conftest import HttpRig, RunHttp
+from tests.router.rig import SEED, Answer
+
+MESSAGES: list[dict[str, str]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hi <eos>"},
+]
+
+
+async def over_grpc(http: HttpRig, num_tokens: int) -> Answer:
+    chat = generation_pb2.Chat(messages=[generation_pb2.ChatMessage(**message) for message in MESSAGES])
+    sampling = common_pb2.SamplingParams(max_tokens=num_tokens, seed=SEED)
+    return await http.rig.generate(generation_pb2.GenerateRequest(chat=chat, sampling=sampling))
+
+
+async def chat(http: HttpRig, **options: Any) -> Any:
+    options = {"messages": MESSAGES, "max_tokens": 8, "seed": SEED, **options}
+    return await http.openai.chat.completions.create(model="fake", **options)
+
+
+async def test_a_chat_has_the_tokens_of_the_grpc_answer(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        told = await over_grpc(http, 8)
+        answer = await chat(http, extra_body={"return_token_ids": True})
+        [choice] = answer.choices
+        assert (choice.message.role, choice.message.content) == ("assistant", told.text())
+        assert choice.model_extra["token_ids"] == told.ids()
+        assert (choice.finish_reason, answer.object) == ("length", "chat.completion")
+        assert answer.usage.prompt_tokens == told.responses[0].prompt_tokens
+        assert answer.system_fingerprint == "fp_f0"
+
+
+async def test_a_streamed_chat_begins_with_the_role(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        told = await over_grpc(http, 8)
+        events = [event async for event in await chat(http, stream=True)]
+        assert [event.choices[0].delta.content for event in events] == [chunk.text for chunk in told.chunks()]
+        assert [event.choices[0].delta.role for event in events] == ["assistant"] + [None] * 7
+        assert [event.choices[0].finish_reason for event in events] == [None] * 7 + ["length"]
+        assert {event.object for event in events} == {"chat.completion.chunk"}
+
+
+async def test_the_clients_own_stream_helper_puts_it_together(run_http: RunHttp) -> None:
+    async with run_http(decode=[FakeInstance("decode", behaviour=Behaviour(stop_at=7))]) as http:
+        told = await over_grpc(http, 20)
+        async with http.openai.chat.completions.stream(
+            model="fake", messages=MESSAGES, max_tokens=20, seed=SEED, stream_options={"include_usage": True}
+        ) as stream:
+            answer = await stream.get_final_completion()
+        assert answer.choices[0].message.content == told.text()
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_two_choices_each_go_their_way(run_http: RunHttp, stream: bool) -> None:
+    async with run_http() as http:
+        answer = await chat(http, n=2, stream=stream, extra_body={"return_token_ids": True})
+        ids: dict[int, list[int]] = {0: [], 1: []}
+        texts = {0: "", 1: ""}
+        prompt: list[int] = []
+        for event in [event async for event in answer] if stream else [answer]:
+            for choice in event.choices:
+                ids[choice.index] += choice.model_extra["token_ids"]
+                texts[choice.index] += (choice.delta if stream else choice.message).content
+                prompt = choice.model_extra.get("prompt_token_ids", prompt)
+        for index in range(2):
+            assert ids[index] == expected_ids(prompt, SEED, 8, index)
+            assert texts[index] == text_of(ids[index])
+
+
+async def test_logprobs_are_one_object_a_token(run_http: RunHttp, model: ServedModel) -> None:
+    async with run_http() as http:
+        answer = await chat(http, logprobs=True, top_logprobs=1, max_tokens=3, extra_body={"return_token_ids": True})
+        told = answer.choices[0].logprobs.content
+        assert model.tokenizer is not None
+        assert model.tokenizer.token_bytes is not None
+        data = [model.tokenizer.token_bytes.of(i) for i in answer.choices[0].model_extra["token_ids"]]
+        assert [bytes(entry.bytes) for entry in told] == data
+        assert [entry.logprob for entry in told] == [0.0, -0.5, -1.0]
+        assert [[top.token for top in entry.top_logprobs] for entry in told] == [[entry.token] for entry in told]
+        streamed = [event async for event in await chat(http, logprobs=True, max_tokens=3, stream=True)]
+        pieces = [event.choices[0].logprobs.content for event in streamed]
+        assert [[entry.logprob for entry in piece] for piece in pieces] == [[0.0], [-0.5], [-1.0]]
+
+
+async def test_a_chat_without_a_length_may_fill_the_context(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        stream = await http.openai.chat.completions.create(model="fake", messages=MESSAGES, stream=True)  # type: ignore[arg-type]
+        await anext(aiter(stream))
+        await stream.close()
+        wanted = http.rig.decode[0].recorded("decode")[0].detail.request
+        assert wanted.sampling.max_tokens == 4096 - len(wanted.prompt_token_ids)
+        await http.rig.until_idle()
+
+
+async def test_the_newer_name_of_the_length_goes_first(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        answer = await chat(http, max_tokens=9, max_completion_tokens=4)
+        assert answer.usage.completion_tokens == 4
+
+
+async def test_content_may_come_in_parts_of_text(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+        in_parts = await chat(http, messages=[{"role": "user", "content": parts}])
+        whole = await chat(http, messages=[{"role": "user", "content": "one\ntwo"}])
+        assert in_parts.choices[0].message.content == whole.choices[0].message.content
+
+
+async def test_a_developer_is_the_system_and_an_answer_goes_back_as_it_came(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        told = await chat(http)
+        before = [*MESSAGES, told.choices[0].message.model_dump(), {"role": "user", "content": "more", "name": "Ann"}]
+        plain = [*MESSAGES, {"role": "assistant", "content": told.choices[0].message.content}]
+        plain = [*plain, {"role": "user", "content": "more"}]
+        before[0] = {**before[0], "role": "developer"}
+        answers = [await chat(http, messages=messages) for messages in (before, plain)]
+        assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "messages: the list is empty"),
+        ([{"role": "user"}], "messages[0].content: is required"),
+        ([{"role": "robot", "content": "hi"}], "messages[0].role: 'robot'"),
+        ([{"role": "user", "content": 5}], "messages[0].content: 5: input should be a valid string"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "is of type 'image_url'"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "tool_calls is not served here"),
+        ([{"role": "user", "content": "hi", "colour": 1}], "messages[0].colour: 1: extra inputs are not permitted"),
+    ],
+)
+async def test_what_is_wrong_with_a_message_is_named(
+    run_http: RunHttp, messages: list[dict[str, Any]], said: str
+) -> None:
+    async with run_http() as http:
+        with pytest.raises(openai.BadRequestError) as raised:
+            await chat(http, messages=messages)
+        assert said in raised.value.message
+        assert str(raised.value.param).startswith("messages")
