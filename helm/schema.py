@@ -1,0 +1,105 @@
+"""values.schema.json: the types of values.yaml, what constraints.yaml adds, and the services' own settings trees.
+
+A key that does not exist is an error of `helm install`, down to the last setting of an instance. What the chart decides
+itself (addresses, the connector, the model's folder) is left out of the settings, so that it has one place only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from helm.values_doc import documented
+from instance.config import InstanceSettings
+from router.config import RouterSettings
+from serving.metrics import LATENCY_BUCKETS_S
+from serving.settings import Settings
+
+ROUTER_OWNED = (
+    "router",
+    "metrics",
+    *("server.host", "server.port", "server.advertise"),
+    *("pools.prefill", "pools.decode", "pools.stack"),
+    "http.listen",
+    "admission.num_routers",
+    "autoscaler.enabled",
+)
+INSTANCE_OWNED = (
+    "metrics",
+    *("model.folder", "model.name"),
+    *("server.host", "server.port", "server.advertise", "server.listen"),
+    *("instance.id", "instance.ready_file"),
+    *("transfer.connector", "transfer.folder", "transfer.url", "transfer.secret_file"),
+    *("transfer.capacity_bytes", "transfer.options"),
+)
+"""Sections and settings that other values of the chart decide."""
+
+Schema = dict[str, Any]
+_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+def values_schema(values_text: str, constraints_path: Path) -> str:
+    """The schema as JSON. Raises ValueError where a value's type cannot be told, or a constraint has no value."""
+    constraints: dict[str, Schema] = yaml.safe_load(constraints_path.read_text())
+    docs = {value.path: value.doc for value in documented(values_text)}
+    unused = dict(constraints)
+    schema = _object(yaml.safe_load(values_text), "", constraints, docs, unused)
+    if unused:
+        raise ValueError(f"{constraints_path.name}: values.yaml has no {', '.join(unused)}")
+    schema["$defs"] = {
+        "latencyBound": {"enum": list(LATENCY_BUCKETS_S)},
+        "pool": schema["properties"]["instance"],
+        **_definitions("router", RouterSettings, ROUTER_OWNED),
+        **_definitions("instance", InstanceSettings, INSTANCE_OWNED),
+    }
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Values of the tandem chart"}
+    return json.dumps({**head, **schema}, indent=1) + "\n"
+
+
+def _object(
+    values: dict[str, Any], above: str, constraints: dict[str, Schema], docs: dict[str, str], unused: dict[str, Schema]
+) -> Schema:
+    properties = {}
+    for key, default in values.items():
+        path = f"{above}{key}"
+        if path in constraints:
+            unused.pop(path)
+            one = dict(constraints[path])
+        elif isinstance(default, dict) and default:
+            one = _object(default, f"{path}.", constraints, docs, unused)
+        elif type(default) in _NAMES:
+            one = {"type": _NAMES[type(default)]}
+        else:
+            raise ValueError(f"{path}: {default!r} does not tell its type; constraints.yaml has to")
+        properties[key] = {"description": docs[path], **one} if path in docs else one
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _definitions(prefix: str, tree: type[Settings], owned: Iterable[str]) -> dict[str, Schema]:
+    """The definitions of one settings tree, without what the chart decides, and with nothing required."""
+    whole = tree.model_json_schema(ref_template=f"#/$defs/{prefix}.{{model}}")
+    sections: dict[str, Schema] = whole.pop("$defs")
+    for path in owned:
+        section, _, name = path.partition(".")
+        definition = whole["properties"][section]["$ref"].rpartition(".")[2]
+        if name:
+            del sections[definition]["properties"][name]
+        else:
+            del whole["properties"][section], sections[definition]
+    named = {**sections, tree.__name__: whole}
+    return {f"{prefix}.{name}": _plain(definition) for name, definition in named.items()}
+
+
+def _plain(definition: Any) -> Any:
+    """Without what only Python's side reads."""
+    if isinstance(definition, list):
+        return [_plain(item) for item in definition]
+    if not isinstance(definition, dict):
+        return definition
+    kept = {key: _plain(value) for key, value in definition.items() if key not in ("title", "flag", "required")}
+    kept.pop("default", None)
+    return kept

@@ -1,0 +1,79 @@
+{{/* Where the checkpoint lies in a pod, and how it comes there. */}}
+
+{{- define "tandem.modelFolder" -}}
+{{- $model := .Values.model -}}
+{{- if eq $model.source "hub" -}}
+/models/{{ $model.hub.id | replace "/" "--" }}/{{ $model.hub.revision | replace "/" "--" }}
+{{- else if eq $model.source "claim" -}}
+/models{{ with $model.claim.path }}/{{ trimAll "/" . }}{{ end }}
+{{- else -}}
+{{ $model.image.path }}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.modelCacheClaim" -}}
+{{- if .Values.model.hub.cache.existingClaim -}}
+{{- .Values.model.hub.cache.existingClaim -}}
+{{- else if .Values.model.hub.cache.create -}}
+{{- printf "%s-model-cache" (include "tandem.fullname" .) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.modelVolumes" -}}
+{{- if eq .Values.model.source "claim" }}
+- name: model
+  persistentVolumeClaim: {claimName: {{ .Values.model.claim.name | quote }}, readOnly: true}
+{{- else if eq .Values.model.source "hub" }}
+- name: model
+{{- if include "tandem.modelCacheClaim" . }}
+  persistentVolumeClaim: {claimName: {{ include "tandem.modelCacheClaim" . | quote }}}
+{{- else }}
+  emptyDir: {sizeLimit: {{ .Values.model.hub.cache.size | quote }}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.modelMounts" -}}
+{{- if ne .Values.model.source "image" }}
+- {name: model, mountPath: /models, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* Fetches what is not there yet. A router needs no weights: (dict "root" $ "component" "router"). */}}
+{{- define "tandem.modelInit" -}}
+{{- $root := .root -}}
+{{- $hub := .root.Values.model.hub -}}
+{{- if eq .root.Values.model.source "hub" }}
+- name: model
+  image: {{ include "tandem.image" .root | quote }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [hf, download, {{ $hub.id | quote }}]
+  args:
+    - --revision={{ $hub.revision }}
+    - --local-dir={{ include "tandem.modelFolder" .root }}
+    {{- range list "*.json" "*.jinja" "merges.txt" "vocab.txt" }}
+    - --include={{ . }}
+    {{- end }}
+    {{- if ne .component "router" }}
+    - --include=*.safetensors
+    {{- end }}
+  env:
+    - {name: HF_HOME, value: /var/cache/tandem/hub}
+    - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
+    {{- with $hub.endpoint }}
+    - {name: HF_ENDPOINT, value: {{ . | quote }}}
+    {{- end }}
+    {{- if $hub.existingSecret }}
+    - name: HF_TOKEN
+      valueFrom: {secretKeyRef: {name: {{ $hub.existingSecret | quote }}, key: {{ $hub.existingSecretTokenKey | quote }}}}
+    {{- end }}
+  securityContext: {{- toYaml .root.Values.containerSecurityContext | nindent 4 }}
+  resources:
+    requests: {cpu: 100m, memory: 512Mi}
+    limits: {memory: 2Gi}
+  volumeMounts:
+    - {name: model, mountPath: /models}
+    - {name: cache, mountPath: /var/cache/tandem}
+    - {name: tmp, mountPath: /tmp}
+{{- end }}
+{{- end -}}

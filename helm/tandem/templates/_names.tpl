@@ -1,0 +1,94 @@
+{{/* Names, labels and images. Every label's value is quoted: a release may be called `on`. */}}
+
+{{/* At most 40 characters, so that every suffix fits into 63; a longer name ends in its own digest. */}}
+{{- define "tandem.fullname" -}}
+{{- $chart := .Values.nameOverride | default .Chart.Name -}}
+{{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name $chart) (contains $chart .Release.Name) -}}
+{{- $name = .Values.fullnameOverride | default $name -}}
+{{- if gt (len $name) 40 -}}
+{{- printf "%s-%s" (trunc 31 $name | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- else -}}
+{{- $name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Selector of one component: (dict "root" $ "component" "decode"). Never changes between versions. */}}
+{{- define "tandem.selector" -}}
+app.kubernetes.io/name: {{ .root.Values.nameOverride | default .root.Chart.Name | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
+app.kubernetes.io/component: {{ .component | quote }}
+{{- end -}}
+
+{{/* Labels of pods. No version among them: a new chart alone starts no pod again. */}}
+{{- define "tandem.podLabels" -}}
+{{ include "tandem.selector" . }}
+app.kubernetes.io/part-of: "tandem"
+{{- range $key, $value := .root.Values.commonLabels }}
+{{ $key }}: {{ $value | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels of every object. */}}
+{{- define "tandem.labels" -}}
+{{ include "tandem.selector" . }}
+app.kubernetes.io/part-of: "tandem"
+app.kubernetes.io/version: {{ .root.Values.image.tag | default .root.Chart.AppVersion | trunc 63 | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | quote }}
+{{- range $key, $value := .root.Values.commonLabels }}
+{{ $key }}: {{ $value | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* `metadata` of one object: (dict "root" $ "component" "decode" "suffix" "decode" "labels" (dict …) "annotations" (dict …)) */}}
+{{- define "tandem.metadata" -}}
+name: {{ include "tandem.name" . }}
+labels:
+  {{- include "tandem.labels" . | nindent 2 }}
+  {{- range $key, $value := .labels }}
+  {{ $key }}: {{ $value | quote }}
+  {{- end }}
+{{- with .annotations }}
+annotations:
+  {{- range $key, $value := . }}
+  {{ $key }}: {{ $value | quote }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Name of one object: (dict "root" $ "suffix" "decode") */}}
+{{- define "tandem.name" -}}
+{{ printf "%s-%s" (include "tandem.fullname" .root) .suffix | quote }}
+{{- end -}}
+
+{{- define "tandem.image" -}}
+{{- $image := .Values.image -}}
+{{- $registry := .Values.global.imageRegistry | default $image.registry -}}
+{{- $name := ternary (printf "%s/%s" $registry $image.repository) $image.repository (ne $registry "") -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $name $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $name ($image.tag | default .Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* ServiceAccount's name: (dict "root" $ "component" "router") */}}
+{{- define "tandem.serviceAccount" -}}
+{{- $accounts := .root.Values.serviceAccount -}}
+{{- if eq .component "router" -}}
+{{- $accounts.routerName | default (printf "%s-router" (include "tandem.fullname" .root)) -}}
+{{- else -}}
+{{- $accounts.instanceName | default (printf "%s-instance" (include "tandem.fullname" .root)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* One pool's values, as YAML: those of `instance`, and over them the pool's own. */}}
+{{- define "tandem.pool" -}}
+{{- $own := index .root.Values.pools .component -}}
+{{- toYaml (mustMergeOverwrite (deepCopy .root.Values.instance) (deepCopy $own)) -}}
+{{- end -}}
+
+{{/* A histogram's bound as Prometheus writes it: 2.5, and 1.0 for 1. */}}
+{{- define "tandem.bound" -}}
+{{- if eq (. | float64) (floor .) }}{{ printf "%.1f" (. | float64) }}{{ else }}{{ . }}{{ end -}}
+{{- end -}}

@@ -1,0 +1,58 @@
+{{/* What the schema cannot say: values that do not go together. Each message names the value and what to write. */}}
+{{- define "tandem.validate" -}}
+{{- $connector := .Values.connector -}}
+{{- $names := include "tandem.connectors" . | fromJsonArray -}}
+{{- $known := list "null" "nixl" "redis" "shared_storage" "lmcache" -}}
+{{- if ne (len $names) (len (uniq $names)) -}}
+{{- fail (printf "connector.name: %q names a connector twice" $connector.name) -}}
+{{- end -}}
+{{- range $name := $names -}}
+{{- if not (or (has $name $known) (contains ":" $name)) -}}
+{{- fail (printf "connector.name: %q is none of %s, nor module:Class" $name (join ", " $known)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name := rest $names -}}
+{{- if has $name (list "nixl" "null") -}}
+{{- fail (printf "connector.name: %s stores nothing: it can only be the first of a list, which hands over; write connector.name=%s,…" $name $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (gt (len $names) 1) (has "null" $names) -}}
+{{- fail "connector.name: null moves nothing and stands alone" -}}
+{{- end -}}
+{{- if and (has "lmcache" $names) (or (has "redis" $names) (has "shared_storage" $names)) -}}
+{{- fail "connector.name: lmcache shares its address or volume with redis and shared_storage; put it alone, or after nixl" -}}
+{{- end -}}
+{{- if and (has "lmcache" $names) (eq $connector.lmcache.place "server") (not $connector.lmcache.serverUrl) -}}
+{{- fail "connector.lmcache.serverUrl: place is server, so give tcp://host:port of an `lmcache server`" -}}
+{{- end -}}
+{{- if and (include "tandem.usesRedis" .) (not $connector.redis.bundled) (not $connector.redis.url) -}}
+{{- fail "connector.redis.url: redis is not bundled, so give redis://host:port/db, or set connector.redis.bundled=true" -}}
+{{- end -}}
+{{- if and (include "tandem.usesRedis" .) $connector.redis.bundled $connector.redis.url -}}
+{{- fail "connector.redis.url: the bundled Redis would not be used; set connector.redis.bundled=false, or leave url empty" -}}
+{{- end -}}
+{{- if and $connector.capacityBytes (not (include "tandem.usesVolume" .)) -}}
+{{- fail (printf "connector.capacityBytes: means nothing to %s; a Redis is bounded by connector.redis.maxMemory" $connector.name) -}}
+{{- end -}}
+{{- if and (include "tandem.usesVolume" .) (not $connector.sharedStorage.existingClaim) (not (has "ReadWriteMany" $connector.sharedStorage.accessModes)) -}}
+{{- fail "connector.sharedStorage.accessModes: all instances write to this volume, so it is [ReadWriteMany]; for one node give an existingClaim" -}}
+{{- end -}}
+{{- $model := .Values.model -}}
+{{- if and (eq $model.source "hub") (not $model.hub.id) -}}
+{{- fail "model.hub.id: model.source is hub, so give owner/name" -}}
+{{- end -}}
+{{- if and (eq $model.source "claim") (not $model.claim.name) -}}
+{{- fail "model.claim.name: model.source is claim, so give the PersistentVolumeClaim with the checkpoint" -}}
+{{- end -}}
+{{- if and .Values.metrics.alerts.enabled (not .Values.metrics.enabled) -}}
+{{- fail "metrics.alerts.enabled: nothing would be measured; set metrics.enabled=true" -}}
+{{- end -}}
+{{- if and (ne .Values.metrics.monitor.kind "none") (not .Values.metrics.enabled) -}}
+{{- fail (printf "metrics.monitor.kind: a %s would find no port; set metrics.enabled=true" .Values.metrics.monitor.kind) -}}
+{{- end -}}
+{{- if not .Values.serviceAccount.create -}}
+{{- if not (and .Values.serviceAccount.routerName .Values.serviceAccount.instanceName) -}}
+{{- fail "serviceAccount.routerName and serviceAccount.instanceName: serviceAccount.create is false, so both are needed" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,256 @@
+{{/*
+The Deployment of one component, the same for router and pools:
+  root, component  whose it is
+  module           python -m …
+  ready            gRPC service whose health is readiness; the empty name is liveness
+  spec             its values
+  settings         its settings file, as YAML
+  replicas         absent: somebody else writes them
+  startupSeconds   time until it listens
+*/}}
+{{- define "tandem.deployment" -}}
+{{- $settings := fromYaml .settings -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  {{- include "tandem.metadata" (merge (dict "suffix" .component) .) | nindent 2 }}
+spec:
+  {{- if hasKey . "replicas" }}
+  replicas: {{ .replicas }}
+  {{- end }}
+  revisionHistoryLimit: 5
+  progressDeadlineSeconds: {{ add .startupSeconds 300 }}
+  strategy:
+    {{- toYaml (.spec.strategy | default (dict "type" "RollingUpdate" "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0))) | nindent 4 }}
+  selector:
+    matchLabels: {{- include "tandem.selector" . | nindent 6 }}
+  template:
+    metadata:
+      labels:
+        {{- include "tandem.podLabels" . | nindent 8 }}
+        {{- range $key, $value := .spec.podLabels }}
+        {{ $key }}: {{ $value | quote }}
+        {{- end }}
+      annotations:
+        checksum/settings: {{ sha256sum .settings | quote }}
+        {{- range $key, $value := .spec.podAnnotations }}
+        {{ $key }}: {{ $value | quote }}
+        {{- end }}
+    spec:
+      {{- include "tandem.podSettings" . | nindent 6 }}
+      terminationGracePeriodSeconds: {{ include "tandem.terminationGrace" $settings }}
+      {{- with include "tandem.modelInit" . | trim }}
+      initContainers: {{- . | nindent 8 }}
+      {{- end }}
+      containers:
+        - name: {{ .component }}
+          {{- include "tandem.container" . | nindent 10 }}
+      volumes:
+        - name: settings
+          configMap: {name: {{ include "tandem.name" (merge (dict "suffix" (printf "%s-settings" .component)) .) }}}
+        - name: tmp
+          emptyDir: {sizeLimit: {{ .spec.scratchSize | quote }}}
+        - name: cache
+          emptyDir: {sizeLimit: {{ .spec.scratchSize | quote }}}
+        {{- with include "tandem.modelVolumes" .root | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
+        {{- if ne .component "router" }}
+        - name: shm
+          emptyDir: {medium: Memory, sizeLimit: {{ .spec.shmSize | quote }}}
+        {{- with include "tandem.connectorVolumes" .root | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
+        {{- end }}
+        {{- with .spec.extraVolumes }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+{{- end -}}
+
+{{- define "tandem.servesOpenai" -}}
+{{- if and (eq .component "router") .root.Values.router.openai.enabled -}}true{{- end -}}
+{{- end -}}
+
+{{/* What a pod has beside its containers and volumes. */}}
+{{- define "tandem.podSettings" -}}
+serviceAccountName: {{ include "tandem.serviceAccount" . | quote }}
+automountServiceAccountToken: {{ and (eq .component "router") (eq .root.Values.autoscaling.mode "builtin") }}
+enableServiceLinks: false
+securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . | quote }}
+  {{- end }}
+{{- end }}
+{{- range $field := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "resourceClaims" }}
+{{- with index $.spec $field }}
+{{ $field }}: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- if kindIs "invalid" .spec.topologySpreadConstraints }}
+topologySpreadConstraints:
+  - topologyKey: kubernetes.io/hostname
+    maxSkew: 1
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "tandem.selector" . | nindent 8 }}
+    matchLabelKeys: [pod-template-hash]
+{{- else if .spec.topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml .spec.topologySpreadConstraints | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* The container itself. Each probe asks for one service of grpc.health.v1; the port has no name, the kubelet wants a number. */}}
+{{- define "tandem.container" -}}
+{{- $port := include "tandem.grpcPort" .root | int -}}
+image: {{ include "tandem.image" .root | quote }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+command: [python, -m, {{ .module }}]
+args: [--config=/etc/tandem/settings/settings.yaml]
+env: {{- include "tandem.env" . | nindent 2 }}
+ports:
+  - {name: grpc, containerPort: {{ $port }}}
+  {{- if include "tandem.servesOpenai" . }}
+  - {name: openai, containerPort: {{ .spec.openai.port }}}
+  {{- end }}
+  {{- if .root.Values.metrics.enabled }}
+  - {name: metrics, containerPort: {{ .root.Values.metrics.port }}}
+  {{- end }}
+startupProbe:
+  grpc: {port: {{ $port }}, service: ""}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: {{ max 1 (ceil (divf .startupSeconds 5)) }}
+livenessProbe:
+  grpc: {port: {{ $port }}, service: ""}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 3
+readinessProbe:
+  grpc: {port: {{ $port }}, service: {{ .ready }}}
+  periodSeconds: 3
+  timeoutSeconds: 3
+  failureThreshold: 2
+securityContext: {{- include "tandem.securityContext" . | nindent 2 }}
+resources: {{- include "tandem.resources" . | nindent 2 }}
+volumeMounts:
+  - {name: settings, mountPath: /etc/tandem/settings, readOnly: true}
+  - {name: tmp, mountPath: /tmp}
+  - {name: cache, mountPath: /var/cache/tandem}
+  {{- with include "tandem.modelMounts" .root | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  {{- if ne .component "router" }}
+  - {name: shm, mountPath: /dev/shm}
+  {{- with include "tandem.connectorMounts" .root | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  {{- end }}
+  {{- with .spec.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* Variables: what only the pod knows, and where libraries may write. Settings in the environment go before the file. */}}
+{{- define "tandem.env" -}}
+{{- $resources := .spec.resources -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: TANDEM_SERVER__HOST, value: {{ ternary .spec.bindAddress "$(POD_IP)" (eq .component "router") | quote }}}
+{{- if .root.Values.metrics.enabled }}
+- {name: TANDEM_METRICS__LISTEN, value: "[$(POD_IP)]:{{ .root.Values.metrics.port }}"}
+{{- end }}
+{{- if eq .component "router" }}
+{{- with .spec.adminListen }}
+- {name: TANDEM_ROUTER__ADMIN_LISTEN, value: {{ . | quote }}}
+{{- end }}
+{{- if include "tandem.servesOpenai" . }}
+- {name: TANDEM_HTTP__LISTEN, value: "[{{ .spec.bindAddress }}]:{{ .spec.openai.port }}"}
+{{- end }}
+{{- else }}
+- name: TANDEM_INSTANCE__ID
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- $which := ternary "limits" "requests" (hasKey ($resources.limits | default dict) "cpu") }}
+{{- if and (hasKey (index $resources $which | default dict) "cpu") (not (dig "engine" "num_threads" "" .spec.settings)) }}
+- name: TANDEM_ENGINE__NUM_THREADS
+  valueFrom: {resourceFieldRef: {containerName: {{ .component }}, resource: {{ $which }}.cpu}}
+{{- end }}
+- {name: NUMBA_CACHE_DIR, value: /var/cache/tandem/numba}
+{{- include "tandem.connectorEnv" .root }}
+{{- end }}
+- {name: XDG_CACHE_HOME, value: /var/cache/tandem}
+- {name: HOME, value: /tmp}
+{{- with .spec.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.securityContext" -}}
+{{- $context := deepCopy .root.Values.containerSecurityContext -}}
+{{- with .spec.addCapabilities -}}
+{{- $_ := set $context "capabilities" (mustMergeOverwrite ($context.capabilities | default dict) (dict "add" .)) -}}
+{{- end -}}
+{{- toYaml $context -}}
+{{- end -}}
+
+{{/* Resources, with the GPUs and all claims of the pod. */}}
+{{- define "tandem.resources" -}}
+{{- $resources := deepCopy .spec.resources -}}
+{{- if ne .component "router" -}}
+{{- with .spec.gpu -}}
+{{- if gt (.count | int) 0 -}}
+{{- $_ := set $resources "limits" (mustMergeOverwrite ($resources.limits | default dict) (dict .resource (.count | int))) -}}
+{{- end -}}
+{{- end -}}
+{{- with .spec.resourceClaims -}}
+{{- $claims := list -}}
+{{- range . }}{{ $claims = append $claims (dict "name" .name) }}{{ end -}}
+{{- $_ := set $resources "claims" $claims -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* A headless Service: an address for each ready pod. */}}
+{{- define "tandem.headlessService" -}}
+apiVersion: v1
+kind: Service
+metadata:
+  {{- include "tandem.metadata" . | nindent 2 }}
+spec:
+  type: ClusterIP
+  clusterIP: None
+  publishNotReadyAddresses: false
+  selector: {{- include "tandem.selector" . | nindent 4 }}
+  ports:
+    - {name: grpc, port: {{ include "tandem.grpcPort" .root }}, targetPort: grpc, appProtocol: kubernetes.io/h2c}
+    {{- if include "tandem.servesOpenai" . }}
+    - {name: openai, port: {{ .spec.openai.port }}, targetPort: openai, appProtocol: http}
+    {{- end }}
+    {{- if .root.Values.metrics.enabled }}
+    - {name: metrics, port: {{ .root.Values.metrics.port }}, targetPort: metrics}
+    {{- end }}
+{{- end -}}
+
+{{- define "tandem.settingsMap" -}}
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  {{- include "tandem.metadata" (merge (dict "suffix" (printf "%s-settings" .component)) .) | nindent 2 }}
+data:
+  settings.yaml: |
+    {{- .settings | nindent 4 }}
+{{- end -}}
+
+{{- define "tandem.disruptionBudget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  {{- include "tandem.metadata" (merge (dict "suffix" .component) .) | nindent 2 }}
+spec:
+  maxUnavailable: {{ .spec.maxUnavailable }}
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels: {{- include "tandem.selector" . | nindent 6 }}
+{{- end -}}
