@@ -4,11 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NODE_INSTALLED := node_modules/.installed
+EXAMPLE := examples/node-backend
+EXAMPLE_INSTALLED := $(EXAMPLE)/node_modules/.installed
 PYTEST := $(BIN)/python -m pytest
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check lint types imports protos-check test test-slow test-gpu protos format bench clean
+.PHONY: help install run check lint types imports protos-check test test-slow test-gpu chart protos format bench clean
 
 help: ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +53,12 @@ protos-check: $(INSTALLED) $(NODE_INSTALLED)
 	node_modules/.bin/buf lint
 	node_modules/.bin/buf format --diff --exit-code
 
+$(EXAMPLE_INSTALLED): $(EXAMPLE)/package.json $(EXAMPLE)/package-lock.json
+	@command -v npm >/dev/null || { \
+	  echo "The tests run the example in Node, which comes with npm. On Debian and Ubuntu: apt-get install npm" >&2; exit 1; }
+	cd $(EXAMPLE) && npm ci --no-progress --loglevel=error
+	@touch $@
+
 .PHONY: redis-server
 redis-server: # Debian's, for the tests of the Redis connector
 	@command -v redis-server >/dev/null || { \
@@ -58,11 +66,15 @@ redis-server: # Debian's, for the tests of the Redis connector
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } || { \
 	  echo "The tests need redis-server. On Debian and Ubuntu: sudo apt-get install redis-server" >&2; exit 1; }
 
-test: $(INSTALLED) redis-server ## Run the tests (minutes; no GPU needed).
+test: $(INSTALLED) $(EXAMPLE_INSTALLED) redis-server ## Run the tests (minutes; no GPU needed).
 	$(PYTEST) $(ARGS)
 
 test-slow: $(INSTALLED) redis-server ## Run the full counts, which `make test` leaves out.
 	$(PYTEST) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
+
+chart: $(INSTALLED) redis-server ## Lint, render and check the Helm chart, its generated files and the image's steps (no cluster, no Docker).
+	$(BIN)/python -m helm.generate --check
+	$(PYTEST) tests/chart $(ARGS)
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device.
 	$(PYTEST) -m gpu $(ARGS)

@@ -103,7 +103,7 @@ def compare(clients: dict[str, Client], lengths: tuple[int, ...], vocab_size: in
     rng = random.Random(0)
     for length in lengths:
         samples: dict[str, list[Sample]] = {name: [] for name in clients}
-        for index in tqdm(range(num + 1), desc=f"{length} tokens", leave=False):
+        for index in tqdm(range(num + 1), desc=f"{length} tokens", leave=False, disable=None):
             for name, client in clients.items():
                 prompt = [rng.randrange(3, vocab_size) for _ in range(length)]
                 sample = measure(client, prompt, output_len)

@@ -74,7 +74,7 @@ def measured(
     """`rounds` times one window of each way, in turn."""
     return [
         {way: windows.measure(way, load, window_s) for way in ways}
-        for _ in tqdm(range(rounds), desc=title, leave=False)
+        for _ in tqdm(range(rounds), desc=title, leave=False, disable=None)
     ]
 
 

@@ -10,11 +10,13 @@ from pydantic import field_validator
 
 from engine.config import Device, Dtype, EngineConfig, KVConnectorConfig, LoadFormat
 from instance.connectors import CONNECTORS, check_names, connector_config
+from serving.addresses import listens_privately
 from serving.channel import ChannelSettings
 from serving.logging import LogSettings
 from serving.metrics import MetricsSettings
-from serving.server import ServerSettings
-from serving.settings import Section, Settings, setting
+from serving.server import HealthSettings, ServerSettings
+from serving.settings import Section, Settings, SettingsError, setting
+from serving.tls import TlsSettings
 
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:/]+):(?P<port>[0-9]{1,5})")
 
@@ -30,6 +32,11 @@ class ListenSettings(ServerSettings):
     drain_accept_s: float = setting(1.0, "Seconds that a drain still accepts requests, until routers know.", ge=0)
     drain_move_s: float = setting(
         10.0, "Last seconds of the grace, in which routers let what still runs go on elsewhere.", ge=0
+    )
+    allow_plaintext: bool = setting(
+        False,
+        "Listen without TLS on addresses that are not of a private network, and fetch KV from there: for networks that"
+        " something else protects.",
     )
 
     @field_validator("listen")
@@ -158,6 +165,17 @@ class InstanceSettings(Settings):
     peers: ChannelSettings = ChannelSettings()
     log: LogSettings = LogSettings()
     metrics: MetricsSettings = MetricsSettings()
+    tls: TlsSettings = TlsSettings()
+    health: HealthSettings = HealthSettings()
+
+    def check_network(self) -> None:
+        """Raises SettingsError where strangers could call what is for routers and instances alone."""
+        server = self.server.resolved()
+        if self.tls.ca_file is None and not server.allow_plaintext and not listens_privately(server.host):
+            raise SettingsError(
+                f"server.host: without TLS an instance listens on private addresses alone, which {server.host} is not: "
+                "give the pod's own address, tls.cert_file, key_file and ca_file, or --server-allow-plaintext"
+            )
 
     @property
     def model_name(self) -> str:

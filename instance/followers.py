@@ -14,6 +14,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import grpc.aio
+
 from engine.identity import ModelIdentity
 from engine.messages import KVProgress, LoadedEvent
 from instance.convert import TransferSource
@@ -21,6 +23,7 @@ from instance.peers import Peers
 from kv_transfer.attach import TransferReader, follow_transfer
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 from serving import tracing
+from serving.errors import ServiceError
 
 _log = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
@@ -100,7 +103,9 @@ class Followers:
 
     @contextmanager
     def following(self, source: TransferSource, request_id: str) -> Iterator[Follower]:
-        """A follower for the time of a call; whatever ends the block, the transfer is released."""
+        """A follower for the time of a call; whatever ends the block, the transfer is released. Raises PermissionDenied
+        for a source that is not dialled."""
+        self._peers.check(source.address)
         attributes = {
             "gen_ai.request.id": request_id,
             "tandem.transfer_id": source.transfer_id,
@@ -137,19 +142,27 @@ class Followers:
             _log.error("%s failed", task.get_name(), exc_info=error)
 
     async def _run(self, follower: Follower, source: TransferSource, request_id: str) -> None:
-        async with self._peers.channel(source.address) as channel:
-            reader = TransferReader(
-                request_id=request_id,
-                transfer_id=source.transfer_id,
-                instance_epoch=source.instance_epoch,
-                num_local_blocks=await follower.reserved,
-                lease_s=self._lease_s,
-                attach_timeout_s=self._attach_timeout_s,
-            )
-            await follow_transfer(
-                KvTransferServiceStub(channel),
-                reader,
-                identity=self._identity,
-                on_progress=self._on_progress,
-                loaded=follower.loaded,
-            )
+        try:
+            async with self._peers.channel(source.address) as channel:
+                await self._follow(channel, follower, source, request_id)
+        except ServiceError as error:
+            self._on_progress(KVProgress(request_id, 0, failed=error.message))
+
+    async def _follow(
+        self, channel: grpc.aio.Channel, follower: Follower, source: TransferSource, request_id: str
+    ) -> None:
+        reader = TransferReader(
+            request_id=request_id,
+            transfer_id=source.transfer_id,
+            instance_epoch=source.instance_epoch,
+            num_local_blocks=await follower.reserved,
+            lease_s=self._lease_s,
+            attach_timeout_s=self._attach_timeout_s,
+        )
+        await follow_transfer(
+            KvTransferServiceStub(channel),
+            reader,
+            identity=self._identity,
+            on_progress=self._on_progress,
+            loaded=follower.loaded,
+        )

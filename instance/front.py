@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from google.protobuf.descriptor import ServiceDescriptor
 
@@ -34,9 +34,12 @@ from instance.text import TextMaker
 from kv_transfer import holder
 from kv_transfer.wire import identity_to_proto
 from protos.tandem.v1 import instance_pb2
+from serving.credentials import certificate_gate
 from serving.lifetime import StopSignals
 from serving.metrics import MetricsServer
-from serving.server import Server
+from serving.open_calls import CallPolicy
+from serving.server import Server, ServerTls
+from serving.tls import TlsFiles, tls_collectors
 from serving.tracing import Traced
 
 _log = logging.getLogger(__name__)
@@ -60,6 +63,8 @@ class RoleService:
     service: ServiceDescriptor
     servicer: object
     metrics: RequestMetrics
+    policies: Mapping[str, CallPolicy] = field(default_factory=dict)
+    """Of the rpcs that are not ordinary requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,13 @@ class Front:
     """Owns the engine, the server and everything between them. Belongs to one event loop."""
 
     def __init__(
-        self, settings: InstanceSettings, role: Role, signals: StopSignals, engine: AsyncEngine, texts: TextMaker
+        self,
+        settings: InstanceSettings,
+        role: Role,
+        signals: StopSignals,
+        engine: AsyncEngine,
+        texts: TextMaker,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -86,8 +97,15 @@ class Front:
         self._grace_s = settings.server.drain_grace_s
         self._stopping: asyncio.Task[bool] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.server = Server(settings.server.resolved())
-        self.peers = Peers(settings.peers)
+        self.server = Server(
+            settings.server.resolved(),
+            tls=None if tls is None else ServerTls(tls, require_client_cert=True),
+            gate=certificate_gate(settings.tls.client_names) if settings.tls.client_names else None,
+            probes=settings.health,
+        )
+        self.peers = Peers(
+            settings.peers, tls=tls, peer_name=settings.tls.peer_name, anywhere=settings.server.allow_plaintext
+        )
         self._drain = Drain(self.server.health, self.server.calls, engine)
         self.reporter = LoadReporter(
             engine,
@@ -117,7 +135,7 @@ class Front:
         self.choices = Choices(engine, texts, self._limits())
         self.role_service = role.make(Parts(self.choices, self.followers, self.instance_epoch))
         collector = InstanceCollector(engine, self.role_service.metrics, self.info)
-        self.metrics_server = MetricsServer(settings.metrics, collector)
+        self.metrics_server = MetricsServer(settings.metrics, collector, *tls_collectors(tls))
 
     @classmethod
     async def start(
@@ -125,10 +143,12 @@ class Front:
     ) -> Front:
         """Starts a core (unless given one), then listens. Raises EngineError or OSError, leaving nothing behind."""
         config = engine_config(settings)
+        settings.check_network()
+        tls = settings.tls.files()
         reading = asyncio.create_task(asyncio.to_thread(TextMaker.from_folder, settings.model.folder))
         try:
             engine = engine or await AsyncEngine.start(config)
-            front = cls(settings, role, signals, engine, await reading)
+            front = cls(settings, role, signals, engine, await reading, tls)
             await front._listen()
         except BaseException:
             reading.cancel()
@@ -141,7 +161,8 @@ class Front:
         servicer = service.InstanceServicer(self.info, self.reporter, self._begin_drain)
         await self.server.register(service.SERVICE, servicer, service.POLICIES)
         await self.server.register(holder.SERVICE, self.holder, holder.POLICIES)
-        await self.server.register(self.role_service.service, Traced(self.role_service.servicer))
+        role = self.role_service
+        await self.server.register(role.service, Traced(role.servicer), role.policies)
         await self.server.start()
         try:
             self.metrics_server.start()

@@ -25,7 +25,7 @@ from serving.lifetime import (
     serve_until_stopped,
     stop_signals,
 )
-from serving.settings import settings_options
+from serving.settings import SettingsError, settings_options
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def main(settings: RouterSettings) -> None:
         _cannot_start(f"the model's folder: {error}")
     try:
         lost_nothing = asyncio.run(serve(settings, model))
-    except OSError as error:
+    except (OSError, SettingsError) as error:
         _cannot_start(str(error))
     sys.exit(EXIT_STOPPED if lost_nothing else EXIT_CUT_OFF)
 

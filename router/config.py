@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
+from router.autoscaler.policy import AutoscalerSettings
+from router.http.settings import HttpSettings
+from router.kubernetes.settings import KubernetesSettings
 from router.picking.scorers import Scoring
 from router.pools.membership import targets
+from router.security import AuthSettings, RouterTlsSettings
 from serving.channel import ChannelSettings
 from serving.logging import LogSettings
 from serving.metrics import MetricsSettings
-from serving.server import ServerSettings
+from serving.server import HealthSettings, ServerSettings
 from serving.settings import Section, Settings, setting
 
 
@@ -30,6 +34,7 @@ class RouterSection(Section):
         flag="--admin-listen",
     )
     ready_file: str | None = setting(None, "File that gets the line `ready address=host:port`.", flag="--ready-file")
+    vllm_engine: bool = setting(True, "Answer vLLM's gRPC service, vllm.grpc.engine.VllmEngine, on the same port.")
 
     @field_validator("listen", "admin_listen")
     @classmethod
@@ -44,13 +49,20 @@ class PoolSettings(Section):
 
     prefill: str = setting(
         "",
-        "Prefill instances: host:port, or dns:name:port for every address of a name; comma-separated.",
+        "Prefill instances: host:port, dns:name:port for every address of a name, kubernetes:service:port for the pods "
+        "behind a Service; comma-separated.",
         flag="--prefill",
     )
     decode: str = setting(
         "",
-        "Decode instances: host:port, or dns:name:port for every address of a name; comma-separated.",
+        "Decode instances: host:port, dns:name:port for every address of a name, kubernetes:service:port for the pods "
+        "behind a Service; comma-separated.",
         flag="--decode",
+    )
+    stack: str = setting(
+        "",
+        "unix:/PATH of the local stack that owns the instances, in place of the two lists: who there is, and resizing.",
+        flag="--stack",
     )
     dns_interval_s: float = setting(5.0, "Seconds after which dns: names are resolved again, within a fifth.", gt=0)
     check_tokenizer: bool = setting(True, "Leave out instances whose tokenizer files differ from the router's.")
@@ -71,6 +83,24 @@ class PoolSettings(Section):
     def _is_list_of_targets(cls, value: str) -> str:
         targets(value)
         return value
+
+    @field_validator("stack")
+    @classmethod
+    def _is_socket(cls, stack: str) -> str:
+        if stack and not stack.startswith("unix:/"):
+            raise ValueError("is not unix:/PATH, the socket of a local stack; `tandem up` gives it to its router")
+        return stack
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if self.stack and (self.prefill or self.decode):
+            raise ValueError("stack tells who is in both pools: leave out prefill and decode, or stack")
+        return self
+
+    @property
+    def follows_services(self) -> bool:
+        """Whether Kubernetes is asked who is there."""
+        return any(target.is_service for target in targets(f"{self.prefill},{self.decode}"))
 
 
 class DisaggregationSettings(Section):
@@ -227,7 +257,9 @@ class RouterSettings(Settings):
 
     router: RouterSection
     server: ServerSettings = ServerSettings()
+    http: HttpSettings = HttpSettings()
     pools: PoolSettings = PoolSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
     channel: ChannelSettings = ChannelSettings()
     disaggregation: DisaggregationSettings = DisaggregationSettings()
     picking: PickingSettings = PickingSettings()
@@ -235,8 +267,23 @@ class RouterSettings(Settings):
     failover: FailoverSettings = FailoverSettings()
     ejection: EjectionSettings = EjectionSettings()
     quarantine: QuarantineSettings = QuarantineSettings()
+    autoscaler: AutoscalerSettings = AutoscalerSettings()
+    tls: RouterTlsSettings = RouterTlsSettings()
+    auth: AuthSettings = AuthSettings()
+    health: HealthSettings = HealthSettings()
     metrics: MetricsSettings = MetricsSettings()
     log: LogSettings = LogSettings()
+
+    @model_validator(mode="after")
+    def _autoscaler_can_resize(self) -> Self:
+        if self.autoscaler.enabled and not (self.pools.stack or self.kubernetes.workloads):
+            raise ValueError(
+                "autoscaler.enabled needs the owner of the instances' processes: set pools.stack (`tandem up` does) or "
+                "kubernetes.prefill and kubernetes.decode, or leave autoscaler.enabled out"
+            )
+        if self.pools.stack and self.kubernetes.workloads:
+            raise ValueError("pools.stack and kubernetes both own the instances: leave one of them out")
+        return self
 
     @property
     def effective_server(self) -> ServerSettings:

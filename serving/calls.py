@@ -1,6 +1,6 @@
 """The one place that every call passes: parse, admit, bound, write, answer errors.
 
-bytes ─▶ request id ─▶ deadline ─▶ admission ─▶ parse ─▶ handler ─▶ serialise ─▶ bounded write ─▶ status
+bytes ─▶ request id ─▶ gate ─▶ admission ─▶ deadline ─▶ parse ─▶ handler ─▶ serialise ─▶ bounded write ─▶ status
 
 grpcio answers malformed protobuf with UNKNOWN and a Python class name, lets deadlines of 0 and of 30 years through, and
 waits for ever on a client that does not read. So methods are registered without (de)serialisers, and this guard does
@@ -45,6 +45,8 @@ REQUEST_ID_KEY = "tandem-request-id"
 """Metadata key that carries a request's id between the services."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Gate = Callable[[Context], None]
+"""Looks at who calls, before anything else does. Raises Unauthenticated or PermissionDenied."""
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -70,9 +72,11 @@ class CallLimits:
 class CallGuard:
     """Makes grpc handlers of a servicer's methods. One per server; it owns no call, each call's task does."""
 
-    def __init__(self, limits: CallLimits, open_calls: OpenCalls) -> None:
+    def __init__(self, limits: CallLimits, open_calls: OpenCalls, gate: Gate | None = None) -> None:
+        """`gate` None lets everybody call."""
         self._limits = limits
         self._open_calls = open_calls
+        self._gate = gate
 
     def handlers(
         self, service: ServiceDescriptor, servicer: object, policies: Mapping[str, CallPolicy]
@@ -113,6 +117,8 @@ class CallGuard:
         """Runs one call's body within its bounds; every exception but a cancellation ends in a status."""
         set_request_id(_incoming_request_id(context))
         try:
+            if self._gate is not None:
+                self._gate(context)
             with self._open_calls.admitted(context.peer(), call.policy):
                 try:
                     with self._open_calls.awaited(call.policy):

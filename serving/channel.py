@@ -2,6 +2,7 @@
 
 Measured (a peer stopped with SIGSTOP): keepalive of 1 s alone notices nothing in 40 s; with `ping_timeout_ms` 1000 the
 call fails within 2 s. gRPC's own retries are off, since the router alone may decide to send a request twice.
+With TLS files the peer has to show a certificate of their CA, and it is shown theirs (redialled.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import grpc
 import grpc.aio
 
+from serving.redialled import RedialledChannel
 from serving.settings import Section, setting
+from serving.tls import Pair, TlsFiles
 
 MAX_METADATA_BYTES = 8192
 
@@ -47,10 +50,26 @@ def open_channel(
     address: str,
     settings: ChannelSettings | None = None,
     *,
-    credentials: grpc.ChannelCredentials | None = None,
+    tls: TlsFiles | None = None,
+    peer_name: str | None = None,
 ) -> grpc.aio.Channel:
-    """A channel to `address` (host:port or any gRPC target); it connects at the first call. Close it when done."""
+    """A channel to `address` (host:port or any gRPC target); it connects at the first call. Close it when done.
+
+    `tls` None speaks plaintext. `peer_name` is the name that the peer's certificate must carry; None: the address's
+    host.
+    """
     options = channel_options(settings or ChannelSettings())
-    if credentials is None:
+    if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    if peer_name is not None:
+        options.append(("grpc.ssl_target_name_override", peer_name))
+
+    def dial(pair: Pair) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, channel_credentials(pair), options=options)
+
+    return RedialledChannel(tls, dial)
+
+
+def channel_credentials(pair: Pair) -> grpc.ChannelCredentials:
+    """gRPC's credentials of a client with these files."""
+    return grpc.ssl_channel_credentials(pair.ca, pair.key, pair.chain)

@@ -86,10 +86,11 @@ class MetricsServer:
 
     def __init__(self, settings: MetricsSettings, *collectors: Collector) -> None:
         self._listen = settings.listen
-        self._registry = CollectorRegistry(auto_describe=False)
-        ProcessCollector(registry=self._registry)
+        self.registry = CollectorRegistry(auto_describe=False)
+        """What it serves, for another port of this process that serves it too; to be read off the event loop."""
+        ProcessCollector(registry=self.registry)
         for collector in collectors:
-            self._registry.register(collector)
+            self.registry.register(collector)
         self._server: _HttpServer | None = None
 
     def start(self) -> None:
@@ -99,7 +100,7 @@ class MetricsServer:
             return
         host, port = matched["host"].strip("[]"), int(matched["port"])
         try:
-            self._server = _HttpServer(host, port, make_wsgi_app(self._registry))
+            self._server = _HttpServer(host, port, make_wsgi_app(self.registry))
         except OSError as error:
             raise OSError(f"cannot serve metrics on {self._listen}: {error}") from error
         threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True, name="metrics").start()

@@ -5,6 +5,8 @@ created ──start──▶ serving ──drain──▶ not ready ──drain_
 A drain first turns readiness to NOT_SERVING and goes on accepting, because clients need a moment to see it; then it
 refuses requests with UNAVAILABLE "draining", waits for those that run, and stops last: grpcio's `stop` closes the port
 at once. What still runs then, or when `stop` comes by itself, is answered UNAVAILABLE with a hint when to try again.
+A gate, if there is one, looks at every call but those of health and reflection, which are open to whoever gets a
+connection. Kubelet gets one without TLS: a port of its own that serves health and nothing else.
 The object belongs to one event loop and one composition root.
 """
 
@@ -13,19 +15,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_reflection.v1alpha import reflection, reflection_pb2
+from pydantic import field_validator
 
-from serving.calls import CallGuard, CallLimits
+from serving.calls import CallGuard, CallLimits, Gate
 from serving.channel import MAX_METADATA_BYTES
 from serving.health import Health
 from serving.open_calls import CONTROL, CallPolicy, OpenCalls
-from serving.settings import Section, setting
+from serving.settings import Section, host_and_port, setting
+from serving.tls import Pair, TlsFiles
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 60.0
 _CUT_OFF_S = 1.0
 """For calls that are cut off to let go of what they hold, and to be answered, before the port closes under them."""
 
@@ -45,6 +52,44 @@ class ServerSettings(Section):
     drain_accept_s: float = setting(5.0, "Seconds that a drain still accepts requests, until peers know.", ge=0)
     drain_grace_s: float = setting(30.0, "Seconds that a drain then waits for running requests.", ge=0)
     reflection: bool = setting(True, "Serve gRPC reflection, for grpcurl and `buf curl`.")
+
+
+class HealthSettings(Section):
+    """A plaintext port for probes beside one with TLS."""
+
+    listen: str | None = setting(
+        None, "host:port that serves grpc.health.v1 alone, in plaintext, for kubelet's probes; none: nowhere."
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _is_host_and_port(cls, listen: str | None) -> str | None:
+        if listen is not None:
+            host_and_port(listen)
+        return listen
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """TLS of one port."""
+
+    files: TlsFiles
+    require_client_cert: bool
+    """Whether a caller without a certificate of their ca_file is refused in the handshake."""
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """gRPC's, which ask for changed files at every handshake; connections that stand go on."""
+        told = self.files.current()
+
+        def fetch() -> Any:  # None for "as before", which the stubs forget
+            nonlocal told
+            now = self.files.current()
+            if now is told:
+                return None
+            told = now
+            return _configuration(now)
+
+        return grpc.dynamic_ssl_server_credentials(_configuration(told), fetch, self.require_client_cert)
 
 
 def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
@@ -71,18 +116,30 @@ def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
 class Server:
     """Hosts servicers behind one port. Make it on the running event loop, register, then start."""
 
-    def __init__(self, settings: ServerSettings, *, credentials: grpc.ServerCredentials | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        tls: ServerTls | None = None,
+        gate: Gate | None = None,
+        probes: HealthSettings | None = None,
+    ) -> None:
+        """`tls` None listens in plaintext; `gate` None lets everybody call."""
         self._settings = settings
-        self._credentials = credentials
+        self._tls = tls
+        self._probes = probes.listen if probes is not None else None
         self._server = grpc.aio.server(options=server_options(settings))
+        self._probe_server: grpc.aio.Server | None = None
+        self._probe_port: int | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._port: int | None = None
         self._names: list[str] = []
         self._num_cut_off: int | None = None
         self.health = Health()
         self.calls = OpenCalls(max_per_peer=settings.max_calls_per_peer, max_in_all=settings.max_calls)
-        self._guard = CallGuard(
-            CallLimits(max_deadline_s=settings.max_deadline_s, write_timeout_s=settings.write_timeout_s), self.calls
-        )
+        limits = CallLimits(max_deadline_s=settings.max_deadline_s, write_timeout_s=settings.write_timeout_s)
+        self._guard = CallGuard(limits, self.calls, gate)
+        self._open_guard = CallGuard(limits, self.calls)
 
     async def register(
         self,
@@ -102,26 +159,30 @@ class Server:
         await self.health.set_serving(service.full_name, ready)
 
     async def start(self) -> int:
-        """Listens; returns the port. Raises OSError when the address is taken or not ours."""
-        watch = dict.fromkeys(("Check", "Watch"), CONTROL)
-        self._server.add_generic_rpc_handlers((self._guard.handlers(Health.service, self.health, watch),))
+        """Listens; returns the port. Raises OSError when an address is taken or not ours."""
+        self._server.add_generic_rpc_handlers((self._health_handlers(),))
         if self._settings.reflection:
             described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
             names = [*self._names, Health.service.full_name, described.full_name]
             servicer = reflection.aio.ReflectionServicer(names)
             policies = {"ServerReflectionInfo": CONTROL}
-            self._server.add_generic_rpc_handlers((self._guard.handlers(described, servicer, policies),))
-        wanted = address(self._settings.host, self._settings.port)
-        try:
-            if self._credentials is None:
-                self._port = self._server.add_insecure_port(wanted)
-            else:
-                self._port = self._server.add_secure_port(wanted, self._credentials)
-        except RuntimeError:
-            raise OSError(f"cannot listen on {wanted}: the port is taken or the address is not this host's") from None
+            self._server.add_generic_rpc_handlers((self._open_guard.handlers(described, servicer, policies),))
+        credentials = self._tls.credentials() if self._tls is not None else None
+        self._port = _listen(self._server, address(self._settings.host, self._settings.port), credentials)
+        if self._probes is not None:
+            self._probe_server = grpc.aio.server(options=server_options(self._settings))
+            self._probe_server.add_generic_rpc_handlers((self._health_handlers(),))
+            self._probe_port = _listen(self._probe_server, self._probes, None)
+            await self._probe_server.start()
         await self._server.start()
-        _log.info("listening on %s, known as %s", address(self._settings.host, self._port), self.address)
+        if self._tls is not None:
+            self._looking = asyncio.create_task(_look_now_and_then(self._tls.files), name="look at TLS files")
+        how = "plaintext" if self._tls is None else "mTLS" if self._tls.require_client_cert else "TLS"
+        _log.info("listening on %s, known as %s, %s", address(self._settings.host, self._port), self.address, how)
         return self._port
+
+    def _health_handlers(self) -> grpc.GenericRpcHandler:
+        return self._open_guard.handlers(Health.service, self.health, dict.fromkeys(("Check", "Watch"), CONTROL))
 
     @property
     def port(self) -> int:
@@ -129,6 +190,11 @@ class Server:
         if self._port is None:
             raise RuntimeError("the server has not started")
         return self._port
+
+    @property
+    def probe_port(self) -> int | None:
+        """The plaintext port of the health service alone; None: there is none, or not yet."""
+        return self._probe_port
 
     @property
     def address(self) -> str:
@@ -170,12 +236,38 @@ class Server:
                     await self.calls.wait_idle()
             except TimeoutError:
                 _log.warning("%d calls did not end by themselves", self.calls.num_awaited)
+        if self._looking is not None:
+            self._looking.cancel()
         await self._server.stop(grace=None)
+        if self._probe_server is not None:
+            await self._probe_server.stop(grace=None)
         return self._num_cut_off == 0
 
     async def wait_closed(self) -> None:
         """Returns when the server has stopped."""
         await self._server.wait_for_termination()
+
+
+async def _look_now_and_then(files: TlsFiles) -> None:
+    """Whoever is called by nobody for days is still to say that his certificate ends."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        files.current()
+
+
+def _listen(server: grpc.aio.Server, wanted: str, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        if credentials is None:
+            return server.add_insecure_port(wanted)
+        return server.add_secure_port(wanted, credentials)
+    except RuntimeError:
+        raise OSError(f"cannot listen on {wanted}: the port is taken or the address is not this host's") from None
+
+
+def _configuration(pair: Pair) -> grpc.ServerCertificateConfiguration:
+    assert pair.key is not None, "a server has a certificate: TlsSettings sees to it"
+    assert pair.chain is not None
+    return grpc.ssl_server_certificate_configuration([(pair.key, pair.chain)], root_certificates=pair.ca)
 
 
 def address(host: str, port: int) -> str:

@@ -83,6 +83,14 @@ def setting(
     return Field(default, description=doc, json_schema_extra={"flag": flag} if flag else None, ge=ge, gt=gt, le=le)
 
 
+def host_and_port(listen: str) -> tuple[str, int]:
+    """The two parts of `host:port`, an IPv6 host in brackets or not. Raises ValueError, which says what to write."""
+    host, colon, port = listen.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 65536):
+        raise ValueError("is not host:port, such as 127.0.0.1:7000")
+    return host.strip("[]"), int(port)
+
+
 def leaves(tree: type[BaseModel], above: Keys = ()) -> Iterator[tuple[Keys, FieldInfo]]:
     """Every setting of `tree` with its path, in the order of declaration."""
     for name, field in tree.model_fields.items():

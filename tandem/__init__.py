@@ -10,11 +10,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tandem.client import AsyncClient, Client
     from tandem.completion import Choice, Completion, Piece, Usage
+    from tandem.credentials import Credentials
     from tandem.errors import StreamError, TandemError
 
-__all__ = ["AsyncClient", "Choice", "Client", "Completion", "Piece", "StreamError", "TandemError", "Usage"]
+__all__ = [
+    "AsyncClient",
+    "Choice",
+    "Client",
+    "Completion",
+    "Credentials",
+    "Piece",
+    "StreamError",
+    "TandemError",
+    "Usage",
+]
 
-_HOMES = {"AsyncClient": "client", "Client": "client", "StreamError": "errors", "TandemError": "errors"}
+_HOMES = {
+    "AsyncClient": "client",
+    "Client": "client",
+    "Credentials": "credentials",
+    "StreamError": "errors",
+    "TandemError": "errors",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -14,8 +14,8 @@ _COMMANDS = {
     "up": "Start a router and its prefill and decode instances on this machine.",
     "generate": "Send a prompt to a running stack and stream the answer.",
     "doctor": "Check this machine, the model, the connectors and a running stack.",
-    "pools": "Show the instances of a running stack, explain a pick, drain an instance.",
-    "bench": "Measure this machine: how fast KV blocks move, by connector.",
+    "pools": "Show and resize the pools of a running stack, explain a pick, drain an instance.",
+    "bench": "Measure what is served under load, this machine, and its connectors.",
 }
 
 

@@ -4,13 +4,17 @@
         print(client.generate("Once upon a time", max_tokens=32).text)
         for piece in client.stream([{"role": "user", "content": "Who lives here?"}]):
             print(piece.text, end="", flush=True)
+    with Client("router:50051", credentials=Credentials(ca_file=Path("ca.crt"), token=TOKEN)) as client:
+        ...                                       # TLS and a bearer token; docs/security.md
 
 Leaving a stream early (break, an exception, a cancelled task) cancels the call, and both pools free its blocks.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -19,9 +23,12 @@ import grpc.aio
 
 from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.completion import Assembler, Completion, Piece
-from tandem.errors import from_rpc
+from tandem.credentials import Credentials, found
+from tandem.errors import TandemError
+from tandem.redialled import Line, open_async_channel
 from tandem.routers import routers
 from tandem.sampling import Prompt, RequestOptions, generate_request
+from tandem.tls_trouble import explained
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -32,7 +39,8 @@ class Client:
     `address` is host:port of a router; None takes the stack that `tandem up` runs on this machine. With several, as in
     `Client(["10.0.0.1:50051", "10.0.0.2:50051"])` or `Client("dns:tandem-router:50051")`, a request goes to one that is
     ready, and to another if that one refuses it as UNAVAILABLE before the answer has begun: `retries` times at the most
-    (0..4; absent: 4, and 0 with a single address). `timeout_s` is how long one request may take in all.
+    (0..4; absent: 4, and 0 with a single address). `timeout_s` is how long one request may take in all. `credentials`
+    are what it shows and whom it believes; None: those of the local stack that has the address, or else none.
     """
 
     def __init__(
@@ -41,13 +49,13 @@ class Client:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         reached = routers(address, retries)
         self.address = reached.address
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(reached.target, options=reached.options)
-        channel: Any = self._channel  # the stubs are typed for the asyncio channel alone
-        self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        self._credentials = found(self.address) if credentials is None else credentials
+        self._line = Line(reached.target, reached.options, self._credentials)
 
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
         """The whole answer to `prompt` (text, token ids or chat messages). Raises TandemError."""
@@ -62,25 +70,21 @@ class Client:
 
     def abort(self, *request_ids: str) -> int:
         """Ends requests by their labels; returns how many were running."""
-        request = generation_pb2.AbortRequest(request_ids=request_ids)
-        try:
-            response: generation_pb2.AbortResponse = self._stub.Abort(request, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc(error, self.address) from error
+        response: generation_pb2.AbortResponse = self._answer(
+            "Abort", generation_pb2.AbortRequest(request_ids=request_ids)
+        )
         return response.num_aborted
 
     def model_info(self) -> generation_pb2.GetModelInfoResponse:
         """What is being served, and its limits."""
-        request = generation_pb2.GetModelInfoRequest()
-        try:
-            response: generation_pb2.GetModelInfoResponse = self._stub.GetModelInfo(request, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc(error, self.address) from error
+        response: generation_pb2.GetModelInfoResponse = self._answer(
+            "GetModelInfo", generation_pb2.GetModelInfoRequest()
+        )
         return response
 
     def close(self) -> None:
         """Ends every call of this client."""
-        self._channel.close()
+        self._line.close()
 
     def __enter__(self) -> Self:
         return self
@@ -90,18 +94,32 @@ class Client:
     ) -> None:
         self.close()
 
+    def _answer(self, method: str, request: Any) -> Any:
+        with self._stub() as stub:
+            return getattr(stub, method)(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
+
     def _pieces(
         self, request: generation_pb2.GenerateRequest, assembler: Assembler, timeout_s: float | None
     ) -> Iterator[Piece]:
-        call = self._stub.Generate(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
-        try:
-            for response in call:
-                yield assembler.add(response)
-            assembler.finish()
-        except grpc.RpcError as error:
-            raise from_rpc(error, self.address) from error
-        finally:
-            call.cancel()
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        with self._stub() as stub:
+            call = stub.Generate(request, timeout=timeout_s, metadata=self._credentials.metadata())
+            try:
+                for response in call:
+                    yield assembler.add(response)
+                assembler.finish()
+            finally:
+                call.cancel()
+
+    @contextmanager
+    def _stub(self) -> Iterator[Any]:
+        """For one call; what gRPC raises meanwhile becomes a TandemError."""
+        with self._line.channel() as channel:
+            try:
+                # The stubs are typed for the asyncio channel alone.
+                yield generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[arg-type]
+            except grpc.RpcError as error:
+                raise explained(error, self.address, self._credentials) from error
 
 
 class AsyncClient:
@@ -113,11 +131,13 @@ class AsyncClient:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         reached = routers(address, retries)
         self.address = reached.address
         self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(reached.target, options=reached.options)
+        self._credentials = found(self.address) if credentials is None else credentials
+        self._channel = open_async_channel(reached.target, reached.options, self._credentials)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
@@ -133,20 +153,22 @@ class AsyncClient:
 
     async def abort(self, *request_ids: str) -> int:
         """Ends requests by their labels; returns how many were running."""
+        request = generation_pb2.AbortRequest(request_ids=request_ids)
         try:
-            response = await self._stub.Abort(
-                generation_pb2.AbortRequest(request_ids=request_ids), timeout=self._timeout_s
-            )
+            response = await self._stub.Abort(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
         except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, self.address) from error
+            raise await self._explained(error) from error
         return response.num_aborted
 
     async def model_info(self) -> generation_pb2.GetModelInfoResponse:
         """What is being served, and its limits."""
+        request = generation_pb2.GetModelInfoRequest()
         try:
-            return await self._stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=self._timeout_s)
+            return await self._stub.GetModelInfo(
+                request, timeout=self._timeout_s, metadata=self._credentials.metadata()
+            )
         except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, self.address) from error
+            raise await self._explained(error) from error
 
     async def close(self) -> None:
         """Ends every call of this client."""
@@ -163,12 +185,16 @@ class AsyncClient:
     async def _pieces(
         self, request: generation_pb2.GenerateRequest, assembler: Assembler, timeout_s: float | None
     ) -> AsyncGenerator[Piece]:
-        call = self._stub.Generate(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._credentials.metadata())
         try:
             async for response in call:
                 yield assembler.add(response)
             assembler.finish()
         except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, self.address) from error
+            raise await self._explained(error) from error
         finally:
             call.cancel()
+
+    async def _explained(self, error: grpc.aio.AioRpcError) -> TandemError:
+        return await asyncio.to_thread(explained, error, self.address, self._credentials)

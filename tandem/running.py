@@ -24,8 +24,8 @@ from tandem.errors import NotRunning
 
 _LOCK = "lock"
 _UNLOCKED_GRACE_S = 60.0
-_MAX_FOLDER_CHARS = 48
-"""A socket's path has 107 characters at the most, and below this folder it needs about 55."""
+_MAX_FOLDER_CHARS = 40
+"""A socket's path has 107 characters at the most, and below this folder it needs up to 67."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,10 @@ class StackSettings:
     """What clients call it."""
     num_prefill: int = 1
     num_decode: int = 1
+    max_prefill: int = 0
+    max_decode: int = 0
+    """Sizes that the pools are planned to grow to: memory and cores are shared out for so many. Smaller ones than the
+    pools begin with say nothing; a pool may be resized beyond them."""
     connector: str = "shared_storage"
     """A short name, or module:Class of one's own; several, separated by commas: the first one hands over."""
     kv_url: str | None = None
@@ -29,6 +33,8 @@ class StackSettings:
     host: str = "127.0.0.1"
     port: int = 0
     """Of the router; 0 takes a free one."""
+    http_port: int | None = None
+    """Of the router's OpenAI HTTP API; 0 takes a free one, None serves none."""
     dtype: str | None = None
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
@@ -37,6 +43,8 @@ class StackSettings:
     """Per instance, in place of kv_cache_bytes: for tests that want small pools."""
     threads: int | None = None
     """Per instance; None: as many as it has cores."""
+    tls: bool = False
+    """Everybody speaks mTLS, by a CA that is made for this stack."""
     pin: bool = True
     """Give every instance cores of its own if there are enough."""
     lease_s: float | None = None
@@ -61,6 +69,11 @@ class StackSettings:
             )
         if self.num_prefill == 0 and self.disaggregation == "always":
             raise ValueError("disaggregation 'always' needs at least one prefill instance")
+
+    @property
+    def num_planned(self) -> int:
+        """Instances of both pools when they are as large as planned."""
+        return max(self.num_prefill, self.max_prefill) + max(self.num_decode, self.max_decode)
 
     @property
     def connectors(self) -> list[str]:

@@ -1,4 +1,9 @@
-"""From a stack's settings to its members' command lines: who listens where, on which cores, with how much memory."""
+"""From a stack's settings to its members' command lines: who listens where, on which cores, with how much memory.
+
+What an instance gets is decided once, at the start, so that it is the same for all: an equal share of the memory, and
+as many cores and threads, as if both pools had the largest size that they were planned for. One that comes later takes
+a share of cores that nobody has; when all are taken it has no cores of its own and runs where the system puts it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tandem.credentials import INSTANCE, ROUTER, TLS_FOLDER
 from tandem.machine import available_bytes, share_cores, usable_cores
 from tandem.member import MemberSpec
 from tandem.stack_settings import CONNECTORS, StackSettings
@@ -15,48 +21,65 @@ _KV_SHARE = 0.4
 """Of the free memory, for the KV of all instances together; weights and activations need the rest."""
 
 
-def member_specs(settings: StackSettings, folder: Path, ports: Sequence[int]) -> list[MemberSpec]:
-    """The router, which gets the first port and the last, then the prefill and the decode instances."""
-    names = [f"prefill-{index}" for index in range(settings.num_prefill)]
-    names += [f"decode-{index}" for index in range(settings.num_decode)]
-    addresses = {name: f"{settings.host}:{port}" for name, port in zip(names, ports[1:-1], strict=True)}
-    cores = dict(zip(names, share_cores(usable_cores(), len(names), settings.pin), strict=True))
-    router = f"{settings.host}:{ports[0]}"
-    router_flags = [*_router_flags(settings, addresses), "--admin-listen", admin_address(ports)]
-    specs = [_spec("router", router, folder, [*router_flags, *settings.router_args])]
-    for name, address in addresses.items():
-        flags = [*_instance_flags(settings, folder, name, cores[name]), *settings.instance_args]
-        specs.append(_spec(name, address, folder, flags, threads=_threads(settings, cores[name])))
-    return specs
+class Topology:
+    """The members of one stack, whose private folder is `folder`. Owned by LocalStack."""
 
+    def __init__(self, settings: StackSettings, folder: Path) -> None:
+        self._settings = settings
+        self._folder = folder
+        self.stack_address = f"unix:{folder / 'stack.sock'}"
+        """Where the owner answers the routers of the stack (stack_service.py)."""
+        self.kv_cache_bytes = _kv_cache_bytes(settings)
+        """Of each instance; None where it is told in blocks."""
+        shares = share_cores(usable_cores(), settings.num_planned, settings.pin)
+        self._free_cores = [share for share in shares if share]
+        self._cores: dict[str, tuple[int, ...]] = {}
 
-def admin_address(ports: Sequence[int]) -> str:
-    """Where the router answers the operators of the stack: on this machine alone, whatever its clients' address is."""
-    return f"127.0.0.1:{ports[-1]}"
+    def router(self, address: str, admin_address: str, http_address: str | None = None) -> MemberSpec:
+        """The router, which follows the owner of the stack, whoever comes and goes."""
+        flags = [*_router_flags(self._settings), "--stack", self.stack_address, "--admin-listen", admin_address]
+        flags += _tls_flags(self._settings, self._folder, ROUTER)
+        if http_address is not None:
+            flags += ["--http-listen", http_address]
+        return _spec("router", address, self._folder, [*flags, *self._settings.router_args])
+
+    def instance(self, name: str, address: str) -> MemberSpec:
+        """prefill-0, decode-1 …; it has its cores until `release`."""
+        if self._free_cores:
+            self._cores[name] = self._free_cores.pop(0)
+        cores = self._cores.get(name, ())
+        threads = _threads(self._settings, cores)
+        flags = [*_instance_flags(self._settings, self._folder, name, cores), "--num-threads", str(threads)]
+        flags += _tls_flags(self._settings, self._folder, INSTANCE)
+        if self.kv_cache_bytes is not None:
+            flags += ["--kv-cache-bytes", str(self.kv_cache_bytes)]
+        return _spec(name, address, self._folder, [*flags, *self._settings.instance_args], threads=threads)
+
+    def release(self, name: str) -> None:
+        """That instance is gone: the next one gets its cores."""
+        if name in self._cores:
+            self._free_cores.append(self._cores.pop(name))
 
 
 def _spec(name: str, address: str, folder: Path, flags: Sequence[str], threads: int = 1) -> MemberSpec:
     module = "router" if name == "router" else f"{name.partition('-')[0]}_service"
-    ready_file = folder / "ready" / name
+    ready_file, run_folder = folder / "ready" / name, folder / "run" / name
     return MemberSpec(
         name=name,
         argv=(sys.executable, "-m", module, "--listen", address, "--ready-file", str(ready_file), *flags),
         address=address,
         ready_file=ready_file,
         log_file=folder / "logs" / f"{name}.log",
-        # TMPDIR: sockets and whatever else a member makes are to go with the stack's folder. The thread counts are
-        # those of the libraries that read only the environment.
-        env={"TMPDIR": str(folder / "run"), "OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)},
+        run_folder=run_folder,
+        # TMPDIR: sockets and whatever else a member makes are to go with it. The thread counts are those of the
+        # libraries that read only the environment.
+        env={"TMPDIR": str(run_folder), "OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)},
     )
 
 
-def _router_flags(settings: StackSettings, addresses: dict[str, str]) -> Iterator[str]:
+def _router_flags(settings: StackSettings) -> Iterator[str]:
     yield from ("--model", str(settings.model), "--model-name", settings.model_name)
     yield from ("--disaggregation", settings.disaggregation)
-    for role in ("prefill", "decode"):
-        pool = [address for name, address in addresses.items() if name.startswith(role)]
-        if pool:
-            yield from (f"--{role}", ",".join(pool))
     # The router is up seconds before the instances; on one machine it costs nothing to look for them often.
     yield from ("--pools-max-backoff-s", "0.2", "--channel-max-backoff-ms", "200")
     if settings.lease_s is not None:
@@ -65,7 +88,6 @@ def _router_flags(settings: StackSettings, addresses: dict[str, str]) -> Iterato
 
 def _instance_flags(settings: StackSettings, folder: Path, name: str, cores: tuple[int, ...]) -> Iterator[str]:
     yield from ("--model", str(settings.model), "--served-model-name", settings.model_name, "--instance-id", name)
-    yield from ("--num-threads", str(_threads(settings, cores)))
     if cores:
         yield from ("--cpu-cores", f"[{', '.join(map(str, cores))}]")
     yield from ("--kv-connector", settings.connector)
@@ -76,11 +98,8 @@ def _instance_flags(settings: StackSettings, folder: Path, name: str, cores: tup
         yield from ("--kv-secret-file", str(folder / "kv_secret"))
     if settings.kv_url is not None:
         yield from ("--kv-url", settings.kv_url)
-    if settings.num_blocks is not None:
-        yield from ("--num-blocks", str(settings.num_blocks))
-    else:
-        yield from ("--kv-cache-bytes", str(_kv_cache_bytes(settings)))
     for flag, value in (
+        ("--num-blocks", settings.num_blocks),
         ("--dtype", settings.dtype),
         ("--max-model-len", settings.max_model_len),
         ("--lease-s", settings.lease_s),
@@ -89,15 +108,26 @@ def _instance_flags(settings: StackSettings, folder: Path, name: str, cores: tup
             yield from (flag, str(value))
 
 
+def _tls_flags(settings: StackSettings, folder: Path, name: str) -> list[str]:
+    """The certificate of `name` and the stack's CA. The instances believe whoever has one of its certificates, and so
+    does the router's admin listener; clients of the router need none."""
+    if not settings.tls:
+        return []
+    files = folder / TLS_FOLDER
+    pair = ["--tls-cert-file", str(files / f"{name}.crt"), "--tls-key-file", str(files / f"{name}.key")]
+    return [*pair, "--tls-ca-file", str(files / "ca.crt"), "--tls-peer-name", INSTANCE]
+
+
 def _threads(settings: StackSettings, cores: tuple[int, ...]) -> int:
     """Threads of one instance. Without cores of its own it gets an equal share of all, at least one."""
     if settings.threads is not None:
         return settings.threads
-    return len(cores) or max(1, len(usable_cores()) // (settings.num_prefill + settings.num_decode))
+    return len(cores) or max(1, len(usable_cores()) // settings.num_planned)
 
 
-def _kv_cache_bytes(settings: StackSettings) -> int:
+def _kv_cache_bytes(settings: StackSettings) -> int | None:
+    if settings.num_blocks is not None:
+        return None
     if settings.kv_cache_bytes is not None:
         return settings.kv_cache_bytes
-    num_instances = settings.num_prefill + settings.num_decode
-    return min(_MAX_KV_BYTES, int(available_bytes() * _KV_SHARE) // num_instances)
+    return min(_MAX_KV_BYTES, int(available_bytes() * _KV_SHARE) // settings.num_planned)

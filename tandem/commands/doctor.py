@@ -83,16 +83,18 @@ def _running() -> Iterator[Finding]:
     if not stacks:
         yield Finding("ok", "running stack", "none (start one with `tandem up`)")
         return
+    from tandem.credentials import of_stack
     from tandem.health import INSTANCE_SERVICE, READY, ROUTER_SERVICE, health, load
 
     for stack in stacks:
-        state = health(stack.address, ROUTER_SERVICE)
+        credentials = of_stack(Path(stack.folder))
+        state = health(stack.address, ROUTER_SERVICE, credentials=credentials)
         yield _member_finding("router", stack.address, state)
         for name, address in stack.instances.items():
-            state = health(address, INSTANCE_SERVICE)
+            state = health(address, INSTANCE_SERVICE, credentials=credentials)
             detail = ""
             if state == READY:
-                report = load(address)
+                report = load(address, credentials=credentials)
                 total = sum(value for _, value in report.blocks.ListFields())
                 detail = (
                     f", {report.num_running} running, {report.num_waiting} waiting, "

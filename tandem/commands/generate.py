@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tandem.commands.secured import given_credentials, secured
+
 if TYPE_CHECKING:
     from tandem.client import Client
     from tandem.completion import TokenLogprob
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 )
 @click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")
 @click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds, in all.")
+@secured
 @click.option("--stats", is_flag=True, help="Afterwards say, on standard error, how many tokens it took and how long.")
 def command(
     prompt: str, chat: bool, system: str | None, address: str | None, timeout_s: float, stats: bool, **sampling: object
@@ -58,8 +61,10 @@ def command(
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     try:
-        with Client(address, timeout_s=timeout_s) as client:
+        with Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
             _stream(client, messages if chat else prompt, sampling, stats)
+    except ValueError as error:  # an address that is none, a file of the credentials that cannot be used
+        raise click.ClickException(str(error)) from None
     except TandemError as error:
         click.echo(err=True)
         raise click.ClickException(error.message) from None

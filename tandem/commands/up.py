@@ -9,27 +9,18 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import click
 
-from tandem.local_stack import LocalStack, StackFailed
+from tandem.autoscale import autoscaled, parse_bounds
+from tandem.greeting import how_to_call, show_first_text
+from tandem.local_stack import LocalStack
 from tandem.models import ModelNotFound, display_name, resolve
 from tandem.stack_settings import CONNECTORS, Disaggregation, StackSettings
+from tandem.supervision import StackEvent, StackFailed
 
-if TYPE_CHECKING:
-    from tandem.completion import Usage
-
-_LOOK_EVERY_S = 0.05
 _START_REDIS = "start one, for example: redis-server --port 6379"
-_DEMO_PROMPT = """\
-Once upon a time there was a penguin called Penny who had a tandem, but nobody to sit on the back of it. Then Dex the \
-dachshund came by. Penny lived above the bicycle shop and was known for one thing: she reads the whole map in one look.
-
-They wanted to ride to the sea, but in between stood a hill. "I will steer," said Penny."""
-"""Long enough to be worth a prefill instance, so that what one sees has crossed both pools."""
-_DEMO_TOKENS = 60
 
 
 @click.command("up")
@@ -43,6 +34,12 @@ _DEMO_TOKENS = 60
 )
 @click.option(
     "--decode", "num_decode", type=click.IntRange(1, 64), default=1, show_default=True, help="Decode instances."
+)
+@click.option(
+    "--autoscale",
+    multiple=True,
+    metavar="POOL=MIN..MAX",
+    help="Let this pool grow and shrink with the load, as in decode=1..3; may be given for both pools.",
 )
 @click.option(
     "--model",
@@ -77,6 +74,12 @@ _DEMO_TOKENS = 60
     "--port", type=click.IntRange(0, 65535), default=0, help="Port of the router; 0 takes a free one.  [default: 0]"
 )
 @click.option(
+    "--http-port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port of the router's OpenAI API; 0 takes a free one.  [default: 0]",
+)
+@click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16"]),
     help="Of weights and KV; absent: the checkpoint's own.",
@@ -91,6 +94,7 @@ _DEMO_TOKENS = 60
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads of each instance; absent: as many as it has cores."
 )
+@click.option("--tls", is_flag=True, help="Everybody speaks mTLS, by a CA that is made for this stack.")
 @click.option(
     "--pin/--no-pin", default=True, show_default=True, help="Give every instance cores of its own, if there are enough."
 )
@@ -114,6 +118,7 @@ def command(
     model: str,
     connector: str,
     disaggregation: Disaggregation,
+    autoscale: tuple[str, ...],
     kv_memory: float | None,
     try_it: bool,
     **sizes: object,
@@ -130,6 +135,8 @@ def command(
       tandem up --prefill 2 --decode 2 --port 50051
       tandem up --model Qwen/Qwen3-0.6B --dtype bfloat16 --kv-memory 2
       tandem up --prefill 0                            one instance that does both: the baseline
+      tandem up --tls                                  every connection encrypted, both ends certified
+      tandem up --autoscale decode=1..3                a decode pool that follows the load
       tandem up --connector redis --kv-url redis://127.0.0.1:6379/0
       tandem up --prefill 2 --connector nixl,redis --kv-url redis://127.0.0.1:6379/0
       tandem up --connector lmcache                    LMCache's disk format, in the stack's own folder
@@ -144,6 +151,7 @@ def command(
             kv_cache_bytes=None if kv_memory is None else int(kv_memory * 2**30),
             **sizes,  # type: ignore[arg-type]  # the options above carry the names and kinds of the fields
         )
+        settings = autoscaled(settings, parse_bounds(autoscale))
     except (ModelNotFound, ValueError) as error:
         raise click.ClickException(str(error)) from None
     _check_addresses(settings)
@@ -164,14 +172,10 @@ def _known_connector(value: str) -> str:
 
 def _check_addresses(settings: StackSettings) -> None:
     """What would otherwise be said by a member, after seconds and in its own words."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((settings.host, settings.port))
-        except OSError as error:
-            if settings.port and error.errno == errno.EADDRINUSE:
-                raise click.ClickException(f"port {settings.port} is taken; choose another --port, or none") from None
-            raise click.ClickException(f"cannot listen on --host {settings.host}: {error.strerror}") from None
+    _check_port(settings.host, "--port", settings.port)
+    _check_port(settings.host, "--http-port", settings.http_port or 0)
+    if settings.port and settings.port == settings.http_port:
+        raise click.ClickException(f"--port and --http-port are both {settings.port}; choose another --http-port")
     if settings.kv_url is None:
         return
     server = urlsplit(settings.kv_url)
@@ -182,6 +186,17 @@ def _check_addresses(settings: StackSettings) -> None:
     except (OSError, ValueError) as error:
         what, start = ("lmcache server", "see docs/connectors/lmcache.md") if is_lmcache else ("Redis", _START_REDIS)
         raise click.ClickException(f"no {what} answers at --kv-url {settings.kv_url}: {error}; {start}") from None
+
+
+def _check_port(host: str, flag: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if port and error.errno == errno.EADDRINUSE:
+                raise click.ClickException(f"port {port} is taken; choose another {flag}, or none") from None
+            raise click.ClickException(f"cannot listen on --host {host}: {error.strerror}") from None
 
 
 class _Interrupted(Exception):
@@ -213,11 +228,11 @@ def _run(settings: StackSettings, model: str, try_it: bool) -> None:
         stack.start(lambda line: _say(f"  {line}"))
         stack.announce()
         if try_it:
-            _try(stack)
+            show_first_text(stack)
         starting = False
         _say(f"ready in {time.monotonic() - started_s:.1f} s")
-        _say(_how_to_call(stack))
-        _watch(stack, stop)
+        _say(how_to_call(stack))
+        stack.serve(stop, _tell)
     except _Interrupted:
         pass
     except StackFailed as error:
@@ -229,63 +244,10 @@ def _run(settings: StackSettings, model: str, try_it: bool) -> None:
         _say(f"stopped in {time.monotonic() - stopping_s:.1f} s; nothing is left behind")
 
 
-def _watch(stack: LocalStack, stop: threading.Event) -> None:
-    while not stop.wait(_LOOK_EVERY_S):
-        for event in stack.supervise():
-            _say(event.what)
-            for line in event.lines:
-                _say(f"  | {line}")
-
-
-def _try(stack: LocalStack) -> None:
-    """One request through the whole stack, so that the first thing one sees is text."""
-    from tandem.client import Client
-    from tandem.completion import Usage
-    from tandem.errors import TandemError
-
-    _say("")
-    try:
-        with Client(stack.address, timeout_s=60) as client:
-            click.secho(_DEMO_PROMPT, bold=True, nl=False)
-            usage = Usage()
-            for piece in client.stream(_DEMO_PROMPT, max_tokens=_DEMO_TOKENS, temperature=0.0):
-                click.echo(piece.text, nl=False)
-                sys.stdout.flush()
-                usage = piece.usage or usage
-            _say(" …\n")
-            _say(_what_moved(usage))
-    except TandemError as error:
-        raise StackFailed(f"the stack is up but did not answer: {error}") from error
-
-
-def _what_moved(usage: Usage) -> str:
-    if not usage.external_tokens:
-        return f"({usage.prompt_tokens} prompt tokens, prefilled where they were decoded)"
-    split = f"{usage.external_tokens} of {usage.prompt_tokens} prompt tokens"
-    return f"({split} were prefilled by one instance and handed over to another, which wrote the rest)"
-
-
-def _how_to_call(stack: LocalStack) -> str:
-    address = stack.address
-    lines = [f"  {name:<11} {member.spec.address}" for name, member in stack.members.items()]
-    lines += [
-        f"  admin       {stack.admin_address}   (tandem pools)",
-        f"  logs        {stack.folder / 'logs'}",
-        "",
-        "Call it, from another terminal:",
-        '  tandem generate --chat "Who lives in the village?"',
-        "",
-        "from Python:",
-        "  from tandem import Client",
-        f'  print(Client("{address}").generate("Once upon a time", max_tokens=32).text)',
-        "",
-        "from anything that speaks gRPC:",
-        """  grpcurl -plaintext -d '{"text": "Once upon a time", "sampling": {"max_tokens": 32}}' \\""",
-        f"    {address} tandem.v1.GenerationService/Generate",
-        "",
-        "Ctrl-C ends it.",
-    ]
-    return "\n".join(lines)
+def _tell(event: StackEvent) -> None:
+    _say(event.what)
+    for line in event.lines:
+        _say(f"  | {line}")
 
 
 def _plural(count: int, what: str) -> str:

@@ -186,7 +186,7 @@ class Rig:
 
     def load(self, member: str) -> instance_pb2.WatchLoadResponse:
         """The next load report of an instance."""
-        return load(self.stack.instances[member])
+        return load(self.stack.instances[member], credentials=self.stack.credentials)
 
     def loads(self) -> dict[str, instance_pb2.WatchLoadResponse]:
         """The next load report of every instance that answers."""

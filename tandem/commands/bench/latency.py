@@ -53,7 +53,7 @@ def command(
     options = EngineOptions(**engine)
     llm = options.make()
     batch = Batch(batch_size, input_len, output_len)
-    with tqdm(total=warm_up + iterations, desc="Measuring", unit="batch", dynamic_ncols=True, leave=False) as progress:
+    with tqdm(total=warm_up + iterations, desc="Measuring", unit="batch", leave=False, disable=None) as progress:
         try:
             result = measure_latency(
                 llm, batch, num_iterations=iterations, num_warm_up=warm_up, seed=seed, say=progress.update

@@ -1,0 +1,145 @@
+"""Certificates are replaced under load, the CA too, and nobody notices: no request fails, no token differs."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engine import LLM
+from tandem.credentials import INSTANCE, OPERATOR, ROUTER, TLS_FOLDER, Credentials
+from tandem.health import ROUTER_SERVICE, SILENT, health
+from tandem.private_ca import PrivateCa
+from tandem.stack_settings import StackSettings
+from tests.certificates import HOSTS, replace
+from tests.faults.checker import wait_idle
+from tests.faults.load import Load
+from tests.faults.mortal import wait_until
+from tests.faults.questions import make_questions
+from tests.faults.rig import Rig
+
+pytestmark = pytest.mark.timeout(600)
+"""Two engines and a router on a machine that may be busy with other things."""
+NUM_TOKENS = 120
+STEP_S = 0.02
+"""Every step of the decode instance takes at least as long: answers take seconds, and every change finds some."""
+NUM_CLIENTS = 4
+NAMES = (ROUTER, INSTANCE, OPERATOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Issuer:
+    """Replaces a stack's files while it runs, as badly as an issuer can: one file after the other, half of it first."""
+
+    folder: Path
+    source: random.Random
+
+    def believe(self, *authorities: bytes) -> None:
+        replace(self.folder / "ca.crt", b"".join(authorities))
+
+    def issue(self, authority: PrivateCa) -> None:
+        for name in self.source.sample(NAMES, len(NAMES)):
+            issued = authority.issue(name, HOSTS)
+            files = [(f"{name}.crt", issued.certificate), (f"{name}.key", issued.key)]
+            for file, content in self.source.sample(files, 2):
+                (self.folder / file).write_bytes(content[: len(content) // 2])
+                time.sleep(0.05)
+                (self.folder / file).write_bytes(content)
+
+
+@pytest.fixture
+def rig(checkpoint: Path) -> Iterator[Rig]:
+    settings = StackSettings(
+        model=checkpoint,
+        model_name="lively",
+        disaggregation="always",
+        dtype="float32",
+        num_blocks=512,
+        lease_s=2.0,
+        tls=True,
+        start_timeout_s=180.0,
+        router_args=("--pools-beat-timeout-s", "20", "--pools-core-silence-timeout-s", "20"),
+        instance_args=("--max-num-batched-tokens", "64", "--block-size", "16", "--peers-ping-timeout-ms", "20000"),
+    )
+    rig = Rig(settings, faults={"decode-0": f"engine.step=sleep:{STEP_S}"})
+    rig.start()
+    try:
+        yield rig
+    finally:
+        rig.stop()
+
+
+def log_of(rig: Rig, member: str) -> str:
+    return rig.stack.members[member].spec.log_file.read_text()
+
+
+def wait_for_answers(load: Load, change: Callable[[], None]) -> None:
+    """Makes the change and returns when all that ran then is over, and as many that were asked after it."""
+    under_way = [outcome for outcome in list(load.outcomes) if not outcome.is_over]
+    assert any(outcome.arrivals for outcome in under_way), "no stream ran: the change proves nothing"
+    change()
+    num_asked = len(load.outcomes)
+    wait_until(
+        lambda: (
+            all(outcome.is_over for outcome in load.outcomes[: num_asked + NUM_CLIENTS])
+            and len(load.outcomes) >= num_asked + NUM_CLIENTS
+        ),
+        "answers do not come",
+    )
+
+
+@pytest.mark.parametrize("num_rounds", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_certificates_and_the_ca_are_rotated_under_load(rig: Rig, llm: LLM, tmp_path: Path, num_rounds: int) -> None:
+    questions = make_questions(llm, 12, random.Random(3), num_tokens=NUM_TOKENS)
+    folder = rig.stack.folder / TLS_FOLDER
+    issuer = Issuer(folder, random.Random(5))
+    shutil.copytree(folder, old := tmp_path / "old")
+    believed = (folder / "ca.crt").read_bytes()
+    with Load(rig.stack.address, questions, NUM_CLIENTS, rig.stack.credentials) as load:
+        wait_until(lambda: any(outcome.is_over for outcome in list(load.outcomes)), "the first answer does not come")
+        for _ in range(num_rounds):
+            authority = PrivateCa("the next one")
+            # STEP: both CAs are believed; then everybody has a certificate of the new one; then that one is believed
+            wait_for_answers(load, lambda: issuer.believe(believed, authority.certificate))  # noqa: B023
+            wait_for_answers(load, lambda: issuer.issue(authority))  # noqa: B023
+            wait_for_answers(load, lambda: issuer.believe(authority.certificate))  # noqa: B023
+            believed = authority.certificate
+        outcomes = load.finish()
+
+    # STEP: nobody has noticed
+    for outcome in outcomes:
+        outcome.assert_exact()
+        assert not outcome.was_cut
+    print(f"{len(outcomes)} requests, 0 failed, 0 wrong")
+    assert "attempt" not in rig.router_warnings(), "an attempt at a choice has failed"
+    wait_idle(rig, within_s=5.0)
+
+    # STEP: it did happen: who comes with what was good before is not let in, and does not believe what he finds
+    before = Credentials(old / "ca.crt", old / "operator.crt", old / "operator.key")
+    for address in (rig.stack.address, *rig.stack.instances.values()):
+        assert health(address, "", credentials=before).startswith(SILENT)
+        assert health(address, "", credentials=rig.stack.credentials) == "ready"
+    for member in ("router", *rig.stack.instances):
+        num_taken = log_of(rig, member).count("the TLS certificate in")
+        assert num_taken > num_rounds, f"{member} has taken no new files"
+
+    # STEP: one that starts now is found by the new certificates
+    rig.kill("decode-0")
+    rig.restart("decode-0")
+    wait_until(
+        lambda: health(rig.stack.address, ROUTER_SERVICE, credentials=rig.stack.credentials) == "ready",
+        "the router does not serve",
+    )
+    # STEP: nothing secret is told to anybody
+    keys = {
+        line for path in (*folder.glob("*.key"), *old.glob("*.key")) for line in path.read_text().splitlines()[1:-1]
+    }
+    for member in rig.stack.members:
+        log = log_of(rig, member)
+        assert not [line for line in keys if line in log]
+        assert "PRIVATE KEY" not in log
