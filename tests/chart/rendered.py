@@ -1,0 +1,60 @@
+"""What the tests of the chart look at: every ci/ values file, rendered once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from helm.golden import ci_files
+from helm.rendering import Manifest, read_values, render
+
+NAMES = tuple(ci_files())
+NAMESPACE = "a-namespace-whose-name-is-exactly-as-long-as-names-may-be-in-dns"[:63]
+COMPONENTS = ("router", "prefill", "decode")
+
+
+@cache
+def manifests(name: str) -> tuple[Manifest, ...]:
+    """The objects of ci/NAME-values.yaml, for a release called `on`. Not to be changed."""
+    return tuple(render(read_values(ci_files()[name]), release="on", namespace=NAMESPACE))
+
+
+def of_kind(objects: tuple[Manifest, ...] | list[Manifest], kind: str) -> list[Manifest]:
+    """Those of one kind."""
+    return [one for one in objects if one["kind"] == kind]
+
+
+def component_of(manifest: Manifest) -> str:
+    """What its label says."""
+    return str(manifest["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+def deployment(objects: tuple[Manifest, ...] | list[Manifest], component: str) -> Manifest:
+    """The Deployment of one component."""
+    (found,) = (one for one in of_kind(objects, "Deployment") if component_of(one) == component)
+    return found
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod that the chart makes, by itself or by a Deployment."""
+
+    owner: Manifest
+    metadata: dict[str, Any]
+    spec: dict[str, Any]
+
+    @property
+    def containers(self) -> list[dict[str, Any]]:
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+
+def pods(objects: tuple[Manifest, ...] | list[Manifest]) -> Iterator[Pod]:
+    """Every one, the one of `helm test` included."""
+    for manifest in objects:
+        if manifest["kind"] == "Pod":
+            yield Pod(manifest, manifest["metadata"], manifest["spec"])
+        elif manifest["kind"] == "Deployment":
+            template = manifest["spec"]["template"]
+            yield Pod(manifest, template["metadata"], template["spec"])

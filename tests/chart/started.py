@@ -1,0 +1,58 @@
+"""A container of the chart as the kubelet would start it: variables filled in, its settings file in a folder here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helm.rendering import Manifest
+
+_VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a process is given."""
+
+    command: list[str]
+    args: list[str]
+    environment: dict[str, str]
+    mounts: dict[str, dict[str, Any]]
+    """Volume by the path that it is mounted at."""
+
+
+def started(spec: Manifest, objects: Sequence[Manifest], folder: Path, *, pod_ip: str = "10.1.2.3") -> Started:
+    """The pod's first container; its settings map is written to `folder`, and arguments name the files there."""
+    (container,) = spec["containers"]
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    environment: dict[str, str] = {}
+    for variable in container["env"]:
+        value = variable["value"] if "value" in variable else _told(variable["valueFrom"], container, pod_ip)
+        environment[variable["name"]] = _VARIABLE.sub(lambda found: environment[found[1]], value)
+    args = list(container["args"])
+    for path, volume in mounts.items():
+        if "configMap" in volume:
+            _write(volume["configMap"]["name"], objects, folder)
+            args = [arg.replace(f"{path}/", f"{folder}/") for arg in args]
+    return Started(container["command"], args, environment, mounts)
+
+
+def _told(source: dict[str, Any], container: dict[str, Any], pod_ip: str) -> str:
+    """By the downward API."""
+    if "fieldRef" in source:
+        return {"status.podIP": pod_ip, "metadata.name": "on-tandem-pod"}[source["fieldRef"]["fieldPath"]]
+    reference = source["resourceFieldRef"]
+    assert reference["containerName"] == container["name"]
+    which, _, what = reference["resource"].partition(".")
+    amount = str(container["resources"][which][what])
+    return str(-(-int(amount[:-1]) // 1000) if amount.endswith("m") else int(amount))
+
+
+def _write(name: str, objects: Sequence[Manifest], folder: Path) -> None:
+    (found,) = (one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"] == name)
+    for file, text in found["data"].items():
+        (folder / file).write_text(text)

@@ -1,0 +1,82 @@
+"""What is made and not written is what it would be made to now; and the kustomize base is one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from helm import generate
+from helm.golden import goldens
+from helm.kustomization import kustomize_base
+from helm.readme import with_table
+from helm.rendering import CHART, render
+from tests.chart.rendered import NAMES, deployment
+
+ROOT = CHART.parents[1]
+HOW = "run: .venv/bin/python -m helm.generate"
+
+
+def test_schema_readme_dashboard_base_and_goldens_are_up_to_date() -> None:
+    assert [str(path.relative_to(ROOT)) for path in generate.stale()] == [], HOW
+
+
+def test_a_stale_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = shutil.copytree(generate.GOLDEN, tmp_path / "golden")
+    (copied / "default.yaml").write_text("changed")
+    (copied / "gone.diff").write_text("of a values file that is no more")
+    monkeypatch.setattr(generate, "GOLDEN", copied)
+    assert [path.name for path in generate.stale()] == ["default.yaml", "gone.diff"]
+
+
+def test_every_ci_file_has_a_golden() -> None:
+    assert {name.rpartition(".")[0] for name in goldens()} == set(NAMES)
+
+
+def test_table_has_every_documented_value_with_its_default() -> None:
+    table = with_table(
+        "<!-- values: begin --><!-- values: end -->", "# -- How | many.\nsize: 3\nbox:\n  # -- In.\n  a: x\n"
+    )
+    assert '| `size` | `3` | How \\| many. |\n| `box.a` | `"x"` | In. |' in table
+    with pytest.raises(ValueError, match="has no <!-- values"):
+        with_table("nothing", "a: 1\n")
+
+
+def test_kustomize_base_is_the_chart_without_helm() -> None:
+    files = kustomize_base(ROOT / "kustomize" / "values.yaml")
+    kustomization = yaml.safe_load(files.pop("kustomization.yaml"))
+    assert kustomization["resources"] == sorted(files)
+    text = "".join(files.values())
+    assert "helm.sh/" not in text
+    assert "managed-by" not in text
+    assert "kind: Secret\n" not in text
+    base = [one for file in files.values() for one in yaml.safe_load_all(file)]
+    chart = render({"connector": {"key": {"existingSecret": "tandem-kv-key"}}}, release="tandem")
+    assert len(base) == len(chart) - 1  # the pod of `helm test`
+    for role in ("prefill", "decode"):
+        assert deployment(base, role)["spec"]["template"]["spec"] == deployment(chart, role)["spec"]["template"]["spec"]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl builds the base; the tests above need none")
+def test_kubectl_builds_an_overlay_of_the_base(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "kustomize" / "base", tmp_path / "base")
+    overlay = tmp_path / "mine"
+    overlay.mkdir()
+    (overlay / "kustomization.yaml").write_text(
+        "namespace: llm\nresources: [../base]\n"
+        "images: [{name: tandem, newName: registry.example.com/tandem, newTag: 0.1.0}]\n"
+        "secretGenerator: [{name: tandem-kv-key, literals: [key=00], options: {disableNameSuffixHash: true}}]\n"
+        "replicas: [{name: tandem-decode, count: 3}]\n"
+    )
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    objects = list(yaml.safe_load_all(built.stdout))
+    assert {one["metadata"]["namespace"] for one in objects} == {"llm"}
+    decode = deployment([one for one in objects if one["kind"] == "Deployment"], "decode")
+    assert decode["spec"]["replicas"] == 3
+    assert decode["spec"]["template"]["spec"]["containers"][0]["image"] == "registry.example.com/tandem:0.1.0"

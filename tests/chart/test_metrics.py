@@ -1,0 +1,208 @@
+"""Every metric, label and label value that a panel or an alert names is one that the services export."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import urllib.request
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+import decode_service.metrics
+import prefill_service.metrics
+from engine.messages import EngineLoad, KVMoved, KVTotals
+from helm.rendering import CHART
+from instance.metrics import InstanceCollector
+from protos.tandem.v1 import instance_pb2
+from router.model import ServedModel
+from tests.chart.promql import Asked, selectors
+from tests.chart.rendered import COMPONENTS, component_of, manifests, of_kind, pods
+from tests.fakes.model_folder import write_model_folder
+from tests.router.rig import running
+
+TARGET_LABELS = {"tandem", "component", "pod", "namespace", "cluster"}
+"""Set by the monitor's relabelling, by the Prometheus operator, or by the user's own selector in ci/."""
+CLOSED = {"role", "state", "stage", "class", "direction", "le", "path", "kind"}
+"""Labels whose values are all exported from the start; others (reason, outcome) come as they happen."""
+SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}
+
+
+@dataclass
+class Exported:
+    """Names of samples, and label values by sample and label. A family that has no sample yet has no labels here."""
+
+    names: set[str] = field(default_factory=set)
+    values: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+
+    def add(self, families: Iterable[Metric]) -> None:
+        for family in families:
+            self.names |= {f"{family.name}{suffix}" for suffix in SUFFIXES.get(family.type, [])}
+            for sample in family.samples:
+                self.names.add(sample.name)
+                for label, value in sample.labels.items():
+                    self.values.setdefault((sample.name, label), set()).add(value)
+
+    def problems(self, asked: Asked) -> Iterator[str]:
+        """What is asked for and not there."""
+        if asked.metric not in self.names:
+            yield f"no metric {asked.metric}"
+            return
+        known = {label for name, label in self.values if name == asked.metric}
+        for label, operator, value in asked.matchers:
+            if label in TARGET_LABELS or not known:
+                continue
+            if label not in known:
+                yield f"{asked.metric} has no label {label}"
+            elif label in CLOSED:
+                wanted = set(value.split("|") if operator == "=~" else [value])
+                if missing := wanted - self.values[asked.metric, label]:
+                    yield f'{asked.metric} has no {label}="{min(missing)}"'
+        for label in asked.grouped_by - TARGET_LABELS - known if known else ():
+            yield f"{asked.metric} has no label {label} to group by"
+
+
+@dataclass
+class Report:
+    """What an engine core says of itself."""
+
+    load: EngineLoad
+    core_silence_s: float = 0.0
+
+    async def wait_load(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
+
+def instance_families() -> Iterator[Metric]:
+    moved = KVMoved(num_blocks=1, num_bytes=1, seconds=1.0, failures={"missing": 1})
+    load = EngineLoad(kv_totals=[KVTotals(connector="nixl", saved=moved, loaded=moved)])
+    info = instance_pb2.GetInstanceInfoResponse(role=instance_pb2.ROLE_DECODE)
+    for metrics in (prefill_service.metrics.Metrics(), decode_service.metrics.Metrics()):
+        metrics.finished["stop"] = 1
+        yield from InstanceCollector(Report(load), metrics, lambda: info).collect()
+
+
+async def router_families(folder: Path) -> Iterator[Metric]:
+    """Of a router between two fakes, after a split request."""
+    model = ServedModel.from_folder(folder, "fake")
+    async with running(model, folder, metrics={"listen": "127.0.0.1:0"}) as rig:
+        await rig.generate(max_tokens=3)
+        await rig.until_router_is_idle()
+        address = f"http://{rig.app.metrics_address}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=20).read().decode())
+    return text_string_to_metric_families(text)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    found = Exported()
+    found.add(instance_families())
+    found.add(asyncio.run(router_families(write_model_folder(tmp_path_factory.mktemp("model")))))
+    return found
+
+
+def panels() -> dict[str, str]:
+    """Query by the panel's title and legend."""
+    whole = json.loads((CHART / "dashboards" / "tandem.json").read_text())
+    return {
+        f"{panel['title']}: {target['legendFormat']}": target["expr"]
+        for panel in whole["panels"]
+        for target in panel.get("targets", [])
+    }
+
+
+def alerts(name: str) -> dict[str, str]:
+    """Query by the alert's name, of one ci/ file."""
+    (rule,) = of_kind(manifests(name), "PrometheusRule")
+    return {one["alert"]: one["expr"] for group in rule["spec"]["groups"] for one in group["rules"]}
+
+
+@pytest.mark.parametrize("panel", panels())
+def test_panel_asks_for_what_is_exported(panel: str, exported: Exported) -> None:
+    for asked in selectors(panels()[panel]):
+        assert list(exported.problems(asked)) == []
+        assert ("tandem", "=", "$release") in asked.matchers
+
+
+@pytest.mark.parametrize("panel", panels())
+def test_legend_names_labels_that_are_left(panel: str) -> None:
+    """A legend of a label that the query has summed away is empty."""
+    for label in re.findall(r"{{(\w+)}}", panel):
+        assert all(label in asked.grouped_by | {"component", "pod"} for asked in selectors(panels()[panel]))
+
+
+@pytest.mark.parametrize("alert", alerts("monitoring"))
+@pytest.mark.parametrize("name", ["monitoring", "everything"])
+def test_alert_asks_for_what_is_exported(name: str, alert: str, exported: Exported) -> None:
+    for asked in selectors(alerts(name)[alert]):
+        assert list(exported.problems(asked)) == []
+
+
+def test_alerts_find_their_own_release() -> None:
+    for name, own in (
+        ("monitoring", {("namespace", "=", "llm"), ("cluster", "=", "eu")}),
+        ("everything", {("tandem", "=", "a-name-that-is-longer-than-fort-300835e5")}),
+    ):
+        for query in alerts(name).values():
+            assert all(own <= set(asked.matchers) for asked in selectors(query))
+
+
+@pytest.mark.parametrize("name", ["monitoring", "everything"])
+def test_monitor_sets_the_labels_that_queries_use(name: str) -> None:
+    (monitor,) = (one for one in manifests(name) if one["kind"].endswith("Monitor"))
+    (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
+    fullname = monitor["metadata"]["name"].removesuffix("-metrics")
+    assert endpoint["relabelings"] == [
+        {"targetLabel": "tandem", "replacement": fullname},
+        {"sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_component"], "targetLabel": "component"},
+    ]
+    assert (endpoint["port"], endpoint["honorLabels"]) == ("metrics", True)
+
+
+@pytest.mark.parametrize("name", ["monitoring", "everything"])
+def test_monitor_finds_every_component_once(name: str) -> None:
+    (monitor,) = (one for one in manifests(name) if one["kind"].endswith("Monitor"))
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    if monitor["kind"] == "PodMonitor":
+        ports = [
+            component_of(pod.owner)
+            for pod in pods(manifests(name))
+            if wanted <= pod.metadata["labels"].items()
+            for port in pod.containers[-1].get("ports", [])
+            if port["name"] == "metrics"
+        ]
+    else:
+        ports = [
+            component_of(one)
+            for one in of_kind(manifests(name), "Service")
+            if wanted <= one["metadata"]["labels"].items()
+            for port in one["spec"]["ports"]
+            if port["name"] == "metrics"
+        ]
+    assert sorted(ports) == sorted(COMPONENTS)
+
+
+def test_every_alert_is_explained() -> None:
+    text = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()
+    assert set(re.findall(r"^\| `(Tandem\w+)`", text, re.MULTILINE)) == set(alerts("monitoring"))
+
+
+def test_what_is_not_exported_is_seen(exported: Exported) -> None:
+    """Or the tests above prove nothing."""
+
+    def problems(query: str) -> list[str]:
+        return [problem for asked in selectors(query) for problem in exported.problems(asked)]
+
+    assert problems('tandem_router_instance{state="ready"}') == ["no metric tandem_router_instance"]
+    assert problems('tandem_router_instances{status="ready"}') == ["tandem_router_instances has no label status"]
+    assert problems('tandem_router_instances{state="up"}') == ['tandem_router_instances has no state="up"']
+    assert problems("sum by (pool) (tandem_router_instances{})") == [
+        "tandem_router_instances has no label pool to group by"
+    ]
+    with pytest.raises(ValueError, match="tandem_router_instances is no selector"):
+        selectors('sum(tandem_router_instances) + up{job="a"}')

@@ -1,0 +1,49 @@
+"""Names fit into DNS labels whatever a release is called, and two releases never share one."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from helm.rendering import Manifest, render
+from tests.chart.rendered import NAMESPACE, of_kind
+
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+RELEASES = st.from_regex(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?", fullmatch=True)
+"""What Helm takes for a release's name: 53 characters at the most."""
+
+
+def names(objects: list[Manifest]) -> list[tuple[str, str]]:
+    return [(one["kind"], one["metadata"]["name"]) for one in objects]
+
+
+@settings(max_examples=25, deadline=None)
+@given(release=RELEASES)
+@example(release="a" * 53)
+@example(release=f"tandem-{'b' * 46}")
+def test_names_are_dns_labels_and_labels_are_short(release: str) -> None:
+    objects = render({"connector": {"name": "nixl,redis"}}, release=release, namespace=NAMESPACE)
+    assert len(set(names(objects))) == len(objects)
+    for one in objects:
+        assert _LABEL.fullmatch(one["metadata"]["name"]), one["metadata"]["name"]
+        assert all(len(value) <= 63 for value in one["metadata"]["labels"].values())
+
+
+def test_long_names_that_begin_alike_stay_apart() -> None:
+    long = "a-release-with-a-name-that-differs-in-its-last-one"
+    first, second = (render({}, release=f"{long}-{end}") for end in ("1", "2"))
+    assert not set(names(first)) & set(names(second))
+
+
+def test_a_release_called_on_keeps_its_name() -> None:
+    (service,) = (
+        one for one in of_kind(render({}, release="on"), "Service") if one["metadata"]["name"].endswith("router")
+    )
+    assert service["metadata"]["name"] == "on-tandem-router"
+    assert service["spec"]["selector"]["app.kubernetes.io/instance"] == "on"
+
+
+def test_a_release_that_says_tandem_does_not_say_it_twice() -> None:
+    assert ("Service", "tandem-eu-router") in names(render({}, release="tandem-eu"))

@@ -1,0 +1,46 @@
+"""What Helm says after an install: addresses that exist, and a warning for each choice that is not safe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helm.golden import ci_files
+from helm.rendering import NOTES, read_values, render_text
+from tests.chart.rendered import NAMES, manifests, of_kind
+
+WARNINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "a branch": ({"model": {"source": "hub", "hub": {"id": "a/b"}}}, "Give a commit"),
+    "downloads by each pod": ({"model": {"source": "hub", "hub": {"id": "a/b"}}}, "model.hub.cache.create=true"),
+    "open ports": ({"networkPolicy": {"enabled": False}}, "neither TLS nor a login"),
+    "an open Redis": (
+        {"connector": {"name": "redis", "redis": {"bundled": False, "url": "redis://host:6379"}}},
+        "without a login",
+    ),
+    "blind alerts": ({"metrics": {"alerts": {"enabled": True}}}, "metrics.alerts.selector"),
+    "LMCache in the image": ({"connector": {"name": "lmcache"}}, "EXTRAS=hub,nixl,lmcache"),
+    "no actuator": ({"autoscaling": {"mode": "builtin"}}, "autoscaling.mode"),
+}
+
+
+def notes(values: dict[str, Any]) -> str:
+    return render_text(values, release="on", namespace="llm")[NOTES]
+
+
+@pytest.mark.parametrize("what", WARNINGS)
+def test_notes_warn(what: str) -> None:
+    values, warning = WARNINGS[what]
+    assert warning in notes(values)
+    assert warning not in notes({})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notes_name_services_that_exist(name: str) -> None:
+    text = notes(read_values(ci_files()[name]))
+    services = {one["metadata"]["name"]: one["spec"]["ports"][0]["port"] for one in of_kind(manifests(name), "Service")}
+    router, headless = sorted(one for one in services if "-router" in one)
+    assert f"{router}.llm:{services[router]}." in text
+    assert f"port-forward service/{router} 50051:{services[router]}" in text
+    assert f"dns:///{headless}.llm:{services[headless]}" in text
+    assert ("tandem pools --admin" in text) is (name not in ("bare", "everything"))

@@ -1,0 +1,246 @@
+"""What a platform team checks before it lets a chart in: restricted pods, pinned images, probes, quoting, secrets."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from helm.rendering import render
+from protos.tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
+from tests.chart.rendered import COMPONENTS, NAMES, Pod, component_of, deployment, manifests, of_kind, pods
+
+ADDED_CAPABILITIES = {"nixl-redis": {"IPC_LOCK"}, "everything": {"IPC_LOCK"}}
+"""By ci/ file: what it asks for beside the restricted profile."""
+CLUSTERS_USER = {"everything"}
+"""ci/ files that leave the user to the cluster, as OpenShift wants it."""
+RESTRICTED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+READY = {
+    "router": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+    "prefill": prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
+    "decode": decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_meet_the_restricted_profile(name: str) -> None:
+    for pod in pods(manifests(name)):
+        context = pod.spec["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert (context.get("runAsUser", 0) > 0) is (name not in CLUSTERS_USER)
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.spec.keys()
+        assert {kind for volume in pod.spec["volumes"] for kind in volume if kind != "name"} <= RESTRICTED_VOLUMES
+        for container in pod.containers:
+            own = container["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False
+            assert own["capabilities"]["drop"] == ["ALL"]
+            assert set(own["capabilities"].get("add", [])) <= ADDED_CAPABILITIES.get(name, set())
+            assert not {"privileged", "procMount", "runAsUser"} & own.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_root_is_read_only_and_what_is_written_to_is_mounted(name: str) -> None:
+    for pod in pods(manifests(name)):
+        for container in pod.containers:
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            writable = {one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")}
+            assert "/tmp" in writable
+            for variable in container.get("env", []):
+                if variable["name"] in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "HF_HOME"):
+                    assert any(f"{variable['value']}/".startswith(f"{path}/") for path in writable), variable
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_images_are_pinned_and_memory_is_bounded(name: str) -> None:
+    for pod in pods(manifests(name)):
+        for container in pod.containers:
+            assert re.fullmatch(r".+(:(?!latest$)[\w.-]+|@sha256:[0-9a-f]{64})", container["image"]), container["image"]
+            assert "memory" in container["resources"]["limits"]
+            assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+        for volume in pod.spec["volumes"]:
+            assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}) or volume["name"] in ("extra", "rdma")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_probes_tell_liveness_from_readiness(name: str) -> None:
+    for component in COMPONENTS:
+        (container,) = deployment(manifests(name), component)["spec"]["template"]["spec"]["containers"]
+        ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+        probes = {kind: container[f"{kind}Probe"]["grpc"] for kind in ("startup", "liveness", "readiness")}
+        assert probes["startup"] == probes["liveness"] == {"port": ports["grpc"], "service": ""}
+        assert probes["readiness"] == {"port": ports["grpc"], "service": READY[component]}
+
+
+def test_startup_budget_is_the_models() -> None:
+    objects = manifests("everything")
+    for component in ("prefill", "decode"):
+        spec = deployment(objects, component)["spec"]
+        probe = spec["template"]["spec"]["containers"][0]["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] == 3600
+        assert spec["progressDeadlineSeconds"] > 3600
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_and_annotations_are_text(name: str) -> None:
+    """A release called `on`, a team called `on` and a number as a cost centre are all here."""
+    maps = [found for one in manifests(name) for found in _maps(one)]
+    assert maps
+    for found in maps:
+        assert all(isinstance(value, str) for value in found.values()), found
+    assert len({one["metadata"]["labels"]["app.kubernetes.io/instance"] for one in _own(name)}) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_autoscaler_is_the_only_writer_of_a_size(name: str) -> None:
+    for component in ("prefill", "decode"):
+        assert ("replicas" in deployment(manifests(name), component)["spec"]) is (name != "autoscaling")
+    assert "replicas" in deployment(manifests(name), "router")["spec"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_holds_a_token_without_need(name: str) -> None:
+    for pod in pods(manifests(name)):
+        is_scaler = name == "autoscaling" and component_of(pod.owner) == "router"
+        assert pod.spec["automountServiceAccountToken"] is is_scaler
+        assert pod.spec["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_secret_is_in_an_argument_a_variable_or_a_config_map(name: str) -> None:
+    made = [value for one in of_kind(manifests(name), "Secret") for value in one["data"].values()]
+    rest = json.dumps([one for one in manifests(name) if one["kind"] != "Secret"])
+    for value in made:
+        assert value not in rest
+        assert base64.b64decode(value).hex() not in rest
+    for pod in pods(manifests(name)):
+        for variable in (one for container in pod.containers for one in container.get("env", [])):
+            if re.search("TOKEN|PASSWORD|SECRET|KEY", variable["name"]):
+                assert "secretKeyRef" in variable["valueFrom"]
+
+
+def test_secrets_are_random_and_as_long_as_they_must_be() -> None:
+    def drawn() -> dict[str, bytes]:
+        secrets = of_kind(render({"connector": {"name": "redis"}}), "Secret")
+        return {key: base64.b64decode(value) for one in secrets for key, value in one["data"].items()}
+
+    first, second = drawn(), drawn()
+    assert len(first["key"]) == 32
+    assert re.fullmatch(b"[A-Za-z0-9]{32}", first["password"])
+    assert not set(first.values()) & set(second.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_selectors_find_their_component_and_no_other(name: str) -> None:
+    labels = {component_of(pod.owner): pod.metadata["labels"] for pod in pods(manifests(name))}
+    selecting = {
+        "Service": lambda one: one["spec"]["selector"],
+        "Deployment": lambda one: one["spec"]["selector"]["matchLabels"],
+        "PodDisruptionBudget": lambda one: one["spec"]["selector"]["matchLabels"],
+        "NetworkPolicy": lambda one: one["spec"]["podSelector"]["matchLabels"],
+    }
+    for one in (one for one in manifests(name) if one["kind"] in selecting):
+        selector = selecting[one["kind"]](one)
+        found = [component for component, own in labels.items() if selector.items() <= own.items()]
+        assert found == [component_of(one)]
+
+
+def test_a_pools_name_leads_to_ready_pods_alone() -> None:
+    """A draining pod is out of the DNS; the router watches it to its end all the same (docs/membership.md)."""
+    headless = [one["spec"] for one in of_kind(manifests("default"), "Service") if "clusterIP" in one["spec"]]
+    assert [one["publishNotReadyAddresses"] for one in headless] == [False] * 3
+
+
+def test_what_took_long_to_come_outlives_the_release() -> None:
+    for name in ("shared-storage", "hub"):
+        (claim,) = of_kind(manifests(name), "PersistentVolumeClaim")
+        assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_referred_to_is_there(name: str) -> None:
+    """An object of the release's own name has to be made; others are the user's."""
+    objects = manifests(name)
+    made = {(one["kind"], one["metadata"]["name"]) for one in objects}
+    prefix = deployment(objects, "router")["metadata"]["name"].removesuffix("router")
+    for pod in pods(objects):
+        for reference in _references(pod):
+            assert reference in made or not reference[1].startswith(prefix), reference
+
+
+def test_further_objects_are_templates() -> None:
+    (extra,) = (one for one in manifests("everything") if one["metadata"]["name"] == "on-extra")
+    assert extra["data"] == {"made": "for big"}
+
+
+def test_pools_differ_in_their_names_alone() -> None:
+    prefill, decode = (deployment(manifests("default"), role) for role in ("prefill", "decode"))
+    text = json.dumps(prefill).replace("PrefillService", "DecodeService").replace("prefill", "decode")
+    assert json.loads(text) == decode
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "nixl" in name or name == "default"])
+def test_network_policy_opens_the_ports_that_ucx_listens_on(name: str) -> None:
+    objects = manifests(name)
+    for component in ("prefill", "decode"):
+        (policy,) = (one for one in of_kind(objects, "NetworkPolicy") if component_of(one) == component)
+        (ports,) = (port for rule in policy["spec"]["ingress"] for port in rule["ports"] if "endPort" in port)
+        env = deployment(objects, component)["spec"]["template"]["spec"]["containers"][0]["env"]
+        (told,) = (one["value"] for one in env if one["name"] == "UCX_TCP_PORT_RANGE")
+        assert told == f"{ports['port']}-{ports['endPort']}"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "bare"])
+def test_only_routers_and_instances_reach_an_instance(name: str) -> None:
+    for policy in of_kind(manifests(name), "NetworkPolicy"):
+        if component_of(policy) == "router":
+            continue
+        for rule in policy["spec"]["ingress"]:
+            if rule["ports"] == [{"protocol": "TCP", "port": 9100 if name == "everything" else 9090}]:
+                continue
+            peers = [one["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in rule["from"]]
+            assert peers
+            assert set(peers) <= set(COMPONENTS)
+
+
+def _own(name: str) -> list[dict[str, Any]]:
+    return [one for one in manifests(name) if "labels" in one["metadata"]]
+
+
+def _maps(value: Any) -> Iterator[dict[str, Any]]:
+    """Every map of labels, annotations or node labels."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _maps(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("labels", "annotations", "matchLabels", "nodeSelector") and isinstance(item, dict):
+                yield item
+            else:
+                yield from _maps(item)
+
+
+def _references(pod: Pod) -> Iterator[tuple[str, str]]:
+    if "serviceAccountName" in pod.spec:
+        yield "ServiceAccount", pod.spec["serviceAccountName"]
+    for volume in pod.spec["volumes"]:
+        if "configMap" in volume:
+            yield "ConfigMap", volume["configMap"]["name"]
+        elif "secret" in volume:
+            yield "Secret", volume["secret"]["secretName"]
+        elif "persistentVolumeClaim" in volume:
+            yield "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]
+
+
+def test_these_checks_see_a_wrong_pod() -> None:
+    """The maps and references above are really looked into."""
+    wrong = copy.deepcopy(deployment(manifests("default"), "decode"))
+    wrong["spec"]["template"]["metadata"]["labels"]["team"] = True
+    assert any(value is True for found in _maps(wrong) for value in found.values())
+    (pod,) = pods([wrong])
+    assert {kind for kind, _ in _references(pod)} == {"ServiceAccount", "ConfigMap", "Secret"}

@@ -1,0 +1,42 @@
+"""Rights: none without an autoscaler, and with one no more than it needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chart.rendered import NAMES, NAMESPACE, deployment, manifests, of_kind
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_are_rights_only_where_the_router_scales(name: str) -> None:
+    kinds = {one["kind"] for one in manifests(name)}
+    assert {"ClusterRole", "ClusterRoleBinding"}.isdisjoint(kinds)
+    assert ({"Role", "RoleBinding"} & kinds == {"Role", "RoleBinding"}) is (name == "autoscaling")
+
+
+def test_role_names_what_it_may_change() -> None:
+    (role,) = of_kind(manifests("autoscaling"), "Role")
+    rights = {
+        (resource, verb, tuple(rule.get("resourceNames", ())))
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    pools = tuple(deployment(manifests("autoscaling"), one)["metadata"]["name"] for one in ("prefill", "decode"))
+    assert rights == {
+        ("deployments/scale", "get", pools),
+        ("deployments/scale", "patch", pools),
+        ("pods", "list", ()),
+        ("pods", "patch", ()),
+        ("leases", "get", ("on-tandem-autoscaler",)),
+        ("leases", "update", ("on-tandem-autoscaler",)),
+        ("leases", "create", ()),
+    }
+
+
+def test_role_is_bound_to_the_routers_account() -> None:
+    objects = manifests("autoscaling")
+    (binding,) = of_kind(objects, "RoleBinding")
+    account = deployment(objects, "router")["spec"]["template"]["spec"]["serviceAccountName"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}]
+    assert binding["roleRef"]["name"] == of_kind(objects, "Role")[0]["metadata"]["name"]

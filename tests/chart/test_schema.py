@@ -1,0 +1,105 @@
+"""Strict lint, and values that are refused before anything is installed, with a message that says what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helm_python import HelmError, lint
+
+from helm.golden import ci_files
+from helm.rendering import CHART, read_values, render
+from helm.values_doc import documented
+from tests.chart.rendered import NAMES
+
+REFUSED_BY_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
+    "a misspelt value": ({"conector": {}}, "'conector' not allowed"),
+    "a misspelt setting": ({"instance": {"settings": {"engine": {"max_num_seq": 4}}}}, "'max_num_seq' not allowed"),
+    "a setting of one pool": ({"pools": {"decode": {"settings": {"engin": {}}}}}, "'engin' not allowed"),
+    "a setting out of range": ({"instance": {"settings": {"engine": {"block_size": 0}}}}, "minimum: got 0"),
+    "a setting that the chart decides": ({"router": {"settings": {"server": {"port": 1}}}}, "'port' not allowed"),
+    "a connector that the chart decides": (
+        {"instance": {"settings": {"transfer": {"connector": "redis"}}}},
+        "'connector' not allowed",
+    ),
+    "a third pool": ({"pools": {"draft": {}}}, "'draft' not allowed"),
+    "an unknown autoscaler": ({"autoscaling": {"mode": "keda"}}, "must be one of 'none', 'builtin'"),
+    "a password in an address": ({"connector": {"redis": {"url": "redis://:secret@host:6379"}}}, "does not match"),
+    "a digest that is cut": ({"image": {"digest": "sha256:0f34"}}, "does not match"),
+    "an objective between two bounds": ({"metrics": {"alerts": {"timeToFirstTokenSeconds": 3}}}, "must be one of"),
+    "no router": ({"router": {"replicas": 0}}, "minimum: got 0"),
+}
+
+REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
+    "connector twice": ({"connector": {"name": "redis,redis"}}, "names a connector twice"),
+    "unknown connector": ({"connector": {"name": "nixle"}}, "nor module:Class"),
+    "nixl as a store": ({"connector": {"name": "redis,nixl"}}, "write connector.name=nixl,"),
+    "null in a list": ({"connector": {"name": "null,redis"}}, "null moves nothing"),
+    "two users of one address": ({"connector": {"name": "lmcache,redis"}}, "put it alone, or after nixl"),
+    "no server": ({"connector": {"name": "lmcache", "lmcache": {"place": "server"}}}, "connector.lmcache.serverUrl"),
+    "no Redis": ({"connector": {"name": "redis", "redis": {"bundled": False}}}, "connector.redis.url"),
+    "two Redis": ({"connector": {"name": "redis", "redis": {"url": "redis://host:1"}}}, "redis.bundled=false"),
+    "capacity of nothing": ({"connector": {"capacityBytes": 1}}, "connector.capacityBytes"),
+    "a volume for one node": (
+        {"connector": {"name": "shared_storage", "sharedStorage": {"accessModes": ["ReadWriteOnce"]}}},
+        "[ReadWriteMany]",
+    ),
+    "no hub id": ({"model": {"source": "hub"}}, "model.hub.id"),
+    "no claim": ({"model": {"source": "claim"}}, "model.claim.name"),
+    "alerts on nothing": ({"metrics": {"enabled": False, "alerts": {"enabled": True}}}, "metrics.enabled=true"),
+    "a monitor of nothing": (
+        {"metrics": {"enabled": False, "monitor": {"kind": "PodMonitor"}}},
+        "metrics.enabled=true",
+    ),
+    "no accounts": ({"serviceAccount": {"create": False}}, "serviceAccount.routerName"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("version", ["v1.27.0", "v1.37.0"])
+def test_strict_lint_has_nothing_to_say(name: str, version: str) -> None:
+    report = lint(CHART, read_values(ci_files()[name]), strict=True, namespace="default", kube_version=version)
+    assert report["messages"] == []
+
+
+@pytest.mark.parametrize("what", REFUSED_BY_SCHEMA)
+def test_schema_refuses(what: str) -> None:
+    values, message = REFUSED_BY_SCHEMA[what]
+    with pytest.raises(HelmError) as refused:
+        render(values)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("what", REFUSED_BY_TEMPLATE)
+def test_template_refuses_what_does_not_go_together(what: str) -> None:
+    values, message = REFUSED_BY_TEMPLATE[what]
+    with pytest.raises(HelmError) as refused:
+        render(values)
+    assert message in str(refused.value)
+
+
+def test_every_refusal_of_the_templates_is_tested() -> None:
+    text = (CHART / "templates" / "_validate.tpl").read_text()
+    assert text.count("fail ") == len(REFUSED_BY_TEMPLATE)
+
+
+def test_every_value_has_a_line_above_it() -> None:
+    text = (CHART / "values.yaml").read_text()
+    told = {value.path for value in documented(text)}
+    for path in _leaves(read_values(CHART / "values.yaml")):
+        above = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
+        assert told & {path, *above}, path
+
+
+def test_numbers_of_bytes_stay_whole() -> None:
+    """Helm reads every number as a float; a template that prints one writes 1.7179869184e+10."""
+    values = {"instance": {"settings": {"engine": {"kv_cache_bytes": 68_719_476_736}}}}
+    texts = [str(one["data"]) for one in render(values) if one["kind"] == "ConfigMap"]
+    assert sum("kv_cache_bytes: 68719476736" in text for text in texts) == 2
+
+
+def _leaves(values: dict[str, Any], above: str = "") -> list[str]:
+    found = []
+    for key, value in values.items():
+        found += _leaves(value, f"{above}{key}.") if isinstance(value, dict) and value else [f"{above}{key}"]
+    return found

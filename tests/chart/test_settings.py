@@ -1,0 +1,229 @@
+"""Every container's arguments, variables and settings file, read by the very parser of the service that it starts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+import pytest
+
+import decode_service.config
+import prefill_service.config
+from engine.tokenizer import Tokenizer
+from helm.rendering import Manifest, render
+from instance.config import InstanceSettings, engine_config
+from kv_transfer.connector import SharedStorageOptions
+from kv_transfer.lmcache_connector import LMCacheOptions
+from kv_transfer.nixl_connector import NixlOptions
+from kv_transfer.redis_connector import RedisOptions
+from kv_transfer.redis_dial import RedisAddress
+from router.config import RouterSettings
+from serving.settings import Settings, environment_name, leaves, settings_options
+from tandem.commands.generate import command as generate_command
+from tandem.demo import MODEL_DIR
+from tests.chart.rendered import COMPONENTS, NAMES, deployment, manifests, of_kind
+from tests.chart.started import Started, started
+
+TREES: dict[str, type[Settings]] = {
+    "router": RouterSettings,
+    "prefill": prefill_service.config.PrefillSettings,
+    "decode": decode_service.config.DecodeSettings,
+}
+OPTIONS: dict[str, type[msgspec.Struct]] = {
+    "SharedStorageConnector": SharedStorageOptions,
+    "RedisConnector": RedisOptions,
+    "NixlConnector": NixlOptions,
+    "LMCacheConnector": LMCacheOptions,
+}
+S = TypeVar("S", bound=Settings)
+Read = Callable[..., Any]
+
+
+def parse(tree: type[S], process: Started, patch: pytest.MonkeyPatch) -> S:
+    """What `python -m …` would make of it. Raises click.UsageError."""
+    for name in [name for name in os.environ if name.startswith("TANDEM_")]:
+        patch.delenv(name)
+    for name, value in process.environment.items():
+        patch.setenv(name, value)
+    read: list[S] = []
+    settings_options(tree)(read.append).main(process.args, standalone_mode=False)
+    (settings,) = read
+    return settings
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
+    """Settings of a component, and how it was started."""
+
+    def read_one(objects: tuple[Manifest, ...] | list[Manifest], component: str, **pod: str) -> tuple[Any, Started]:
+        spec = deployment(objects, component)["spec"]["template"]["spec"]
+        process = started(spec, objects, tmp_path, **pod)
+        return parse(TREES[component], process, monkeypatch), process
+
+    return read_one
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_service_takes_what_the_chart_gives(name: str, component: str, read: Read) -> None:
+    settings, process = read(manifests(name), component)
+    module = "router" if component == "router" else f"{component}_service"
+    assert process.command == ["python", "-m", module]
+    known = {environment_name(path) for path, _ in leaves(TREES[component])}
+    assert {name for name in process.environment if name.startswith("TANDEM_")} <= known
+    assert settings.log is not None
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("name", NAMES)
+def test_connector_takes_its_options(name: str, role: str, read: Read) -> None:
+    settings, process = read(manifests(name), role)
+    config = engine_config(settings).kv_connector
+    for one in config.options.get("connectors", [{"class_path": config.class_path, "options": config.options}]):
+        options = OPTIONS.get(one["class_path"].partition(":")[2])
+        if options is None:
+            assert name in ("null", "third-party")
+            continue
+        taken = msgspec.convert(one["options"], options, strict=False)
+        if isinstance(taken, LMCacheOptions):
+            taken.backend_name()
+        for path in (getattr(taken, field, "") for field in ("kv_secret_file", "path", "password_file")):
+            assert not path or _is_mounted(path, process), path
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_model_is_where_the_service_looks(name: str, component: str, read: Read) -> None:
+    settings, process = read(manifests(name), component)
+    folder = str(settings.router.model if component == "router" else settings.model.folder)
+    assert _is_mounted(folder, process) is (name in ("hub", "claim", "everything"))
+    init = deployment(manifests(name), component)["spec"]["template"]["spec"].get("initContainers", [])
+    if init:
+        assert f"--local-dir={folder}" in init[0]["args"]
+        assert ("--include=*.safetensors" in init[0]["args"]) is (component != "router")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_agree_on_the_models_name(name: str, read: Read) -> None:
+    router, _ = read(manifests(name), "router")
+    assert {read(manifests(name), role)[0].model_name for role in ("prefill", "decode")} == {router.router.model_name}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_router_looks_for_its_pools_where_their_services_are(name: str, read: Read) -> None:
+    settings, _ = read(manifests(name), "router")
+    headless = {
+        one["metadata"]["name"]: {port["name"]: port["port"] for port in one["spec"]["ports"]}
+        for one in of_kind(manifests(name), "Service")
+        if one["spec"].get("clusterIP") == "None"
+    }
+    for role in ("prefill", "decode"):
+        scheme, host, port = getattr(settings.pools, role).split(":")
+        assert (scheme, headless[host]["grpc"]) == ("dns", int(port))
+        assert host == deployment(manifests(name), role)["metadata"]["name"]
+    assert settings.admission.num_routers == deployment(manifests(name), "router")["spec"]["replicas"]
+
+
+@pytest.mark.parametrize("name", ["redis", "nixl-redis", "lmcache-redis"])
+def test_bundled_redis_is_at_the_address_that_is_told(name: str, read: Read) -> None:
+    settings, _ = read(manifests(name), "decode")
+    address = RedisAddress.parse(settings.transfer.url)
+    (service,) = (one for one in of_kind(manifests(name), "Service") if one["metadata"]["name"] == address.host)
+    assert service["spec"]["ports"][0]["port"] == address.port
+
+
+@pytest.mark.parametrize("pod_ip", ["10.1.2.3", "fd00::1:2"])
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_addresses_are_the_pods_in_both_families(component: str, pod_ip: str, read: Read) -> None:
+    settings, _ = read(manifests("default"), component, pod_ip=pod_ip)
+    assert settings.metrics.listen == f"[{pod_ip}]:9090"
+    if component == "router":
+        assert settings.effective_server.host == "0.0.0.0"
+        assert (settings.admin_server.host, settings.admin_server.port) == ("127.0.0.1", 50052)
+    else:
+        assert (settings.server.resolved().host, settings.server.resolved().port) == (pod_ip, 50051)
+        assert settings.server.advertised_host == pod_ip
+        assert settings.instance.id == "on-tandem-pod"
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_kubernetes_waits_longer_than_a_drain(name: str, component: str, read: Read) -> None:
+    """docs/operations.md: longer than drain_accept_s + drain_grace_s + 10 s."""
+    settings, _ = read(manifests(name), component)
+    grace_s = deployment(manifests(name), component)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s > math.ceil(settings.server.drain_accept_s + settings.server.drain_grace_s + 10)
+
+
+def test_threads_are_the_cores_that_the_pod_has(read: Read) -> None:
+    settings: dict[str, InstanceSettings] = {
+        name: read(manifests(name), "prefill")[0] for name in ("default", "hub", "everything")
+    }
+    assert {name: one.engine.num_threads for name, one in settings.items()} == {
+        "default": 1,
+        "hub": 8,
+        "everything": 16,
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_is_measured_on_gpus_and_told_on_cpus(name: str, read: Read) -> None:
+    """An instance measures its node's memory, not its pod's limit."""
+    for role in ("prefill", "decode"):
+        engine = read(manifests(name), role)[0].engine
+        assert (engine.device == "cuda") is (name in ("hub", "everything", "devices"))
+        if engine.device == "cpu":
+            assert engine.num_blocks or engine.kv_cache_bytes == 1 << 30
+        elif name != "hub":  # which gives it
+            assert engine.num_blocks is engine.kv_cache_bytes is None
+
+
+def test_users_settings_reach_the_service(read: Read) -> None:
+    router, _ = read(manifests("everything"), "router")
+    assert router.disaggregation.mode == "always"
+    assert router.admission.tenants["on"].max_requests == 8
+    assert router.http.listen == "[10.1.2.3]:8080"
+    decode, _ = read(manifests("hub"), "decode")
+    assert (decode.engine.max_num_seqs, decode.engine.kv_cache_bytes, decode.model.dtype) == (256, 32 << 30, "bfloat16")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_helm_test_is_a_command_that_there_is(name: str) -> None:
+    (pod,) = of_kind(manifests(name), "Pod")
+    (container,) = pod["spec"]["containers"]
+    assert container["command"] == ["tandem", "generate"]
+    params = generate_command.make_context("generate", list(container["args"])).params
+    assert params["prompt"].startswith("{{ not a template }}" if name == "everything" else "Once upon a time")
+    host, _, port = params["address"].rpartition(":")
+    (service,) = (one for one in of_kind(manifests(name), "Service") if one["metadata"]["name"] == host)
+    assert service["spec"]["ports"][0]["port"] == int(port)
+
+
+def test_prompt_of_helm_test_crosses_both_pools(read: Read) -> None:
+    (pod,) = of_kind(manifests("default"), "Pod")
+    tokenizer = Tokenizer.from_folder(MODEL_DIR)
+    router, _ = read(manifests("default"), "router")
+    assert len(tokenizer.encode(pod["spec"]["containers"][0]["args"][0])) > router.disaggregation.min_tokens
+
+
+def test_a_wrong_setting_is_seen(read: Read) -> None:
+    """Or the tests above prove nothing: one that got past the schema is refused by the parser."""
+    objects = render({})
+    (settings,) = (one for one in objects if one["metadata"]["name"] == "on-tandem-decode-settings")
+    settings["data"]["settings.yaml"] += "sever: {port: 1}\n"
+    with pytest.raises(click.UsageError, match=r"unknown setting sever; did you mean server\?"):
+        read(objects, "decode")
+
+
+def _is_mounted(path: str, process: Started) -> bool:
+    """Whether it lies on a volume; of a Secret's, whether it is one of its files."""
+    for mount, volume in process.mounts.items():
+        if f"{path}/".startswith(f"{mount}/"):
+            files = [item["path"] for item in volume.get("secret", {}).get("items", [])]
+            return not files or path.removeprefix(f"{mount}/") in files
+    return False
