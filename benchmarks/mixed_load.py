@@ -95,7 +95,9 @@ class ProgressBar:
         """Not shown."""
 
     def begin(self, rate: float | None, requests: Sequence[PlannedRequest]) -> None:
-        self._bar = tqdm(total=len(requests), desc=f"{self._name}, {rate:g}/s", unit="request", leave=False, disable=None)
+        self._bar = tqdm(
+            total=len(requests), desc=f"{self._name}, {rate:g}/s", unit="request", leave=False, disable=None
+        )
 
     def progress(self, progress: Progress) -> None:
         if self._bar is not None:
