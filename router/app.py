@@ -29,7 +29,7 @@ from router.metrics import RouterCollector
 from router.model import ServedModel
 from router.picking.speeds import Speeds
 from router.pools.instances import Role
-from router.pools.membership import Membership, membership_of
+from router.pools.membership import Membership, membership_of, names_services
 from router.pools.pool import Dial, Pools
 from router.pools_service import PoolsService
 from router.releases import Releases
@@ -162,7 +162,8 @@ class RouterApp:
         return HttpServer(api.app(), settings.http, write_timeout_s=settings.server.write_timeout_s, tls=tls)
 
     def _kubernetes_link(self) -> KubernetesLink | None:
-        if not (self._settings.kubernetes.workloads or self._settings.pools.follows_services):
+        pools = self._settings.pools
+        if not (self._settings.kubernetes.workloads or names_services(f"{pools.prefill},{pools.decode}")):
             return None
         # Imported late: who is in no cluster needs neither the package nor the second that it takes.
         try:

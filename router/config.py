@@ -48,16 +48,10 @@ class PoolSettings(Section):
     """The instances, and when one counts as gone."""
 
     prefill: str = setting(
-        "",
-        "Prefill instances: host:port, dns:name:port for every address of a name, kubernetes:service:port for the pods "
-        "behind a Service; comma-separated.",
-        flag="--prefill",
+        "", "Prefill instances: host:port, dns:name:port, kubernetes:service:port; comma-separated.", flag="--prefill"
     )
     decode: str = setting(
-        "",
-        "Decode instances: host:port, dns:name:port for every address of a name, kubernetes:service:port for the pods "
-        "behind a Service; comma-separated.",
-        flag="--decode",
+        "", "Decode instances: host:port, dns:name:port, kubernetes:service:port; comma-separated.", flag="--decode"
     )
     stack: str = setting(
         "",
@@ -96,11 +90,6 @@ class PoolSettings(Section):
         if self.stack and (self.prefill or self.decode):
             raise ValueError("stack tells who is in both pools: leave out prefill and decode, or stack")
         return self
-
-    @property
-    def follows_services(self) -> bool:
-        """Whether Kubernetes is asked who is there."""
-        return any(target.is_service for target in targets(f"{self.prefill},{self.decode}"))
 
 
 class DisaggregationSettings(Section):

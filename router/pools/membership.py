@@ -1,6 +1,7 @@
-"""Where a pool's addresses come from: a list, names that the DNS resolves, or both.
+"""Where a pool's addresses come from: a list, names that the DNS resolves, Services of Kubernetes, or several of them.
 
     "host:port, [IPv6]:port, dns:name:port" ──targets──▶ StaticMembership, DnsMembership ──▶ sets of addresses
+    "kubernetes:service:port" ────────────────────────▶ EndpointsMembership (router/kubernetes) ──▶
 
 A name is resolved again every `interval_s`, to all its A and AAAA addresses. The DNS says who is to be asked, never who
 is well: that is for the members' watches. So an answer that cannot be had changes nothing, and one that says that
@@ -20,7 +21,10 @@ from typing import NamedTuple, Protocol
 
 _log = logging.getLogger(__name__)
 
-_TARGET = re.compile(r"(?P<dns>dns:(///)?)?(?P<host>\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]|[^\s\[\]:/]+):(?P<port>[0-9]{1,5})")
+_TARGET = re.compile(
+    r"((?P<dns>dns:(///)?)|(?P<service>kubernetes:))?"
+    r"(?P<host>\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]|[^\s\[\]:/]+):(?P<port>[0-9]{1,5})"
+)
 _JITTER = 0.2
 _EMPTY_ANSWERS = 3
 """A service whose instances are all unready for a moment has no addresses for that moment."""
@@ -35,6 +39,8 @@ class Target(NamedTuple):
     port: int
     is_name: bool
     """To be resolved, and again and again."""
+    is_service: bool = False
+    """The name of a Service of the router's cluster; the port is that of its pods."""
 
     @property
     def address(self) -> str:
@@ -55,12 +61,16 @@ def targets(listed: str) -> tuple[Target, ...]:
 def _target(text: str) -> Target:
     matched = _TARGET.fullmatch(text)
     if matched is None or not 0 < int(matched["port"]) < 65536:
-        raise ValueError(f"{text!r} is no address: write host:port, [IPv6]:port, or dns:name:port{_hint(text)}")
-    return Target(matched["host"].strip("[]"), int(matched["port"]), matched["dns"] is not None)
+        raise ValueError(
+            f"{text!r} is no address: write host:port, [IPv6]:port, dns:name:port or kubernetes:service:port"
+            f"{_hint(text)}"
+        )
+    is_name, is_service = matched["dns"] is not None, matched["service"] is not None
+    return Target(matched["host"].strip("[]"), int(matched["port"]), is_name, is_service)
 
 
 def _hint(text: str) -> str:
-    bare = text.removeprefix("dns:").removeprefix("///")
+    bare = text.removeprefix("dns:").removeprefix("///").removeprefix("kubernetes:")
     if "://" in text:
         return f"; without a scheme: {text.partition('://')[2].rstrip('/')}"
     if bare.count(":") > 1 and "[" not in bare:
@@ -174,12 +184,27 @@ class JoinedMembership:
             await asyncio.gather(*following, return_exceptions=True)
 
 
-def membership_of(listed: str, interval_s: float, resolve: Resolve = resolve) -> Membership:
-    """What `listed` says. Raises ValueError where `targets` does."""
+def names_services(listed: str) -> bool:
+    """Whether Kubernetes is to be asked. Raises ValueError where `targets` does."""
+    return any(target.is_service for target in targets(listed))
+
+
+Follow = Callable[[str, int], Membership]
+"""The pods behind a Service of Kubernetes, at a port of theirs."""
+
+
+def membership_of(
+    listed: str, interval_s: float, resolve: Resolve = resolve, follow: Follow | None = None
+) -> Membership:
+    """What `listed` says. Raises ValueError where `targets` does, and for Services where nobody can follow them."""
     all_targets = targets(listed)
-    fixed = StaticMembership([target.address for target in all_targets if not target.is_name])
-    named = [DnsMembership(*target[:2], interval_s, resolve) for target in all_targets if target.is_name]
-    if not named:
-        return fixed
-    has_fixed = len(named) < len(all_targets)
-    return JoinedMembership([fixed, *named] if has_fixed else named)
+    fixed = [target.address for target in all_targets if not (target.is_name or target.is_service)]
+    parts: list[Membership] = [StaticMembership(fixed)] if fixed or not all_targets else []
+    for target in all_targets:
+        if target.is_name:
+            parts.append(DnsMembership(target.host, target.port, interval_s, resolve))
+        elif target.is_service:
+            if follow is None:
+                raise ValueError(f"kubernetes:{target.address} can be followed by a router in a pod alone")
+            parts.append(follow(target.host, target.port))
+    return parts[0] if len(parts) == 1 else JoinedMembership(parts)

@@ -1,0 +1,171 @@
+"""The kubelet of the one node: what becomes of a pod, whatever its containers are.
+
+created ──waits for its ConfigMaps, Secrets and claims──▶ Pending ──started──▶ Running ⇄ Ready
+                                                            │                    │
+    ended by itself: Succeeded, Failed ◀────────────────────┴────────────────────┤
+    gone ◀── stopped, at the latest after its grace ◀── deletionTimestamp ◀──────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Protocol
+
+from tests.chart.fake_kube.kinds import Object
+from tests.chart.fake_kube.store import Store, now
+
+SetReady = Callable[[bool], None]
+
+
+class Runtime(Protocol):
+    """What runs a pod's containers. `pod` has its address in `status.podIP`."""
+
+    async def start(self, pod: Object, set_ready: SetReady) -> None:
+        """Returns when they run; `set_ready` is called whenever that changes."""
+
+    async def ended(self, pod: Object) -> bool:
+        """Returns when they have ended by themselves; whether they succeeded. Cancelled when the pod is deleted."""
+        ...
+
+    async def stop(self, pod: Object, grace_s: float) -> None:
+        """Returns when nothing of them is left."""
+
+    def log(self, pod: Object) -> str:
+        """What they have written."""
+        ...
+
+
+class PaperRuntime:
+    """Nothing runs: pods say that they are ready, those of `helm test` that they have succeeded."""
+
+    def __init__(self, start_s: float = 0.0, stop_s: float = 0.0) -> None:
+        self.start_s = start_s
+        self.stop_s = stop_s
+        self.unready: set[str] = set()
+        """Prefixes of names of pods that never become ready."""
+
+    async def start(self, pod: Object, set_ready: SetReady) -> None:
+        await asyncio.sleep(self.start_s)
+        set_ready(not any(pod["metadata"]["name"].startswith(prefix) for prefix in self.unready))
+
+    async def ended(self, pod: Object) -> bool:
+        if pod["spec"].get("restartPolicy") != "Never":
+            await asyncio.Event().wait()
+        return True
+
+    async def stop(self, pod: Object, grace_s: float) -> None:
+        await asyncio.sleep(min(self.stop_s, grace_s))
+
+    def log(self, pod: Object) -> str:
+        return f"{pod['metadata']['name']} is of paper\n"
+
+
+class Kubelet:
+    """Follows the store until it is cancelled; every pod is on this node."""
+
+    def __init__(self, store: Store, runtime: Runtime) -> None:
+        self._store = store
+        self._runtime = runtime
+        self._numbers = itertools.count(1)
+        self._lives: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Gives each pod its life. What fails there fails here."""
+        try:
+            while True:
+                revision = self._store.revision
+                for pod in self._store.all("Pod"):
+                    if pod["metadata"]["uid"] not in self._lives:
+                        life = self._live(pod, f"127.1.{next(self._numbers)}.1")
+                        self._lives[pod["metadata"]["uid"]] = asyncio.create_task(life)
+                for life in self._lives.values():
+                    if life.done():
+                        life.result()
+                await self._store.wait(revision)
+        finally:
+            for life in self._lives.values():
+                life.cancel()
+            await asyncio.gather(*self._lives.values(), return_exceptions=True)
+
+    async def _live(self, pod: Object, address: str) -> None:
+        """One pod from its creation to its end."""
+        going = asyncio.create_task(self._until(pod, lambda now_: "deletionTimestamp" in now_["metadata"]))
+        living = asyncio.create_task(self._run_containers(pod, address))
+        try:
+            await asyncio.wait((going, living), return_when=asyncio.FIRST_COMPLETED)
+            if living.done() and not going.done():
+                living.result()
+                return
+            living.cancel()
+            await asyncio.gather(living, return_exceptions=True)
+            pod = self._now(pod) or pod
+            await self._runtime.stop(pod, pod["metadata"]["deletionGracePeriodSeconds"])
+            self._store.delete(pod)
+        finally:
+            for task in (going, living):
+                task.cancel()
+            await asyncio.gather(going, living, return_exceptions=True)
+
+    async def _run_containers(self, pod: Object, address: str) -> None:
+        self._tell(pod, phase="Pending", podIP=address, podIPs=[{"ip": address}], hostIP="127.0.0.1")
+        await self._until(pod, lambda pod: not missing(self._store, pod))
+        pod = self._tell(pod, phase="Running", startTime=now())
+        await self._runtime.start(pod, lambda ready: self._set_ready(pod, ready))
+        succeeded = await self._runtime.ended(pod)
+        self._set_ready(pod, False)
+        self._tell(pod, phase="Succeeded" if succeeded else "Failed")
+
+    def _set_ready(self, pod: Object, ready: bool) -> None:
+        if self._now(pod) is not None:
+            conditions = [{"type": kind, "status": str(ready)} for kind in ("Ready", "ContainersReady")]
+            names = [container["name"] for container in pod["spec"]["containers"]]
+            containers = [
+                {"name": name, "ready": ready, "restartCount": 0, "image": "", "imageID": ""} for name in names
+            ]
+            self._tell(pod, conditions=conditions, containerStatuses=containers)
+
+    def _tell(self, pod: Object, **status: object) -> Object:
+        return self._store.changed(pod, lambda new: new.setdefault("status", {}).update(status))
+
+    def _now(self, pod: Object) -> Object | None:
+        """The same pod as it is; None where it is gone."""
+        metadata = pod["metadata"]
+        found = self._store.find("Pod", metadata["name"], metadata["namespace"])
+        return found if found is not None and found["metadata"]["uid"] == metadata["uid"] else None
+
+    async def _until(self, pod: Object, condition: Callable[[Object], bool]) -> None:
+        """Returns when it holds, or the pod is gone."""
+        while True:
+            revision, found = self._store.revision, self._now(pod)
+            if found is None or condition(found):
+                return
+            await self._store.wait(revision)
+
+
+def missing(store: Store, pod: Object) -> list[str]:
+    """What the pod names and is not there: without it no container starts."""
+    namespace = pod["metadata"]["namespace"]
+    return [f"{kind} {name}" for kind, name in named(pod["spec"]) if store.find(kind, name, namespace) is None]
+
+
+def named(spec: Object) -> set[tuple[str, str]]:
+    """(kind, name) of the ConfigMaps, Secrets and claims that a pod cannot do without."""
+    found: set[tuple[str, str]] = set()
+    for volume in spec.get("volumes") or ():
+        for field, kind, name in _VOLUMES:
+            if field in volume and not volume[field].get("optional"):
+                found.add((kind, volume[field][name]))
+    for container in (*(spec.get("initContainers") or ()), *spec["containers"]):
+        for variable in container.get("env") or ():
+            if reference := (variable.get("valueFrom") or {}).get("secretKeyRef"):
+                found.add(("Secret", reference["name"]))
+    return found
+
+
+_VOLUMES = (
+    ("configMap", "ConfigMap", "name"),
+    ("secret", "Secret", "secretName"),
+    ("persistentVolumeClaim", "PersistentVolumeClaim", "claimName"),
+)
