@@ -115,6 +115,11 @@ class Load:
         """Streams that went on at another instance so far."""
         return sum(outcome.was_cut for outcome in list(self.outcomes))
 
+    @property
+    def num_waiting(self) -> int:
+        """Questions that have been asked and have a choice without a token."""
+        return sum(not (outcome.is_over or outcome.has_begun) for outcome in list(self.outcomes))
+
     def bears_another_kill(self, kills_s: Sequence[float]) -> bool:
         """Whether one more kill, after those at these times, is within what the router promises whoever it hits: three
         resumptions of a choice that has begun, two retries of one that has not."""

@@ -82,10 +82,11 @@ def _answers(
 
 
 def _stops(text: str) -> list[str]:
-    """One that ends the text in its last third, and beginnings of others all over it."""
+    """One that ends the text in its last third (before it if that only repeats), and beginnings of others all over."""
+    late = 2 * len(text) // 3
     met = next(
         text[at : at + _STOP_LEN]
-        for at in range(2 * len(text) // 3, len(text) - _STOP_LEN)
+        for at in (*range(late, len(text) - _STOP_LEN), *range(late - 1, -1, -1))
         if text.find(text[at : at + _STOP_LEN]) == at and "\N{REPLACEMENT CHARACTER}" not in text[at : at + _STOP_LEN]
     )
     begun = [text[at : at + 3] + _NEVER for at in range(3, len(text) - 3, max(len(text) // 12, 1))]
