@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from tests.fakes.model_folder import write_model_folder
-from tests.router.overload import QUEUE_LIMIT_S, Overload, percentile, run
+from tests.router.admission.overload import QUEUE_LIMIT_S, Overload, percentile, run
 
 
 def promises(overload: Overload) -> dict[str, bool]:

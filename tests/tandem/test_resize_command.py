@@ -20,7 +20,7 @@ from router.model import ServedModel
 from tandem.cli import main
 from tandem.commands.pools.listing import age
 from tests.fakes.model_folder import write_model_folder
-from tests.router.owned import Owned, owned
+from tests.router.pools.owned import Owned, owned
 from tests.router.rig import running
 
 

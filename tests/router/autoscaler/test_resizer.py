@@ -12,7 +12,7 @@ from router.autoscaler.resizer import SizeRefused, least_loaded
 from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from router.pools.member import State
 from tests.router.conftest import Run
-from tests.router.owned import owned
+from tests.router.pools.owned import owned
 
 
 @dataclass(frozen=True)

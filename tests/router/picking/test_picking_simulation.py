@@ -1,13 +1,13 @@
 """The default score against round-robin and an omniscient one, over real lengths: p99 of the wait for a slot.
 
-The table for docs/picking.md: `python -m tests.router.picking_simulation`.
+The table for docs/picking.md: `python -m tests.router.picking.picking_simulation`.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.router.picking_simulation import Lengths, Setup, compare, p99_s, table, trace, waits_s
+from tests.router.picking.picking_simulation import Lengths, Setup, compare, p99_s, table, trace, waits_s
 
 SEEDS = range(5)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
 from router.pools.watchdog import Watchdog
+from tests.waiting import until
 
 TIMEOUT_S = 0.5
 
@@ -35,12 +36,6 @@ async def watching(beat_timeout_s: float = TIMEOUT_S) -> AsyncIterator[tuple[Wat
     watchdog.begin()
     yield watchdog, told
     watchdog.stop()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_an_instance_that_reports_is_let_be_and_one_that_stops_is_told_once() -> None:

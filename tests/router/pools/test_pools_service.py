@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +13,7 @@ from protos.tandem.v1 import common_pb2, pools_pb2, pools_pb2_grpc
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, SHORT, TIMEOUT_S, Rig, slow
+from tests.waiting import until
 
 ADMIN = {"admin_listen": "127.0.0.1:0"}
 
@@ -25,12 +25,6 @@ async def operator(run: Run, **rig_fields: Any) -> AsyncIterator[tuple[Rig, Any]
         assert rig.app.admin_address is not None
         async with grpc.aio.insecure_channel(rig.app.admin_address) as channel:
             yield rig, pools_pb2_grpc.PoolsServiceStub(channel)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def asked(prompt: list[int], **fields: Any) -> pools_pb2.ExplainPickRequest:

@@ -10,7 +10,7 @@ from router.config import QuarantineSettings
 from router.failover.quarantine import Quarantine, Quarantined, Suspect, content_digest
 from router.pools.instances import InstanceKey, Role
 from router.request import GenerationRequest
-from tests.router.test_ejection import Clock
+from tests.router.failover.test_ejection import Clock
 
 
 class Evidence:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.overload import NUM_TOKENS, QUEUE_LIMIT_S, percentile, run
+from tests.router.admission.overload import NUM_TOKENS, QUEUE_LIMIT_S, percentile, run
 
 MAX_RSS_GROWTH = 50 << 20
 BUSY_S = 2.0

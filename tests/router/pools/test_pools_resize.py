@@ -9,9 +9,9 @@ import pytest
 
 from protos.tandem.v1 import pools_pb2
 from tests.router.conftest import Run
-from tests.router.owned import WIRE_ROLES, owned
+from tests.router.pools.owned import WIRE_ROLES, owned
+from tests.router.pools.test_pools_service import failure, operator
 from tests.router.rig import TIMEOUT_S
-from tests.router.test_pools_service import failure, operator
 
 
 async def test_sizes_and_who_wanted_them_are_told(run: Run) -> None:

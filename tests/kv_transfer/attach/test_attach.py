@@ -4,132 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import grpc
 import grpc.aio
-import msgspec
 import pytest
 
-from engine.identity import ModelIdentity
-from engine.messages import KVProgress, LeaseCommand, TransferEvent
-from kv_transfer.attach import TransferReader, follow_transfer
+from engine.messages import KVProgress, TransferEvent
 from kv_transfer.holder import POLICIES, SERVICE, HolderSettings, TransferHolder
-from kv_transfer.leases import LeaseTable
-from kv_transfer.wire import identity_to_proto
 from protos.tandem.v1 import kv_transfer_pb2 as pb
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 from serving.server import Server, ServerSettings
-
-EPOCH = "epoch-1"
-LEASE_S = 0.6
-IDENTITY = ModelIdentity(
-    weights_digest="w" * 64,
-    config_digest="c" * 64,
-    tokenizer_digest="t" * 64,
-    dtype="float32",
-    block_size=16,
-    layout_version=1,
-    layout_digest="l" * 64,
-)
-SETTINGS = HolderSettings(lease_s=LEASE_S, attach_wait_s=0.5, forget_s=30.0)
-
-
-class Holding:
-    """An instance that holds KV: the holder under test, a server, and a core that is a lease table and nothing more."""
-
-    def __init__(self) -> None:
-        self.leases = LeaseTable()
-        self.commands: list[LeaseCommand] = []
-        self.holder = TransferHolder(identity=IDENTITY, instance_epoch=EPOCH, send=self._send, settings=SETTINGS)
-
-    def offer(self, transfer_id: str = "t") -> None:
-        if self.leases.offer(transfer_id, lease_s=LEASE_S, now=time.monotonic()):
-            self.holder.on_event(TransferEvent(transfer_id, 0))
-        self.step()
-
-    def ready(self, num_ready_blocks: int, transfer_id: str = "t") -> None:
-        self.holder.on_event(TransferEvent(transfer_id, num_ready_blocks))
-
-    def complete(self, num_ready_blocks: int, num_tokens: int, transfer_id: str = "t") -> None:
-        self.holder.on_event(TransferEvent(transfer_id, num_ready_blocks, num_tokens=num_tokens))
-
-    def step(self) -> None:
-        """What the core does every now and then."""
-        self.leases.expire(time.monotonic())
-        for ended in self.leases.take_ended():
-            self.holder.on_event(TransferEvent(ended.transfer_id, 0, ended=ended.ended, reason=ended.reason))
-
-    def actions(self, transfer_id: str = "t") -> list[str]:
-        return [command.action for command in self.commands if command.transfer_id == transfer_id]
-
-    def _send(self, command: LeaseCommand) -> None:
-        self.commands.append(command)
-        now = time.monotonic()
-        match command.action:
-            case "attach":
-                self.leases.attach(command.transfer_id, lease_s=command.lease_s, now=now)
-            case "renew":
-                self.leases.renew(command.transfer_id, lease_s=command.lease_s, now=now)
-            case "release":
-                self.leases.release(command.transfer_id, now=now)
-        asyncio.get_running_loop().call_soon(self.step)
-
-
-class Reading:
-    """An instance that reads: the client under test and what it told its core."""
-
-    def __init__(self, stub: KvTransferServiceStub, **fields: object) -> None:
-        reader = TransferReader(
-            **{  # type: ignore[arg-type]
-                "request_id": "r",
-                "transfer_id": "t",
-                "instance_epoch": EPOCH,
-                "num_local_blocks": 0,
-                "lease_s": LEASE_S,
-                "attach_timeout_s": 2.0,
-                **{name: value for name, value in fields.items() if name != "identity"},
-            }
-        )
-        identity = fields.get("identity", IDENTITY)
-        assert isinstance(identity, ModelIdentity)
-        self.told: list[KVProgress] = []
-        self.loaded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.task = asyncio.create_task(
-            follow_transfer(stub, reader, identity=identity, on_progress=self.told.append, loaded=self.loaded)
-        )
-
-    @property
-    def failure(self) -> str | None:
-        return self.told[-1].failed if self.told else None
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 3.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-async def holding(stack: AsyncExitStack) -> Holding:
-    return Holding()
-
-
-@pytest.fixture
-async def stub(holding: Holding, stack: AsyncExitStack) -> KvTransferServiceStub:
-    server = Server(ServerSettings())
-    await server.register(SERVICE, holding.holder, POLICIES)
-    port = await server.start()
-    stack.push_async_callback(server.stop)
-    channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
-    return KvTransferServiceStub(channel)
+from tests.kv_transfer.attach.ends import EPOCH, IDENTITY, LEASE_S, SETTINGS, Holding, Reading, open_message
+from tests.waiting import until
 
 
 async def test_reader_follows_a_transfer_from_offer_to_release(holding: Holding, stub: KvTransferServiceStub) -> None:
@@ -297,73 +185,6 @@ async def test_dead_core_ends_every_transfer(holding: Holding, stub: KvTransferS
     assert attached.failure == waiting.failure == "the holder failed: the engine core has ended"
 
 
-async def test_identity_mismatch_names_the_field_and_both_values(holding: Holding, stub: KvTransferServiceStub) -> None:
-    holding.offer()
-    fields = {**msgspec.structs.asdict(IDENTITY), "block_size": 32, "dtype": "bfloat16", "fingerprint": ""}
-    reading = Reading(stub, identity=ModelIdentity(**fields))
-    await reading.task
-    assert (reading.failure or "").startswith("FAILED_PRECONDITION")
-    assert "dtype: 'float32' here, 'bfloat16' at the reader" in (reading.failure or "")
-    assert "block_size: '16' here, '32' at the reader" in (reading.failure or "")
-    await until(lambda: len(holding.leases) == 0)
-
-
-def open_message(**fields: object) -> pb.AttachOpen:
-    defaults = {
-        "transfer_id": "t",
-        "instance_epoch": EPOCH,
-        "identity": identity_to_proto(IDENTITY),
-        "min_protocol_version": 1,
-        "max_protocol_version": 1,
-    }
-    return pb.AttachOpen(**{**defaults, **fields})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("fields", "code", "text"),
-    [
-        ({"instance_epoch": "epoch-0"}, grpc.StatusCode.NOT_FOUND, "another process"),
-        ({"min_protocol_version": 2, "max_protocol_version": 3}, grpc.StatusCode.FAILED_PRECONDITION, "2..3"),
-        ({"min_protocol_version": 3, "max_protocol_version": 0}, grpc.StatusCode.FAILED_PRECONDITION, "1..1"),
-        ({"transfer_id": ""}, grpc.StatusCode.INVALID_ARGUMENT, "transfer_id"),
-        ({"transfer_id": "x" * 257}, grpc.StatusCode.INVALID_ARGUMENT, "257"),
-        ({"transfer_id": "unknown"}, grpc.StatusCode.NOT_FOUND, "unknown"),
-    ],
-)
-async def test_wrong_opening_is_refused_with_its_reason(
-    holding: Holding, stub: KvTransferServiceStub, fields: dict[str, object], code: grpc.StatusCode, text: str
-) -> None:
-    holding.offer()
-    call = stub.Attach()
-    await call.write(pb.AttachRequest(open=open_message(**fields)))
-    with pytest.raises(grpc.aio.AioRpcError, match=text) as caught:
-        await call.read()
-    assert caught.value.code() is code
-    assert "attach" not in holding.actions()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        pb.AttachRequest(renew=pb.AttachRenew(lease_s=float("nan"))),
-        pb.AttachRequest(renew=pb.AttachRenew(lease_s=-1.0)),
-        pb.AttachRequest(open=pb.AttachOpen()),
-        pb.AttachRequest(),
-    ],
-)
-async def test_wrong_word_after_the_opening_is_refused(
-    holding: Holding, stub: KvTransferServiceStub, message: pb.AttachRequest
-) -> None:
-    holding.offer()
-    call = stub.Attach()
-    await call.write(pb.AttachRequest(open=open_message()))
-    await call.read()
-    await call.write(message)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
 async def test_release_is_idempotent_and_remembered(holding: Holding, stub: KvTransferServiceStub) -> None:
     holding.offer()
     assert (await stub.Release(pb.ReleaseRequest(transfer_id="t"))).was_held
@@ -414,23 +235,3 @@ async def test_ended_transfers_are_forgotten(holding: Holding, stub: KvTransferS
     now = 10.0
     holder.on_event(TransferEvent("last", 0))
     assert set(holder._held) == {"last"}
-
-
-async def test_too_many_readers_are_refused(stack: AsyncExitStack) -> None:
-    settings = HolderSettings(max_attached=1)
-    holder = TransferHolder(identity=IDENTITY, instance_epoch=EPOCH, send=lambda command: None, settings=settings)
-    server = Server(ServerSettings())
-    await server.register(SERVICE, holder, POLICIES)
-    port = await server.start()
-    stack.push_async_callback(server.stop)
-    channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
-    stub = KvTransferServiceStub(channel)
-    holder.on_event(TransferEvent("t", 0))
-    first = stub.Attach()
-    await first.write(pb.AttachRequest(open=open_message()))
-    await first.read()
-    second = stub.Attach()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await second.read()
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    first.cancel()
