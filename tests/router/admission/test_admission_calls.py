@@ -12,15 +12,14 @@ from protos.tandem.v1 import common_pb2, generation_pb2
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import Rig, request_of, slow
+from tests.waiting import until
 
 ONE = {"max_requests": 1, "queue_timeout_s": 20.0, "tenant_key": "x-tenant"}
 SHORT_QUEUE = {**ONE, "max_queued": 1}
 
 
 async def until_queued(rig: Rig, num: int) -> None:
-    async with asyncio.timeout(20):
-        while rig.app.admission.num_queued != num:
-            await asyncio.sleep(0.005)
+    await until(lambda: rig.app.admission.num_queued == num)
 
 
 async def test_a_waiting_request_is_served_when_its_turn_comes(run: Run) -> None:
@@ -28,6 +27,15 @@ async def test_a_waiting_request_is_served_when_its_turn_comes(run: Run) -> None
         answers = await asyncio.gather(*(rig.generate() for _ in range(4)))
         assert all(answer.is_exactly(12) for answer in answers)
         assert rig.app.admission.wait_s.count == 4
+
+
+async def test_a_prompt_that_has_been_computed_is_no_work_ahead_of_others(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=ONE) as rig:
+        running = asyncio.create_task(rig.generate(max_tokens=50))
+        await rig.decode[0].until("token")
+        await until(lambda: rig.app.admission.held.num_prefill_tokens == 0)
+        assert rig.app.admission.held.num_requests == 1
+        assert (await running).is_exactly(50)
 
 
 async def test_an_abort_ends_a_request_that_waits(run: Run) -> None:
