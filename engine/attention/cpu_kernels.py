@@ -155,6 +155,7 @@ def _paged_attention(a, kind):
         for row in range(num_tokens * group):
             column = target + (row // group) * num_kv_heads * group * head_dim + (row % group) * head_dim
             _finish_row(rows, row * shape[2], shape, output, column)
+    memory[0] = ZERO  # numba frees an array after the last line that names it, whatever points into it
 
 
 @njit
