@@ -27,9 +27,9 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.shapes import SHAPES, write_config
+from engine.machine import available_bytes, usable_cores
 from tandem.client import Client
 from tandem.local_stack import LocalStack
-from tandem.machine import available_bytes, usable_cores
 from tandem.stack_settings import StackSettings
 
 

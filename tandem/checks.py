@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tandem.machine import available_bytes, cpu_quota, usable_cores
+from engine.machine import available_bytes, cpu_quota, usable_cores
 from tandem.models import ModelNotFound, display_name, resolve
 from tandem.running import temporary_folder
 

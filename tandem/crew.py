@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from engine.machine import available_bytes
 from serving.lifetime import ParentBond
-from tandem.machine import available_bytes, free_ports
+from tandem.machine import free_ports
 from tandem.member import Member, MemberSpec
 from tandem.roster import Role, Roster, Seat, SizeRefused
 from tandem.stack_settings import StackSettings

@@ -1,42 +1,12 @@
-"""What this machine has: the cores this process may use and the memory that is free, container limits included."""
+"""How processes on this machine share it: ports that are free, and cores that each has for itself."""
 
 from __future__ import annotations
 
-import os
 import random
 import socket
-from pathlib import Path
 
-import psutil
-
-_CGROUP_V2 = Path("/sys/fs/cgroup")
 _PORTS = range(20_000, 32_000)
 """Below the range from which Linux takes the ports of outgoing connections, so none of those can be in the way."""
-
-
-def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0))
-
-
-def cpu_quota() -> float | None:
-    """Cores' worth of time that the container grants, None without a limit."""
-    try:
-        quota, period = (_CGROUP_V2 / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) / int(period)
-
-
-def available_bytes() -> int:
-    """Memory that new processes can take without swapping, and no more than a container's limit leaves."""
-    available: int = psutil.virtual_memory().available
-    try:
-        limit = (_CGROUP_V2 / "memory.max").read_text().strip()
-        used = int((_CGROUP_V2 / "memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from engine.machine import available_bytes, usable_cores
 from tandem.credentials import INSTANCE, ROUTER, TLS_FOLDER
-from tandem.machine import available_bytes, share_cores, usable_cores
+from tandem.machine import share_cores
 from tandem.member import MemberSpec
 from tandem.stack_settings import CONNECTORS, StackSettings
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from tandem.machine import available_bytes, cpu_quota, usable_cores
+from engine.machine import available_bytes, cpu_quota, usable_cores
 from tandem.serve_bench.records import RequestRecord
 from tandem.serve_bench.report import Report
 

@@ -1,0 +1,56 @@
+"""A container's limits are the machine's, whatever the node has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from engine import machine
+from engine.machine import available_bytes, cpu_quota, usable_cores, useful_threads
+from engine.threads import set_num_threads
+
+
+@pytest.mark.parametrize(("told", "cores"), [("200000 100000", 2.0), ("150000 100000", 1.5), ("max 100000", None)])
+def test_the_quota_is_in_cores(tmp_path: Path, told: str, cores: float | None) -> None:
+    (tmp_path / "cpu.max").write_text(f"{told}\n")
+    assert cpu_quota(tmp_path) == cores
+
+
+def test_outside_of_a_container_the_machine_is_the_limit(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) is None
+    assert useful_threads(tmp_path) == len(usable_cores())
+    assert available_bytes(tmp_path) > 0
+
+
+def test_threads_are_no_more_than_cores_and_no_fewer_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: list(range(64)))
+    for quota, threads in (("150000", 2), ("10000", 1), ("6400000", 64), ("12800000", 64)):
+        (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+        assert useful_threads(tmp_path) == threads
+
+
+def test_memory_is_what_the_limit_leaves(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert available_bytes(tmp_path) == 600_000
+    (tmp_path / "memory.current").write_text("1400000\n")
+    assert available_bytes(tmp_path) == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert 600_000 < available_bytes(tmp_path) <= psutil.virtual_memory().total
+
+
+def test_the_core_s_threads_heed_the_quota_unless_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("engine.threads.useful_threads", lambda: 1)
+    try:
+        assert set_num_threads(2) == 2
+        assert set_num_threads(None) == 1
+        torch.set_num_threads(2)
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        assert set_num_threads(None) == 2
+    finally:
+        torch.set_num_threads(before)
