@@ -4,7 +4,7 @@ values.yaml, constraints.yaml, the settings trees ─▶ helm/tandem/values.sche
 values.yaml                                       ─▶ the table in helm/tandem/README.md
 dashboard.yaml                                    ─▶ helm/tandem/dashboards/tandem.json
 the chart, kustomize/values.yaml                  ─▶ kustomize/base/
-the chart, its ci/ values                         ─▶ tests/chart/golden/
+the chart, its ci/ values                         ─▶ tests/chart/golden/, the settings in it read by the services' trees
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from helm.component_settings import check_settings
 from helm.rendering import CHART, Manifest, read_values, render
 
 CI = CHART / "ci"
@@ -25,8 +26,11 @@ def ci_files() -> dict[str, Path]:
 
 
 def goldens() -> dict[str, str]:
-    """File name → text."""
-    texts = {name: _text(render(read_values(path), namespace="golden")) for name, path in ci_files().items()}
+    """File name → text. Raises ValueError where a service would not start with the settings that are rendered."""
+    rendered = {name: render(read_values(path), namespace="golden") for name, path in ci_files().items()}
+    for objects in rendered.values():
+        check_settings(objects)
+    texts = {name: _text(objects) for name, objects in rendered.items()}
     default = texts.pop(_DEFAULT)
     return {
         f"{_DEFAULT}.yaml": default,

@@ -26,10 +26,12 @@ ROUTER_OWNED = (
     *("pools.prefill", "pools.decode", "pools.stack"),
     "http.listen",
     "admission.num_routers",
-    "autoscaler.enabled",
+    *("kubernetes", "tls", "auth", "health"),
+    *("autoscaler.enabled", "autoscaler.prefill.ttft_objective_s", "autoscaler.decode.itl_objective_s"),
+    *(f"autoscaler.{role}.{bound}" for role in ("prefill", "decode") for bound in ("min_size", "max_size")),
 )
 INSTANCE_OWNED = (
-    "metrics",
+    *("metrics", "tls", "health"),
     *("model.folder", "model.name"),
     *("server.host", "server.port", "server.advertise", "server.listen"),
     *("instance.id", "instance.ready_file"),
@@ -84,14 +86,19 @@ def _definitions(prefix: str, tree: type[Settings], owned: Iterable[str]) -> dic
     whole = tree.model_json_schema(ref_template=f"#/$defs/{prefix}.{{model}}")
     sections: dict[str, Schema] = whole.pop("$defs")
     for path in owned:
-        section, _, name = path.partition(".")
-        definition = whole["properties"][section]["$ref"].rpartition(".")[2]
-        if name:
-            del sections[definition]["properties"][name]
-        else:
-            del whole["properties"][section], sections[definition]
+        *above, name = path.split(".")
+        properties = whole["properties"]
+        for section in above:
+            properties = sections[_referred(properties[section])]["properties"]
+        referred = _referred(properties.pop(name))
+        sections.pop(referred, None)
     named = {**sections, tree.__name__: whole}
     return {f"{prefix}.{name}": _plain(definition) for name, definition in named.items()}
+
+
+def _referred(schema: Schema) -> str:
+    """The definition that it refers to, without the prefix; empty for a schema of its own."""
+    return str(schema.get("$ref", "")).rpartition(".")[2]
 
 
 def _plain(definition: Any) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 _SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\s*\{([^}]*)\}")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"')
 _GROUPING = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
-_WORDS = {"sum", "max", "min", "rate", "increase", "histogram_quantile", "absent", "min_over_time", "by"}
+_WORDS = {"sum", "max", "min", "rate", "increase", "histogram_quantile", "absent", "min_over_time", "time", "by"}
 
 
 @dataclass(frozen=True)

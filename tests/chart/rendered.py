@@ -13,6 +13,12 @@ from helm.rendering import Manifest, read_values, render
 NAMES = tuple(ci_files())
 NAMESPACE = "a-namespace-whose-name-is-exactly-as-long-as-names-may-be-in-dns"[:63]
 COMPONENTS = ("router", "prefill", "decode")
+SCALING = frozenset({"autoscaling", "secure"})
+"""ci/ files with an autoscaler."""
+ASKING = SCALING | {"endpoints"}
+"""ci/ files whose router asks Kubernetes."""
+ENCRYPTED = frozenset({"secure", "tls"})
+"""ci/ files with TLS."""
 
 
 @cache

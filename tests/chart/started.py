@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from helm.rendering import Manifest
 
+Read = Callable[..., Any]
+"""The fixture `read`: of rendered objects and a component, its settings and how it was started."""
 _VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 
@@ -23,9 +25,18 @@ class Started:
     mounts: dict[str, dict[str, Any]]
     """Volume by the path that it is mounted at."""
 
+    def has(self, path: str) -> bool:
+        """Whether it lies on a volume; where that has chosen files of a Secret or map, whether it is one of them."""
+        for mount, volume in self.mounts.items():
+            if f"{path}/".startswith(f"{mount}/"):
+                items = volume.get("secret", volume.get("configMap", {})).get("items", [])
+                files = [item["path"] for item in items]
+                return not files or path.removeprefix(f"{mount}/") in files
+        return False
+
 
 def started(spec: Manifest, objects: Sequence[Manifest], folder: Path, *, pod_ip: str = "10.1.2.3") -> Started:
-    """The pod's first container; its settings map is written to `folder`, and arguments name the files there."""
+    """The pod's first container; what `objects` has of its maps is written to `folder`, where arguments then look."""
     (container,) = spec["containers"]
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
@@ -35,8 +46,7 @@ def started(spec: Manifest, objects: Sequence[Manifest], folder: Path, *, pod_ip
         environment[variable["name"]] = _VARIABLE.sub(lambda found: environment[found[1]], value)
     args = list(container["args"])
     for path, volume in mounts.items():
-        if "configMap" in volume:
-            _write(volume["configMap"]["name"], objects, folder)
+        if "configMap" in volume and _write(volume["configMap"]["name"], objects, folder):
             args = [arg.replace(f"{path}/", f"{folder}/") for arg in args]
     return Started(container["command"], args, environment, mounts)
 
@@ -52,7 +62,9 @@ def _told(source: dict[str, Any], container: dict[str, Any], pod_ip: str) -> str
     return str(-(-int(amount[:-1]) // 1000) if amount.endswith("m") else int(amount))
 
 
-def _write(name: str, objects: Sequence[Manifest], folder: Path) -> None:
-    (found,) = (one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"] == name)
-    for file, text in found["data"].items():
+def _write(name: str, objects: Sequence[Manifest], folder: Path) -> bool:
+    """False for a map that is not the release's own."""
+    found = [one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"] == name]
+    for file, text in ((file, text) for one in found for file, text in one["data"].items()):
         (folder / file).write_text(text)
+    return bool(found)

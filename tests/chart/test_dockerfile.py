@@ -113,6 +113,15 @@ def test_base_is_pinned_and_the_last_stage_is_the_cpus() -> None:
     assert stages == ["build", "runtime", "cuda", "cpu"]
 
 
+def test_extras_are_the_projects_and_a_router_can_ask_kubernetes() -> None:
+    arguments = dict(step.rest.split("=", 1) for step in STEPS if step.word == "ARG")
+    extras = arguments["EXTRAS"].split(",")
+    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras) <= optional.keys()
+    assert "kubernetes" in extras
+    assert set(optional["kubernetes"]) <= set(optional["dev"])
+
+
 def test_a_step_that_cannot_work_is_seen(built: Build) -> None:
     """Or the fixture above proves nothing."""
     with pytest.raises(subprocess.CalledProcessError):

@@ -21,6 +21,9 @@ from helm.rendering import CHART
 from instance.metrics import InstanceCollector
 from protos.tandem.v1 import instance_pb2
 from router.model import ServedModel
+from serving.tls import tls_collectors
+from tandem.private_ca import PrivateCa
+from tests.certificates import files_of
 from tests.chart.promql import Asked, selectors
 from tests.chart.rendered import COMPONENTS, component_of, manifests, of_kind, pods
 from tests.fakes.model_folder import write_model_folder
@@ -103,6 +106,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     found = Exported()
     found.add(instance_families())
     found.add(asyncio.run(router_families(write_model_folder(tmp_path_factory.mktemp("model")))))
+    files = files_of(tmp_path_factory.mktemp("tls"), "router", PrivateCa())
+    found.add(family for one in tls_collectors(files.tls()) for family in one.collect())
     return found
 
 

@@ -19,8 +19,14 @@ WARNINGS: dict[str, tuple[dict[str, Any], str]] = {
         "without a login",
     ),
     "blind alerts": ({"metrics": {"alerts": {"enabled": True}}}, "metrics.alerts.selector"),
-    "LMCache in the image": ({"connector": {"name": "lmcache"}}, "EXTRAS=hub,nixl,lmcache"),
-    "no actuator": ({"autoscaling": {"mode": "builtin"}}, "autoscaling.mode"),
+    "LMCache in the image": ({"connector": {"name": "lmcache"}}, "EXTRAS=hub,nixl,kubernetes,lmcache"),
+    "who sizes": ({"autoscaling": {"mode": "builtin", "decode": {"maxReplicas": 6}}}, "decode 1 to 6"),
+    "readable tokens": ({"auth": {"existingSecret": "tenants"}}, "tokens travel readable"),
+    "a test without a token": ({"auth": {"existingSecret": "tenants"}}, "test.existingSecret"),
+    "an API server out of reach": (
+        {"discovery": "endpoints", "networkPolicy": {"restrictEgress": True}},
+        "from the API server",
+    ),
 }
 
 
@@ -33,6 +39,20 @@ def test_notes_warn(what: str) -> None:
     values, warning = WARNINGS[what]
     assert warning in notes(values)
     assert warning not in notes({})
+
+
+def test_notes_do_not_warn_of_what_is_closed() -> None:
+    text = notes({**read_values(ci_files()["secure"]), "networkPolicy": {"enabled": False}})
+    assert "WARNING" not in text
+
+
+def test_commands_of_the_notes_show_what_the_router_asks_for() -> None:
+    text = notes(read_values(ci_files()["secure"]))
+    shown = "--ca-file ca.crt --server-name on-tandem-router.llm.svc --cert-file my.crt --key-file my.key --token-file"
+    assert f"--address 127.0.0.1:50051 {shown} token" in text
+    assert f"--admin 127.0.0.1:50052 {shown} admin-token" in text
+    assert "get configmap trusted -o jsonpath='{.data.bundle\\.pem}'" in text
+    assert "get secret router-certificate" in notes(read_values(ci_files()["tls"]))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,12 +13,25 @@ import pytest
 
 from helm.rendering import render
 from protos.tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
-from tests.chart.rendered import COMPONENTS, NAMES, Pod, component_of, deployment, manifests, of_kind, pods
+from tests.chart.rendered import (
+    ASKING,
+    COMPONENTS,
+    ENCRYPTED,
+    NAMES,
+    SCALING,
+    Pod,
+    component_of,
+    deployment,
+    manifests,
+    of_kind,
+    pods,
+)
 
 ADDED_CAPABILITIES = {"nixl-redis": {"IPC_LOCK"}, "everything": {"IPC_LOCK"}}
 """By ci/ file: what it asks for beside the restricted profile."""
 CLUSTERS_USER = {"everything"}
 """ci/ files that leave the user to the cluster, as OpenShift wants it."""
+PINNED = re.compile(r".+(:(?!latest$)[\w.-]+|@sha256:[0-9a-f]{64})")
 RESTRICTED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
 READY = {
     "router": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
@@ -60,11 +73,18 @@ def test_root_is_read_only_and_what_is_written_to_is_mounted(name: str) -> None:
 def test_images_are_pinned_and_memory_is_bounded(name: str) -> None:
     for pod in pods(manifests(name)):
         for container in pod.containers:
-            assert re.fullmatch(r".+(:(?!latest$)[\w.-]+|@sha256:[0-9a-f]{64})", container["image"]), container["image"]
+            assert PINNED.fullmatch(container["image"]), container["image"]
             assert "memory" in container["resources"]["limits"]
             assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
         for volume in pod.spec["volumes"]:
             assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}) or volume["name"] in ("extra", "rdma")
+
+
+def test_a_digest_pins_each_image() -> None:
+    digest = f"sha256:{'5' * 64}"
+    pinned = {"image": {"digest": digest}, "connector": {"name": "redis", "redis": {"digest": digest}}}
+    images = {one["image"] for pod in pods(render(pinned)) for one in pod.containers}
+    assert images == {f"tandem@{digest}", f"docker.io/library/redis:7.4.6-alpine@{digest}"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,8 +93,9 @@ def test_probes_tell_liveness_from_readiness(name: str) -> None:
         (container,) = deployment(manifests(name), component)["spec"]["template"]["spec"]["containers"]
         ports = {one["name"]: one["containerPort"] for one in container["ports"]}
         probes = {kind: container[f"{kind}Probe"]["grpc"] for kind in ("startup", "liveness", "readiness")}
-        assert probes["startup"] == probes["liveness"] == {"port": ports["grpc"], "service": ""}
-        assert probes["readiness"] == {"port": ports["grpc"], "service": READY[component]}
+        port = ports["health" if name in ENCRYPTED else "grpc"]
+        assert probes["startup"] == probes["liveness"] == {"port": port, "service": ""}
+        assert probes["readiness"] == {"port": port, "service": READY[component]}
 
 
 def test_startup_budget_is_the_models() -> None:
@@ -99,16 +120,26 @@ def test_labels_and_annotations_are_text(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_autoscaler_is_the_only_writer_of_a_size(name: str) -> None:
     for component in ("prefill", "decode"):
-        assert ("replicas" in deployment(manifests(name), component)["spec"]) is (name != "autoscaling")
+        assert ("replicas" in deployment(manifests(name), component)["spec"]) is (name not in SCALING)
     assert "replicas" in deployment(manifests(name), "router")["spec"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nobody_holds_a_token_without_need(name: str) -> None:
     for pod in pods(manifests(name)):
-        is_scaler = name == "autoscaling" and component_of(pod.owner) == "router"
-        assert pod.spec["automountServiceAccountToken"] is is_scaler
+        needs_one = name in ASKING and component_of(pod.owner) == "router"
+        assert pod.spec["automountServiceAccountToken"] is needs_one
         assert pod.spec["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_of_secrets_are_replaced_under_running_pods(name: str) -> None:
+    """The kubelet does not replace what is mounted by subPath, nor a variable."""
+    for pod in pods(manifests(name)):
+        secrets = {volume["name"] for volume in pod.spec["volumes"] if "secret" in volume}
+        mounts = [mount for one in pod.containers for mount in one["volumeMounts"] if mount["name"] in secrets]
+        assert {mount["name"] for mount in mounts} == secrets
+        assert all(mount["readOnly"] and not {"subPath", "subPathExpr"} & mount.keys() for mount in mounts)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -167,6 +198,7 @@ def test_what_is_referred_to_is_there(name: str) -> None:
     """An object of the release's own name has to be made; others are the user's."""
     objects = manifests(name)
     made = {(one["kind"], one["metadata"]["name"]) for one in objects}
+    made |= {("Secret", one["spec"]["secretName"]) for one in of_kind(objects, "Certificate")}
     prefix = deployment(objects, "router")["metadata"]["name"].removesuffix("router")
     for pod in pods(objects):
         for reference in _references(pod):

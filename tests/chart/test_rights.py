@@ -1,17 +1,17 @@
-"""Rights: none without an autoscaler, and with one no more than it needs."""
+"""Rights: none where the router does not ask Kubernetes, and no more than it needs where it does."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.chart.rendered import NAMES, NAMESPACE, deployment, manifests, of_kind
+from tests.chart.rendered import ASKING, NAMES, NAMESPACE, deployment, manifests, of_kind
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_there_are_rights_only_where_the_router_scales(name: str) -> None:
+def test_there_are_rights_only_where_the_router_asks(name: str) -> None:
     kinds = {one["kind"] for one in manifests(name)}
     assert {"ClusterRole", "ClusterRoleBinding"}.isdisjoint(kinds)
-    assert ({"Role", "RoleBinding"} & kinds == {"Role", "RoleBinding"}) is (name == "autoscaling")
+    assert ({"Role", "RoleBinding"} & kinds == {"Role", "RoleBinding"}) is (name in ASKING)
 
 
 def test_role_names_what_it_may_change() -> None:
@@ -31,6 +31,8 @@ def test_role_names_what_it_may_change() -> None:
         ("leases", "get", ("on-tandem-autoscaler",)),
         ("leases", "update", ("on-tandem-autoscaler",)),
         ("leases", "create", ()),
+        ("endpointslices", "list", ()),
+        ("endpointslices", "watch", ()),
     }
 
 

@@ -12,6 +12,7 @@ from helm.rendering import CHART, read_values, render
 from helm.values_doc import documented
 from tests.chart.rendered import NAMES
 
+ISSUER = {"certManager": {"issuerRef": {"name": "private-ca"}}}
 REFUSED_BY_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "a misspelt value": ({"conector": {}}, "'conector' not allowed"),
     "a misspelt setting": ({"instance": {"settings": {"engine": {"max_num_seq": 4}}}}, "'max_num_seq' not allowed"),
@@ -27,6 +28,17 @@ REFUSED_BY_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "a password in an address": ({"connector": {"redis": {"url": "redis://:secret@host:6379"}}}, "does not match"),
     "a digest that is cut": ({"image": {"digest": "sha256:0f34"}}, "does not match"),
     "an objective between two bounds": ({"metrics": {"alerts": {"timeToFirstTokenSeconds": 3}}}, "must be one of"),
+    "a certificate that the chart decides": (
+        {"instance": {"settings": {"tls": {"cert_file": "/tls.crt"}}}},
+        "'tls' not allowed",
+    ),
+    "a bound that the chart decides": (
+        {"router": {"settings": {"autoscaler": {"decode": {"max_size": 4}}}}},
+        "'max_size' not allowed",
+    ),
+    "an objective of nothing": ({"autoscaling": {"decode": {"interTokenLatencySeconds": 0}}}, "exclusiveMinimum"),
+    "an unknown discovery": ({"discovery": "etcd"}, "must be one of 'dns', 'endpoints'"),
+    "a name in capitals": ({"tls": {"routerName": "Router"}}, "does not match"),
     "no router": ({"router": {"replicas": 0}}, "minimum: got 0"),
 }
 
@@ -50,6 +62,21 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
     "a monitor of nothing": (
         {"metrics": {"enabled": False, "monitor": {"kind": "PodMonitor"}}},
         "metrics.enabled=true",
+    ),
+    "more at the least than at the most": (
+        {"autoscaling": {"decode": {"minReplicas": 3, "maxReplicas": 2}}},
+        "3 is above maxReplicas, which is 2",
+    ),
+    "TLS without certificates": ({"tls": {"enabled": True}}, "tls.existingSecret, or let cert-manager"),
+    "certificates from two places": (
+        {"tls": {"enabled": True, "existingSecret": "a", "certManager": {"issuerRef": {"name": "b"}}}},
+        "leave one of the two empty",
+    ),
+    "instances alone": ({"tls": {"enabled": True, "existingInstanceSecret": "a", **ISSUER}}, "in tls.existingSecret"),
+    "certificates that nobody shows": ({"tls": {"clients": {"certificateRequired": True}}}, "set tls.enabled=true"),
+    "no tokens in the Secret": (
+        {"auth": {"existingSecret": "tenants", "existingSecretTokensKey": ""}},
+        "none of its keys is used",
     ),
     "no accounts": ({"serviceAccount": {"create": False}}, "serviceAccount.routerName"),
 }

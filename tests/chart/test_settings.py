@@ -3,69 +3,37 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 import msgspec
 import pytest
 
-import decode_service.config
-import prefill_service.config
 from engine.tokenizer import Tokenizer
-from helm.rendering import Manifest, render
+from helm.component_settings import TREES, check_settings
+from helm.rendering import render
 from instance.config import InstanceSettings, engine_config
 from kv_transfer.connector import SharedStorageOptions
 from kv_transfer.lmcache_connector import LMCacheOptions
 from kv_transfer.nixl_connector import NixlOptions
 from kv_transfer.redis_connector import RedisOptions
 from kv_transfer.redis_dial import RedisAddress
-from router.config import RouterSettings
-from serving.settings import Settings, environment_name, leaves, settings_options
+from router.kubernetes.settings import Workload
+from router.pools.membership import targets
+from serving.settings import environment_name, leaves
 from tandem.commands.generate import command as generate_command
 from tandem.demo import MODEL_DIR
-from tests.chart.rendered import COMPONENTS, NAMES, deployment, manifests, of_kind
-from tests.chart.started import Started, started
+from tests.chart.rendered import COMPONENTS, NAMES, SCALING, deployment, manifests, of_kind
+from tests.chart.started import Read
 
-TREES: dict[str, type[Settings]] = {
-    "router": RouterSettings,
-    "prefill": prefill_service.config.PrefillSettings,
-    "decode": decode_service.config.DecodeSettings,
-}
 OPTIONS: dict[str, type[msgspec.Struct]] = {
     "SharedStorageConnector": SharedStorageOptions,
     "RedisConnector": RedisOptions,
     "NixlConnector": NixlOptions,
     "LMCacheConnector": LMCacheOptions,
 }
-S = TypeVar("S", bound=Settings)
-Read = Callable[..., Any]
-
-
-def parse(tree: type[S], process: Started, patch: pytest.MonkeyPatch) -> S:
-    """What `python -m …` would make of it. Raises click.UsageError."""
-    for name in [name for name in os.environ if name.startswith("TANDEM_")]:
-        patch.delenv(name)
-    for name, value in process.environment.items():
-        patch.setenv(name, value)
-    read: list[S] = []
-    settings_options(tree)(read.append).main(process.args, standalone_mode=False)
-    (settings,) = read
-    return settings
-
-
-@pytest.fixture
-def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
-    """Settings of a component, and how it was started."""
-
-    def read_one(objects: tuple[Manifest, ...] | list[Manifest], component: str, **pod: str) -> tuple[Any, Started]:
-        spec = deployment(objects, component)["spec"]["template"]["spec"]
-        process = started(spec, objects, tmp_path, **pod)
-        return parse(TREES[component], process, monkeypatch), process
-
-    return read_one
+POOLS = ("prefill", "decode")
+FOLLOWING = frozenset({"autoscaling", "endpoints"})
+"""ci/ files whose router follows EndpointSlices."""
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -93,7 +61,7 @@ def test_connector_takes_its_options(name: str, role: str, read: Read) -> None:
         if isinstance(taken, LMCacheOptions):
             taken.backend_name()
         for path in (getattr(taken, field, "") for field in ("kv_secret_file", "path", "password_file")):
-            assert not path or _is_mounted(path, process), path
+            assert not path or process.has(path), path
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -101,7 +69,7 @@ def test_connector_takes_its_options(name: str, role: str, read: Read) -> None:
 def test_model_is_where_the_service_looks(name: str, component: str, read: Read) -> None:
     settings, process = read(manifests(name), component)
     folder = str(settings.router.model if component == "router" else settings.model.folder)
-    assert _is_mounted(folder, process) is (name in ("hub", "claim", "everything"))
+    assert process.has(folder) is (name in ("hub", "claim", "everything"))
     init = deployment(manifests(name), component)["spec"]["template"]["spec"].get("initContainers", [])
     if init:
         assert f"--local-dir={folder}" in init[0]["args"]
@@ -122,11 +90,30 @@ def test_router_looks_for_its_pools_where_their_services_are(name: str, read: Re
         for one in of_kind(manifests(name), "Service")
         if one["spec"].get("clusterIP") == "None"
     }
-    for role in ("prefill", "decode"):
-        scheme, host, port = getattr(settings.pools, role).split(":")
-        assert (scheme, headless[host]["grpc"]) == ("dns", int(port))
-        assert host == deployment(manifests(name), role)["metadata"]["name"]
+    for role in POOLS:
+        (target,) = targets(getattr(settings.pools, role))
+        assert headless[target.host]["grpc"] == target.port
+        assert target.host == deployment(manifests(name), role)["metadata"]["name"]
+        assert (target.is_service, target.is_name) == ((name in FOLLOWING), (name not in FOLLOWING))
     assert settings.admission.num_routers == deployment(manifests(name), "router")["spec"]["replicas"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autoscaler_owns_the_workloads_that_the_chart_makes(name: str, read: Read) -> None:
+    settings, _ = read(manifests(name), "router")
+    assert settings.autoscaler.enabled is (name in SCALING)
+    made = {role: Workload("deployments", deployment(manifests(name), role)["metadata"]["name"]) for role in POOLS}
+    assert settings.kubernetes.workloads == (made if name in SCALING else {})
+
+
+def test_autoscaler_is_told_its_bounds_and_objectives(read: Read) -> None:
+    settings, _ = read(manifests("autoscaling"), "router")
+    prefill, decode = settings.autoscaler.prefill, settings.autoscaler.decode
+    assert (prefill.min_size, prefill.max_size, prefill.ttft_objective_s) == (1, 4, 0.5)
+    assert (decode.min_size, decode.max_size, decode.itl_objective_s) == (1, 10, 0.05)
+    assert (decode.scale_in_window_s, settings.autoscaler.max_ratio) == (600, 2)
+    bare, _ = read(render({"autoscaling": {"mode": "builtin"}}), "router")
+    assert bare.autoscaler.prefill.ttft_objective_s is bare.autoscaler.decode.itl_objective_s is None
 
 
 @pytest.mark.parametrize("name", ["redis", "nixl-redis", "lmcache-redis"])
@@ -218,12 +205,5 @@ def test_a_wrong_setting_is_seen(read: Read) -> None:
     settings["data"]["settings.yaml"] += "sever: {port: 1}\n"
     with pytest.raises(click.UsageError, match=r"unknown setting sever; did you mean server\?"):
         read(objects, "decode")
-
-
-def _is_mounted(path: str, process: Started) -> bool:
-    """Whether it lies on a volume; of a Secret's, whether it is one of its files."""
-    for mount, volume in process.mounts.items():
-        if f"{path}/".startswith(f"{mount}/"):
-            files = [item["path"] for item in volume.get("secret", {}).get("items", [])]
-            return not files or path.removeprefix(f"{mount}/") in files
-    return False
+    with pytest.raises(ValueError, match=r"(?s)ConfigMap on-tandem-decode-settings: .*sever"):
+        check_settings(objects)

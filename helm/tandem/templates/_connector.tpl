@@ -40,6 +40,15 @@ The names of a list as a space-separated string; `contains` on it would find `re
 {{- end -}}
 {{- end -}}
 
+{{- define "tandem.redisImage" -}}
+{{- $redis := .Values.connector.redis -}}
+{{- $image := $redis.image -}}
+{{- with .Values.global.imageRegistry -}}
+{{- $image = printf "%s/%s" . (splitList "/" $image | rest | join "/") -}}
+{{- end -}}
+{{- $image -}}{{- with $redis.digest -}}@{{ . }}{{- end -}}
+{{- end -}}
+
 {{- define "tandem.storeClaim" -}}
 {{- .Values.connector.sharedStorage.existingClaim | default (printf "%s-store" (include "tandem.fullname" .)) -}}
 {{- end -}}

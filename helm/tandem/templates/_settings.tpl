@@ -2,6 +2,9 @@
 
 {{- define "tandem.grpcPort" -}}50051{{- end -}}
 
+{{/* Plaintext, where the other ports speak TLS: health alone, for the kubelet. */}}
+{{- define "tandem.healthPort" -}}50053{{- end -}}
+
 {{/* Of a prefill or decode instance: (dict "root" $ "spec" its values) */}}
 {{- define "tandem.instanceSettings" -}}
 {{- $root := .root -}}
@@ -10,6 +13,7 @@
   "server" (dict "port" (include "tandem.grpcPort" $root | int))
   "transfer" (include "tandem.transferSettings" $root | fromYaml)
   "log" (dict "format" "json") -}}
+{{- $decided = mustMergeOverwrite $decided (include "tandem.securitySettings" . | fromYaml) -}}
 {{- $device := dig "engine" "device" (ternary "cuda" "cpu" (gt (.spec.gpu.count | int) 0)) .spec.settings -}}
 {{- $_ := set $decided "engine" (dict "device" $device) -}}
 {{- if and (eq $device "cpu") (not (dig "engine" "num_blocks" "" .spec.settings)) -}}
@@ -18,18 +22,53 @@
 {{- toYaml (mustMergeOverwrite $decided (deepCopy .spec.settings)) -}}
 {{- end -}}
 
-{{/* Of the router. A pool is every address of its headless Service. */}}
+{{/* Of the router. A pool is every pod behind its headless Service, by DNS or by EndpointSlices. */}}
 {{- define "tandem.routerSettings" -}}
 {{- $root := .root -}}
 {{- $port := include "tandem.grpcPort" $root -}}
-{{- $target := printf "dns:%s-%%s:%s" (include "tandem.fullname" $root) $port -}}
+{{- $scheme := ternary "kubernetes" "dns" (eq $root.Values.discovery "endpoints") -}}
+{{- $target := printf "%s:%s-%%s:%s" $scheme (include "tandem.fullname" $root) $port -}}
 {{- $decided := dict
   "router" (dict "model" (include "tandem.modelFolder" $root) "model_name" $root.Values.model.name)
   "server" (dict "port" ($port | int))
   "pools" (dict "prefill" (printf $target "prefill") "decode" (printf $target "decode"))
   "admission" (dict "num_routers" (.spec.replicas | int))
   "log" (dict "format" "json") -}}
+{{- $decided = mustMergeOverwrite $decided (include "tandem.securitySettings" . | fromYaml) -}}
+{{- if eq $root.Values.autoscaling.mode "builtin" -}}
+{{- $decided = mustMergeOverwrite $decided (include "tandem.scalingSettings" $root | fromYaml) -}}
+{{- end -}}
 {{- toYaml (mustMergeOverwrite $decided (deepCopy .spec.settings)) -}}
+{{- end -}}
+
+{{/* The router's sections `kubernetes` and `autoscaler`: what it sizes, within which bounds, for which objectives. */}}
+{{- define "tandem.scalingSettings" -}}
+{{- $fullname := include "tandem.fullname" . -}}
+{{- $prefill := .Values.autoscaling.prefill -}}
+{{- $decode := .Values.autoscaling.decode -}}
+kubernetes:
+  prefill: deployment/{{ $fullname }}-prefill
+  decode: deployment/{{ $fullname }}-decode
+  lease: {{ $fullname }}-autoscaler
+autoscaler:
+  enabled: true
+  prefill:
+    min_size: {{ $prefill.minReplicas | int }}
+    max_size: {{ $prefill.maxReplicas | int }}
+    {{- with $prefill.timeToFirstTokenSeconds }}
+    ttft_objective_s: {{ . }}
+    {{- end }}
+  decode:
+    min_size: {{ $decode.minReplicas | int }}
+    max_size: {{ $decode.maxReplicas | int }}
+    {{- with $decode.interTokenLatencySeconds }}
+    itl_objective_s: {{ . }}
+    {{- end }}
+{{- end -}}
+
+{{/* "true" where the router asks the API server. */}}
+{{- define "tandem.asksKubernetes" -}}
+{{- if or (eq .Values.autoscaling.mode "builtin") (eq .Values.discovery "endpoints") -}}true{{- end -}}
 {{- end -}}
 
 {{/* Seconds until SIGKILL, of a settings tree: a drain, and 15 s for the engine core to end. */}}

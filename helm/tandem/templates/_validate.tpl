@@ -44,6 +44,13 @@
 {{- if and (eq $model.source "claim") (not $model.claim.name) -}}
 {{- fail "model.claim.name: model.source is claim, so give the PersistentVolumeClaim with the checkpoint" -}}
 {{- end -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $bounds := index $.Values.autoscaling $role -}}
+{{- if gt ($bounds.minReplicas | int) ($bounds.maxReplicas | int) -}}
+{{- fail (printf "autoscaling.%s.minReplicas: %d is above maxReplicas, which is %d" $role ($bounds.minReplicas | int) ($bounds.maxReplicas | int)) -}}
+{{- end -}}
+{{- end -}}
+{{- include "tandem.validateSecurity" . -}}
 {{- if and .Values.metrics.alerts.enabled (not .Values.metrics.enabled) -}}
 {{- fail "metrics.alerts.enabled: nothing would be measured; set metrics.enabled=true" -}}
 {{- end -}}
@@ -54,5 +61,27 @@
 {{- if not (and .Values.serviceAccount.routerName .Values.serviceAccount.instanceName) -}}
 {{- fail "serviceAccount.routerName and serviceAccount.instanceName: serviceAccount.create is false, so both are needed" -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A value that would leave a door open in silence is refused. */}}
+{{- define "tandem.validateSecurity" -}}
+{{- $tls := .Values.tls -}}
+{{- $issuer := $tls.certManager.issuerRef.name -}}
+{{- if and $tls.enabled (not $tls.existingSecret) (not $issuer) -}}
+{{- fail "tls.enabled: give the certificates by tls.existingSecret, or let cert-manager make them by tls.certManager.issuerRef.name" -}}
+{{- end -}}
+{{- if and $tls.existingSecret $issuer -}}
+{{- fail "tls.existingSecret: tls.certManager.issuerRef.name makes other Secrets; leave one of the two empty" -}}
+{{- end -}}
+{{- if and $tls.existingInstanceSecret (not $tls.existingSecret) -}}
+{{- fail "tls.existingInstanceSecret: the routers need a certificate too, in tls.existingSecret" -}}
+{{- end -}}
+{{- if and (not $tls.enabled) (or $tls.existingSecret $issuer $tls.existingCaConfigMap $tls.clients.certificateRequired $tls.clients.names) -}}
+{{- fail "tls.enabled: it is false, and other values of tls are given that would do nothing; set tls.enabled=true" -}}
+{{- end -}}
+{{- $auth := .Values.auth -}}
+{{- if and $auth.existingSecret (not $auth.existingSecretTokensKey) (not $auth.existingSecretAdminTokensKey) -}}
+{{- fail "auth.existingSecret: none of its keys is used; give auth.existingSecretTokensKey or auth.existingSecretAdminTokensKey" -}}
 {{- end -}}
 {{- end -}}

@@ -55,6 +55,9 @@ spec:
         {{- with include "tandem.modelVolumes" .root | trim }}
         {{- . | nindent 8 }}
         {{- end }}
+        {{- with include "tandem.securityVolumes" . | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
         {{- if ne .component "router" }}
         - name: shm
           emptyDir: {medium: Memory, sizeLimit: {{ .spec.shmSize | quote }}}
@@ -74,7 +77,7 @@ spec:
 {{/* What a pod has beside its containers and volumes. */}}
 {{- define "tandem.podSettings" -}}
 serviceAccountName: {{ include "tandem.serviceAccount" . | quote }}
-automountServiceAccountToken: {{ and (eq .component "router") (eq .root.Values.autoscaling.mode "builtin") }}
+automountServiceAccountToken: {{ and (eq .component "router") (eq (include "tandem.asksKubernetes" .root) "true") }}
 enableServiceLinks: false
 securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
 {{- with .root.Values.image.pullSecrets }}
@@ -103,7 +106,9 @@ topologySpreadConstraints: {{- toYaml .spec.topologySpreadConstraints | nindent 
 
 {{/* The container itself. Each probe asks for one service of grpc.health.v1; the port has no name, the kubelet wants a number. */}}
 {{- define "tandem.container" -}}
+{{- $tls := .root.Values.tls.enabled -}}
 {{- $port := include "tandem.grpcPort" .root | int -}}
+{{- $probed := ternary (include "tandem.healthPort" .root | int) $port $tls -}}
 image: {{ include "tandem.image" .root | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 command: [python, -m, {{ .module }}]
@@ -111,6 +116,9 @@ args: [--config=/etc/tandem/settings/settings.yaml]
 env: {{- include "tandem.env" . | nindent 2 }}
 ports:
   - {name: grpc, containerPort: {{ $port }}}
+  {{- if $tls }}
+  - {name: health, containerPort: {{ $probed }}}
+  {{- end }}
   {{- if include "tandem.servesOpenai" . }}
   - {name: openai, containerPort: {{ .spec.openai.port }}}
   {{- end }}
@@ -118,17 +126,17 @@ ports:
   - {name: metrics, containerPort: {{ .root.Values.metrics.port }}}
   {{- end }}
 startupProbe:
-  grpc: {port: {{ $port }}, service: ""}
+  grpc: {port: {{ $probed }}, service: ""}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ max 1 (ceil (divf .startupSeconds 5)) }}
 livenessProbe:
-  grpc: {port: {{ $port }}, service: ""}
+  grpc: {port: {{ $probed }}, service: ""}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 3
 readinessProbe:
-  grpc: {port: {{ $port }}, service: {{ .ready }}}
+  grpc: {port: {{ $probed }}, service: {{ .ready }}}
   periodSeconds: 3
   timeoutSeconds: 3
   failureThreshold: 2
@@ -139,6 +147,9 @@ volumeMounts:
   - {name: tmp, mountPath: /tmp}
   - {name: cache, mountPath: /var/cache/tandem}
   {{- with include "tandem.modelMounts" .root | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  {{- with include "tandem.securityMounts" . | trim }}
   {{- . | nindent 2 }}
   {{- end }}
   {{- if ne .component "router" }}
@@ -160,6 +171,9 @@ volumeMounts:
 - {name: TANDEM_SERVER__HOST, value: {{ ternary .spec.bindAddress "$(POD_IP)" (eq .component "router") | quote }}}
 {{- if .root.Values.metrics.enabled }}
 - {name: TANDEM_METRICS__LISTEN, value: "[$(POD_IP)]:{{ .root.Values.metrics.port }}"}
+{{- end }}
+{{- if .root.Values.tls.enabled }}
+- {name: TANDEM_HEALTH__LISTEN, value: "[$(POD_IP)]:{{ include "tandem.healthPort" .root }}"}
 {{- end }}
 {{- if eq .component "router" }}
 {{- with .spec.adminListen }}
@@ -224,9 +238,9 @@ spec:
   publishNotReadyAddresses: false
   selector: {{- include "tandem.selector" . | nindent 4 }}
   ports:
-    - {name: grpc, port: {{ include "tandem.grpcPort" .root }}, targetPort: grpc, appProtocol: kubernetes.io/h2c}
+    - {name: grpc, port: {{ include "tandem.grpcPort" .root }}, targetPort: grpc, appProtocol: {{ include "tandem.grpcProtocol" .root }}}
     {{- if include "tandem.servesOpenai" . }}
-    - {name: openai, port: {{ .spec.openai.port }}, targetPort: openai, appProtocol: http}
+    - {name: openai, port: {{ .spec.openai.port }}, targetPort: openai, appProtocol: {{ include "tandem.httpProtocol" .root }}}
     {{- end }}
     {{- if .root.Values.metrics.enabled }}
     - {name: metrics, port: {{ .root.Values.metrics.port }}, targetPort: metrics}
