@@ -29,7 +29,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(NODE_INSTALLED): package.json package-lock.json
 	@command -v npm >/dev/null || { \
-	  echo "buf, which checks the protos, comes by npm. On Debian and Ubuntu: apt-get install npm" >&2; exit 1; }
+	  echo "buf, which checks the protos and calls a stack in the tests, comes by npm. On Debian and Ubuntu: apt-get install npm" >&2; \
+	  exit 1; }
 	npm ci --no-progress --loglevel=error
 	@touch $@
 
@@ -50,6 +51,7 @@ imports: $(INSTALLED)
 
 protos-check: $(INSTALLED) $(NODE_INSTALLED)
 	$(BIN)/python protos/generate.py --check
+	$(BIN)/python -m protos.reference --check
 	node_modules/.bin/buf lint
 	node_modules/.bin/buf format --diff --exit-code
 
@@ -66,7 +68,7 @@ redis-server: # Debian's, for the tests of the Redis connector
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } || { \
 	  echo "The tests need redis-server. On Debian and Ubuntu: sudo apt-get install redis-server" >&2; exit 1; }
 
-test: $(INSTALLED) $(EXAMPLE_INSTALLED) redis-server ## Run the tests (minutes; no GPU needed).
+test: $(INSTALLED) $(NODE_INSTALLED) $(EXAMPLE_INSTALLED) redis-server ## Run the tests (minutes; no GPU needed).
 	$(PYTEST) $(ARGS)
 
 test-slow: $(INSTALLED) redis-server ## Run the full counts, which `make test` leaves out.
@@ -79,9 +81,10 @@ chart: $(INSTALLED) redis-server ## Lint, render and check the Helm chart, its g
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device.
 	$(PYTEST) -m gpu $(ARGS)
 
-protos: $(INSTALLED) $(NODE_INSTALLED) ## Format the protos and generate their stubs.
+protos: $(INSTALLED) $(NODE_INSTALLED) ## Format the protos, generate their stubs and docs/api.md.
 	node_modules/.bin/buf format --write
 	$(BIN)/python protos/generate.py
+	$(BIN)/python -m protos.reference
 
 format: $(INSTALLED) ## Format the Python code and mend what ruff can mend.
 	$(BIN)/ruff check --fix .

@@ -12,8 +12,8 @@ the prefill instance from the reservation on, and gives the lease back once the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 
 from decode_service.metrics import Metrics
 from engine import failpoints
@@ -21,7 +21,9 @@ from engine.messages import LoadedEvent, ReservedEvent
 from instance.choices import ChoiceEvent, Choices, RunningChoice
 from instance.convert import Choice, TransferSource, seed_ids
 from instance.followers import Follower, Followers
+from instance.metrics import Observation
 from protos.tandem.v1 import decode_pb2
+from serving import tracing
 from serving.errors import invalid_argument
 from serving.events import RequestEvent
 
@@ -43,7 +45,8 @@ class DecodeRole:
         self, choice: Choice, source: TransferSource | None, requests: Requests
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         """Everything that happens to one decode, in order. Closing it early frees everything, at the holder as well."""
-        with self._metrics.observed() as observation:
+        observed = self._metrics.observed(choice.engine_request)
+        with observed as observation, _stages(choice, source, observation) as stages:
             async with self._choices.open(choice) as running:
                 events = _plain(running) if source is None else self._transferred(running, source, requests)
                 async with aclosing(events):
@@ -52,7 +55,8 @@ class DecodeRole:
                             observation.timeline.mark(_MARKS[type(event)])
                             yield self._progress(event)
                             continue
-                        observation.saw(event)
+                        if observation.saw(event, running.first):
+                            stages.next("decode.generate")
                         yield decode_pb2.DecodeResponse(tokens=event)
                         await failpoints.hit_async("decode.after_token")
 
@@ -94,6 +98,17 @@ class DecodeRole:
             reason=event.reason or "",
         )
         return decode_pb2.DecodeResponse(loaded=loaded)
+
+
+@contextmanager
+def _stages(choice: Choice, source: TransferSource | None, observation: Observation) -> Iterator[tracing.Stages]:
+    """Spans until the first token from here, and then until the last."""
+    first = "decode.prefill" if source is None else "decode.wait"
+    stages = tracing.Stages(first, attributes={"gen_ai.request.id": choice.request_id})
+    try:
+        yield stages
+    finally:
+        stages.end(failure="ended before its last token" if observation.finish_reason is None else None)
 
 
 async def _plain(running: RunningChoice) -> AsyncGenerator[ChoiceEvent, None]:

@@ -3,12 +3,13 @@
 Rendered in jinja2's immutable sandbox with what the templates of the Hugging Face hub expect: `raise_exception`,
 `strftime_now`, a `tojson` that leaves HTML characters alone, `break` and `continue`, and `{% generation %}`, which
 marks nothing here.
-Templates come with the model and are trusted to end; messages are not trusted.
+Templates come with the model and are trusted to end; messages and variables are not trusted.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -24,6 +25,8 @@ from engine.errors import InvalidRequest, UnsupportedModel, shown
 Messages = Sequence[Mapping[str, Any]]
 """As OpenAI has them: role, content (a string, or a list of parts), tool_calls…"""
 Tools = Sequence[Mapping[str, Any]]
+
+_VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
 class _Generation(Extension):
@@ -51,6 +54,10 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UnsupportedModel(f"the chat template does not compile: {shown(str(error))}") from error
         self._special_tokens = dict(special_tokens)
+        self.own_names = frozenset(
+            {"messages", "tools", "add_generation_prompt", *special_tokens, *environment.globals}
+        )
+        """What a template has from here: variables cannot have these names."""
 
     def render(
         self,
@@ -62,10 +69,11 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. `variables` are the template's own switches (enable_thinking…) and replace none of ours.
 
-        Raises `InvalidRequest` for messages the template refuses or stumbles over.
+        Raises `InvalidRequest` for messages the template refuses or stumbles over, and for variables by a name of ours.
         """
         if not messages:
             raise InvalidRequest("messages", "the list is empty", "at least one message")
+        self._check(variables or {})
         ours = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render({**(variables or {}), **self._special_tokens, **ours})
@@ -73,6 +81,16 @@ class ChatTemplate:
             raise InvalidRequest("messages", f"the chat template refuses them: {shown(str(error))}") from error
         except RecursionError:
             raise InvalidRequest("messages", "nested too deeply for the chat template") from None
+
+    def _check(self, variables: Mapping[str, Any]) -> None:
+        for name in variables:
+            if not _VARIABLE.fullmatch(name) or name in self.own_names:
+                taken = "its own" if name in self.own_names else "no name of a variable"
+                raise InvalidRequest(
+                    "template_variables",
+                    f"{shown(name)} is {taken}",
+                    f"1..64 of [A-Za-z0-9_], a letter first, and none of {', '.join(sorted(self.own_names))}",
+                )
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
-import psutil
 import torch
 
 from engine import failpoints
@@ -24,6 +23,7 @@ from engine.identity import ModelIdentity, compute_identity
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_connector import KVLoadResult, make_connector, self_test
 from engine.kv_layout import KVLayout
+from engine.machine import available_bytes
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -201,6 +201,8 @@ class EngineCore:
             quarantined_blocks=quarantined,
             num_transfers=self._connector.num_transfers,
             num_steps=self._num_steps,
+            steps_by_tokens=list(counters.steps_by_tokens),
+            num_step_tokens=counters.num_step_tokens,
             step_s=self._pace.predicted_s,
             num_prefilled_tokens=counters.num_prefilled_tokens,
             num_generated_tokens=counters.num_generated_tokens,
@@ -260,7 +262,7 @@ def _zeroed_memory(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> t
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):
-        free = psutil.virtual_memory().available
+        free = available_bytes()
         raise CapacityError(
             f"KV memory of {num_bytes / 2**30:.1f} GiB is not to be had, {free / 2**30:.1f} GiB are free; ask for "
             "fewer KV bytes or blocks"
@@ -275,7 +277,7 @@ def _num_blocks(config: EngineConfig, layout: KVLayout, model_max_len: int) -> i
         return config.num_blocks
     given = config.kv_cache_bytes
     if given is None:
-        free = torch.cuda.mem_get_info()[0] if config.device == "cuda" else psutil.virtual_memory().available
+        free = torch.cuda.mem_get_info()[0] if config.device == "cuda" else available_bytes()
         longest = min(config.max_model_len or model_max_len, model_max_len)
         useful = config.max_num_seqs * (-(-longest // layout.block_size) + 1) * layout.bytes_per_block
         given = min(int(free * _PROFILED_SHARE), useful)

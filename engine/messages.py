@@ -136,6 +136,8 @@ class TokensEvent(msgspec.Struct, frozen=True, tag=True):
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
     num_recomputed_tokens: int = 0
+    queue_s: float = 0.0
+    """Seconds that the request waited for room, KV or seed before it first ran."""
     logprobs: list[list[TokenLogprob]] = []
     """Parallel to `token_ids` if the request asked: the token itself, then the best others."""
     prompt_logprobs: list[list[TokenLogprob]] = []
@@ -184,6 +186,23 @@ class KVMoved(msgspec.Struct, frozen=True, array_like=True):
     """Operations by what ended them; the words are few, and the connector's own."""
 
 
+class KVReads(msgspec.Struct, frozen=True, array_like=True):
+    """How a connector that reads several blocks in one go has read, since the start. Each list counts reads by the
+    connector's bounds (kv_transfer/counters.py), those above the last bound at its end."""
+
+    by_seconds: list[int] = []
+    by_post_seconds: list[int] = []
+    by_bytes: list[int] = []
+    by_descriptors: list[int] = []
+    seconds: float = 0.0
+    post_seconds: float = 0.0
+    """Of them, to hand the reads to the library."""
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    """One for each block."""
+    num_failed: int = 0
+
+
 class KVTotals(msgspec.Struct, frozen=True, array_like=True):
     """What a connector has done since the start."""
 
@@ -192,6 +211,12 @@ class KVTotals(msgspec.Struct, frozen=True, array_like=True):
     loaded: KVMoved = KVMoved()
     num_shared_blocks: int = 0
     """Blocks that were to be saved and were in the store already."""
+    reads: KVReads | None = None
+    """None: it moves each block by itself."""
+
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""By which EngineLoad.steps_by_tokens counts; vLLM's bounds."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -208,6 +233,10 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     quarantined_blocks: int = 0
     num_transfers: int = 0
     num_steps: int = 0
+    steps_by_tokens: list[int] = []
+    """Steps by how many tokens they computed: at most STEP_TOKENS[0], more but at most STEP_TOKENS[1], …, more."""
+    num_step_tokens: int = 0
+    """Computed in all steps, preempted requests' second time included."""
     step_s: float = 0.0
     num_prefilled_tokens: int = 0
     num_generated_tokens: int = 0

@@ -7,6 +7,7 @@ prefix hits, decode and resumption after preemption are all that one subtraction
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass, field
 
 from engine.block_hash import extend_block_hashes, root_hash
@@ -45,6 +46,9 @@ class Request:
     loaded: bool = False
     deadline: float | None = None
     """Monotonic time at which a request that waits for room, KV or seed is given up."""
+    arrived_s: float = field(default_factory=time.monotonic)
+    queue_s: float | None = None
+    """Seconds from arrival until it first ran, for room, KV or seed; None: it has not run yet."""
     finish_reason: FinishReason | None = None
 
     @classmethod
@@ -90,6 +94,12 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    def runs(self) -> None:
+        """It has blocks, KV and seed: from here on steps compute it."""
+        self.status = RequestStatus.RUNNING
+        if self.queue_s is None:
+            self.queue_s = time.monotonic() - self.arrived_s
 
     def update_block_hashes(self, block_size: int) -> None:
         """Hash the full blocks that have come since the last call."""

@@ -131,6 +131,7 @@ class Scheduler:
     def update_from_output(self, output: SchedulerOutput, sampled: Sampled) -> None:
         """Apply a step's result: progress, new tokens, ends. `sampled` has a token for each share that samples, unless
         its logits were not finite."""
+        self.counters.step_computed(output.num_tokens)
         for share in output.scheduled:
             request = share.request
             request.num_computed_tokens += share.num_tokens
@@ -235,7 +236,7 @@ class Scheduler:
             insort(self.waiting, request, key=lambda other: other.order)
 
     def _run(self, request: Request) -> None:
-        request.status = RequestStatus.RUNNING
+        request.runs()
         self.running.append(request)
         if request.num_computed_tokens:
             self._offer(request)

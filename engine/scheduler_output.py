@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from engine.messages import FinishReason, TokenLogprob, TokensEvent
+from engine.messages import STEP_TOKENS, FinishReason, TokenLogprob, TokensEvent
 from engine.request import Request
 
 
@@ -62,6 +63,7 @@ class Sampled:
             num_cached_tokens=request.num_cached_tokens,
             num_external_tokens=request.num_external_tokens,
             num_recomputed_tokens=request.num_recomputed_tokens,
+            queue_s=request.queue_s or 0.0,
             logprobs=[self.logprobs[request_id]] if request_id in self.logprobs else [],
             prompt_logprobs=self.prompt_logprobs.get(request_id, []),
         )
@@ -76,3 +78,11 @@ class SchedulerCounters:
     num_generated_tokens: int = 0
     num_external_tokens: int = 0
     num_recomputed_blocks: int = 0
+    num_step_tokens: int = 0
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    """See EngineLoad."""
+
+    def step_computed(self, num_tokens: int) -> None:
+        """Counts one step."""
+        self.num_step_tokens += num_tokens
+        self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1

@@ -4,11 +4,12 @@ A long text is encoded through `encode_batch`, which lets go of the interpreter 
 not stall an event loop.
 
 Special tokens in text. In a raw prompt they are tokens, as users of vLLM and transformers expect. In the messages of a
-chat they are text: a user who writes `<|im_end|>` has not ended the turn. Once rendered, the user's and the template's
-own would look alike, so the user's are split by a secret mark before rendering; then the template's are renamed to
-secret names, the marks are taken out, and the whole is encoded at once by a twin of the tokenizer that knows the
-special tokens by their secret names only. Without such a text in the messages none of this happens. Added tokens that
-are not special (`<think>`, `<tool_call>`) stay tokens everywhere: templates and clients write them on purpose.
+chat, and in what else a client gives its template, they are text: a user who writes `<|im_end|>` has not ended the
+turn. Once rendered, the user's and the template's own would look alike, so the user's are split by a secret mark before
+rendering; then the template's are renamed to secret names, the marks are taken out, and the whole is encoded at once by
+a twin of the tokenizer that knows the special tokens by their secret names only. Without such a text in the messages
+none of this happens. Added tokens that are not special (`<think>`, `<tool_call>`) stay tokens everywhere: templates and
+clients write them on purpose.
 """
 
 from __future__ import annotations
@@ -164,13 +165,14 @@ class Tokenizer:
         try:
             marked = messages if parse_special else self._marked(messages)
             marked_tools = tools if parse_special else self._marked(tools)
+            marked_variables = template_variables if parse_special else self._marked(template_variables)
         except RecursionError:
             raise InvalidRequest("messages", "nested too deeply") from None
         text = self.apply_chat_template(
             marked,
             tools=marked_tools,
             add_generation_prompt=add_generation_prompt,
-            template_variables=template_variables,
+            template_variables=marked_variables,
         )
         if self._mark not in text:
             return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from engine.async_engine import AsyncEngine, RequestStream
 from engine.errors import EngineError
-from engine.messages import Command, LoadedEvent, ReservedEvent, Seed
+from engine.messages import Command, LoadedEvent, ReservedEvent, Seed, TokensEvent
 from instance.convert import Choice, Limits
 from instance.status import RETRY_AFTER_S, ended_with_error, service_error
 from instance.text import ChoiceText, TextMaker
@@ -28,6 +28,8 @@ class RunningChoice:
 
     def __init__(self, choice: Choice, stream: RequestStream, text: ChoiceText, engine: AsyncEngine) -> None:
         self.choice = choice
+        self.first: TokensEvent | None = None
+        """What the engine said with the first token: what was cached, what came from elsewhere, how long it waited."""
         self._stream = stream
         self._text = text
         self._engine = engine
@@ -52,6 +54,7 @@ class RunningChoice:
             return event
         if event.finish_reason == "error":
             raise ended_with_error(event)
+        self.first = self.first or event
         return self._text.chunk(event)
 
 

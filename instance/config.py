@@ -17,6 +17,7 @@ from serving.metrics import MetricsSettings
 from serving.server import HealthSettings, ServerSettings
 from serving.settings import Section, Settings, SettingsError, setting
 from serving.tls import TlsSettings
+from serving.trace_export import TracingSettings
 
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:/]+):(?P<port>[0-9]{1,5})")
 
@@ -106,7 +107,10 @@ class EngineSection(Section):
     )
     enable_prefix_caching: bool = setting(True, "Reuse the KV of equal prompt beginnings.", flag="--prefix-caching")
     num_threads: int | None = setting(
-        None, "Threads of the core's products; none: the cores it may use.", flag="--num-threads", ge=1
+        None,
+        "Threads of the core's products; none: the cores it may use, within a container's quota.",
+        flag="--num-threads",
+        ge=1,
     )
     cpu_cores: tuple[int, ...] = setting((), "Cores the core is pinned to; empty: any.", flag="--cpu-cores")
     attention_backend: str = setting("auto", "Name of the attention backend.", flag="--attention-backend")
@@ -165,6 +169,7 @@ class InstanceSettings(Settings):
     peers: ChannelSettings = ChannelSettings()
     log: LogSettings = LogSettings()
     metrics: MetricsSettings = MetricsSettings()
+    tracing: TracingSettings = TracingSettings()
     tls: TlsSettings = TlsSettings()
     health: HealthSettings = HealthSettings()
 

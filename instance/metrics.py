@@ -3,7 +3,8 @@
     Observation ─ends▶ RequestMetrics ─┐
     core ─▶ EngineLoad ────────────────┴─▶ InstanceCollector ─▶ Prometheus, when it asks
 
-Counted are plain numbers, on the event loop; the names under which Prometheus sees them stand in docs/metrics.md.
+Counted are plain numbers, on the event loop; the names under which Prometheus sees them stand in docs/metrics.md. What
+vLLM's users look for is told a second time under its names (vllm_metrics.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from engine.messages import EngineLoad, KVTotals
+from engine.messages import EngineLoad, EngineRequest, KVTotals, TokensEvent
+from instance import vllm_metrics
 from instance.load import LoadSource
+from instance.vllm_metrics import VllmRequests
 from protos.tandem.v1 import common_pb2, instance_pb2
 from serving.events import RequestEvent, Timeline
 from serving.logging import log_event
@@ -36,23 +39,45 @@ Stages = dict[str, tuple[RequestEvent, RequestEvent]]
 class Observation:
     """One request while it is being served."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: EngineRequest, vllm: VllmRequests) -> None:
         self.timeline = Timeline()
-        self.timeline.mark(RequestEvent.RECEIVED)
         self.num_tokens = 0
         self.finish_reason: str | None = None
+        self._request = request
+        self._vllm = vllm
+        self._received_s = self.timeline.mark(RequestEvent.RECEIVED)
+        self._queue_s = 0.0
+        self._first_s = self._last_s = self._received_s
 
-    def saw(self, chunk: common_pb2.TokenChunk) -> bool:
-        """Takes note of a chunk; returns whether it was the request's first here."""
-        first = self.num_tokens == 0
-        if first:
-            self.timeline.mark(RequestEvent.FIRST_TOKEN)
+    def saw(self, chunk: common_pb2.TokenChunk, first: TokensEvent | None) -> bool:
+        """Takes note of a chunk; returns whether it was the request's first here. `first` is the engine's word on the
+        request's first token here, `RunningChoice.first`."""
+        is_first = self.num_tokens == 0
+        now_s = time.monotonic()
+        if is_first:
+            self._first_s = self.timeline.mark(RequestEvent.FIRST_TOKEN, now_s)
+            if first is not None:
+                self._queue_s = first.queue_s
+                self._vllm.began(self._request, first, now_s - self._received_s)
+        elif chunk.token_ids:
+            self._vllm.gap_s.observe(now_s - self._last_s)
+        self._last_s = now_s
         self.num_tokens += len(chunk.token_ids)
         if chunk.HasField("finish"):
             self.finish_reason = (
                 common_pb2.FinishReason.Name(chunk.finish.reason).removeprefix("FINISH_REASON_").lower()
             )
-        return first
+        return is_first
+
+    def finished(self) -> None:
+        """It ended by itself; told to vLLM's histograms."""
+        self._vllm.ended(
+            self._request,
+            whole_s=self._last_s - self._received_s,
+            queue_s=self._queue_s,
+            decode_s=self._last_s - self._first_s,
+            num_tokens=self.num_tokens,
+        )
 
 
 @dataclass(slots=True)
@@ -78,26 +103,30 @@ class RequestMetrics:
     finished: Counter[str] = field(default_factory=Counter)
     """Requests that ended by themselves, by finish reason."""
     stages: dict[str, LatencyHistogram] = field(init=False)
+    vllm: VllmRequests = field(default_factory=VllmRequests)
+    """The same, and more, as vLLM counts it."""
 
     def __post_init__(self) -> None:
         self.stages = {name: LatencyHistogram() for name in self.STAGES}
 
     @contextmanager
-    def observed(self) -> Iterator[Observation]:
+    def observed(self, request: EngineRequest) -> Iterator[Observation]:
         """Counts the request that the block serves, and logs its end."""
-        observation = Observation()
+        observation = Observation(request, self.vllm)
         self.num_received += 1
         try:
             yield observation
         except (GeneratorExit, asyncio.CancelledError):
             if observation.finish_reason is None:
                 self.num_cancelled += 1
+                self.vllm.finished["abort"] += 1
                 self._ended(observation, RequestEvent.ABORTED)
             else:
                 self._finished(observation)
             raise
         except BaseException as error:
             self.num_failed += 1
+            self.vllm.failed(error)
             self._ended(observation, RequestEvent.FAILED, error=type(error).__name__)
             raise
         else:
@@ -105,7 +134,7 @@ class RequestMetrics:
 
     def totals(self) -> dict[str, object]:
         """Every number by name, for one log line."""
-        totals = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "stages"}
+        totals = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("stages", "vllm")}
         return {**totals, "finished": dict(self.finished)}
 
     def collect(self) -> Iterator[Metric]:
@@ -126,6 +155,8 @@ class RequestMetrics:
     def _finished(self, observation: Observation) -> None:
         reason = observation.finish_reason or "unknown"
         self.finished[reason] += 1
+        self.vllm.finished[reason] += 1
+        observation.finished()
         self._ended(observation, RequestEvent.FINISHED, reason=reason)
 
     def _ended(self, observation: Observation, event: RequestEvent, **fields: object) -> None:
@@ -164,7 +195,7 @@ class InstanceCollector(Collector):
         )
         yield from _engine(load, self._source.core_silence_s)
         yield from _kv(load, info.kv_connector)
-        yield from _by_vllms_names(load, info.model)
+        yield from vllm_metrics.collected(load, self._requests.vllm, info)
         yield from self._requests.collect()
 
 
@@ -230,18 +261,3 @@ def _moved(kv_totals: Sequence[KVTotals]) -> Iterator[Metric]:
             for reason, number in moved.failures.items():
                 failures.add_metric([connector, direction, reason], number)
     yield from (num_shared, num_blocks, num_bytes, seconds, failures)
-
-
-def _by_vllms_names(load: EngineLoad, model: str) -> Iterator[Metric]:
-    """What dashboards, autoscalers and gateways look for at a model server."""
-    num_blocks = sum((load.free_blocks, load.cached_blocks, load.running_blocks, load.held_blocks))
-    num_blocks += load.quarantined_blocks
-    num_used = num_blocks - load.free_blocks - load.cached_blocks
-    for name, documentation, value in (
-        ("num_requests_running", "Requests that run.", load.num_running),
-        ("num_requests_waiting", "Requests that wait, for KV too.", load.num_waiting + load.num_loading),
-        ("kv_cache_usage_perc", "Share of the KV blocks that is in use, 0 to 1.", num_used / max(1, num_blocks)),
-    ):
-        family = GaugeMetricFamily(f"vllm:{name}", documentation, labels=["model_name", "engine"])
-        family.add_metric([model, "0"], value)
-        yield family

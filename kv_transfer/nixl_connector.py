@@ -25,7 +25,7 @@ from engine.errors import EngineError
 from engine.failpoints import FailpointError
 from engine.kv_connector import KVConnectorMeta, KVConnectorOutput
 from engine.kv_layout import KVLayout
-from kv_transfer.counters import TransferCounters
+from kv_transfer.counters import ReadCounters, TransferCounters
 from kv_transfer.loads import LoadOp
 from kv_transfer.nixl_agent import NixlAgent, Region
 from kv_transfer.nixl_digest import page_digest
@@ -35,7 +35,7 @@ from kv_transfer.nixl_metadata import EPOCH_BYTES
 from kv_transfer.nixl_production import MemoryProducer
 from kv_transfer.nixl_reader import PageReader
 from kv_transfer.nixl_ucx import UcxSettings
-from kv_transfer.nixl_wire import GIVEN_UP, Read, Wire
+from kv_transfer.nixl_wire import GIVEN_UP, Read, ReadEnd, Wire
 from kv_transfer.nixl_words import LeaseWords
 from kv_transfer.page_io import SKIPPED, IOEnd
 from kv_transfer.page_memory import make_page_memory
@@ -89,12 +89,13 @@ class NixlConnector(TransferConnector):
             known = ", ".join(NixlOptions.__struct_fields__)
             raise EngineError(f"options of the nixl connector: {error}; known: {known}") from error
         super().__init__("nixl", parsed, wake=wake, clock=clock)
+        self.counters = TransferCounters(reads=ReadCounters())
         self._options = parsed
         self._settings = UcxSettings(parsed.ucx_tls, parsed.ucx_net_devices, parsed.address)
         self._epoch = os.urandom(EPOCH_BYTES)
         self._words = LeaseWords(parsed.max_transfers)
         self._reads: dict[Read, None] = {}  # those that have not ended, oldest first
-        self._read_ends: list[Read] = []
+        self._read_ends: list[ReadEnd] = []
         self._num_rebuilt = 0  # written by the reading thread
         self.num_rebuilt = 0
         self._lender: Lender
@@ -137,7 +138,7 @@ class NixlConnector(TransferConnector):
     def self_test(self) -> str | None:
         num_blocks = self._pages.num_spans
         self_test_hand_over(self, self._memory, self._naming, num_blocks=num_blocks, timeout_s=HAND_OVER_TIMEOUT_S)
-        self.counters = TransferCounters()  # it was no request's
+        self.counters = TransferCounters(reads=ReadCounters())  # it was no request's
         return None
 
     def start_load_kv(self, meta: KVConnectorMeta) -> None:
@@ -218,7 +219,7 @@ class NixlConnector(TransferConnector):
     def _end_read(self, read: Read, failure: str | None, duration_s: float) -> None:
         """On the reading thread: nothing writes to the read's pages any more."""
         with self._ended_lock:
-            self._read_ends.append(read)
+            self._read_ends.append(ReadEnd(read, failure, duration_s))
         share_s = duration_s / len(read.ops)
         for index, op in enumerate(read.ops):
             if failure is None and self._key is not None:
@@ -253,9 +254,10 @@ class NixlConnector(TransferConnector):
         with self._ended_lock:
             read_ends, self._read_ends = self._read_ends, []
             num_rebuilt = self._num_rebuilt
-        for read in read_ends:
-            self._reads.pop(read, None)
-            self._quarantine.ended(read)
+        for ended in read_ends:
+            self._reads.pop(ended.read, None)
+            self._quarantine.ended(ended.read)
+            ended.count(self.counters)
         if num_rebuilt > self.num_rebuilt:
             self.num_rebuilt = num_rebuilt
             self._quarantine.rebuilt()

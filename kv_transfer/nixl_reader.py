@@ -176,7 +176,7 @@ class PageReader:
         if agent is None or active.stage == "stuck":
             return
         try:
-            done = agent.post(active.transfer) if is_new else agent.is_done(active.transfer)
+            done = self._post(agent, active) if is_new else agent.is_done(active.transfer)
             if done and active.stage == "pages":
                 done = self._ask_word(agent, active)
         except NixlDisconnected as error:
@@ -188,6 +188,13 @@ class PageReader:
         else:
             if done:
                 self._end(active, None if self._word_is_right(active) else LEASE_ENDED)
+
+    def _post(self, agent: NixlAgent, active: _Active) -> bool:
+        started = time.monotonic()
+        try:
+            return agent.post(active.transfer)
+        finally:
+            active.read.post_s = time.monotonic() - started
 
     def _ask_word(self, agent: NixlAgent, active: _Active) -> bool:
         """The pages are here: now the lease word, after them. True: it is here too."""

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_transfer.counters import TransferCounters
 from kv_transfer.loads import Load, LoadOp
 from kv_transfer.nixl_metadata import TransferMetadata
+from kv_transfer.page_io import SKIPPED
 
 GIVEN_UP = "given_up"
 
@@ -22,11 +24,32 @@ class Read:
     digests: list[bytes]
     """One for each operation; empty while digests are off."""
     deadline: float
+    post_s: float = 0.0
+    """Seconds that it took to hand it to NIXL."""
 
     @property
     def is_cancelled(self) -> bool:
         """Not worth beginning any more."""
         return all(op.is_cancelled for op in self.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnd:
+    """How a read ended: `failure` None, well."""
+
+    read: Read
+    failure: str | None
+    duration_s: float
+
+    def count(self, counters: TransferCounters) -> None:
+        """What was given up or never begun has not failed."""
+        reads, ops = counters.reads, self.read.ops
+        assert reads is not None, "a connector that reads in one go counts it"
+        if self.failure is None:
+            num_bytes = sum(op.name.spec.payload_bytes for op in ops)
+            reads.ended_well(self.duration_s, self.read.post_s, num_bytes, len(ops))
+        elif self.failure not in (SKIPPED, GIVEN_UP):
+            reads.num_failed += 1
 
 
 class Wire(Protocol):

@@ -36,7 +36,7 @@ class PrefillRole:
         opened = handed_over = False
         span = self._begin_span(choice)
         try:
-            with self._metrics.observed() as observation:
+            with self._metrics.observed(choice.engine_request) as observation:
                 async with self._choices.open(choice) as running:
                     opened = True
                     accepted = prefill_pb2.PrefillAccepted(instance_epoch=self._instance_epoch)
@@ -44,7 +44,7 @@ class PrefillRole:
                     await failpoints.hit_async("prefill.accepted")
                     async for chunk in running:
                         assert isinstance(chunk, common_pb2.TokenChunk), "reserved or loaded without remote_kv"
-                        if observation.saw(chunk):
+                        if observation.saw(chunk, running.first):
                             tracing.end(span, {"tandem.num_cached_tokens": chunk.finish.usage.cached_tokens})
                             await failpoints.hit_async("prefill.first_token")
                         handed_over = chunk.finish.reason == common_pb2.FINISH_REASON_HAND_OVER

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -29,6 +31,7 @@ _MAX_SALT_BYTES = 256
 _MAX_KEY_BYTES = 128
 _MAX_SESSION_BYTES = 128
 _MAX_PRIORITY = 100
+_MAX_VARIABLES_BYTES = 4096
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -107,7 +110,7 @@ def _check_extras(request: generation_pb2.GenerateRequest) -> None:
         raise NotServed("idempotency_key", shown(request.idempotency_key))
 
 
-async def _prompt(request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits) -> list[int]:
+async def _prompt(request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits) -> Sequence[int]:
     """The prompt's ids, refused before tokenising when it cannot fit."""
     given = [name for name in ("text", "token_ids", "chat") if request.HasField(name)]
     if not given:
@@ -117,7 +120,7 @@ async def _prompt(request: generation_pb2.GenerateRequest, model: ServedModel, l
     max_tokens = limits.max_model_len - 1
     if request.HasField("token_ids"):
         if len(request.token_ids.ids) > max_tokens:
-            return [0] * len(request.token_ids.ids)  # too long whatever they are: validate_prompt says so
+            return range(len(request.token_ids.ids))  # too long whatever they are: validate_prompt says so
         return list(request.token_ids.ids)
     if model.tokenizer is None:
         raise InvalidRequest(given[0], "this model has no tokenizer", "token_ids")
@@ -129,7 +132,22 @@ async def _prompt(request: generation_pb2.GenerateRequest, model: ServedModel, l
         if message.role not in _ROLES:
             raise InvalidRequest(f"chat.messages[{index}].role", shown(message.role), ", ".join(_ROLES))
     messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
-    return await model.tokenizer.encode_chat_async(messages, max_tokens=max_tokens)
+    variables = _template_variables(request.chat.template_variables)
+    return await model.tokenizer.encode_chat_async(messages, template_variables=variables, max_tokens=max_tokens)
+
+
+def _template_variables(text: str) -> dict[str, Any]:
+    """The template's switches; which names they may have the template says."""
+    if not text:
+        return {}
+    if (num_bytes := len(text.encode())) > _MAX_VARIABLES_BYTES:
+        raise InvalidRequest(
+            "template_variables", f"{num_bytes} bytes", f"at most {_MAX_VARIABLES_BYTES} bytes of JSON"
+        )
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidRequest("template_variables", f"{shown(text)} is no JSON object", "a JSON object") from None
 
 
 def _params(

@@ -195,17 +195,21 @@ class StreamedAnswer(Answer):
         num_choices: int,
         *,
         tells_usage: bool,
+        continues_usage: bool,
     ) -> None:
+        """`tells_usage` at the end; `continues_usage`, and with each event that of its choice so far."""
         super().__init__(exchange, dialect, {**head, "object": dialect.event_object}, num_choices)
         self._tells_usage = tells_usage
+        self._continues_usage = continues_usage
         self._turn = asyncio.Lock()
         self._begun = False
 
     async def take(self, prompt_index: int, call: GenerateCall, message: generation_pb2.GenerateResponse) -> None:
         delta = self.took(prompt_index, call, message)
         is_first = delta.prompt_token_ids is not None
-        choices = [self._dialect.event(delta, is_first=is_first)]
-        event = {**self._head, "choices": choices, **({"usage": None} if self._tells_usage else {})}
+        event = {**self._head, "choices": [self._dialect.event(delta, is_first=is_first)]}
+        if self._tells_usage:
+            event["usage"] = _so_far(call, message.tokens) if self._continues_usage else None
         async with self._turn:
             if not self._begun:
                 self._begun = True
@@ -222,6 +226,13 @@ class StreamedAnswer(Answer):
 def ways(call: GenerateCall) -> dict[str, str]:
     """Which way the call went so far, and why, as headers: what a gRPC client sees in the trailers."""
     return {name: value for name, value in call.journey.trailers() if name in _HEADERS}
+
+
+def _so_far(call: GenerateCall, chunk: common_pb2.TokenChunk) -> dict[str, Any]:
+    """What one choice has cost; what of its prompt was cached is told at the end alone."""
+    assert call.wanted is not None, "a call that writes has been validated"
+    usage = Usage(len(call.wanted.prompt_token_ids), chunk.token_index + len(chunk.token_ids))
+    return {**usage.content(), "prompt_tokens_details": None}
 
 
 def _stop_reason(finish: common_pb2.Finish) -> str | int | None:

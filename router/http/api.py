@@ -144,8 +144,8 @@ class OpenAIApi:
         }
         answer: Answer
         if body.stream:
-            tells_usage = body.stream_options is not None and body.stream_options.include_usage
-            answer = StreamedAnswer(exchange, dialect, head, body.n, tells_usage=tells_usage)
+            usage = {"tells_usage": body.tells_usage, "continues_usage": body.continues_usage}
+            answer = StreamedAnswer(exchange, dialect, head, body.n, **usage)
         else:
             answer = WholeAnswer(exchange, dialect, head, body.n)
         requests = body.requests(exchange.request_id)

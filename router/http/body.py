@@ -98,6 +98,8 @@ class StreamOptions(StrictModel):
 
     include_usage: bool = False
     """One more event at the end, without choices, tells the usage of the whole request."""
+    continuous_usage_stats: bool = False
+    """vLLM's: each event before it tells the usage of its choice so far."""
     include_obfuscation: Literal[False] = False
 
 
@@ -166,7 +168,20 @@ class RequestBody(StrictModel):
     def _streams_with_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise invalid_argument("stream_options", "is for streams alone", "with stream=true")
+        if self.continues_usage and not self.tells_usage:
+            name = "stream_options.continuous_usage_stats"
+            raise invalid_argument(name, "without include_usage tells nothing", "with include_usage=true")
         return self
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continues_usage(self) -> bool:
+        """Whether each event of a stream tells it so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling(self) -> common_pb2.SamplingParams:
         """The wire's parameters, without log-probabilities."""

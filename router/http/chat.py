@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.errors import shown
@@ -60,10 +61,13 @@ class ChatBody(RequestBody):
     """Goes before max_tokens, its older name."""
     logprobs: bool = False
     top_logprobs: Int64 | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """vLLM's: the template's own switches, such as enable_thinking."""
 
     renamed: ClassVar[dict[str, str]] = {
         "prompt": "messages",
         "chat.messages": "messages",
+        "template_variables": "chat_template_kwargs",
         "session": "prompt_cache_key",
         "logprobs": "top_logprobs",
     }
@@ -88,11 +92,12 @@ class ChatBody(RequestBody):
             generation_pb2.ChatMessage(role=_ROLES.get(message.role, message.role), content=message.content)
             for message in self.messages
         ]
+        variables = msgspec.json.encode(self.chat_template_kwargs).decode() if self.chat_template_kwargs else ""
         return [
             generation_pb2.GenerateRequest(
                 request_id=label,
                 model=self.model,
-                chat=generation_pb2.Chat(messages=messages),
+                chat=generation_pb2.Chat(messages=messages, template_variables=variables),
                 sampling=self.sampling(),
                 priority=-self.priority,
                 cache_salt=self.cache_salt,

@@ -14,7 +14,7 @@ EOS_ID = 2
 _SPECIAL = ["<pad>", "<bos>", "<eos>", "<turn>"]
 _TEMPLATE = (
     "{% for message in messages %}<turn>{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<turn>assistant: {% endif %}"
+    "{% if add_generation_prompt %}<turn>assistant{% if tone is defined %} ({{ tone }}){% endif %}: {% endif %}"
 )
 
 

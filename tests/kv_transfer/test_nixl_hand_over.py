@@ -40,6 +40,18 @@ def check_all_moved(pair: CorePair, prompts: list[list[int]]) -> None:
     assert pair.decode.load.num_prefilled_tokens == 0, "decode computed prompt tokens"
 
 
+def check_reads_are_counted(pair: CorePair) -> None:
+    [totals] = pair.decode.load.kv_totals
+    reads = totals.reads
+    assert reads is not None
+    num_reads = sum(reads.by_seconds)
+    assert 0 < num_reads <= totals.loaded.num_blocks
+    assert [sum(each) for each in (reads.by_post_seconds, reads.by_bytes, reads.by_descriptors)] == [num_reads] * 3
+    assert (reads.num_descriptors, reads.num_bytes) == (totals.loaded.num_blocks, totals.loaded.num_bytes)
+    assert 0 < reads.post_seconds <= reads.seconds
+    assert reads.num_failed == 0
+
+
 @pytest.mark.parametrize("digest", [True, False], ids=["digest", "no-digest"])
 def test_tokens_after_a_hand_over_are_the_aggregated_engines(checkpoint: Path, tmp_path: Path, digest: bool) -> None:
     params = GREEDY if digest else SEEDED
@@ -52,6 +64,7 @@ def test_tokens_after_a_hand_over_are_the_aggregated_engines(checkpoint: Path, t
     assert tokens == aggregated(checkpoint, prompts, params)
     assert len({token for row in tokens for token in row}) > 20, "a model that says one thing proves nothing"
     check_all_moved(pair, prompts)
+    check_reads_are_counted(pair)
     pair.close()
 
 
@@ -129,6 +142,9 @@ def test_pages_read_after_their_lease_has_ended_count_for_nothing(
     assert late.loaded is not None
     assert late.loaded.num_external_tokens == 0
     assert connector_of(pair).counters.load_failures["lease_ended"] >= 1
+    reads = pair.decode.load.kv_totals[0].reads
+    assert reads is not None
+    assert reads.num_failed >= 1
     pair.close()
 
 

@@ -54,6 +54,15 @@ class DecodeServiceServicer(object):
     def Decode(self, request_iterator, context):
         """One choice of one request. The client sends start, and seed once the first token is known; it half-closes after the last of them.
         Cancelling the call frees everything here and releases the transfer.
+
+        - INVALID_ARGUMENT: a field is out of range, the seed is missing or ends the choice.
+        - NOT_FOUND: the adapter is not loaded here.
+        - ALREADY_EXISTS: the request id, or the call's number on its token stream, is in use here.
+        - PERMISSION_DENIED: the transfer's address is outside of the networks that may be dialled.
+        - RESOURCE_EXHAUSTED: too many requests; no blocks within the reservation's time; or, without a hint, more blocks than there are.
+        - ABORTED: neither KV nor seed came within the reservation's time: try again as a new request.
+        - UNAVAILABLE: the engine of this instance, or the token stream of the call, has ended. With tandem-crashed in the trailers, the engine
+        did so under this request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -63,6 +72,10 @@ class DecodeServiceServicer(object):
         """The answers of all the caller's decodes that name this stream, gathered: what one step of the engine brings is one message. The first
         message is empty and tells that the stream can be named. It runs until the caller cancels it or does not read it; the decodes that
         named it end with it.
+
+        - INVALID_ARGUMENT: stream_id is missing or too long.
+        - ALREADY_EXISTS: this token stream is open.
+        - RESOURCE_EXHAUSTED: too many token streams.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -19,11 +19,24 @@ class DecodeServiceStub:
     Decode: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
     """One choice of one request. The client sends start, and seed once the first token is known; it half-closes after the last of them.
     Cancelling the call frees everything here and releases the transfer.
+
+    - INVALID_ARGUMENT: a field is out of range, the seed is missing or ends the choice.
+    - NOT_FOUND: the adapter is not loaded here.
+    - ALREADY_EXISTS: the request id, or the call's number on its token stream, is in use here.
+    - PERMISSION_DENIED: the transfer's address is outside of the networks that may be dialled.
+    - RESOURCE_EXHAUSTED: too many requests; no blocks within the reservation's time; or, without a hint, more blocks than there are.
+    - ABORTED: neither KV nor seed came within the reservation's time: try again as a new request.
+    - UNAVAILABLE: the engine of this instance, or the token stream of the call, has ended. With tandem-crashed in the trailers, the engine
+      did so under this request.
     """
     StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
     """The answers of all the caller's decodes that name this stream, gathered: what one step of the engine brings is one message. The first
     message is empty and tells that the stream can be named. It runs until the caller cancels it or does not read it; the decodes that
     named it end with it.
+
+    - INVALID_ARGUMENT: stream_id is missing or too long.
+    - ALREADY_EXISTS: this token stream is open.
+    - RESOURCE_EXHAUSTED: too many token streams.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -37,6 +50,15 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_decode_pb2.DecodeResponse]:
         """One choice of one request. The client sends start, and seed once the first token is known; it half-closes after the last of them.
         Cancelling the call frees everything here and releases the transfer.
+
+        - INVALID_ARGUMENT: a field is out of range, the seed is missing or ends the choice.
+        - NOT_FOUND: the adapter is not loaded here.
+        - ALREADY_EXISTS: the request id, or the call's number on its token stream, is in use here.
+        - PERMISSION_DENIED: the transfer's address is outside of the networks that may be dialled.
+        - RESOURCE_EXHAUSTED: too many requests; no blocks within the reservation's time; or, without a hint, more blocks than there are.
+        - ABORTED: neither KV nor seed came within the reservation's time: try again as a new request.
+        - UNAVAILABLE: the engine of this instance, or the token stream of the call, has ended. With tandem-crashed in the trailers, the engine
+          did so under this request.
         """
 
     @_abc_1.abstractmethod
@@ -48,6 +70,10 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         """The answers of all the caller's decodes that name this stream, gathered: what one step of the engine brings is one message. The first
         message is empty and tells that the stream can be named. It runs until the caller cancels it or does not read it; the decodes that
         named it end with it.
+
+        - INVALID_ARGUMENT: stream_id is missing or too long.
+        - ALREADY_EXISTS: this token stream is open.
+        - RESOURCE_EXHAUSTED: too many token streams.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _aio.Server) -> None: ...

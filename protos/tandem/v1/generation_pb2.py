@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\xb7\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\x04text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12&\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIds\x12\x1d\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.tandem.v1.Chat\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x0c\n\x04lora\x18\t \x01(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x17\n\x0fidempotency_key\x18\x0b \x01(\t\x12\x0f\n\x07session\x18\x0c \x01(\tB\x07\n\x05_text\"\xa6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.tandem.v1.TokenChunk\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\rprompt_tokens\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\r\n\x05model\x18\x05 \x01(\tB\x07\n\x05_seedB\x10\n\x0e_prompt_tokens\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\x03\"\x15\n\x13GetModelInfoRequest\"\xdb\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x03\x12\x12\n\nvocab_size\x18\x03 \x01(\x03\x12\x15\n\reos_token_ids\x18\x04 \x03(\x03\x12\x15\n\rsupports_chat\x18\x05 \x01(\x08\x12%\n\x08identity\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Identity\x12\x34\n\x11sampling_defaults\x18\x07 \x01(\x0b\x32\x19.tandem.v1.SamplingParams2\xe7\x01\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"L\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x1a\n\x12template_variables\x18\x02 \x01(\t\"\xb7\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\x04text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12&\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIds\x12\x1d\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.tandem.v1.Chat\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x0c\n\x04lora\x18\t \x01(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x17\n\x0fidempotency_key\x18\x0b \x01(\t\x12\x0f\n\x07session\x18\x0c \x01(\tB\x07\n\x05_text\"\xa6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.tandem.v1.TokenChunk\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\rprompt_tokens\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\r\n\x05model\x18\x05 \x01(\tB\x07\n\x05_seedB\x10\n\x0e_prompt_tokens\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\x03\"\x15\n\x13GetModelInfoRequest\"\xdb\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x03\x12\x12\n\nvocab_size\x18\x03 \x01(\x03\x12\x15\n\reos_token_ids\x18\x04 \x03(\x03\x12\x15\n\rsupports_chat\x18\x05 \x01(\x08\x12%\n\x08identity\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Identity\x12\x34\n\x11sampling_defaults\x18\x07 \x01(\x0b\x32\x19.tandem.v1.SamplingParams2\xe7\x01\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=65
   _globals['_CHATMESSAGE']._serialized_end=109
   _globals['_CHAT']._serialized_start=111
-  _globals['_CHAT']._serialized_end=159
-  _globals['_GENERATEREQUEST']._serialized_start=162
-  _globals['_GENERATEREQUEST']._serialized_end=473
-  _globals['_GENERATERESPONSE']._serialized_start=476
-  _globals['_GENERATERESPONSE']._serialized_end=642
-  _globals['_ABORTREQUEST']._serialized_start=644
-  _globals['_ABORTREQUEST']._serialized_end=679
-  _globals['_ABORTRESPONSE']._serialized_start=681
-  _globals['_ABORTRESPONSE']._serialized_end=717
-  _globals['_GETMODELINFOREQUEST']._serialized_start=719
-  _globals['_GETMODELINFOREQUEST']._serialized_end=740
-  _globals['_GETMODELINFORESPONSE']._serialized_start=743
-  _globals['_GETMODELINFORESPONSE']._serialized_end=962
-  _globals['_GENERATIONSERVICE']._serialized_start=965
-  _globals['_GENERATIONSERVICE']._serialized_end=1196
+  _globals['_CHAT']._serialized_end=187
+  _globals['_GENERATEREQUEST']._serialized_start=190
+  _globals['_GENERATEREQUEST']._serialized_end=501
+  _globals['_GENERATERESPONSE']._serialized_start=504
+  _globals['_GENERATERESPONSE']._serialized_end=670
+  _globals['_ABORTREQUEST']._serialized_start=672
+  _globals['_ABORTREQUEST']._serialized_end=707
+  _globals['_ABORTRESPONSE']._serialized_start=709
+  _globals['_ABORTRESPONSE']._serialized_end=745
+  _globals['_GETMODELINFOREQUEST']._serialized_start=747
+  _globals['_GETMODELINFOREQUEST']._serialized_end=768
+  _globals['_GETMODELINFORESPONSE']._serialized_start=771
+  _globals['_GETMODELINFORESPONSE']._serialized_end=990
+  _globals['_GENERATIONSERVICE']._serialized_start=993
+  _globals['_GENERATIONSERVICE']._serialized_end=1224
 # @@protoc_insertion_point(module_scope)

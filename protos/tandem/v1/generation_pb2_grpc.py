@@ -58,6 +58,14 @@ class GenerationServiceServicer(object):
 
     def Generate(self, request, context):
         """Generates and streams tokens. Every token arrives once and in order, whatever instance dies meanwhile. Cancelling the call frees everything.
+
+        - INVALID_ARGUMENT: a field is out of range, or the prompt does not fit.
+        - NOT_FOUND: the model or the adapter is not served here.
+        - UNIMPLEMENTED: a field is known and not served yet: idempotency_key, best_of above n.
+        - FAILED_PRECONDITION: the model cannot do it: its chat template is broken, say.
+        - RESOURCE_EXHAUSTED: the queue is full, the wait would be too long, or a quota is used up; or every instance is full.
+        - UNAVAILABLE: no instance could be had within the queue's time, or none to go on with after one has died.
+        - INTERNAL: two instances failed on this request; the same contents are refused for a while.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -65,6 +73,8 @@ class GenerationServiceServicer(object):
 
     def Abort(self, request, context):
         """Ends requests by id. Ids that are not running at this router are not an error.
+
+        - INVALID_ARGUMENT: too many labels, or one that is no label.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,6 +82,8 @@ class GenerationServiceServicer(object):
 
     def GetModelInfo(self, request, context):
         """What is being served, and its limits.
+
+        - UNAVAILABLE: no decode instance has said yet what it serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

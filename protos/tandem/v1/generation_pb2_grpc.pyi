@@ -17,11 +17,26 @@ class GenerationServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Generates and streams tokens. Every token arrives once and in order, whatever instance dies meanwhile. Cancelling the call frees everything."""
+    """Generates and streams tokens. Every token arrives once and in order, whatever instance dies meanwhile. Cancelling the call frees everything.
+
+    - INVALID_ARGUMENT: a field is out of range, or the prompt does not fit.
+    - NOT_FOUND: the model or the adapter is not served here.
+    - UNIMPLEMENTED: a field is known and not served yet: idempotency_key, best_of above n.
+    - FAILED_PRECONDITION: the model cannot do it: its chat template is broken, say.
+    - RESOURCE_EXHAUSTED: the queue is full, the wait would be too long, or a quota is used up; or every instance is full.
+    - UNAVAILABLE: no instance could be had within the queue's time, or none to go on with after one has died.
+    - INTERNAL: two instances failed on this request; the same contents are refused for a while.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
-    """Ends requests by id. Ids that are not running at this router are not an error."""
+    """Ends requests by id. Ids that are not running at this router are not an error.
+
+    - INVALID_ARGUMENT: too many labels, or one that is no label.
+    """
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelInfoRequest, _generation_pb2.GetModelInfoResponse]
-    """What is being served, and its limits."""
+    """What is being served, and its limits.
+
+    - UNAVAILABLE: no decode instance has said yet what it serves.
+    """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Text generation. Offered by the router."""
@@ -32,7 +47,16 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _aio.ServicerContext[_generation_pb2.GenerateRequest, _abc.AsyncIterator[_generation_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_generation_pb2.GenerateResponse]:
-        """Generates and streams tokens. Every token arrives once and in order, whatever instance dies meanwhile. Cancelling the call frees everything."""
+        """Generates and streams tokens. Every token arrives once and in order, whatever instance dies meanwhile. Cancelling the call frees everything.
+
+        - INVALID_ARGUMENT: a field is out of range, or the prompt does not fit.
+        - NOT_FOUND: the model or the adapter is not served here.
+        - UNIMPLEMENTED: a field is known and not served yet: idempotency_key, best_of above n.
+        - FAILED_PRECONDITION: the model cannot do it: its chat template is broken, say.
+        - RESOURCE_EXHAUSTED: the queue is full, the wait would be too long, or a quota is used up; or every instance is full.
+        - UNAVAILABLE: no instance could be had within the queue's time, or none to go on with after one has died.
+        - INTERNAL: two instances failed on this request; the same contents are refused for a while.
+        """
 
     @_abc_1.abstractmethod
     def Abort(
@@ -40,7 +64,10 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.AbortRequest,
         context: _aio.ServicerContext[_generation_pb2.AbortRequest, _abc.Awaitable[_generation_pb2.AbortResponse]],
     ) -> _abc.Awaitable[_generation_pb2.AbortResponse]:
-        """Ends requests by id. Ids that are not running at this router are not an error."""
+        """Ends requests by id. Ids that are not running at this router are not an error.
+
+        - INVALID_ARGUMENT: too many labels, or one that is no label.
+        """
 
     @_abc_1.abstractmethod
     def GetModelInfo(
@@ -48,6 +75,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GetModelInfoRequest,
         context: _aio.ServicerContext[_generation_pb2.GetModelInfoRequest, _abc.Awaitable[_generation_pb2.GetModelInfoResponse]],
     ) -> _abc.Awaitable[_generation_pb2.GetModelInfoResponse]:
-        """What is being served, and its limits."""
+        """What is being served, and its limits.
+
+        - UNAVAILABLE: no decode instance has said yet what it serves.
+        """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _aio.Server) -> None: ...

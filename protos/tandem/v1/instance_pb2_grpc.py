@@ -72,6 +72,8 @@ class InstanceServiceServicer(object):
 
     def Drain(self, request, context):
         """Takes no new requests, finishes what runs, then ends the process. Answers at once; the load report tells the rest.
+
+        - INVALID_ARGUMENT: grace_s is out of range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -21,7 +21,10 @@ class InstanceServiceStub:
     WatchLoad: _aio.UnaryStreamMultiCallable[_instance_pb2.WatchLoadRequest, _instance_pb2.WatchLoadResponse]
     """The load, now and then every 250 ms and whenever it changes much. Its silence means trouble."""
     Drain: _aio.UnaryUnaryMultiCallable[_instance_pb2.DrainRequest, _instance_pb2.DrainResponse]
-    """Takes no new requests, finishes what runs, then ends the process. Answers at once; the load report tells the rest."""
+    """Takes no new requests, finishes what runs, then ends the process. Answers at once; the load report tells the rest.
+
+    - INVALID_ARGUMENT: grace_s is out of range.
+    """
 
 class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Offered by prefill and decode instances."""
@@ -48,6 +51,9 @@ class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _instance_pb2.DrainRequest,
         context: _aio.ServicerContext[_instance_pb2.DrainRequest, _abc.Awaitable[_instance_pb2.DrainResponse]],
     ) -> _abc.Awaitable[_instance_pb2.DrainResponse]:
-        """Takes no new requests, finishes what runs, then ends the process. Answers at once; the load report tells the rest."""
+        """Takes no new requests, finishes what runs, then ends the process. Answers at once; the load report tells the rest.
+
+        - INVALID_ARGUMENT: grace_s is out of range.
+        """
 
 def add_InstanceServiceServicer_to_server(servicer: InstanceServiceServicer, server: _aio.Server) -> None: ...

@@ -19,9 +19,17 @@ class KvTransferServiceStub:
     Attach: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.AttachRequest, _kv_transfer_pb2.AttachResponse]
     """Follows one transfer from its first block to its release. The client sends open, then renewals, then release. A broken stream
     without release leaves the lease to run out.
+
+    - INVALID_ARGUMENT: open did not come first, or a renewal's lease is no duration.
+    - NOT_FOUND: there is no such transfer within the time that an early reader is waited for, it has ended, or the instance has restarted.
+    - FAILED_PRECONDITION: protocol, model or layout differ; the text names the field and both values.
+    - RESOURCE_EXHAUSTED: too many readers.
     """
     Release: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseRequest, _kv_transfer_pb2.ReleaseResponse]
-    """Gives KV up. Idempotent; an unknown id is remembered for a while, so that a late prefill does not hold KV for nobody."""
+    """Gives KV up. Idempotent; an unknown id is remembered for a while, so that a late prefill does not hold KV for nobody.
+
+    - INVALID_ARGUMENT: a transfer_id is empty or too long.
+    """
 
 class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
     """Offered by every instance that holds KV for others."""
@@ -34,6 +42,11 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_kv_transfer_pb2.AttachResponse]:
         """Follows one transfer from its first block to its release. The client sends open, then renewals, then release. A broken stream
         without release leaves the lease to run out.
+
+        - INVALID_ARGUMENT: open did not come first, or a renewal's lease is no duration.
+        - NOT_FOUND: there is no such transfer within the time that an early reader is waited for, it has ended, or the instance has restarted.
+        - FAILED_PRECONDITION: protocol, model or layout differ; the text names the field and both values.
+        - RESOURCE_EXHAUSTED: too many readers.
         """
 
     @_abc_1.abstractmethod
@@ -42,6 +55,9 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.ReleaseRequest,
         context: _aio.ServicerContext[_kv_transfer_pb2.ReleaseRequest, _abc.Awaitable[_kv_transfer_pb2.ReleaseResponse]],
     ) -> _abc.Awaitable[_kv_transfer_pb2.ReleaseResponse]:
-        """Gives KV up. Idempotent; an unknown id is remembered for a while, so that a late prefill does not hold KV for nobody."""
+        """Gives KV up. Idempotent; an unknown id is remembered for a while, so that a late prefill does not hold KV for nobody.
+
+        - INVALID_ARGUMENT: a transfer_id is empty or too long.
+        """
 
 def add_KvTransferServiceServicer_to_server(servicer: KvTransferServiceServicer, server: _aio.Server) -> None: ...

@@ -75,6 +75,9 @@ class PoolsServiceServicer(object):
 
     def ExplainPick(self, request, context):
         """Where a request would run now, and what every instance scores.
+
+        - INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, FAILED_PRECONDITION: as Generate would answer this request.
+        - UNAVAILABLE: no decode instance has been ready yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -82,6 +85,11 @@ class PoolsServiceServicer(object):
 
     def DrainInstance(self, request, context):
         """Begins an instance's drain: it takes nothing new, finishes what runs, and ends.
+
+        - INVALID_ARGUMENT: the instance is empty, or grace_s is out of range.
+        - NOT_FOUND: no instance has this name or address; the text tells similar ones.
+        - FAILED_PRECONDITION: several instances have this name.
+        - UNAVAILABLE: the instance does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,6 +97,9 @@ class PoolsServiceServicer(object):
 
     def ResizePools(self, request, context):
         """Gives pools another number of instances; answers as soon as that has begun.
+
+        - INVALID_ARGUMENT: no size, a pool named twice, or a size out of range.
+        - FAILED_PRECONDITION: nobody who could resize the pools is known here, or its owner refuses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +107,8 @@ class PoolsServiceServicer(object):
 
     def WatchPools(self, request, context):
         """ListPools again and again.
+
+        - INVALID_ARGUMENT: interval_s is out of range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

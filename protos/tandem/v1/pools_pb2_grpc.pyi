@@ -19,13 +19,30 @@ class PoolsServiceStub:
     ListPools: _aio.UnaryUnaryMultiCallable[_pools_pb2.ListPoolsRequest, _pools_pb2.ListPoolsResponse]
     """Every instance that this router knows, with its last load report."""
     ExplainPick: _aio.UnaryUnaryMultiCallable[_pools_pb2.ExplainPickRequest, _pools_pb2.ExplainPickResponse]
-    """Where a request would run now, and what every instance scores."""
+    """Where a request would run now, and what every instance scores.
+
+    - INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, FAILED_PRECONDITION: as Generate would answer this request.
+    - UNAVAILABLE: no decode instance has been ready yet.
+    """
     DrainInstance: _aio.UnaryUnaryMultiCallable[_pools_pb2.DrainInstanceRequest, _pools_pb2.DrainInstanceResponse]
-    """Begins an instance's drain: it takes nothing new, finishes what runs, and ends."""
+    """Begins an instance's drain: it takes nothing new, finishes what runs, and ends.
+
+    - INVALID_ARGUMENT: the instance is empty, or grace_s is out of range.
+    - NOT_FOUND: no instance has this name or address; the text tells similar ones.
+    - FAILED_PRECONDITION: several instances have this name.
+    - UNAVAILABLE: the instance does not answer.
+    """
     ResizePools: _aio.UnaryUnaryMultiCallable[_pools_pb2.ResizePoolsRequest, _pools_pb2.ResizePoolsResponse]
-    """Gives pools another number of instances; answers as soon as that has begun."""
+    """Gives pools another number of instances; answers as soon as that has begun.
+
+    - INVALID_ARGUMENT: no size, a pool named twice, or a size out of range.
+    - FAILED_PRECONDITION: nobody who could resize the pools is known here, or its owner refuses.
+    """
     WatchPools: _aio.UnaryStreamMultiCallable[_pools_pb2.WatchPoolsRequest, _pools_pb2.WatchPoolsResponse]
-    """ListPools again and again."""
+    """ListPools again and again.
+
+    - INVALID_ARGUMENT: interval_s is out of range.
+    """
 
 class PoolsServiceServicer(metaclass=_abc_1.ABCMeta):
     """Offered by the router, on its admin listener alone."""
@@ -44,7 +61,11 @@ class PoolsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pools_pb2.ExplainPickRequest,
         context: _aio.ServicerContext[_pools_pb2.ExplainPickRequest, _abc.Awaitable[_pools_pb2.ExplainPickResponse]],
     ) -> _abc.Awaitable[_pools_pb2.ExplainPickResponse]:
-        """Where a request would run now, and what every instance scores."""
+        """Where a request would run now, and what every instance scores.
+
+        - INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, FAILED_PRECONDITION: as Generate would answer this request.
+        - UNAVAILABLE: no decode instance has been ready yet.
+        """
 
     @_abc_1.abstractmethod
     def DrainInstance(
@@ -52,7 +73,13 @@ class PoolsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pools_pb2.DrainInstanceRequest,
         context: _aio.ServicerContext[_pools_pb2.DrainInstanceRequest, _abc.Awaitable[_pools_pb2.DrainInstanceResponse]],
     ) -> _abc.Awaitable[_pools_pb2.DrainInstanceResponse]:
-        """Begins an instance's drain: it takes nothing new, finishes what runs, and ends."""
+        """Begins an instance's drain: it takes nothing new, finishes what runs, and ends.
+
+        - INVALID_ARGUMENT: the instance is empty, or grace_s is out of range.
+        - NOT_FOUND: no instance has this name or address; the text tells similar ones.
+        - FAILED_PRECONDITION: several instances have this name.
+        - UNAVAILABLE: the instance does not answer.
+        """
 
     @_abc_1.abstractmethod
     def ResizePools(
@@ -60,7 +87,11 @@ class PoolsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pools_pb2.ResizePoolsRequest,
         context: _aio.ServicerContext[_pools_pb2.ResizePoolsRequest, _abc.Awaitable[_pools_pb2.ResizePoolsResponse]],
     ) -> _abc.Awaitable[_pools_pb2.ResizePoolsResponse]:
-        """Gives pools another number of instances; answers as soon as that has begun."""
+        """Gives pools another number of instances; answers as soon as that has begun.
+
+        - INVALID_ARGUMENT: no size, a pool named twice, or a size out of range.
+        - FAILED_PRECONDITION: nobody who could resize the pools is known here, or its owner refuses.
+        """
 
     @_abc_1.abstractmethod
     def WatchPools(
@@ -68,6 +99,9 @@ class PoolsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pools_pb2.WatchPoolsRequest,
         context: _aio.ServicerContext[_pools_pb2.WatchPoolsRequest, _abc.AsyncIterator[_pools_pb2.WatchPoolsResponse]],
     ) -> _abc.AsyncIterator[_pools_pb2.WatchPoolsResponse]:
-        """ListPools again and again."""
+        """ListPools again and again.
+
+        - INVALID_ARGUMENT: interval_s is out of range.
+        """
 
 def add_PoolsServiceServicer_to_server(servicer: PoolsServiceServicer, server: _aio.Server) -> None: ...

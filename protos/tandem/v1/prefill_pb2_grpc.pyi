@@ -17,7 +17,14 @@ class PrefillServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Runs one request up to its first token and offers its KV under hand_over.transfer_id. Cancelling the call gives the KV up."""
+    """Runs one request up to its first token and offers its KV under hand_over.transfer_id. Cancelling the call gives the KV up.
+
+    - INVALID_ARGUMENT: a field is out of range.
+    - NOT_FOUND: the adapter is not loaded here.
+    - ALREADY_EXISTS: the request id is running here.
+    - RESOURCE_EXHAUSTED: too many requests; or, without a hint when to come again, a prompt of more blocks than there are.
+    - UNAVAILABLE: the engine of this instance has ended. With tandem-crashed in the trailers, it did so under this request.
+    """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     """Computes prompts and offers their KV."""
@@ -28,6 +35,13 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.PrefillRequest,
         context: _aio.ServicerContext[_prefill_pb2.PrefillRequest, _abc.AsyncIterator[_prefill_pb2.PrefillResponse]],
     ) -> _abc.AsyncIterator[_prefill_pb2.PrefillResponse]:
-        """Runs one request up to its first token and offers its KV under hand_over.transfer_id. Cancelling the call gives the KV up."""
+        """Runs one request up to its first token and offers its KV under hand_over.transfer_id. Cancelling the call gives the KV up.
+
+        - INVALID_ARGUMENT: a field is out of range.
+        - NOT_FOUND: the adapter is not loaded here.
+        - ALREADY_EXISTS: the request id is running here.
+        - RESOURCE_EXHAUSTED: too many requests; or, without a hint when to come again, a prompt of more blocks than there are.
+        - UNAVAILABLE: the engine of this instance has ended. With tandem-crashed in the trailers, it did so under this request.
+        """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _aio.Server) -> None: ...

@@ -58,6 +58,8 @@ class StackServiceServicer(object):
 
     def WatchStack(self, request, context):
         """Who there is in both pools: at once, and again whenever it has changed.
+
+        - RESOURCE_EXHAUSTED: too many watchers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -65,6 +67,9 @@ class StackServiceServicer(object):
 
     def ResizePool(self, request, context):
         """Starts or drains processes until the pool has the wanted size; answers as soon as that has begun.
+
+        - INVALID_ARGUMENT: no such role.
+        - FAILED_PRECONDITION: the stack cannot have this size, or it is ending.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,6 +77,8 @@ class StackServiceServicer(object):
 
     def TakeLead(self, request, context):
         """Asks to be the one router that scales.
+
+        - INVALID_ARGUMENT: the holder is empty or too long, or the lease is out of range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

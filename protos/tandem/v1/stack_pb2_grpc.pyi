@@ -17,11 +17,21 @@ class StackServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchStack: _aio.UnaryStreamMultiCallable[_stack_pb2.WatchStackRequest, _stack_pb2.WatchStackResponse]
-    """Who there is in both pools: at once, and again whenever it has changed."""
+    """Who there is in both pools: at once, and again whenever it has changed.
+
+    - RESOURCE_EXHAUSTED: too many watchers.
+    """
     ResizePool: _aio.UnaryUnaryMultiCallable[_stack_pb2.ResizePoolRequest, _stack_pb2.ResizePoolResponse]
-    """Starts or drains processes until the pool has the wanted size; answers as soon as that has begun."""
+    """Starts or drains processes until the pool has the wanted size; answers as soon as that has begun.
+
+    - INVALID_ARGUMENT: no such role.
+    - FAILED_PRECONDITION: the stack cannot have this size, or it is ending.
+    """
     TakeLead: _aio.UnaryUnaryMultiCallable[_stack_pb2.TakeLeadRequest, _stack_pb2.TakeLeadResponse]
-    """Asks to be the one router that scales."""
+    """Asks to be the one router that scales.
+
+    - INVALID_ARGUMENT: the holder is empty or too long, or the lease is out of range.
+    """
 
 class StackServiceServicer(metaclass=_abc_1.ABCMeta):
     """Offered by a local stack on a socket in its private folder."""
@@ -32,7 +42,10 @@ class StackServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stack_pb2.WatchStackRequest,
         context: _aio.ServicerContext[_stack_pb2.WatchStackRequest, _abc.AsyncIterator[_stack_pb2.WatchStackResponse]],
     ) -> _abc.AsyncIterator[_stack_pb2.WatchStackResponse]:
-        """Who there is in both pools: at once, and again whenever it has changed."""
+        """Who there is in both pools: at once, and again whenever it has changed.
+
+        - RESOURCE_EXHAUSTED: too many watchers.
+        """
 
     @_abc_1.abstractmethod
     def ResizePool(
@@ -40,7 +53,11 @@ class StackServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stack_pb2.ResizePoolRequest,
         context: _aio.ServicerContext[_stack_pb2.ResizePoolRequest, _abc.Awaitable[_stack_pb2.ResizePoolResponse]],
     ) -> _abc.Awaitable[_stack_pb2.ResizePoolResponse]:
-        """Starts or drains processes until the pool has the wanted size; answers as soon as that has begun."""
+        """Starts or drains processes until the pool has the wanted size; answers as soon as that has begun.
+
+        - INVALID_ARGUMENT: no such role.
+        - FAILED_PRECONDITION: the stack cannot have this size, or it is ending.
+        """
 
     @_abc_1.abstractmethod
     def TakeLead(
@@ -48,6 +65,9 @@ class StackServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stack_pb2.TakeLeadRequest,
         context: _aio.ServicerContext[_stack_pb2.TakeLeadRequest, _abc.Awaitable[_stack_pb2.TakeLeadResponse]],
     ) -> _abc.Awaitable[_stack_pb2.TakeLeadResponse]:
-        """Asks to be the one router that scales."""
+        """Asks to be the one router that scales.
+
+        - INVALID_ARGUMENT: the holder is empty or too long, or the lease is out of range.
+        """
 
 def add_StackServiceServicer_to_server(servicer: StackServiceServicer, server: _aio.Server) -> None: ...
