@@ -73,6 +73,7 @@ test: $(INSTALLED) $(NODE_INSTALLED) $(EXAMPLE_INSTALLED) redis-server ## Run th
 
 test-slow: $(INSTALLED) redis-server ## Run the full counts, which `make test` leaves out.
 	$(PYTEST) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) tests/chart -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
 
 chart: $(INSTALLED) redis-server ## Lint, render and check the Helm chart, its generated files and the image's steps (no cluster, no Docker).
 	$(BIN)/python -m helm.generate --check

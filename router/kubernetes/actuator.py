@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from router.autoscaler.actuator import ActuatorError
 from router.autoscaler.resizer import MAX_SIZE
-from router.kubernetes.cluster import Cluster, ClusterError, Conflict
+from router.kubernetes.cluster import MERGE_PATCH, Cluster, ClusterError, Conflict
 from router.kubernetes.election import Election
 from router.kubernetes.objects import Pod, PodList, Scale
 from router.kubernetes.settings import Workload
@@ -34,7 +34,6 @@ _LOWEST_COST = -(2**31)
 _MARKING_S = 2.0
 _MAX_WRITES = 5
 """A rollout changes the version with every pod; the size it leaves alone."""
-_MERGE = "application/merge-patch+json"
 
 
 class KubernetesActuator:
@@ -72,7 +71,7 @@ class KubernetesActuator:
         for _ in range(_MAX_WRITES):
             body = {"metadata": {"resourceVersion": scale.metadata.resource_version}, "spec": {"replicas": size}}
             try:
-                return await self._cluster.ask("PATCH", self._path(role), Scale, body=body, content_type=_MERGE)
+                return await self._cluster.ask("PATCH", self._path(role), Scale, body=body, content_type=MERGE_PATCH)
             except Conflict:
                 now = await self._read(role)
             if now.size == size:
@@ -104,7 +103,9 @@ class KubernetesActuator:
 
     async def _set_cost(self, pod: str, cost: str | None) -> None:
         body = {"metadata": {"annotations": {DELETION_COST: cost}}}
-        await self._cluster.ask("PATCH", self._cluster.path("v1", "pods", pod), Pod, body=body, content_type=_MERGE)
+        await self._cluster.ask(
+            "PATCH", self._cluster.path("v1", "pods", pod), Pod, body=body, content_type=MERGE_PATCH
+        )
 
 
 def _costs(pods: Sequence[Pod], victims: Sequence[str]) -> dict[str, str | None]:

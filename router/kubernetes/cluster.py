@@ -27,6 +27,7 @@ from router.autoscaler.actuator import ActuatorError
 from router.kubernetes.objects import Event, Status
 from serving.settings import SettingsError
 
+MERGE_PATCH = "application/merge-patch+json"
 _TRIES = 3
 _TRY_S = 5.0
 _WAIT_S = 0.2

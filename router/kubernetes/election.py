@@ -1,11 +1,11 @@
 """Which of several routers leads, by a Lease, as Kubernetes' own controllers do it.
 
-    nobody's ──create, update──▶ ours ──renewed before it is over──▶ ours
-                                  └──not renewed for lease_duration_seconds, as the others see it──▶ another's
+    nobody's ──patch──▶ ours ──renewed before it is over──▶ ours
+                         └──not renewed for lease_duration_seconds, as the others see it──▶ another's
 
 Clocks of different machines are never compared: a lease of somebody else is over when *this* process has seen it
-unchanged for as long as it holds (k8s.io/client-go/tools/leaderelection). An update names the version that was read,
-so that of two who find it free one gets it.
+unchanged for as long as it holds (k8s.io/client-go/tools/leaderelection). A patch names the version that was read,
+so that of two who find it free one gets it. The object itself belongs to whoever installed the router.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from router.kubernetes.cluster import Cluster, Conflict, Missing
+from router.kubernetes.cluster import MERGE_PATCH, Cluster, ClusterError, Conflict, Missing
 from router.kubernetes.objects import Lease, LeaseSpec
 
 _GROUP, _PLURAL = "coordination.k8s.io/v1", "leases"
@@ -38,21 +38,17 @@ class Election:
         path = self._cluster.path(_GROUP, _PLURAL, self._name)
         try:
             lease = await self._cluster.ask("GET", path, Lease)
-        except Missing:
-            return await self._create(holder, ttl_s)
+        except Missing as error:
+            raise ClusterError(
+                f"there is no Lease {self._name} in {self._cluster.namespace}: the chart makes it; otherwise see "
+                "docs/kubernetes.md"
+            ) from error
         if self._is_another_s(lease.spec, holder, ttl_s):
             return False
-        body = self._body(_taken(lease.spec, holder, ttl_s), lease.metadata.resource_version)
+        taken = msgspec.to_builtins(_taken(lease.spec, holder, ttl_s))
+        body = {"metadata": {"resourceVersion": lease.metadata.resource_version}, "spec": taken}
         try:
-            await self._cluster.ask("PUT", path, Lease, body=body)
-        except Conflict:
-            return False
-        return True
-
-    async def _create(self, holder: str, ttl_s: float) -> bool:
-        body = self._body(_taken(LeaseSpec(), holder, ttl_s))
-        try:
-            await self._cluster.ask("POST", self._cluster.path(_GROUP, _PLURAL), Lease, body=body)
+            await self._cluster.ask("PATCH", path, Lease, body=body, content_type=MERGE_PATCH)
         except Conflict:
             return False
         return True
@@ -63,10 +59,6 @@ class Election:
         if spec.holder_identity in (None, "", holder):
             return False
         return self._clock() - self._seen_s <= (spec.lease_duration_seconds or ttl_s)
-
-    def _body(self, spec: LeaseSpec, version: str = "") -> object:
-        metadata = {"name": self._name, **({"resourceVersion": version} if version else {})}
-        return {"apiVersion": _GROUP, "kind": "Lease", "metadata": metadata, "spec": msgspec.to_builtins(spec)}
 
 
 def _taken(spec: LeaseSpec, holder: str, ttl_s: float) -> LeaseSpec:

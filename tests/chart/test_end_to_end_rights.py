@@ -74,7 +74,7 @@ async def installed(name: str, role: Manifest) -> AsyncIterator[Installed]:
     account = deployment(objects, "router")["spec"]["template"]["spec"]["serviceAccountName"]
     async with FakeKube() as kube:
         kube.store.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}, None)
-        for one in (role, *of_kind(objects, "RoleBinding"), *of_kind(objects, "Service")):
+        for one in (role, *of_kind(objects, "RoleBinding"), *of_kind(objects, "Service"), *of_kind(objects, "Lease")):
             kube.store.create(copy.deepcopy(one), NAMESPACE)
         for pool in ROLES:
             one = copy.deepcopy(deployment(objects, pool))

@@ -29,8 +29,7 @@ def test_role_names_what_it_may_change() -> None:
         ("pods", "list", ()),
         ("pods", "patch", ()),
         ("leases", "get", ("on-tandem-autoscaler",)),
-        ("leases", "update", ("on-tandem-autoscaler",)),
-        ("leases", "create", ()),
+        ("leases", "patch", ("on-tandem-autoscaler",)),
         ("endpointslices", "list", ()),
         ("endpointslices", "watch", ()),
     }

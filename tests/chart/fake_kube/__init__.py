@@ -5,5 +5,6 @@
                                              └──────────────────────┴── kubelet: which pods run and are ready
 
 It is as strict as the real one where a chart or a client may be wrong: fields that do not exist, rights that nobody
-gave, objects that somebody else has changed, two writers of one field. `FakeKube` in cluster.py is the way in.
+gave, objects that somebody else has changed, two writers of one field. `FakeKube` in cluster.py is the way in, and
+`ProcessKube` in process_kube.py where each container is to be a process of this machine.
 """

@@ -15,6 +15,7 @@ import yaml
 
 from tandem.private_ca import PrivateCa
 from tests.certificates import files_of
+from tests.chart.fake_kube.addresses import Network
 from tests.chart.fake_kube.controllers import Controllers
 from tests.chart.fake_kube.faults import Fault
 from tests.chart.fake_kube.kinds import Object
@@ -35,7 +36,7 @@ class FakeKube:
         self.runtime = runtime or PaperRuntime()
         self._admin_token = secrets.token_hex(16)
         self._users = {self._admin_token: ADMIN}
-        self._server = ApiServer(self.store, self._users, minor, self.runtime.log)
+        self._server = ApiServer(self.store, self._users, minor, self._log_of)
         self._tasks: list[asyncio.Task[None]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="fake-kube-")
         self._port = 0
@@ -45,8 +46,9 @@ class FakeKube:
 
     async def __aenter__(self) -> Self:
         self._files = files_of(Path(self._folder.name), "kubernetes", PrivateCa("Fake Kubernetes"))
+        self.network = Network()
         await self.come_back()
-        running = (Controllers(self.store).run(), Kubelet(self.store, self.runtime).run())
+        running = (Controllers(self.store).run(), Kubelet(self.store, self.runtime, self.network).run())
         self._tasks = [asyncio.create_task(one) for one in running]
         return self
 
@@ -55,6 +57,7 @@ class FakeKube:
             task.cancel()
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.stop()
+        self.network.close()
         self._folder.cleanup()
         for result in results:
             if isinstance(result, Exception):
@@ -131,11 +134,19 @@ class FakeKube:
             }
         )
 
+    def _log_of(self, pod: Object) -> str:
+        return self.runtime.log(pod)
+
     async def until(self, condition: Callable[[Store], object]) -> None:
-        """Returns when the store meets `condition`."""
+        """Returns when the store meets `condition`. Raises what has gone wrong in the cluster meanwhile."""
         async with asyncio.timeout(TIMEOUT_S):
             while not condition(self.store):
-                await self.store.wait(self.store.revision)
+                news = asyncio.create_task(self.store.wait(self.store.revision))
+                await asyncio.wait((news, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+                for task in self._tasks:
+                    if task.done():
+                        task.result()
 
     def pods(self, prefix: str = "", namespace: str = "default") -> list[Object]:
         """Those whose name begins like this, and that are not on their way out."""

@@ -34,11 +34,11 @@ class Helm:
     ) -> dict[str, Any]:
         return await asyncio.to_thread(self._config.upgrade, chart, release, values, wait="watcher", timeout=timeout_s)
 
-    async def rollback(self, release: str) -> None:
-        await asyncio.to_thread(self._config.rollback, release, wait="watcher", timeout=_TIMEOUT_S)
+    async def rollback(self, release: str, *, timeout_s: int = _TIMEOUT_S) -> None:
+        await asyncio.to_thread(self._config.rollback, release, wait="watcher", timeout=timeout_s)
 
-    async def test(self, release: str) -> dict[str, Any]:
-        return await asyncio.to_thread(self._config.test, release, timeout=_TIMEOUT_S, logs=True)
+    async def test(self, release: str, *, timeout_s: int = _TIMEOUT_S) -> dict[str, Any]:
+        return await asyncio.to_thread(self._config.test, release, timeout=timeout_s, logs=True)
 
-    async def uninstall(self, release: str) -> dict[str, Any]:
-        return await asyncio.to_thread(self._config.uninstall, release, wait="watcher", timeout=_TIMEOUT_S)
+    async def uninstall(self, release: str, *, timeout_s: int = _TIMEOUT_S) -> dict[str, Any]:
+        return await asyncio.to_thread(self._config.uninstall, release, wait="watcher", timeout=timeout_s)

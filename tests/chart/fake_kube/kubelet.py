@@ -9,14 +9,19 @@ created ──waits for its ConfigMaps, Secrets and claims──▶ Pending ─�
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from typing import Protocol
 
+from tests.chart.fake_kube.addresses import Network
 from tests.chart.fake_kube.kinds import Object
 from tests.chart.fake_kube.store import Store, now
 
-SetReady = Callable[[bool], None]
+
+class SetReady(Protocol):
+    """How a runtime tells of a pod that runs."""
+
+    def __call__(self, ready: bool, num_restarts: int = 0) -> None:
+        """`num_restarts`: of its container that was started again most often."""
 
 
 class Runtime(Protocol):
@@ -65,29 +70,23 @@ class PaperRuntime:
 class Kubelet:
     """Follows the store until it is cancelled; every pod is on this node."""
 
-    def __init__(self, store: Store, runtime: Runtime) -> None:
+    def __init__(self, store: Store, runtime: Runtime, network: Network) -> None:
+        """Pods get their addresses from `network`."""
         self._store = store
         self._runtime = runtime
-        self._numbers = itertools.count(1)
-        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._network = network
+        self._known: set[str] = set()
 
     async def run(self) -> None:
         """Gives each pod its life. What fails there fails here."""
-        try:
+        async with asyncio.TaskGroup() as lives:
             while True:
                 revision = self._store.revision
                 for pod in self._store.all("Pod"):
-                    if pod["metadata"]["uid"] not in self._lives:
-                        life = self._live(pod, f"127.1.{next(self._numbers)}.1")
-                        self._lives[pod["metadata"]["uid"]] = asyncio.create_task(life)
-                for life in self._lives.values():
-                    if life.done():
-                        life.result()
+                    if pod["metadata"]["uid"] not in self._known:
+                        self._known.add(pod["metadata"]["uid"])
+                        lives.create_task(self._live(pod, self._network.next()))
                 await self._store.wait(revision)
-        finally:
-            for life in self._lives.values():
-                life.cancel()
-            await asyncio.gather(*self._lives.values(), return_exceptions=True)
 
     async def _live(self, pod: Object, address: str) -> None:
         """One pod from its creation to its end."""
@@ -112,18 +111,21 @@ class Kubelet:
         self._tell(pod, phase="Pending", podIP=address, podIPs=[{"ip": address}], hostIP="127.0.0.1")
         await self._until(pod, lambda pod: not missing(self._store, pod))
         pod = self._tell(pod, phase="Running", startTime=now())
-        await self._runtime.start(pod, lambda ready: self._set_ready(pod, ready))
+
+        def set_ready(ready: bool, num_restarts: int = 0) -> None:
+            self._set_ready(pod, ready, num_restarts)
+
+        await self._runtime.start(pod, set_ready)
         succeeded = await self._runtime.ended(pod)
-        self._set_ready(pod, False)
+        set_ready(False)
         self._tell(pod, phase="Succeeded" if succeeded else "Failed")
 
-    def _set_ready(self, pod: Object, ready: bool) -> None:
+    def _set_ready(self, pod: Object, ready: bool, num_restarts: int) -> None:
         if self._now(pod) is not None:
             conditions = [{"type": kind, "status": str(ready)} for kind in ("Ready", "ContainersReady")]
             names = [container["name"] for container in pod["spec"]["containers"]]
-            containers = [
-                {"name": name, "ready": ready, "restartCount": 0, "image": "", "imageID": ""} for name in names
-            ]
+            told = {"ready": ready, "restartCount": num_restarts, "image": "", "imageID": ""}
+            containers = [{"name": name, **told} for name in names]
             self._tell(pod, conditions=conditions, containerStatuses=containers)
 
     def _tell(self, pod: Object, **status: object) -> Object:

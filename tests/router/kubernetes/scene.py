@@ -31,9 +31,8 @@ RIGHTS: list[Object] = [
         "apiGroups": ["coordination.k8s.io"],
         "resources": ["leases"],
         "resourceNames": [LEASE],
-        "verbs": ["get", "update"],
+        "verbs": ["get", "patch"],
     },
-    {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
     {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
 ]
 
@@ -135,6 +134,7 @@ async def scene(
         found = Scene(kube)
         for one in role(rights):
             kube.store.create(one)
+        kube.store.create({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": LEASE}})
         for pool, size in wanted.items():
             kube.store.create(service(pool))
             kube.store.create(workload(pool, size, kind))

@@ -111,10 +111,25 @@ async def test_a_lead_whose_answer_was_lost_is_known_at_the_next_try() -> None:
     async with scene() as found:
         clock = Time()
         one = Candidate.of(found, "one", clock)
-        fault = found.kube.order("create", "leases", 500, is_done=True, times=1)
+        fault = found.kube.order("patch", "leases", 500, is_done=True, times=1)
         assert not await one.try_it()  # it is there already, and nobody says whose
         assert fault.num_met == 1
         assert await one.try_it()
+
+
+async def test_a_lease_that_nobody_made_is_missed_by_name() -> None:
+    async with scene() as found:
+        found.kube.store.delete(found.kube.store.get("Lease", LEASE))
+        with pytest.raises(ActuatorError, match=f"no Lease {LEASE} in default"):
+            await Candidate.of(found, "one", Time()).try_it()
+
+
+async def test_what_others_wrote_on_the_lease_stays() -> None:
+    async with scene() as found:
+        lease = found.kube.store.get("Lease", LEASE)
+        found.kube.store.changed(lease, lambda new: new["metadata"].update(labels={"team": "serving"}))
+        assert await Candidate.of(found, "one", Time()).try_it()
+        assert found.kube.store.get("Lease", LEASE)["metadata"]["labels"] == {"team": "serving"}
 
 
 async def test_without_an_answer_nobody_leads() -> None:
@@ -122,7 +137,7 @@ async def test_without_an_answer_nobody_leads() -> None:
         clock = Time()
         one = Candidate.of(found, "one", clock)
         assert await one.try_it()
-        found.kube.order("update", "leases", 500, times=None)
+        found.kube.order("patch", "leases", 500, times=None)
         with pytest.raises(ActuatorError):
             await one.try_it()
         assert not one.leads
@@ -180,4 +195,4 @@ def _order(found: Scene, fault: str | None) -> list[object]:
         return [found.kube.order("get", "leases", revision=max(found.kube.store.revision - 2, 0))]
     if fault is None:
         return []
-    return [found.kube.order(verb, "leases", 500, is_done=fault == "lost", times=None) for verb in ("update", "create")]
+    return [found.kube.order("patch", "leases", 500, is_done=fault == "lost", times=None)]
