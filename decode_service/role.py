@@ -56,6 +56,8 @@ class DecodeRole:
                             yield self._progress(event)
                             continue
                         if observation.saw(event, running.first):
+                            queue_ms = running.first.queue_s * 1e3 if running.first is not None else 0.0
+                            stages.note({"tandem.queue_ms": queue_ms})
                             stages.next("decode.generate")
                         yield decode_pb2.DecodeResponse(tokens=event)
                         await failpoints.hit_async("decode.after_token")

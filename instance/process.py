@@ -18,11 +18,13 @@ from serving.lifetime import (
     EXIT_FAILED,
     EXIT_STOPPED,
     StopSignals,
+    allow_open_files,
     bind_to_parent,
     serve_until_stopped,
     stop_signals,
 )
 from serving.settings import SettingsError
+from serving.trace_export import exported
 
 _log = logging.getLogger(__name__)
 
@@ -30,9 +32,11 @@ _log = logging.getLogger(__name__)
 def run_instance(settings: InstanceSettings, role: Role) -> int:
     """Serves until told to stop or the core dies; returns the exit status."""
     bind_to_parent()
+    allow_open_files()
     serving_logging.configure(settings.log)
     try:
-        return asyncio.run(_run(settings, role))
+        with exported(settings.tracing, f"tandem-{role.name}"):
+            return asyncio.run(_run(settings, role))
     except (EngineError, OSError, SettingsError) as error:
         _log.error("cannot start: %s", error)
         return EXIT_CANNOT_START

@@ -45,7 +45,11 @@ class PrefillRole:
                     async for chunk in running:
                         assert isinstance(chunk, common_pb2.TokenChunk), "reserved or loaded without remote_kv"
                         if observation.saw(chunk, running.first):
-                            tracing.end(span, {"tandem.num_cached_tokens": chunk.finish.usage.cached_tokens})
+                            queue_ms = running.first.queue_s * 1e3 if running.first is not None else 0.0
+                            num_cached_tokens = chunk.finish.usage.cached_tokens
+                            tracing.end(
+                                span, {"tandem.num_cached_tokens": num_cached_tokens, "tandem.queue_ms": queue_ms}
+                            )
                             await failpoints.hit_async("prefill.first_token")
                         handed_over = chunk.finish.reason == common_pb2.FINISH_REASON_HAND_OVER
                         yield prefill_pb2.PrefillResponse(tokens=chunk)

@@ -21,11 +21,13 @@ from serving.lifetime import (
     EXIT_CANNOT_START,
     EXIT_CUT_OFF,
     EXIT_STOPPED,
+    allow_open_files,
     bind_to_parent,
     serve_until_stopped,
     stop_signals,
 )
 from serving.settings import SettingsError, settings_options
+from serving.trace_export import exported
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +36,15 @@ _log = logging.getLogger(__name__)
 def main(settings: RouterSettings) -> None:
     """Tandem's router: the front door to a pool of prefill and a pool of decode instances."""
     bind_to_parent()
+    allow_open_files()
     structured_logging.configure(settings.log)
     try:
         model = ServedModel.from_folder(settings.router.model, settings.router.model_name)
     except (UnsupportedModel, OSError, ValueError) as error:
         _cannot_start(f"the model's folder: {error}")
     try:
-        lost_nothing = asyncio.run(serve(settings, model))
+        with exported(settings.tracing, "tandem-router"):
+            lost_nothing = asyncio.run(serve(settings, model))
     except (OSError, SettingsError) as error:
         _cannot_start(str(error))
     sys.exit(EXIT_STOPPED if lost_nothing else EXIT_CUT_OFF)

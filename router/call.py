@@ -70,6 +70,7 @@ class GenerateCall:
         try:
             self._caller = caller = self._callers.of(metadata)
             self.wanted = await validated(request, self._model, self._limits(), remaining_s=remaining_s, caller=caller)
+            self.journey.validated()
             set_request_id(self.wanted.label)
             self._choices = [Choice(self.wanted, index) for index in range(self.wanted.params.n)]
             await self._answer(self.wanted, sink)
@@ -101,7 +102,7 @@ class GenerateCall:
     async def _admitted(self, wanted: GenerationRequest, relay: Relay) -> None:
         """The request's work, once there is room for it. What waits for room can be aborted like what runs."""
         async with self._admission.admit(wanted) as place:
-            self.journey.timeline.mark(RequestEvent.ADMITTED)
+            self.journey.admitted()
             relay.on_begin(lambda: self._admission.prefilled(place))
             try:
                 await self._generator.generate(self._choices, self.journey, relay.emit)

@@ -18,6 +18,7 @@ from serving.logging import LogSettings
 from serving.metrics import MetricsSettings
 from serving.server import HealthSettings, ServerSettings
 from serving.settings import Section, Settings, setting
+from serving.trace_export import TracingSettings
 
 
 class RouterSection(Section):
@@ -261,6 +262,7 @@ class RouterSettings(Settings):
     auth: AuthSettings = AuthSettings()
     health: HealthSettings = HealthSettings()
     metrics: MetricsSettings = MetricsSettings()
+    tracing: TracingSettings = TracingSettings()
     log: LogSettings = LogSettings()
 
     @model_validator(mode="after")

@@ -32,6 +32,7 @@ from router.pools.moving import can_move
 from router.pools.pool import Pool, Pools
 from router.relay import Emit
 from router.releases import Releases
+from router.stages import ChoiceStages
 from serving.errors import ServiceError
 from serving.events import RequestEvent
 
@@ -48,10 +49,12 @@ class _Flow:
     journey: Journey
     affinity: RequestAffinity
     guard: Guard
+    stages: ChoiceStages
     emit: Emit
 
     async def forward(self, chunk: common_pb2.TokenChunk) -> None:
         self.guard.token()
+        self.stages.token()
         if chunk.token_index == 0 and self.journey.timeline.at(RequestEvent.FIRST_TOKEN) is None:
             self.journey.first_token()
         await self.emit(chunk)
@@ -75,7 +78,16 @@ class Generator:
         affinity = self.affinity.of(choices[0].request)
         self.safeguards.check(choices[0].request)
         first, *others = [
-            _Flow(choice, History(), journey, affinity, self.safeguards.guard(choice), emit) for choice in choices
+            _Flow(
+                choice,
+                History(),
+                journey,
+                affinity,
+                self.safeguards.guard(choice),
+                journey.stages_of(choice.index),
+                emit,
+            )
+            for choice in choices
         ]
         if not others:
             await self._run(first)
@@ -102,7 +114,7 @@ class Generator:
             raise next((error for error in errors if isinstance(error, ServiceError)), errors[0]) from group_of_errors
 
     async def _run(self, flow: _Flow) -> None:
-        with self.safeguards.budget.active(), flow.guard:
+        with self.safeguards.budget.active(), flow.guard, flow.stages:
             await self._run_attempts(flow)
 
     async def _run_attempts(self, flow: _Flow) -> None:
@@ -113,6 +125,7 @@ class Generator:
                 await self._attempt(flow)
                 return
             except LegFailed as failure:
+                flow.stages.failed(failure.detail)
                 if failure.kind == "moved":  # a drain is nobody's fault and counts for nothing
                     await flow.guard.failed(failure)
                     _log.info("choice %d goes on elsewhere: %s", choice.index, failure)
@@ -142,6 +155,7 @@ class Generator:
         request = choice.begin_attempt()
         choice.at(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
         flow.journey.picked(plan)
+        flow.stages.picked(plan)
         clock = self._clock(flow, plan)
         flow.affinity.placed(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
         if plan.prefill is None:
@@ -246,10 +260,10 @@ class Generator:
         """Times the attempt for the speeds of its instances."""
         decode = self._member(self._pools.decode, plan.decode.instance).speeds
         if plan.prefill is None:
-            return AttemptClock(plan.work, decode, None, flow.journey.timeline.mark)
+            return AttemptClock(plan.work, decode, None, flow.stages.mark)
         prefill = self._member(self._pools.prefill, plan.prefill.instance).speeds
         prefill.tried(time.monotonic())
-        return AttemptClock(plan.work, prefill, decode, flow.journey.timeline.mark)
+        return AttemptClock(plan.work, prefill, decode, flow.stages.mark)
 
     def _decode_leg(self, flow: _Flow, plan: Plan, clock: AttemptClock) -> DecodeLeg:
         instance = plan.decode.instance

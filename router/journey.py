@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import grpc
 
@@ -10,6 +11,7 @@ from router.metrics import RouterMetrics
 from router.picking.disaggregation import Decision, Disaggregation
 from router.picking.plan import NoPlan, Plan
 from router.request import GenerationRequest
+from router.stages import ChoiceStages
 from serving import tracing
 from serving.events import RequestEvent, Timeline
 from serving.logging import log_event
@@ -28,12 +30,29 @@ class Journey:
         self.timeline.mark(RequestEvent.RECEIVED)
         self._metrics = metrics or RouterMetrics()
         self._metrics.num_received += 1
-        self._span = tracing.enter("router.generate")
+        at_ns = time.time_ns()
+        self._span = tracing.enter("router.generate", at_ns=at_ns)
+        self._stages = tracing.Stages("router.validate", at_ns=at_ns)
+        self._admitted_ns = at_ns
         self._prefill: list[str] = []
         self._decode: list[str] = []
         self._decisions: list[Disaggregation] = []
         self._why = ""
         self._is_warm = True
+
+    def validated(self) -> None:
+        """The request is a good one; it waits for room."""
+        self._stages.next("router.queue")
+
+    def admitted(self) -> None:
+        """There is room. What follows is each choice's own."""
+        self.timeline.mark(RequestEvent.ADMITTED)
+        self._admitted_ns = time.time_ns()
+        self._stages.end(at_ns=self._admitted_ns)
+
+    def stages_of(self, choice: int) -> ChoiceStages:
+        """The stages of one choice: the first begins with the admission, the others with its first token."""
+        return ChoiceStages(self.timeline, choice, None if choice else self._admitted_ns)
 
     def picked(self, plan: Plan) -> None:
         """An attempt is about to begin."""
@@ -93,6 +112,7 @@ class Journey:
             "tandem.prefill": ",".join(self._prefill),
             "tandem.decode": ",".join(self._decode),
         }
+        self._stages.end(failure=error or None)
         tracing.end(self._span, attributes, failure=error or None)
         log_event(
             _log,

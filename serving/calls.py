@@ -1,12 +1,13 @@
 """The one place that every call passes: parse, admit, bound, write, answer errors.
 
-bytes ─▶ request id ─▶ gate ─▶ admission ─▶ deadline ─▶ parse ─▶ handler ─▶ serialise ─▶ bounded write ─▶ status
+headers ─▶ request id ─▶ gate ─▶ admission ─▶ deadline ─▶ read, parse ─▶ handler ─▶ bounded write ─▶ status
 
-grpcio answers malformed protobuf with UNKNOWN and a Python class name, lets deadlines of 0 and of 30 years through, and
-waits for ever on a client that does not read. So methods are registered without (de)serialisers, and this guard does
-both inside its own bounds and its own error handling. A streaming method is an async generator, or a coroutine function
-that writes its answer to a third argument, a Writer, which is cheaper for each message. The guard closes or cancels it
-when the call ends early, and so its `finally` blocks are where a request's resources are freed.
+grpcio answers malformed protobuf with UNKNOWN and a Python class name, lets deadlines of 0 and of 30 years through,
+waits for ever on a client that does not read, and as long for the message of a call that nobody has counted yet. So
+methods are registered without (de)serialisers, and as taking a stream, which looks the same on the wire; this guard
+does the rest inside its own bounds and its own error handling. A streaming method is an async generator, or a coroutine
+function that writes its answer to a third argument, a Writer, which is cheaper for each message. The guard closes or
+cancels it when the call ends early, and so its `finally` blocks are where a request's resources are freed.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from serving.errors import (
     status_text,
     trailers,
 )
+from serving.large_messages import LargeMessages
 from serving.logging import request_id, set_request_id
-from serving.open_calls import REQUEST, CallPolicy, OpenCalls
+from serving.open_calls import REQUEST, CallPolicy, OpenCalls, peer_key
 from serving.writer import Writer
 
 REQUEST_ID_KEY = "tandem-request-id"
@@ -66,6 +68,7 @@ class CallLimits:
     """What bounds a single call."""
 
     max_deadline_s: float
+    read_timeout_s: float
     write_timeout_s: float
 
 
@@ -77,6 +80,7 @@ class CallGuard:
         self._limits = limits
         self._open_calls = open_calls
         self._gate = gate
+        self._large = LargeMessages()
 
     def handlers(
         self, service: ServiceDescriptor, servicer: object, policies: Mapping[str, CallPolicy]
@@ -97,20 +101,20 @@ class CallGuard:
             raise TypeError(f"{method.full_name} must be implemented as {kind}")
         call = _Method(method, behaviour, policy)
 
-        async def unary(incoming: Any, context: Context) -> bytes:
-            return await self._guarded(call, context, lambda: call.answer(incoming, context))
+        # What comes is read from the context: grpcio's iterator keeps itself and the call alive until Python's garbage
+        # is collected, and a server with thousands of ended calls alive refuses new ones.
+        async def unary(_: AsyncIterator[bytes], context: Context) -> bytes:
+            return await self._guarded(call, context, lambda: self._answer(call, context))
 
-        async def streaming(incoming: Any, context: Context) -> None:
-            await self._guarded(call, context, lambda: self._stream(call, incoming, context))
+        async def streaming(_: AsyncIterator[bytes], context: Context) -> None:
+            await self._guarded(call, context, lambda: self._stream(call, context))
 
         # The stubs type these for the threaded server; the asyncio one takes coroutine functions.
-        make: Any = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[method.client_streaming, method.server_streaming]
-        handler: grpc.RpcMethodHandler[Any, Any] = make(streaming if method.server_streaming else unary)
+        make_streaming: Any = grpc.stream_stream_rpc_method_handler
+        make_unary: Any = grpc.stream_unary_rpc_method_handler
+        handler: grpc.RpcMethodHandler[Any, Any] = (
+            make_streaming(streaming) if method.server_streaming else make_unary(unary)
+        )
         return handler
 
     async def _guarded(self, call: _Method, context: Context, body: Callable[[], Awaitable[T]]) -> T:
@@ -154,10 +158,27 @@ class CallGuard:
             _log.exception("%s failed", call.name)
         raise InternalError("internal error") from None
 
-    async def _stream(self, call: _Method, incoming: Any, context: Context) -> None:
+    async def _answer(self, call: _Method, context: Context) -> bytes:
+        return await call.answer(await self._request(call, context), context)
+
+    async def _stream(self, call: _Method, context: Context) -> None:
+        request = await self._request(call, context)
         writer = Writer(context, call.serialised, self._limits.write_timeout_s)
         async with writer.bounded():
-            await call.stream(incoming, context, writer)
+            await call.stream(request, context, writer)
+
+    async def _request(self, call: _Method, context: Context) -> Message | AsyncIterator[Message]:
+        """What the method is given: its message, once that has come whole, or the stream of them."""
+        if call.client_streaming:
+            return call.parsed_stream(context)
+        try:
+            async with asyncio.timeout(self._limits.read_timeout_s):
+                data: Any = await context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no whole request within {self._limits.read_timeout_s:g} s") from None
+        if data is grpc.aio.EOF:
+            raise InvalidArgument(f"no {call.request_name} came")
+        return await self._large.parsed(peer_key(context.peer()), data, call.parsed)
 
 
 class _Method:
@@ -166,34 +187,35 @@ class _Method:
     def __init__(self, method: MethodDescriptor, behaviour: Any, policy: CallPolicy) -> None:
         self.name = method.full_name
         self.policy = policy
+        self.client_streaming = method.client_streaming
+        self.request_name = method.input_type.name
         self._behaviour = behaviour
-        self._client_streaming = method.client_streaming
         self._request: type[Message] = GetMessageClass(method.input_type)
         self._response: type[Message] = GetMessageClass(method.output_type)
 
-    async def answer(self, incoming: Any, context: Context) -> bytes:
-        return self.serialised(await self._behaviour(self._parsed_input(incoming), context))
+    async def answer(self, request: Message | AsyncIterator[Message], context: Context) -> bytes:
+        return self.serialised(await self._behaviour(request, context))
 
-    async def stream(self, incoming: Any, context: Context, writer: Writer[Message]) -> None:
+    async def stream(
+        self, request: Message | AsyncIterator[Message], context: Context, writer: Writer[Message]
+    ) -> None:
         if not inspect.isasyncgenfunction(self._behaviour):
-            await self._behaviour(self._parsed_input(incoming), context, writer)
+            await self._behaviour(request, context, writer)
             return
-        async with aclosing(self._behaviour(self._parsed_input(incoming), context)) as responses:
+        async with aclosing(self._behaviour(request, context)) as responses:
             async for response in responses:
                 await writer.write(response)
 
-    def _parsed_input(self, incoming: Any) -> Message | AsyncIterator[Message]:
-        return self._parsed_stream(incoming) if self._client_streaming else self._parsed(incoming)
+    async def parsed_stream(self, context: Context) -> AsyncIterator[Message]:
+        data: Any
+        while (data := await context.read()) is not grpc.aio.EOF:
+            yield self.parsed(data)
 
-    async def _parsed_stream(self, incoming: AsyncIterator[bytes]) -> AsyncIterator[Message]:
-        async for data in incoming:
-            yield self._parsed(data)
-
-    def _parsed(self, data: bytes) -> Message:
+    def parsed(self, data: bytes) -> Message:
         try:
             return self._request.FromString(data)
         except DecodeError:
-            raise InvalidArgument(f"request is not a valid {self._request.DESCRIPTOR.name}") from None
+            raise InvalidArgument(f"request is not a valid {self.request_name}") from None
 
     def serialised(self, response: Message) -> bytes:
         if not isinstance(response, self._response):
@@ -212,6 +234,8 @@ def _incoming_request_id(context: Context) -> str:
 async def _abort(context: Context, error: ServiceError) -> None:
     if isinstance(error, InternalError):
         error = InternalError("internal error")  # whatever it says, a client has no use for it
+    # Its frames hold the request, maybe megabytes of it, and the client may take its time to read the answer.
+    error.__traceback__ = error.__cause__ = error.__context__ = None
     _log.debug("%s: %s", error.code.name, error.message)
     text = status_text(error, request_id())
     await context.abort(error.code, text, trailing_metadata=trailers(error, text))

@@ -16,6 +16,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -94,6 +95,13 @@ def _exit_at_eof(descriptor: int) -> None:
     while os.read(descriptor, 1):
         pass
     os._exit(_PARENT_GONE_STATUS)
+
+
+def allow_open_files() -> None:
+    """Takes as many open files as the system grants: each connection is one, and what many systems begin with is a
+    limit for people (1024), not for servers."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class StopSignals:

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: where a process serves them, and histograms that cost an event two additions.
+"""Numbers for Prometheus: where a process serves them, and histograms of latencies.
 
     scrape ─▶ a thread of MetricsServer ─▶ Collector.collect() ─▶ what the event loop counted, as it stands
 
@@ -12,8 +12,7 @@ import logging
 import re
 import socket
 import threading
-from bisect import bisect_left
-from itertools import accumulate
+from collections.abc import Sequence
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -23,6 +22,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from pydantic import field_validator
 
+from serving.histogram import Histogram
 from serving.settings import Section, setting
 
 LATENCY_BUCKETS_S = (
@@ -54,30 +54,18 @@ class MetricsSettings(Section):
         return value
 
 
-class LatencyHistogram:
-    """How often something took how long. One thread observes, any may read."""
+class LatencyHistogram(Histogram):
+    """How often something took how long, in seconds."""
 
-    __slots__ = ("_bounds_s", "_counts", "sum_s")
+    __slots__ = ()
 
-    def __init__(self, bounds_s: tuple[float, ...] = LATENCY_BUCKETS_S) -> None:
-        self._bounds_s = bounds_s
-        self._counts = [0] * (len(bounds_s) + 1)
-        self.sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Counts one."""
-        self._counts[bisect_left(self._bounds_s, seconds)] += 1
-        self.sum_s += seconds
+    def __init__(self, bounds_s: Sequence[float] = LATENCY_BUCKETS_S) -> None:
+        super().__init__(bounds_s)
 
     @property
-    def count(self) -> int:
-        """All of them."""
-        return sum(self._counts)
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound as text, how many took no longer) by rising bounds, as HistogramMetricFamily wants them."""
-        bounds = [*map(str, self._bounds_s), "+Inf"]
-        return list(zip(bounds, accumulate(map(float, self._counts)), strict=True))
+    def sum_s(self) -> float:
+        """Seconds that all of them took."""
+        return self.sum
 
 
 class MetricsServer:

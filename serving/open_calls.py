@@ -27,7 +27,7 @@ class CallPolicy:
 
     admit_while_draining: bool = False
     counted: bool = True
-    """Counts toward the caps on open calls."""
+    """Takes one of the places for requests; if not, one of as many that are kept for everything else."""
     drain_waits: bool = True
     """A drain waits for its end."""
     cap_deadline: bool = True
@@ -37,7 +37,8 @@ class CallPolicy:
 REQUEST = CallPolicy()
 """A client's work."""
 CONTROL = CallPolicy(admit_while_draining=True, counted=False, drain_waits=False, cap_deadline=False)
-"""Health, load reports, releases, aborts: always let in, for as long as they like, and never waited for."""
+"""Health, load reports, releases, aborts: let in however many requests there are, for as long as they like, and never
+waited for."""
 
 
 def peer_key(peer: str) -> str:
@@ -51,7 +52,8 @@ class OpenCalls:
     def __init__(self, *, max_per_peer: int, max_in_all: int) -> None:
         self._max_per_peer = max_per_peer
         self._max_in_all = max_in_all
-        self._by_peer: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
+        self._others: Counter[str] = Counter()
         self._num_awaited = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -65,8 +67,8 @@ class OpenCalls:
 
     @property
     def num_open(self) -> int:
-        """Open calls that count toward the caps."""
-        return self._by_peer.total()
+        """Open requests."""
+        return self._requests.total()
 
     @property
     def num_awaited(self) -> int:
@@ -109,21 +111,18 @@ class OpenCalls:
         """Holds one place for a call from `peer`; raises Overloaded or Unavailable instead of entering."""
         if self._draining and not policy.admit_while_draining:
             raise Unavailable("draining", _RETRY_ELSEWHERE_S)
-        if not policy.counted:
-            yield
-            return
-        key = peer_key(peer)
-        if self._by_peer[key] >= self._max_per_peer:
+        key, by_peer = peer_key(peer), self._requests if policy.counted else self._others
+        if by_peer[key] >= self._max_per_peer:
             raise Overloaded(f"this client has {self._max_per_peer} open calls, the most allowed", _RETRY_AFTER_S)
-        if self._by_peer.total() >= self._max_in_all:
+        if by_peer.total() >= self._max_in_all:
             raise Overloaded(f"the server has {self._max_in_all} open calls, the most allowed", _RETRY_AFTER_S)
-        self._by_peer[key] += 1
+        by_peer[key] += 1
         try:
             yield
         finally:
-            self._by_peer[key] -= 1
-            if not self._by_peer[key]:
-                del self._by_peer[key]
+            by_peer[key] -= 1
+            if not by_peer[key]:
+                del by_peer[key]
 
     @contextmanager
     def awaited(self, policy: CallPolicy) -> Iterator[None]:

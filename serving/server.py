@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,19 @@ class ServerSettings(Section):
     max_calls: int = setting(4096, "Open calls in all.", ge=1)
     max_calls_per_peer: int = setting(128, "Open calls from one address.", ge=1)
     max_streams_per_connection: int = setting(1024, "HTTP/2 streams on one connection; further calls wait.", ge=1)
+    max_connections: int = setting(16384, "Open connections, at most 3/4 of the open files; others are closed.", ge=1)
+    max_idle_s: float = setting(300.0, "Seconds that a connection without a call is kept.", ge=1)
+    max_connection_age_s: float | None = setting(
+        None,
+        "Seconds after which a connection takes no new call, so that clients behind a balancer of connections dial"
+        " again and spread; none: never. Calls that run on it run on.",
+        gt=0,
+    )
+    max_connection_age_grace_s: float | None = setting(
+        None, "Seconds after which calls that still run on such a connection are cut off; none: never.", gt=0
+    )
     max_deadline_s: float = setting(600.0, "Longest call in seconds, whatever the client asked for.", gt=0)
+    read_timeout_s: float = setting(10.0, "Seconds within which the message of a call must have come.", gt=0)
     write_timeout_s: float = setting(10.0, "Seconds a message may wait for a client that does not read.", gt=0)
     drain_accept_s: float = setting(5.0, "Seconds that a drain still accepts requests, until peers know.", ge=0)
     drain_grace_s: float = setting(30.0, "Seconds that a drain then waits for running requests.", ge=0)
@@ -94,6 +107,7 @@ class ServerTls:
 
 def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
     """gRPC's options for one server."""
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
         ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -102,15 +116,26 @@ def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", settings.max_streams_per_connection),
-        ("grpc.http2.min_ping_interval_without_data_ms", 250),
+        # Else who pings too often gets a farewell of 2 KiB for each further ping, without end if he does not read.
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.http2.ping_timeout_ms", 5_000),
+        ("grpc.server_handshake_timeout_ms", 5_000),
+        ("grpc.max_connection_idle_ms", int(settings.max_idle_s * 1000)),
+        ("grpc.max_allowed_incoming_connections", min(settings.max_connections, num_files * 3 // 4)),
         # Identity only: gRPC inflates a message whole before it looks at its size, so 4 KiB could become 4 GiB.
         ("grpc.compression_enabled_algorithms_bitset", 1),
+        *_milliseconds("grpc.max_connection_age_ms", settings.max_connection_age_s),
+        *_milliseconds("grpc.max_connection_age_grace_ms", settings.max_connection_age_grace_s),
     ]
+
+
+def _milliseconds(option: str, seconds: float | None) -> list[tuple[str, int]]:
+    """One option, or none: gRPC's default is that neither age nor grace ever ends."""
+    return [] if seconds is None else [(option, max(1, int(seconds * 1000)))]
 
 
 class Server:
@@ -137,7 +162,7 @@ class Server:
         self._num_cut_off: int | None = None
         self.health = Health()
         self.calls = OpenCalls(max_per_peer=settings.max_calls_per_peer, max_in_all=settings.max_calls)
-        limits = CallLimits(max_deadline_s=settings.max_deadline_s, write_timeout_s=settings.write_timeout_s)
+        limits = CallLimits(settings.max_deadline_s, settings.read_timeout_s, settings.write_timeout_s)
         self._guard = CallGuard(limits, self.calls, gate)
         self._open_guard = CallGuard(limits, self.calls)
 
@@ -172,7 +197,7 @@ class Server:
         if self._probes is not None:
             self._probe_server = grpc.aio.server(options=server_options(self._settings))
             self._probe_server.add_generic_rpc_handlers((self._health_handlers(),))
-            self._probe_port = _listen(self._probe_server, self._probes, None)
+            self._probe_port = _listen(self._probe_server, address(*host_and_port(self._probes)), None)
             await self._probe_server.start()
         await self._server.start()
         if self._tls is not None:

@@ -12,6 +12,7 @@ call's task and goes with it.
 from __future__ import annotations
 
 import inspect
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import aclosing
@@ -34,6 +35,7 @@ __all__ = [
     "Attributes",
     "Span",
     "StageSpans",
+    "Stages",
     "Traced",
     "begin",
     "configure",
@@ -110,27 +112,32 @@ def _join_call(request: Any, context: Any) -> None:
 # Spans
 
 
-def begin(name: str, parent: Context | None = None, attributes: Attributes | None = None) -> Span:
-    """A span from now on, in `parent` or the current context. It is not made the current one."""
-    return _tracer.start_span(name, context=parent, attributes=attributes)
+def begin(
+    name: str, parent: Context | None = None, attributes: Attributes | None = None, *, at_ns: int | None = None
+) -> Span:
+    """A span from now on, or from `at_ns` (`time.time_ns()`), in `parent` or the current context. It is not made the
+    current one."""
+    return _tracer.start_span(name, context=parent, attributes=attributes, start_time=at_ns)
 
 
-def enter(name: str) -> Span:
+def enter(name: str, *, at_ns: int | None = None) -> Span:
     """The same, made the current one for as long as the current task lives, and for the tasks that it starts."""
-    span = begin(name)
+    span = begin(name, at_ns=at_ns)
     trace_context.attach(set_span_in_context(span))
     return span
 
 
-def end(span: Span, attributes: Attributes | None = None, failure: str | None = None) -> None:
-    """The span is over, for a bad reason if there is a `failure`. The first word counts."""
+def end(
+    span: Span, attributes: Attributes | None = None, failure: str | None = None, *, at_ns: int | None = None
+) -> None:
+    """The span is over, now or at `at_ns`, for a bad reason if there is a `failure`. The first word counts."""
     if not span.is_recording():
         return
     if attributes:
         span.set_attributes(attributes)
     if failure is not None:
         span.set_status(Status(StatusCode.ERROR, failure))
-    span.end()
+    span.end(end_time=at_ns)
 
 
 def keep(key: str, span: Span) -> None:
@@ -146,24 +153,52 @@ def kept(key: str) -> Context | None:
     return _kept.pop(key, None)
 
 
-class StageSpans:
-    """A span whose stages follow one upon the other: each begins where the one before has ended."""
+class Stages:
+    """Spans that follow one upon the other: each begins at the very nanosecond at which the one before has ended, so
+    that together they last as long as what they are stages of."""
 
-    def __init__(self, name: str, first_stage: str, attributes: Attributes | None = None) -> None:
-        self._whole = begin(name, attributes=attributes)
-        self._context = set_span_in_context(self._whole)
-        self._stage = begin(first_stage, self._context)
+    def __init__(
+        self,
+        first: str,
+        parent: Context | None = None,
+        attributes: Attributes | None = None,
+        *,
+        at_ns: int | None = None,
+    ) -> None:
+        """`parent` None: the current context. Of `attributes` every stage has a copy. The first stage began at `at_ns`
+        (`time.time_ns()`), or now."""
+        self._parent = trace_context.get_current() if parent is None else parent
+        self._attributes = attributes
+        self.name = first
+        """Of the stage that goes on."""
+        self._span = begin(first, self._parent, attributes, at_ns=at_ns)
 
     def note(self, attributes: Attributes) -> None:
         """What is known of the stage that goes on."""
-        self._stage.set_attributes(attributes)
+        self._span.set_attributes(attributes)
 
     def next(self, stage: str, failure: str | None = None) -> None:
         """The stage has ended, for a bad reason if there is a `failure`; another one begins."""
-        end(self._stage, failure=failure)
-        self._stage = begin(stage, self._context)
+        at_ns = time.time_ns()
+        end(self._span, failure=failure, at_ns=at_ns)
+        self.name = stage
+        self._span = begin(stage, self._parent, self._attributes, at_ns=at_ns)
 
-    def end(self, failure: str | None = None) -> None:
+    def end(self, failure: str | None = None, *, at_ns: int | None = None) -> None:
+        """The last stage has ended."""
+        end(self._span, failure=failure, at_ns=at_ns)
+
+
+class StageSpans(Stages):
+    """A span and its stages, which fill it from its beginning to its end."""
+
+    def __init__(self, name: str, first_stage: str, attributes: Attributes | None = None) -> None:
+        at_ns = time.time_ns()
+        self._whole = begin(name, attributes=attributes, at_ns=at_ns)
+        super().__init__(first_stage, set_span_in_context(self._whole), at_ns=at_ns)
+
+    def end(self, failure: str | None = None, *, at_ns: int | None = None) -> None:
         """The last stage has ended, and all with it."""
-        end(self._stage, failure=failure)
-        end(self._whole)
+        at_ns = time.time_ns() if at_ns is None else at_ns
+        super().end(failure, at_ns=at_ns)
+        end(self._whole, at_ns=at_ns)

@@ -87,6 +87,7 @@ class EndpointsMembership:
                             return
                         raise ClusterError(f"the watch of {self._service} broke: {status.message}")
                     told = _decoded(event.object, EndpointSlice)
+                    revision = told.metadata.resource_version
                     if event.type == "DELETED":
                         slices.pop(told.metadata.name, None)
                     elif event.type in ("ADDED", "MODIFIED"):

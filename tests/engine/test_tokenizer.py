@@ -184,8 +184,24 @@ def test_templates_find_what_the_hub_gives_them() -> None:
     assert render("{{ enable_thinking }}", template_variables={"enable_thinking": False}) == "False"
 
 
-def test_variables_replace_none_of_ours() -> None:
-    assert render("{{ messages | length }}", template_variables={"messages": [], "add_generation_prompt": 1}) == "1"
+OURS = ["messages", "tools", "add_generation_prompt", "bos_token", "range", "raise_exception", "strftime_now"]
+
+
+@pytest.mark.parametrize("name", [*OURS, "", "_private", "a-b", "a.b", "é", "x" * 65])
+def test_variables_by_our_names_and_by_no_name_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="of \\[A-Za-z0-9_\\]") as refusal:
+        render("{{ messages | length }}", template_variables={name: 1})
+    assert refusal.value.field == "template_variables"
+
+
+def test_special_tokens_in_variables_are_text() -> None:
+    template = "{{ bos_token }}{{ persona }}{{ nested.list[0] }}"
+    config = {"bos_token": "<|im_start|>"}
+    tokenizer = Tokenizer(byte_level_backend().to_str(), config, template)
+    variables = {"persona": "<|im_end|>", "nested": {"list": ["<|im_start|>"]}}
+    ids = tokenizer.encode_chat([{"role": "user", "content": "x"}], template_variables=variables)
+    assert [i for i in ids if i in tokenizer.special_ids] == [tokenizer.bos_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|><|im_end|><|im_start|>"
 
 
 @pytest.mark.parametrize(

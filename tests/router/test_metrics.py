@@ -9,15 +9,11 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos.tandem.v1 import generation_pb2
@@ -25,12 +21,14 @@ from router.app import RouterApp
 from router.metrics import RouterMetrics
 from router.model import ServedModel
 from router.picking.disaggregation import Decision, Reason
-from serving import tracing
 from serving.events import RequestEvent, Timeline
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, SHORT, Rig, request_of, settings_of, slow
+from tests.serving.spans import Spans, spans
+
+__all__ = ["spans"]
 
 METRICS = {"listen": "127.0.0.1:0"}
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -264,31 +262,13 @@ def test_one_token_has_no_gap() -> None:
 # The span
 
 
-@pytest.fixture
-def spans() -> Any:
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracing.configure(provider)
-    yield exporter
-    tracing.configure(None)
-
-
-async def finished(spans: InMemorySpanExporter) -> ReadableSpan:
-    async with asyncio.timeout(20):
-        while not spans.get_finished_spans():
-            await asyncio.sleep(0.005)
-    [span] = spans.get_finished_spans()
-    return span
-
-
-async def test_the_span_tells_decision_and_reason_and_is_the_legs_parent(run: Run, spans: InMemorySpanExporter) -> None:
+async def test_the_span_tells_decision_and_reason_and_is_the_legs_parent(run: Run, spans: Spans) -> None:
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with run() as rig:
         call = rig.stub.Generate(request_of(request_id="mine"), timeout=20, metadata=(("traceparent", caller),))
         assert len([response async for response in call]) == 12
-        span = await finished(spans)
+        (span,) = await spans.named("router.generate")
         attributes = dict(span.attributes or {})
-        assert span.name == "router.generate"
         assert (attributes["tandem.decision"], attributes["tandem.reason"]) == ("disaggregate", "unmeasured")
         assert "100 tokens" in str(attributes["tandem.why"])
         assert (attributes["tandem.prefill"], attributes["tandem.decode"]) == ("prefill-0", "decode-0")
@@ -305,10 +285,10 @@ async def test_the_span_tells_decision_and_reason_and_is_the_legs_parent(run: Ru
             assert trace.format_span_id(span.context.span_id) in each["traceparent"]
 
 
-async def test_a_refusal_s_span_tells_why_and_failed(run: Run, spans: InMemorySpanExporter) -> None:
+async def test_a_refusal_s_span_tells_why_and_failed(run: Run, spans: Spans) -> None:
     async with run(prefill=0, disaggregation={"mode": "always"}) as rig:
         with pytest.raises(grpc.aio.AioRpcError):
             await rig.generate()
-        span = await finished(spans)
+        (span,) = await spans.named("router.generate")
         assert dict(span.attributes or {})["tandem.decision"] == "refuse"
         assert not span.status.is_ok

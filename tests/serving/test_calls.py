@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import time
 from contextlib import aclosing
@@ -10,6 +11,7 @@ from contextlib import aclosing
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
 from serving.calls import CallGuard, CallLimits, Context
@@ -221,6 +223,66 @@ class Incomplete(Scripted):
 async def test_a_servicer_that_does_not_fit_its_service_is_refused(
     servicer: type[Scripted], policies: dict, problem: str
 ) -> None:
-    guard = CallGuard(CallLimits(max_deadline_s=1, write_timeout_s=1), OpenCalls(max_per_peer=1, max_in_all=1))
+    guard = CallGuard(CallLimits(1.0, 1.0, 1.0), OpenCalls(max_per_peer=1, max_in_all=1))
     with pytest.raises(TypeError, match=problem):
         guard.handlers(SERVICE, servicer(), policies)
+
+
+async def test_control_calls_have_places_of_their_own_and_no_more(rigs: Rigs) -> None:
+    rig = await rigs.start(max_calls_per_peer=4)
+    requests = [await rig.waiting_call() for _ in range(4)]
+    stub = health_pb2_grpc.HealthStub(rig.channel)
+    watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(4)]
+    for watch in watches:
+        await watch.read()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Check(health_pb2.HealthCheckRequest())
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for call in (*requests, *watches):
+        call.cancel()
+
+
+async def test_a_call_whose_message_does_not_come_is_ended(rigs: Rigs) -> None:
+    rig = await rigs.start(read_timeout_s=0.3)
+    call = rig.channel.stream_stream(GENERATE)(timeout=20)
+    await call.wait_for_connection()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert caught.value.details().startswith("no whole request within 0.3 s")
+    assert rig.servicer.limits_s == []
+    assert await rig.generate("hello") == ["token"] * 3
+
+
+async def test_a_call_that_waits_for_its_message_takes_a_place(rigs: Rigs) -> None:
+    rig = await rigs.start(max_calls_per_peer=1)
+    call = rig.channel.stream_stream(GENERATE)()
+    await call.wait_for_connection()
+    await eventually(lambda: rig.server.calls.num_open == 1)
+    assert (await rig.refusal("hello")).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    call.cancel()
+    await eventually(lambda: rig.server.calls.num_open == 0)
+
+
+async def test_a_call_that_ends_without_a_message_is_told_so(rigs: Rigs) -> None:
+    rig = await rigs.start()
+    call = rig.channel.stream_stream(GENERATE)()
+    await call.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details().startswith("no GenerateRequest came")
+
+
+async def test_calls_that_have_ended_are_gone_without_garbage_collection(rigs: Rigs) -> None:
+    rig = await rigs.start()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(one).__name__ == "_ServicerContext" for one in gc.get_objects())
+        for _ in range(50):
+            assert await rig.generate("hello") == ["token"] * 3
+        after = sum(type(one).__name__ == "_ServicerContext" for one in gc.get_objects())
+    finally:
+        gc.enable()
+    assert after - before < 10

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import grpc
 import grpc.aio
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
 from serving.server import Server, ServerSettings, address
+from tests.floods import http2
+from tests.floods.http2 import Connection, frame, message
 from tests.serving.conftest import SERVICE, Rigs, Scripted, eventually, trailers_of
+from tests.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -134,3 +139,68 @@ async def test_a_drain_does_not_wait_for_a_client_that_does_not_read(rigs: Rigs)
     await eventually(lambda: rig.servicer.num_sent > 0)
     assert await asyncio.wait_for(rig.server.drain(), 5) is True
     call.cancel()
+
+
+async def test_pings_without_end_neither_grow_the_process_nor_end_the_connection(rigs: Rigs) -> None:
+    rig = await rigs.start()
+    process = psutil.Process()
+    async with Connection(rig.server.address) as connection:
+        before = process.memory_info().rss
+        for _ in range(400):
+            connection.send(frame(http2.PING, 0, 0, bytes(8)) * 500)
+            await connection.sent()
+        assert process.memory_info().rss - before < 64 << 20
+        await until(lambda: connection.received[http2.PING] > 100)
+        assert connection.goaway is None
+    assert await rig.generate("hello") == ["token"] * 3
+
+
+async def test_connections_over_the_cap_are_closed_and_the_others_serve_on(rigs: Rigs) -> None:
+    rig = await rigs.start(max_connections=4)
+    async with AsyncExitStack() as stack:
+        assert await rig.generate("hello") == ["token"] * 3
+        connections = [await stack.enter_async_context(Connection(rig.server.address)) for _ in range(8)]
+        await until(lambda: sum(one.is_open for one in connections) <= 4)
+        assert await rig.generate("hello") == ["token"] * 3
+
+
+async def test_a_connection_that_says_nothing_is_closed_and_so_is_an_idle_one(rigs: Rigs) -> None:
+    rig = await rigs.start(max_idle_s=1.0)
+    async with Connection(rig.server.address) as idle:
+        silent, writer = await asyncio.open_connection("127.0.0.1", rig.server.port)
+        await idle.closed()
+        async with asyncio.timeout(20):
+            await silent.read()
+        writer.close()
+    assert await rig.generate("hello") == ["token"] * 3
+
+
+async def test_an_upper_case_key_ends_one_call_and_nothing_else(rigs: Rigs) -> None:
+    rig = await rigs.start()
+    async with Connection(rig.server.address) as connection:
+        connection.open_call("/tandem.v1.GenerationService/Generate", (b"X-Upper", b"1"))
+        await until(lambda: connection.received[http2.RST_STREAM] or not connection.is_open)
+    assert await rig.generate("hello") == ["token"] * 3
+    assert rig.servicer.num_running == 0
+
+
+@pytest.mark.parametrize("value", [b"\xff\xfe", b"!not base64!", b"A"])
+async def test_garbage_in_binary_metadata_ends_one_call_at_the_most(rigs: Rigs, value: bytes) -> None:
+    rig = await rigs.start()
+    async with Connection(rig.server.address) as connection:
+        stream = connection.open_call("/tandem.v1.GenerationService/Generate", (b"x-garbage-bin", value))
+        data = pb.GenerateRequest(text="hello").SerializeToString()
+        connection.send(frame(http2.DATA, http2.END_STREAM, stream, message(data)))
+        await until(lambda: connection.received[http2.HEADERS] or connection.received[http2.RST_STREAM])
+    assert await rig.generate("hello") == ["token"] * 3
+
+
+async def test_what_comes_beyond_window_and_message_ends_the_call_or_the_connection(rigs: Rigs) -> None:
+    rig = await rigs.start()
+    async with Connection(rig.server.address) as connection:
+        stream = connection.open_call("/tandem.v1.GenerationService/Generate")
+        connection.send(frame(http2.DATA, 0, stream, message(b"", length=4 << 20)))
+        connection.send(frame(http2.DATA, 0, stream, bytes(16_000)) * 2000)
+        await until(lambda: connection.received[http2.HEADERS] or not connection.is_open)
+    assert rig.servicer.limits_s == []
+    assert await rig.generate("hello") == ["token"] * 3

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from opentelemetry import context as trace_context
 from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
 import decode_service.service
@@ -23,48 +18,20 @@ from protos.tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
 from router.legs import DecodeLeg
 from serving import tracing
 from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, running
+from tests.serving.spans import (
+    METADATA,
+    SPAN_ID,
+    TRACE_ID,
+    TRACEPARENT,
+    Spans,
+    id_of,
+    own_context,
+    parent_of,
+    spans,
+    trace_ids,
+)
 
-TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
-METADATA = (("traceparent", TRACEPARENT),)
-
-
-class Spans:
-    """What was recorded."""
-
-    def __init__(self) -> None:
-        self._exporter = InMemorySpanExporter()
-        self.provider = TracerProvider()
-        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-
-    def names(self) -> list[str]:
-        return [span.name for span in self._exporter.get_finished_spans()]
-
-    def one(self, name: str) -> ReadableSpan:
-        (span,) = (span for span in self._exporter.get_finished_spans() if span.name == name)
-        return span
-
-    async def named(self, *names: str) -> list[ReadableSpan]:
-        """These, once they have ended."""
-        await eventually(lambda: set(names) <= set(self.names()))
-        return [self.one(name) for name in names]
-
-
-@pytest.fixture
-def spans() -> Iterator[Spans]:
-    spans = Spans()
-    tracing.configure(spans.provider)
-    yield spans
-    tracing.configure(None)
-    spans.provider.shutdown()
-
-
-@pytest.fixture
-def own_context() -> Iterator[None]:
-    """What a test attaches goes with it."""
-    token = trace_context.attach(Context())
-    yield
-    trace_context.detach(token)
+__all__ = ["own_context", "spans"]
 
 
 @pytest.fixture
@@ -77,18 +44,6 @@ async def decode(tmp_path: Path) -> AsyncIterator[Rig]:
 async def prefill(tmp_path: Path) -> AsyncIterator[Rig]:
     async with running(model_folder(tmp_path / "model"), prefill_service.service.ROLE) as rig:
         yield rig
-
-
-def parent_of(span: ReadableSpan) -> int | None:
-    return span.parent.span_id if span.parent is not None else None
-
-
-def id_of(span: ReadableSpan) -> int | None:
-    return span.context.span_id if span.context is not None else None
-
-
-def trace_ids(*spans: ReadableSpan) -> set[str]:
-    return {trace.format_trace_id(span.context.trace_id) for span in spans if span.context is not None}
 
 
 def prefilled(rig: Rig, metadata: Any = METADATA) -> Any:
@@ -124,7 +79,7 @@ async def test_a_hand_over_is_one_trace_from_both_instances(decode: Rig, prefill
     prefilling = prefilled(prefill)
     await prefill.core.request()
     prefill.core.emit(TransferEvent("t1", 0))
-    prefill.core.emit(TokensEvent("r1", [72], finish_reason="hand_over", num_cached_tokens=4))
+    prefill.core.emit(TokensEvent("r1", [72], finish_reason="hand_over", num_cached_tokens=4, queue_s=0.25))
     await read_all(prefilling)
     prefill.core.emit(TransferEvent("t1", 2, num_tokens=10))
 
@@ -147,6 +102,7 @@ async def test_a_hand_over_is_one_trace_from_both_instances(decode: Rig, prefill
         "tandem.num_prompt_tokens": 10,
         "tandem.transfer_id": "t1",
         "tandem.num_cached_tokens": 4,
+        "tandem.queue_ms": 250.0,
     }
     assert hold.attributes == {"tandem.lease": "released", "tandem.num_blocks": 2}
     assert transfer.attributes == {
@@ -160,10 +116,12 @@ async def test_a_hand_over_is_one_trace_from_both_instances(decode: Rig, prefill
         "tandem.num_recomputed_blocks": 1,
         "tandem.reason": "page_digest",
     }
-    for earlier, later in ((reserve, load), (load, release)):
-        assert (earlier.end_time or 0) <= (later.start_time or 0)
+    assert (reserve.start_time, reserve.end_time) == (transfer.start_time, load.start_time)
+    assert (release.start_time, release.end_time) == (load.end_time, transfer.end_time)
     assert all(span.status.status_code is StatusCode.UNSET for span in (compute, hold, reserve, load, release))
-    assert len(spans.names()) == 6
+    (wait,) = await spans.named("decode.wait")
+    assert (parent_of(wait), wait.status.description) == (int(SPAN_ID, 16), "ended before its last token")
+    assert len(spans.names()) == 7
 
 
 @pytest.mark.parametrize("ended", ["expired", "failed"])

@@ -20,9 +20,10 @@ from tests.faults.questions import Question, make_questions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-NUM_TOKENS = 60
-FLOOD, TRICKLE = 12, 2
-"""Clients: more than two decode instances run at one time, and fewer than one."""
+NUM_TOKENS = 120
+"""Streams of four seconds, so that a pod that is told to go has one though few are asked for."""
+FLOOD, TRICKLE = 12, 1
+"""Clients of up to two streams: more than two decode instances carry, and no more than one does with room left."""
 
 
 def same_questions(questions: Sequence[Question], llm: LLM) -> list[Question]:

@@ -115,6 +115,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": list(range(20, 200)) * 30}, "prompt", "limit 4095"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not permitted"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        "with include_usage=true",
+    ),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "is not served here"),
     ({"tools": [{"type": "function"}]}, "tools", "is not served here"),
     ({"response_format": {"type": "json_object"}}, "response_format", "is not served here"),
     ({"kv_transfer_params": {"remote_host": "10.0.0.1"}}, "kv_transfer_params", "is not served here"),

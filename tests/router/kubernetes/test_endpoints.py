@@ -23,6 +23,7 @@ class Followed:
 
     def __init__(self, found: Scene, pool: str) -> None:
         self.now: frozenset[str] | None = None
+        self.num_told = 0
         self._found = found
         self._told = EndpointsMembership(found.cluster(), pool, 50051).addresses()
 
@@ -30,6 +31,7 @@ class Followed:
         """For ever."""
         async for addresses in self._told:
             self.now = addresses
+            self.num_told += 1
 
     async def until(self, addresses: set[str]) -> None:
         """Returns when it has told this set, and watches."""
@@ -117,11 +119,12 @@ async def test_a_watch_that_ends_by_itself_goes_on_where_it_was(monkeypatch: pyt
     monkeypatch.setattr(cluster_module, "_WATCH_S", 0.2)
     async with scene() as found, following(found) as followed:
         await followed.until(addresses(found))
-        for size in (3, 1):
+        for size in (3, 1, 2):
             async with asyncio.timeout(HANG_S):
-                num_watches = found.asked("watch", "endpointslices")
+                num_watches, num_told = found.asked("watch", "endpointslices"), followed.num_told
                 while found.asked("watch", "endpointslices") < num_watches + 2:
                     await asyncio.sleep(0.01)
+            assert followed.num_told == num_told, "what is over has been told again"
             await resized(found, size)
             await followed.until(addresses(found))
         assert found.asked("list", "endpointslices") == 1

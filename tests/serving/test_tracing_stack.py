@@ -1,0 +1,177 @@
+"""One request's trace over a real stack: every stage is there, in its place, and together they are its TTFT."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.faults.checker import wait_idle
+from tests.faults.rig import Rig
+from tests.lively import checkpoint, random_prompt, rig_settings
+
+__all__ = ["checkpoint"]
+
+TOLERANCE_MS = 2.0
+NUM_REQUESTS = 24
+TO_FIRST_TOKEN = ["router.validate", "router.queue", "router.pick", "router.reserve", "router.prefill"]
+AFTER = ["router.hand_over", "router.decode"]
+PREFILL = ["prefill.compute", "kv.hold"]
+DECODE = ["decode.wait", "decode.generate", "kv.transfer", "kv.reserve", "kv.load", "kv.release"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One line of the file, times in milliseconds since 1970 by the clock of this machine."""
+
+    name: str
+    service: str
+    begin_ms: float
+    end_ms: float
+    span_id: str
+    parent_id: str
+    attributes: dict[str, Any]
+
+    @staticmethod
+    def of(line: str) -> tuple[str, Span]:
+        """The id of its trace, and the span."""
+        told = json.loads(line)
+        span = Span(
+            told["name"],
+            told["resource"]["attributes"]["service.name"],
+            _ms(told["start_time"]),
+            _ms(told["end_time"]),
+            told["context"]["span_id"],
+            told["parent_id"],
+            told["attributes"],
+        )
+        return told["context"]["trace_id"], span
+
+
+def _ms(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp() * 1e3
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A request as its client saw it, as the router timed it, and as it was traced."""
+
+    ttft_ms: float
+    routers_ttft_ms: float
+    spans: dict[str, Span]
+
+    @property
+    def stages_ms(self) -> float:
+        """The stages up to the first token, added up."""
+        return sum(self.spans[name].end_ms - self.spans[name].begin_ms for name in TO_FIRST_TOKEN)
+
+
+def ask(address: str) -> dict[str, float]:
+    """Trace ids, and the TTFT in milliseconds that the client measured."""
+    prompts, told = random.Random(0), {}
+    with grpc.insecure_channel(address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        for number in range(NUM_REQUESTS):
+            trace_id = f"{number + 1:032x}"
+            request = generation_pb2.GenerateRequest(
+                request_id=trace_id,
+                token_ids=common_pb2.TokenIds(ids=random_prompt(prompts, 150)),
+                sampling=common_pb2.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
+            )
+            began_s = time.monotonic()
+            call = stub.Generate(request, timeout=60, metadata=(("traceparent", f"00-{trace_id}-{1:016x}-01"),))
+            next(call)
+            told[trace_id] = (time.monotonic() - began_s) * 1e3
+            assert len(list(call)) >= 1
+    return told
+
+
+def log_lines(rig: Rig) -> dict[str, dict[str, Any]]:
+    """The fields of the router's one line for each request, by the name that the client gave it."""
+    told = rig.stack.members["router"].spec.log_file.read_text().splitlines()
+    lines = [json.loads(line) for line in told if '"first_token_ms"' in line]
+    return {line["request_id"]: line["fields"] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def traced(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Traced]:
+    file = tmp_path_factory.mktemp("traces") / "spans.jsonl"
+    told = {"TANDEM_TRACING__FILE": str(file)}
+    members = {"router": told | {"TANDEM_LOG__FORMAT": "json"}, "prefill-0": told, "decode-0": told}
+    rig = Rig(rig_settings(checkpoint), env=members)
+    rig.start()
+    try:
+        ttfts_ms = ask(rig.address)
+        wait_idle(rig, 20)
+        fields = log_lines(rig)
+    finally:
+        rig.stop()
+    traces: dict[str, dict[str, Span]] = {trace_id: {} for trace_id in ttfts_ms}
+    for trace_id, span in map(Span.of, file.read_text().splitlines()):
+        assert span.name not in traces[trace_id[2:]], "told twice"
+        traces[trace_id[2:]][span.name] = span
+    return [
+        Traced(ttfts_ms[name], fields[name]["first_token_ms"] - fields[name]["received_ms"], spans)
+        for name, spans in traces.items()
+    ]
+
+
+def test_every_stage_is_there_and_comes_from_where_it_happens(traced: list[Traced]) -> None:
+    router = ["router.generate", *TO_FIRST_TOKEN, *AFTER]
+    where = {"tandem-router": router, "tandem-prefill": PREFILL, "tandem-decode": DECODE}
+    for one in traced:
+        assert {name: span.service for name, span in one.spans.items()} == {
+            name: service for service, names in where.items() for name in names
+        }
+
+
+def test_each_stage_of_the_router_begins_where_the_last_one_ended(traced: list[Traced]) -> None:
+    for one in traced:
+        whole = one.spans["router.generate"]
+        path = [one.spans[name] for name in (*TO_FIRST_TOKEN, *AFTER)]
+        assert path[0].begin_ms == whole.begin_ms
+        assert all(earlier.end_ms == later.begin_ms for earlier, later in itertools.pairwise(path))
+        assert path[-1].end_ms <= whole.end_ms
+        assert {span.parent_id for span in path} == {whole.span_id}
+
+
+def test_what_happens_at_the_instances_lies_within_what_the_router_waits_for(traced: list[Traced]) -> None:
+    for one in traced:
+        spans = one.spans
+        whole = spans["router.generate"]
+        assert {spans[name].parent_id for name in ("prefill.compute", "decode.wait", "kv.transfer")} == {whole.span_id}
+        # A reservation is asked for, made, and only then anything is computed.
+        assert whole.begin_ms <= spans["router.reserve"].begin_ms <= spans["decode.wait"].begin_ms
+        assert spans["kv.reserve"].begin_ms <= spans["router.reserve"].end_ms <= spans["prefill.compute"].begin_ms
+        # The prompt is computed, and its first token goes to the client.
+        assert spans["prefill.compute"].end_ms <= spans["router.prefill"].end_ms
+        # KV goes over while the router waits for the decode instance's first token.
+        assert spans["kv.reserve"].end_ms == spans["kv.load"].begin_ms
+        assert spans["kv.load"].end_ms == spans["kv.release"].begin_ms
+        assert spans["kv.load"].end_ms <= spans["decode.wait"].end_ms <= spans["router.hand_over"].end_ms
+        assert spans["decode.wait"].end_ms == spans["decode.generate"].begin_ms
+        assert spans["kv.hold"].parent_id == spans["prefill.compute"].span_id
+        assert spans["kv.load"].attributes["tandem.num_recomputed_blocks"] == 0
+
+
+def test_the_stages_add_up_to_the_ttft_of_each_request(traced: list[Traced]) -> None:
+    """As the router timed it for its log line, by another clock."""
+    for one in traced:
+        assert one.stages_ms == pytest.approx(one.routers_ttft_ms, abs=TOLERANCE_MS)
+
+
+def test_the_client_measures_what_the_stages_add_up_to(traced: list[Traced]) -> None:
+    """What a busy machine adds between client and router is no stage: the least of all is what the way there takes."""
+    differences_ms = [one.ttft_ms - one.stages_ms for one in traced]
+    print("\nclient's TTFT less the stages, ms:", *(f"{one:.2f}" for one in sorted(differences_ms)))
+    assert min(differences_ms) >= 0
+    assert min(differences_ms) <= TOLERANCE_MS
