@@ -7,6 +7,8 @@ statuses that it may answer, as `- STATUS: when` lines. protoc's descriptors wit
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,14 +44,14 @@ _Position = tuple[int, ...]
 
 def described() -> list[FileDescriptorProto]:
     """The protos with their comments, in the page's order; raises SystemExit where protoc refuses one."""
-    from grpc_tools import protoc
-
     paths = [path for package in PACKAGES for path in (ROOT / package).glob("*.proto")]
     paths.sort(key=lambda path: (_ORDER.index(path.stem) if path.stem in _ORDER else len(_ORDER), path.stem))
     with tempfile.NamedTemporaryFile() as out:
         names = [str(path.relative_to(ROOT)) for path in paths]
         options = [f"--proto_path={ROOT}", "--include_source_info", f"--descriptor_set_out={out.name}"]
-        if protoc.main(["protoc", *options, *names]) != 0:
+        # A process of its own: protoc may abort the one it runs in, where other libraries are loaded.
+        command = [sys.executable, "-m", "grpc_tools.protoc", *options, *names]
+        if subprocess.run(command, check=False).returncode != 0:
             raise SystemExit("protoc failed")
         files = {file.name: file for file in FileDescriptorSet.FromString(Path(out.name).read_bytes()).file}
     return [files[name] for name in names]

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kv_transfer.page import HEADER_BYTES
 from tests.conformance.third_party import open_pages
+from tests.files_below import files_below
 from tests.kv_transfer.redis_server import RedisServer
 
 
@@ -55,7 +56,7 @@ class FolderPages:
         (self._folder / name).unlink(missing_ok=True)
 
     def _files(self) -> set[str]:
-        return {str(path.relative_to(self._folder)) for path in self._folder.rglob("*") if path.is_file()}
+        return {str(path.relative_to(self._folder)) for path in files_below(self._folder)}
 
 
 class RedisPages:

@@ -18,6 +18,7 @@ from tests.e2e.asking import Asked
 from tests.faults.checker import assert_no_leak, assert_same_answer, assert_usage, footprint
 from tests.faults.reference import Reference
 from tests.faults.rig import Rig
+from tests.files_below import files_below
 from tests.lively import BLOCK_SIZE, random_prompt
 
 SAMPLING = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
@@ -66,7 +67,7 @@ def wait_for_pages(store: Path, old: set[Path], count: int) -> list[Path]:
     out."""
     deadline_s = time.monotonic() + 5.0
     while True:
-        pages = [path for path in set(store.rglob("*")) - old if path.is_file() and not path.name.startswith(".")]
+        pages = [path for path in set(files_below(store)) - old if not path.name.startswith(".")]
         if len(pages) == count:
             return pages
         assert time.monotonic() < deadline_s, f"{len(pages)} of {count} pages are in the store"
@@ -82,7 +83,7 @@ def test_damage_costs_a_recompute_and_never_a_token(
 ) -> None:
     prompt = random_prompt(prompts, LENGTH)
     store = rig.stack.store_folder
-    before, old = footprint(rig), set(store.rglob("*"))
+    before, old = footprint(rig), set(files_below(store))
     load_before = rig.load("decode-0")
     with rig.armed("decode-0", "kv.load") as loading:
         asked = Asked(rig.address, prompt, **SAMPLING)

@@ -24,6 +24,7 @@ from tests.e2e.test_tandem_up import Up
 from tests.faults.checker import assert_same_answer
 from tests.faults.reference import Reference
 from tests.faults.rig import Rig
+from tests.files_below import files_below
 from tests.lively import BLOCK_SIZE, random_prompt, rig_settings
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,7 +64,7 @@ def asked(rig: Rig, tenant: str, prompt: list[int], **fields: object) -> Complet
 
 def num_stored(rig: Rig) -> int:
     """Pages of full blocks in the store that the instances share."""
-    return sum(path.is_file() and "transfers" not in path.parts for path in rig.stack.store_folder.rglob("*"))
+    return sum("transfers" not in path.parts for path in files_below(rig.stack.store_folder))
 
 
 def test_a_tenant_finds_its_own_prefix_and_never_anothers(

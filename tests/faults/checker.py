@@ -17,6 +17,7 @@ from protos.tandem.v1 import instance_pb2
 from tandem.completion import Completion
 from tests.faults.reference import Answer
 from tests.faults.rig import Rig
+from tests.files_below import files_below
 
 IDLE_WITHIN_S = 1.5
 """The promise is one second and one step; load reports come every quarter of a second."""
@@ -108,7 +109,7 @@ def assert_no_leak(before: Footprint, rig: Rig, within_s: float = IDLE_WITHIN_S)
 
 def private_files(store: Path) -> list[str]:
     """Paths, relative to the store, of what nobody but one transfer or one writer may use."""
-    paths = [path.relative_to(store) for path in store.rglob("*") if path.is_file()]
+    paths = [path.relative_to(store) for path in files_below(store)]
     return [
         str(path) for path in paths if "transfers" in path.parts or ".tmp" in path.name or path.name.startswith(".")
     ]

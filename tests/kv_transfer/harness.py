@@ -6,7 +6,6 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -221,8 +220,3 @@ class BrokenStore(MemoryStore):
         self.num_asked += 1
         if self.broken:
             raise OSError(5, "Input/output error")
-
-
-def files(folder: Path) -> list[Path]:
-    """Every regular file below."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

@@ -21,7 +21,8 @@ from kv_transfer.secret import ensure_secret
 from kv_transfer.shared_storage import SharedStorage
 from kv_transfer.store import PageKey
 from tandem.demo import MODEL_DIR
-from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, BrokenStore, Core, GatedStore, MemoryStore, files
+from tests.files_below import files_below
+from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, BrokenStore, Core, GatedStore, MemoryStore
 from tests.kv_transfer.redis_server import redis_server
 
 SHARED_STORAGE = "kv_transfer.connector:SharedStorageConnector"
@@ -52,7 +53,7 @@ def passes(connector: KVConnector, kv: torch.Tensor) -> None:
 def test_a_shared_folder_passes_and_no_file_is_left(tmp_path: Path, digest: bool) -> None:
     connector, kv = connect(tmp_path, SHARED_STORAGE, path=str(tmp_path / "pages"), digest=digest)
     passes(connector, kv)
-    assert not files(tmp_path / "pages")
+    assert not files_below(tmp_path / "pages")
     connector.shutdown()
 
 
@@ -144,7 +145,7 @@ def test_an_engine_core_does_not_start_over_a_store_that_gives_other_bytes(
     config = KVConnectorConfig(class_path=SHARED_STORAGE, options=options)
     with pytest.raises(EngineError, match=r"self-test of the shared_storage connector: .* \(digest\); the instance"):
         EngineCore(EngineConfig(model=str(MODEL_DIR), num_blocks=32, kv_connector=config), wake=lambda: None)
-    assert not files(tmp_path / "pages")
+    assert not files_below(tmp_path / "pages")
 
 
 def test_a_fault_in_the_connector_ends_the_start_plainly() -> None:

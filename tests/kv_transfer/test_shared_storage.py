@@ -17,7 +17,7 @@ import pytest
 
 from kv_transfer.shared_storage import SharedStorage
 from kv_transfer.store import BadValue, PageKey
-from tests.kv_transfer.harness import files
+from tests.files_below import files_below
 
 FINGERPRINT = hashlib.sha256(b"a model").digest()
 HEADER, PAGE = b"h" * 256, b"p" * 4096
@@ -55,13 +55,13 @@ def test_what_is_put_is_got_and_what_is_deleted_is_gone(store: SharedStorage) ->
         store.delete(key)
         store.delete(key)
         assert read(store, key) is None
-    assert files(store.path) == []
+    assert files_below(store.path) == []
 
 
 def test_paths_are_hex_and_private_whatever_the_transfer_is_called(store: SharedStorage) -> None:
     key = key_of(1, transfer="../../etc/passwd\0/\n")
     store.put(key, (HEADER, PAGE))
-    (path,) = files(store.path)
+    (path,) = files_below(store.path)
     assert set("".join(path.relative_to(store.path).parts)) <= set("0123456789abcdefvtransfers")
     assert path.stat().st_mode & 0o777 == 0o600
     folders = [folder for folder in path.parents if folder.is_relative_to(store.path)]
@@ -135,12 +135,12 @@ def test_a_folder_that_is_a_link_is_not_followed(store: SharedStorage, tmp_path:
     moved = tmp_path / "moved"
     folder.rename(moved)
     folder.symlink_to(moved)
-    before = files(moved)
+    before = files_below(moved)
     with pytest.raises(OSError, match=r"symbolic|directory"):
         read(store, key_of(1))
     with pytest.raises(OSError, match=r"symbolic|directory"):
         store.put(key_of(1), (PAGE,))
-    assert files(moved) == before
+    assert files_below(moved) == before
 
 
 def test_readers_see_one_of_two_writers_whole(store: SharedStorage) -> None:
@@ -166,7 +166,7 @@ def test_readers_see_one_of_two_writers_whole(store: SharedStorage) -> None:
     for writer in writers:
         writer.join()
     assert not torn
-    assert len(files(store.path)) == 1
+    assert len(files_below(store.path)) == 1
 
 
 _FILL = """
@@ -188,7 +188,7 @@ def test_full_disk_leaves_no_part_of_a_file_behind(store: SharedStorage) -> None
     command = [sys.executable, "-c", _FILL, os.fspath(store.path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     assert ended.stdout.strip() == "EFBIG"
-    assert [path.name for path in files(store.path)] == [(b"1" * 32).hex()]
+    assert [path.name for path in files_below(store.path)] == [(b"1" * 32).hex()]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root; test_full_disk covers the code path without it")
@@ -201,7 +201,7 @@ def test_full_file_system_leaves_no_part_of_a_file_behind(tmp_path: Path) -> Non
         store = SharedStorage(disk / "store", capacity_bytes=1 << 30)
         with pytest.raises(OSError, match="No space left"):
             store.put(key_of(1), (HEADER, bytes(3 << 20)))
-        assert files(store.path) == []
+        assert files_below(store.path) == []
         store.put(key_of(1), (HEADER, PAGE))
         assert read(store, key_of(1)) == (HEADER, PAGE)
         store.close()

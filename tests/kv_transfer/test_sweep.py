@@ -11,7 +11,7 @@ import pytest
 
 from kv_transfer.shared_storage import SharedStorage
 from kv_transfer.sweep import TEMP_PREFIX
-from tests.kv_transfer.harness import files
+from tests.files_below import files_below
 from tests.kv_transfer.test_shared_storage import HEADER, PAGE, key_of, path_of, read
 
 VALUE_BYTES = len(HEADER) + len(PAGE)
@@ -37,10 +37,10 @@ def test_several_instances_keep_one_folder_within_its_size(tmp_path: Path) -> No
     stores = [open_store(tmp_path, num_values=20, scan_interval_s=0.05) for _ in range(3)]
     for number in range(90):
         stores[number % 3].put(key_of(number), (HEADER, PAGE))
-    wait(lambda: len(files(tmp_path)) <= 20)
+    wait(lambda: len(files_below(tmp_path)) <= 20)
     for store in stores:
         store.close()
-    assert len(files(tmp_path)) >= 10, "no more goes than has to"
+    assert len(files_below(tmp_path)) >= 10, "no more goes than has to"
 
 
 def test_least_recently_used_pages_go_first_and_use_is_reading_or_asking(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_least_recently_used_pages_go_first_and_use_is_reading_or_asking(tmp_pat
     assert read(store, key_of(0)) is not None
     assert store.contains(key_of(1), VALUE_BYTES)
     store.put(key_of(10), (HEADER, PAGE))
-    wait(lambda: len(files(tmp_path)) <= 9)
+    wait(lambda: len(files_below(tmp_path)) <= 9)
     store.close()
     left = {number for number in range(11) if path_of(store, key_of(number)).exists()}
     assert left == {0, 1, *range(4, 11)}
@@ -84,7 +84,7 @@ def test_start_sweeps_what_a_dead_instance_left(tmp_path: Path) -> None:
     first.close()
     age(path_of(first, key_of(1, transfer="dead")), 1e5)
     second = open_store(tmp_path)
-    wait(lambda: not files(tmp_path))
+    wait(lambda: not files_below(tmp_path))
     second.close()
 
 

@@ -1,0 +1,13 @@
+"""What lies in a folder that others write to and clear at the same time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Every regular file, sorted; no link is followed. A folder that goes meanwhile is passed over, where
+    `Path.rglob` raises."""
+    paths = (Path(where, name) for where, _, names in os.walk(folder) for name in names)
+    return sorted(path for path in paths if path.is_file() and not path.is_symlink())
