@@ -17,12 +17,12 @@ from kv_transfer.page_naming import PageNaming
 from kv_transfer.secret import ensure_secret
 from kv_transfer.shared_storage import SharedStorage
 from kv_transfer.store import MemoryStore
+from tests.files_below import files_below
 from tests.kv_transfer.harness import (
     BLOCK_SIZE,
     FINGERPRINT,
     LAYOUT,
     Core,
-    files,
 )
 from tests.kv_transfer.pairs import NUM_FULL, NUM_PAGES, PROMPT, reader_of, writer_of
 
@@ -91,7 +91,7 @@ def test_damage_costs_a_recompute_and_never_a_wrong_block(
     names = [naming.full_block(hashes, request.root_hash, number) for number in range(NUM_FULL)]
     names.append(naming.tail(request, hashes, "transfer"))
     paths = [folder.path.joinpath(*name.key.parts) for name in names]
-    assert sorted(paths) == files(folder.path)
+    assert sorted(paths) == files_below(folder.path)
     other = NUM_FULL - 1 if index != NUM_FULL - 1 else NUM_FULL
     damage(paths[index], [paths[other]])
     # STEP what precedes it is used
@@ -179,6 +179,6 @@ def test_shutdown_waits_for_saves_and_removes_what_is_private(folder: SharedStor
     prefill = Core(folder)
     request = writer_of()
     prefill.prefill(request)
-    assert len(files(folder.path)) == NUM_PAGES
+    assert len(files_below(folder.path)) == NUM_PAGES
     prefill.connector.shutdown()
-    assert len(files(folder.path)) == NUM_FULL
+    assert len(files_below(folder.path)) == NUM_FULL
