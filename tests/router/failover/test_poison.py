@@ -90,7 +90,8 @@ async def test_a_poison_for_decode_instances_alone_costs_two_though_prefill_gets
 
 async def test_the_same_poison_asked_for_at_once_costs_two(run: Run) -> None:
     pool = [Behaviour(token_s=0.01, poison=POISON, poison_at=3) for _ in range(5)]
-    async with run(prefill=0, decode=decodes(*pool), pools=PATIENT) as rig:
+    quarantine = {"trial_wait_s": 20.0}
+    async with run(prefill=0, decode=decodes(*pool), pools=PATIENT, quarantine=quarantine) as rig:
         asking = [status_of(rig, request=request_of(POISONED, seed=seed)) for seed in range(2)]
         # The first two are computed side by side before anything is known of them.
         errors = await asyncio.gather(*asking)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.http.body import RequestBody
@@ -43,6 +43,7 @@ def taken(kind: type[RequestBody], body: bytes) -> bool:
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(body=BODIES)
 def test_any_object_is_taken_or_refused(kind: type[RequestBody], body: dict[str, Any]) -> None:
     taken(kind, json.dumps(GOOD[kind] | body).encode())

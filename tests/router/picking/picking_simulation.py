@@ -28,7 +28,7 @@ from router.pools.instances import Identity, InstanceInfo, InstanceKey, Instance
 Policy = Literal["round_robin", "uncorrected", "default", "omniscient"]
 """uncorrected: `4*waiting + running` of the last report. omniscient: of this very moment."""
 
-_TRACE = Path(__file__).parents[1] / "data" / "azure_llm_2023_conv_lengths.csv.gz"
+_TRACE = Path(__file__).parents[2] / "data" / "azure_llm_2023_conv_lengths.csv.gz"
 _WARM_UP = 0.05
 """Of the requests, the first ones, which find the instances empty and are not counted."""
 

@@ -232,8 +232,8 @@ def another(prompt: list[int], number: int = 1) -> list[int]:
 
 
 async def test_auto_learns_that_a_prefill_instance_is_slow_and_tries_it_again(run: Run) -> None:
-    slow = FakeInstance("prefill", behaviour=Behaviour(prefill_s=0.5))
-    measured = {"speed_smoothing": 0.5, "probe_s": 2.0, "expected_streams": 0.0}
+    slow = FakeInstance("prefill", behaviour=Behaviour(prefill_s=1.5))
+    measured = {"speed_smoothing": 0.5, "probe_s": 6.0, "expected_streams": 0.0}
     async with run(
         prefill=[slow], decode=[FakeInstance("decode", behaviour=Behaviour(load_s=0.05))], disaggregation=measured
     ) as rig:

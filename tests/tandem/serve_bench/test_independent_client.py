@@ -98,7 +98,7 @@ async def test_counts_rates_and_latencies_agree_within_two_percent() -> None:
             asyncio.to_thread(independent, server.address), run_load(endpoint, requests)
         )
         await endpoint.close()
-    ours = summarise(records, Objectives(e2e_ms=1e3 * (FIRST_S + GAP_S * (NUM_TOKENS - 1)) + 300))
+    ours = summarise(records, Objectives(e2e_ms=1e3 * (FIRST_S + GAP_S * (NUM_TOKENS - 1)) + 30_000))
 
     assert server.num_requests == 2 * NUM_REQUESTS
     assert ours.num_succeeded == theirs.num_ok == NUM_REQUESTS - NUM_REFUSED
