@@ -22,7 +22,8 @@ NUM_PROMPTS = 50
 NUM_TOKENS = 64
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 PATIENT = ("--peers-ping-timeout-ms", "20000")
-"""Fifty prompts on two cores can keep a process waiting for longer than what counts as dead in production."""
+"""Fifty prompts on two cores can keep a process waiting for longer than what counts as dead in production, and a prompt
+at the router's door for longer than anybody would."""
 IN_EVERY_RUN = {("llama", 2), ("demo", 1)}
 """Architecture and instances per pool; the other pairs are for the full run."""
 
@@ -40,7 +41,13 @@ def split(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path
     arch, size = request.param
     checkpoint = MODEL_DIR if arch == "demo" else lively_checkpoint(tmp_path / arch, arch)
     settings = rig_settings(checkpoint, num_prefill=size, num_decode=size, num_blocks=4096, lease_s=30.0)
-    rig = Rig(replace(settings, instance_args=(*settings.instance_args, *PATIENT)))
+    rig = Rig(
+        replace(
+            settings,
+            instance_args=(*settings.instance_args, *PATIENT),
+            router_args=(*settings.router_args, "--admission-queue-timeout-s", "60"),
+        )
+    )
     rig.start()
     try:
         yield checkpoint, rig
