@@ -13,6 +13,7 @@ cancels it when the call ends early, and so its `finally` blocks are where a req
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import re
@@ -54,6 +55,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SHORTEST_DEADLINE_S = 0.002  # gRPC rounds a deadline of 0 up on its way: without this, some such calls get through
+_REFUSED_S = 1.0
+"""Longest wait for the message of a call that is refused: it comes with the headers, or is not meant to come."""
 _deadline_s: ContextVar[float | None] = ContextVar("tandem_deadline", default=None)
 
 
@@ -131,6 +134,7 @@ class CallGuard:
                     # Still admitted: a client that never reads its status keeps its place until it goes away.
                     await _abort(context, error)
         except ServiceError as error:
+            await _take_message(context)
             await _abort(context, error)
         raise AssertionError("abort always raises")
 
@@ -229,6 +233,14 @@ def _incoming_request_id(context: Context) -> str:
         if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
             return value
     return uuid.uuid4().hex
+
+
+async def _take_message(context: Context) -> None:
+    """Before a call is refused: gRPC resets one that ends while its message is under way, and the client may then take
+    the reset, INTERNAL, for its status."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REFUSED_S):
+            await context.read()
 
 
 async def _abort(context: Context, error: ServiceError) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,23 @@ class SqliteOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 def open_pages(folder: Path) -> sqlite3.Connection:
     """The file, made if it is not there; may be used by any thread that holds a lock of its own."""
     pages = sqlite3.connect(folder / FILE_NAME, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-    pages.execute("PRAGMA journal_mode=WAL")
+    _retried(lambda: pages.execute("PRAGMA journal_mode=WAL"))
     pages.execute("PRAGMA synchronous=OFF")
     pages.execute("CREATE TABLE IF NOT EXISTS pages (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID")
     return pages
+
+
+def _retried(change: Callable[[], object]) -> None:
+    """Of two processes that change the journal's mode at once one is refused without a wait."""
+    deadline_s = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            change()
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)
 
 
 class SqliteStore:

@@ -21,6 +21,8 @@ from tests.faults.rig import Rig
 from tests.floods.floods import ANY_PORT, CLIENTS_PORT, Flood
 from tests.lively import random_prompt
 
+pytestmark = pytest.mark.slow
+
 FLOOD_S = 2.0
 MAX_GROWTH = 320 << 20
 """Bytes of one process: eight messages of 4 MiB received, and one parsed. Floods without bounds took gigabytes."""
