@@ -7,6 +7,7 @@ GenerateResponse ──Answer.took──▶ Delta ──┬─ StreamedAnswer �
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class Dialect(Protocol):
         ...
 
 
-class Answer:
+class Answer(ABC):
     """The answer to one HTTP request. Its calls may run side by side, each in a task of its own."""
 
     def __init__(self, exchange: Exchange, dialect: Dialect, head: Mapping[str, Any], num_choices: int) -> None:
@@ -114,13 +115,13 @@ class Answer:
         """Where `call`, which answers the prompt with that index, writes."""
         return Sink(self, prompt_index, call)
 
+    @abstractmethod
     async def take(self, prompt_index: int, call: GenerateCall, message: generation_pb2.GenerateResponse) -> None:
         """The next message of a call."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def finish(self, headers: Mapping[str, str]) -> None:
         """Every call is over."""
-        raise NotImplementedError
 
     def took(self, prompt_index: int, call: GenerateCall, message: generation_pb2.GenerateResponse) -> Delta:
         """What `message` adds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -142,15 +143,18 @@ def test_a_folder_that_vanishes_is_made_again(store: LMCacheDisk) -> None:
 
 
 def test_folder_is_kept_within_its_size(tmp_path: Path) -> None:
-    store = disk(tmp_path / "store", capacity_bytes=10 * NUM_BYTES)
-    for number in range(30):
-        store.put(key_of(number), (HEADER, PAGE))
-    deadline = time.monotonic() + 5.0
-    while len(pages_in(store.path)) > 10:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert read(store, key_of(29)) == (HEADER, PAGE)
-    store.close()
+    with contextlib.closing(disk(tmp_path / "store", capacity_bytes=10 * NUM_BYTES)) as store:
+        for number in range(5):
+            store.put(key_of(number), (HEADER, PAGE))
+        for path in pages_in(store.path):
+            os.utime(path, (1.0, 1.0))  # used long ago; pages written in one moment have no order among them
+        for number in range(5, 12):
+            store.put(key_of(number), (HEADER, PAGE))
+        deadline = time.monotonic() + 5.0
+        while len(pages_in(store.path)) > 10:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert all(read(store, key_of(number)) == (HEADER, PAGE) for number in range(5, 12))
 
 
 def test_path_that_cannot_be_made_is_said_at_the_start(tmp_path: Path) -> None:
@@ -220,14 +224,21 @@ def test_damaged_page_is_a_counted_miss_and_is_removed(
 
 
 def test_requests_survive_a_folder_that_is_gone_for_a_while(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("not a folder")
     path = tmp_path / "store"
+
+    def mount(what: str) -> None:
+        """In one step, or somebody would make the folder again in between."""
+        (tmp_path / "link").symlink_to(tmp_path / what)
+        (tmp_path / "link").rename(path)
+
+    mount("folder")
     with LMCacheLoad(lambda: disk(path)) as load:
-        path.rename(tmp_path / "away")
-        path.write_text("not a folder")
+        mount("file")
         assert load.wait_for_breaker(3.0) <= 2.0
         load.wait_for_miss(2.0)
-        path.unlink()
-        (tmp_path / "away").rename(path)
+        mount("folder")
         assert load.wait_for_hit(5.0) <= 5.0
     assert load.longest_s < 2.0
 
