@@ -7,6 +7,7 @@ by waiting for it.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
@@ -49,6 +50,8 @@ def _run(config: EngineConfig, address: str) -> None:
         core = EngineCore(config, mailbox.wake)
     except (EngineError, OSError) as error:
         sys.exit(f"engine core: {error}")  # what a person can mend; anything else is ours and shows where
+    gc.collect()
+    gc.freeze()  # torch and the model stay: the garbage collector would look through them while a step waits
     run_core(core, mailbox)
     mailbox.close()
     sys.stdout.flush()

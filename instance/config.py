@@ -14,7 +14,7 @@ from serving.addresses import listens_privately
 from serving.channel import ChannelSettings
 from serving.logging import LogSettings
 from serving.metrics import MetricsSettings
-from serving.server import HealthSettings, ServerSettings
+from serving.server_settings import HealthSettings, ServerSettings
 from serving.settings import Section, Settings, SettingsError, setting
 from serving.tls import TlsSettings
 from serving.trace_export import TracingSettings

@@ -15,10 +15,9 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 
-from serving.addresses import is_ip, is_private, resolved
+from serving.addresses import is_ip, is_private, joined, resolved
 from serving.channel import ChannelSettings, open_channel
 from serving.errors import PermissionDenied, Unavailable
-from serving.server import address as joined
 from serving.settings import host_and_port
 from serving.tls import TlsFiles
 

@@ -20,6 +20,7 @@ from serving.lifetime import (
     StopSignals,
     allow_open_files,
     bind_to_parent,
+    leave_in_memory,
     serve_until_stopped,
     stop_signals,
 )
@@ -57,6 +58,7 @@ async def _run(settings: InstanceSettings, role: Role) -> int:
             stopped.cancel()
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
+        leave_in_memory()
         announce(front, settings.instance.ready_file)
         return await serve(front, signals)
 

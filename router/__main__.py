@@ -23,6 +23,7 @@ from serving.lifetime import (
     EXIT_STOPPED,
     allow_open_files,
     bind_to_parent,
+    leave_in_memory,
     serve_until_stopped,
     stop_signals,
 )
@@ -55,6 +56,7 @@ async def serve(settings: RouterSettings, model: ServedModel) -> bool:
     app = RouterApp(settings, model)
     with stop_signals() as signals:
         await app.start()
+        leave_in_memory()
         line = f"ready address={app.address}\n"
         if settings.router.ready_file is not None:
             _write_whole(Path(settings.router.ready_file), line)

@@ -150,6 +150,7 @@ class RouterApp:
             self.service,
             model,
             self._server.calls,
+            self._server.bad_callers,
             bounds,
             self._metrics_server.registry,
             lambda: self._is_serving,

@@ -16,7 +16,7 @@ from router.security import AuthSettings, RouterTlsSettings
 from serving.channel import ChannelSettings
 from serving.logging import LogSettings
 from serving.metrics import MetricsSettings
-from serving.server import HealthSettings, ServerSettings
+from serving.server_settings import HealthSettings, ServerSettings
 from serving.settings import Section, Settings, setting
 from serving.trace_export import TracingSettings
 

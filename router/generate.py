@@ -54,9 +54,9 @@ class _Flow:
 
     async def forward(self, chunk: common_pb2.TokenChunk) -> None:
         self.guard.token()
-        self.stages.token()
         if chunk.token_index == 0 and self.journey.timeline.at(RequestEvent.FIRST_TOKEN) is None:
             self.journey.first_token()
+        self.stages.token()
         await self.emit(chunk)
 
 

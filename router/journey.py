@@ -28,9 +28,9 @@ class Journey:
     def __init__(self, metrics: RouterMetrics | None = None) -> None:
         self.timeline = Timeline()
         self.timeline.mark(RequestEvent.RECEIVED)
+        at_ns = time.time_ns()
         self._metrics = metrics or RouterMetrics()
         self._metrics.num_received += 1
-        at_ns = time.time_ns()
         self._span = tracing.enter("router.generate", at_ns=at_ns)
         self._stages = tracing.Stages("router.validate", at_ns=at_ns)
         self._admitted_ns = at_ns

@@ -18,7 +18,8 @@ from serving.addresses import listens_privately
 from serving.calls import Gate
 from serving.channel import ChannelSettings, open_channel
 from serving.credentials import Tokens, all_of, certificate_gate
-from serving.server import HealthSettings, Server, ServerSettings, ServerTls
+from serving.server import Server, ServerTls
+from serving.server_settings import HealthSettings, ServerSettings
 from serving.settings import Section, SettingsError, setting
 from serving.tls import TlsSettings
 

@@ -1,4 +1,5 @@
-"""Which addresses are of a private network: where plaintext may be spoken and what may be dialled without TLS.
+"""How an address is written, and which are of a private network: where plaintext may be spoken and what may be dialled
+without TLS.
 
 Not among them: link-local ones, at one of which every cloud keeps the machine's credentials; and 0.0.0.0 and [::],
 which are all addresses of a machine, its public ones too.
@@ -49,3 +50,8 @@ async def resolved(host: str) -> str:
     """One address of a name. Raises OSError."""
     entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(entries[0][4][0])
+
+
+def joined(host: str, port: int) -> str:
+    """host:port as gRPC writes it, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

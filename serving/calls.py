@@ -19,6 +19,7 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -31,6 +32,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from serving.bad_callers import BadCallers
 from serving.errors import (
     DeadlineExceeded,
     InternalError,
@@ -57,6 +59,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SHORTEST_DEADLINE_S = 0.002  # gRPC rounds a deadline of 0 up on its way: without this, some such calls get through
 _REFUSED_S = 1.0
 """Longest wait for the message of a call that is refused: it comes with the headers, or is not meant to come."""
+_MAX_REFUSED = 512
+"""Calls of one address that wait so: more than have their messages under way."""
 _deadline_s: ContextVar[float | None] = ContextVar("tandem_deadline", default=None)
 
 
@@ -75,14 +79,22 @@ class CallLimits:
     write_timeout_s: float
 
 
+class _NoMessage(InvalidArgument):
+    """The client has closed its side, or gone."""
+
+
 class CallGuard:
     """Makes grpc handlers of a servicer's methods. One per server; it owns no call, each call's task does."""
 
-    def __init__(self, limits: CallLimits, open_calls: OpenCalls, gate: Gate | None = None) -> None:
+    def __init__(
+        self, limits: CallLimits, open_calls: OpenCalls, bad_callers: BadCallers, gate: Gate | None = None
+    ) -> None:
         """`gate` None lets everybody call."""
         self._limits = limits
         self._open_calls = open_calls
+        self._bad_callers = bad_callers
         self._gate = gate
+        self._num_refused: Counter[str] = Counter()
         self._large = LargeMessages()
 
     def handlers(
@@ -107,9 +119,13 @@ class CallGuard:
         # What comes is read from the context: grpcio's iterator keeps itself and the call alive until Python's garbage
         # is collected, and a server with thousands of ended calls alive refuses new ones.
         async def unary(_: AsyncIterator[bytes], context: Context) -> bytes:
+            if self._bad_callers.is_condemned(context.peer()):
+                return b""
             return await self._guarded(call, context, lambda: self._answer(call, context))
 
         async def streaming(_: AsyncIterator[bytes], context: Context) -> None:
+            if self._bad_callers.is_condemned(context.peer()):
+                return
             await self._guarded(call, context, lambda: self._stream(call, context))
 
         # The stubs type these for the threaded server; the asyncio one takes coroutine functions.
@@ -132,9 +148,11 @@ class CallGuard:
                         return await self._within_deadline(call, context, body)
                 except ServiceError as error:
                     # Still admitted: a client that never reads its status keeps its place until it goes away.
+                    if isinstance(error, InvalidArgument) and not isinstance(error, _NoMessage):
+                        await self._bad_callers.slow_down(context.peer())
                     await _abort(context, error)
         except ServiceError as error:
-            await _take_message(context)
+            await self._take_message(context)
             await _abort(context, error)
         raise AssertionError("abort always raises")
 
@@ -176,13 +194,39 @@ class CallGuard:
         if call.client_streaming:
             return call.parsed_stream(context)
         try:
-            async with asyncio.timeout(self._limits.read_timeout_s):
-                data: Any = await context.read()
+            data = await self._read(context, self._limits.read_timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"no whole request within {self._limits.read_timeout_s:g} s") from None
-        if data is grpc.aio.EOF:
-            raise InvalidArgument(f"no {call.request_name} came")
+        if data is None:
+            raise _NoMessage(f"no {call.request_name} came")
         return await self._large.parsed(peer_key(context.peer()), data, call.parsed)
+
+    async def _take_message(self, context: Context) -> None:
+        """Before a call is refused: gRPC resets one that ends while its message is under way, and the client may then
+        take the reset, INTERNAL, for its status."""
+        key = peer_key(context.peer())
+        if self._num_refused[key] >= _MAX_REFUSED:
+            self._bad_callers.gone_early(context.peer())
+            return
+        self._num_refused[key] += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                await self._read(context, _REFUSED_S)
+        finally:
+            self._num_refused[key] -= 1
+            if not self._num_refused[key]:
+                del self._num_refused[key]
+
+    async def _read(self, context: Context, within_s: float) -> bytes | None:
+        """The call's first message; None if there is none. Raises TimeoutError."""
+        data: Any = grpc.aio.EOF
+        try:
+            async with asyncio.timeout(within_s):
+                data = await context.read()
+        finally:
+            if data is grpc.aio.EOF:
+                self._bad_callers.gone_early(context.peer())
+        return None if data is grpc.aio.EOF else data
 
 
 class _Method:
@@ -233,14 +277,6 @@ def _incoming_request_id(context: Context) -> str:
         if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
             return value
     return uuid.uuid4().hex
-
-
-async def _take_message(context: Context) -> None:
-    """Before a call is refused: gRPC resets one that ends while its message is under way, and the client may then take
-    the reset, INTERNAL, for its status."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_REFUSED_S):
-            await context.read()
 
 
 async def _abort(context: Context, error: ServiceError) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import resource
@@ -95,6 +96,13 @@ def _exit_at_eof(descriptor: int) -> None:
     while os.read(descriptor, 1):
         pass
     os._exit(_PARENT_GONE_STATUS)
+
+
+def leave_in_memory() -> None:
+    """What there is now stays to the end. Python's garbage collector would look through all of it now and then, and no
+    token be sent meanwhile (84 ms were seen in a router)."""
+    gc.collect()
+    gc.freeze()
 
 
 def allow_open_files() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,63 +22,20 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_reflection.v1alpha import reflection, reflection_pb2
-from pydantic import field_validator
 
+from serving.addresses import joined
+from serving.bad_callers import BadCallers
 from serving.calls import CallGuard, CallLimits, Gate
-from serving.channel import MAX_METADATA_BYTES
 from serving.health import Health
 from serving.open_calls import CONTROL, CallPolicy, OpenCalls
-from serving.settings import Section, host_and_port, setting
+from serving.server_settings import HealthSettings, ServerSettings, server_options
+from serving.settings import host_and_port
 from serving.tls import Pair, TlsFiles
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 60.0
 _CUT_OFF_S = 1.0
 """For calls that are cut off to let go of what they hold, and to be answered, before the port closes under them."""
-
-
-class ServerSettings(Section):
-    """The gRPC port of this process and what it lets in."""
-
-    host: str = setting("127.0.0.1", "Address to listen on; a pod listens on its own IP.", flag="--host")
-    port: int = setting(0, "Port to listen on; 0 takes a free one.", flag="--port", ge=0, le=65535)
-    advertise: str | None = setting(None, "host:port that peers are told; none: the address listened on.")
-    max_message_bytes: int = setting(4 << 20, "Longest request message in bytes.", ge=1024)
-    max_calls: int = setting(4096, "Open calls in all.", ge=1)
-    max_calls_per_peer: int = setting(128, "Open calls from one address.", ge=1)
-    max_streams_per_connection: int = setting(1024, "HTTP/2 streams on one connection; further calls wait.", ge=1)
-    max_connections: int = setting(16384, "Open connections, at most 3/4 of the open files; others are closed.", ge=1)
-    max_idle_s: float = setting(300.0, "Seconds that a connection without a call is kept.", ge=1)
-    max_connection_age_s: float | None = setting(
-        None,
-        "Seconds after which a connection takes no new call, so that clients behind a balancer of connections dial"
-        " again and spread; none: never. Calls that run on it run on.",
-        gt=0,
-    )
-    max_connection_age_grace_s: float | None = setting(
-        None, "Seconds after which calls that still run on such a connection are cut off; none: never.", gt=0
-    )
-    max_deadline_s: float = setting(600.0, "Longest call in seconds, whatever the client asked for.", gt=0)
-    read_timeout_s: float = setting(10.0, "Seconds within which the message of a call must have come.", gt=0)
-    write_timeout_s: float = setting(10.0, "Seconds a message may wait for a client that does not read.", gt=0)
-    drain_accept_s: float = setting(5.0, "Seconds that a drain still accepts requests, until peers know.", ge=0)
-    drain_grace_s: float = setting(30.0, "Seconds that a drain then waits for running requests.", ge=0)
-    reflection: bool = setting(True, "Serve gRPC reflection, for grpcurl and `buf curl`.")
-
-
-class HealthSettings(Section):
-    """A plaintext port for probes beside one with TLS."""
-
-    listen: str | None = setting(
-        None, "host:port that serves grpc.health.v1 alone, in plaintext, for kubelet's probes; none: nowhere."
-    )
-
-    @field_validator("listen")
-    @classmethod
-    def _is_host_and_port(cls, listen: str | None) -> str | None:
-        if listen is not None:
-            host_and_port(listen)
-        return listen
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,39 +59,6 @@ class ServerTls:
             return _configuration(now)
 
         return grpc.dynamic_ssl_server_credentials(_configuration(told), fetch, self.require_client_cert)
-
-
-def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
-    """gRPC's options for one server."""
-    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return [
-        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
-        ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        # Soft = hard: between the two, gRPC refuses at random.
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.max_concurrent_streams", settings.max_streams_per_connection),
-        # Else who pings too often gets a farewell of 2 KiB for each further ping, without end if he does not read.
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.http2.ping_timeout_ms", 5_000),
-        ("grpc.server_handshake_timeout_ms", 5_000),
-        ("grpc.max_connection_idle_ms", int(settings.max_idle_s * 1000)),
-        ("grpc.max_allowed_incoming_connections", min(settings.max_connections, num_files * 3 // 4)),
-        # Identity only: gRPC inflates a message whole before it looks at its size, so 4 KiB could become 4 GiB.
-        ("grpc.compression_enabled_algorithms_bitset", 1),
-        *_milliseconds("grpc.max_connection_age_ms", settings.max_connection_age_s),
-        *_milliseconds("grpc.max_connection_age_grace_ms", settings.max_connection_age_grace_s),
-    ]
-
-
-def _milliseconds(option: str, seconds: float | None) -> list[tuple[str, int]]:
-    """One option, or none: gRPC's default is that neither age nor grace ever ends."""
-    return [] if seconds is None else [(option, max(1, int(seconds * 1000)))]
 
 
 class Server:
@@ -163,8 +86,9 @@ class Server:
         self.health = Health()
         self.calls = OpenCalls(max_per_peer=settings.max_calls_per_peer, max_in_all=settings.max_calls)
         limits = CallLimits(settings.max_deadline_s, settings.read_timeout_s, settings.write_timeout_s)
-        self._guard = CallGuard(limits, self.calls, gate)
-        self._open_guard = CallGuard(limits, self.calls)
+        self.bad_callers = BadCallers(per_s=settings.max_bad_calls_per_s)
+        self._guard = CallGuard(limits, self.calls, self.bad_callers, gate)
+        self._open_guard = CallGuard(limits, self.calls, self.bad_callers)
 
     async def register(
         self,
@@ -193,17 +117,17 @@ class Server:
             policies = {"ServerReflectionInfo": CONTROL}
             self._server.add_generic_rpc_handlers((self._open_guard.handlers(described, servicer, policies),))
         credentials = self._tls.credentials() if self._tls is not None else None
-        self._port = _listen(self._server, address(self._settings.host, self._settings.port), credentials)
+        self._port = _listen(self._server, joined(self._settings.host, self._settings.port), credentials)
         if self._probes is not None:
             self._probe_server = grpc.aio.server(options=server_options(self._settings))
             self._probe_server.add_generic_rpc_handlers((self._health_handlers(),))
-            self._probe_port = _listen(self._probe_server, address(*host_and_port(self._probes)), None)
+            self._probe_port = _listen(self._probe_server, joined(*host_and_port(self._probes)), None)
             await self._probe_server.start()
         await self._server.start()
         if self._tls is not None:
             self._looking = asyncio.create_task(_look_now_and_then(self._tls.files), name="look at TLS files")
         how = "plaintext" if self._tls is None else "mTLS" if self._tls.require_client_cert else "TLS"
-        _log.info("listening on %s, known as %s, %s", address(self._settings.host, self._port), self.address, how)
+        _log.info("listening on %s, known as %s, %s", joined(self._settings.host, self._port), self.address, how)
         return self._port
 
     def _health_handlers(self) -> grpc.GenericRpcHandler:
@@ -224,7 +148,7 @@ class Server:
     @property
     def address(self) -> str:
         """host:port that peers are told."""
-        return self._settings.advertise or address(self._settings.host, self.port)
+        return self._settings.advertise or joined(self._settings.host, self.port)
 
     @property
     def draining(self) -> bool:
@@ -263,6 +187,7 @@ class Server:
                 _log.warning("%d calls did not end by themselves", self.calls.num_awaited)
         if self._looking is not None:
             self._looking.cancel()
+        self.bad_callers.close()
         await self._server.stop(grace=None)
         if self._probe_server is not None:
             await self._probe_server.stop(grace=None)
@@ -293,8 +218,3 @@ def _configuration(pair: Pair) -> grpc.ServerCertificateConfiguration:
     assert pair.key is not None, "a server has a certificate: TlsSettings sees to it"
     assert pair.chain is not None
     return grpc.ssl_server_certificate_configuration([(pair.key, pair.chain)], root_certificates=pair.ca)
-
-
-def address(host: str, port: int) -> str:
-    """host:port as gRPC writes it, an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import grpc
 
 from protos.tandem.v1 import instance_pb2, stack_pb2
-from serving.server import ServerSettings, server_options
+from serving.server_settings import ServerSettings, server_options
 from tandem.roster import ROLES, Role, Roster, Seating, SizeRefused
 
 _MAX_WATCHES = 24

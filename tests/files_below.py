@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kv_transfer.sweep import TEMP_PREFIX
+
 
 def files_below(folder: Path) -> list[Path]:
     """Every regular file, sorted; no link is followed. A folder that goes meanwhile is passed over, where
-    `Path.rglob` raises."""
+    `Path.rglob` raises, and so is the file that a sweeper makes for a moment to see what time it is."""
     paths = (Path(where, name) for where, _, names in os.walk(folder) for name in names)
-    return sorted(path for path in paths if path.is_file() and not path.is_symlink())
+    return sorted(path for path in paths if path.is_file() and not path.is_symlink() and not _is_probe(path))
+
+
+def _is_probe(path: Path) -> bool:
+    return path.parent.name == "v1" and path.name.startswith(TEMP_PREFIX)

@@ -29,6 +29,7 @@ from router.http.exchange import Bounds, Exchange, Gate, Work
 from router.http.logprobs import TokenTexts
 from router.model import ServedModel
 from router.service import GenerationService
+from serving.bad_callers import BadCallers
 from serving.errors import NotFound, ServiceError, Unavailable
 from serving.open_calls import OpenCalls
 
@@ -47,6 +48,7 @@ class OpenAIApi:
         service: GenerationService,
         model: ServedModel,
         calls: OpenCalls,
+        bad_callers: BadCallers,
         bounds: Bounds,
         registry: CollectorRegistry,
         is_serving: Callable[[], bool],
@@ -56,6 +58,7 @@ class OpenAIApi:
         self._service = service
         self._model = model
         self._calls = calls
+        self._bad_callers = bad_callers
         self._bounds = bounds
         self._registry = registry
         self._is_serving = is_serving
@@ -131,7 +134,7 @@ class OpenAIApi:
         return self._exchange(work)
 
     def _exchange(self, work: Work, renamed: Mapping[str, str] | None = None) -> Exchange:
-        return Exchange(self._calls, self._bounds, work, renamed, self._gate)
+        return Exchange(self._calls, self._bad_callers, self._bounds, work, renamed, self._gate)
 
     async def _generate(
         self, exchange: Exchange, body: CompletionBody | ChatBody, dialect: CompletionDialect | ChatDialect

@@ -27,7 +27,8 @@ from starlette.types import Receive, Scope, Send
 
 from router.http.errors import BadHttp, body_of, headers_of, status_of
 from serving import tracing
-from serving.errors import DeadlineExceeded, InternalError, ServiceError
+from serving.bad_callers import BadCallers
+from serving.errors import DeadlineExceeded, InternalError, InvalidArgument, ServiceError
 from serving.logging import set_request_id
 from serving.open_calls import REQUEST, OpenCalls
 
@@ -64,6 +65,7 @@ class Exchange(Response):
     def __init__(
         self,
         calls: OpenCalls,
+        bad_callers: BadCallers,
         bounds: Bounds,
         work: Work,
         renamed: Mapping[str, str] | None = None,
@@ -72,6 +74,7 @@ class Exchange(Response):
         """`renamed` are fields that the client knows by another name; `gate` None lets everybody ask."""
         super().__init__()
         self._calls = calls
+        self._bad_callers = bad_callers
         self._bounds = bounds
         self._work = work
         self._renamed = renamed or {}
@@ -158,15 +161,18 @@ class Exchange(Response):
 
     async def _bounded(self, peer: str) -> None:
         deadline = asyncio.timeout(self._bounds.max_deadline_s)
-        with self._calls.admitted(peer, REQUEST), self._calls.awaited(REQUEST):
+        with self._calls.admitted(peer, REQUEST):
             try:
-                with self._calls.ends_with(deadline, REQUEST):
+                with self._calls.awaited(REQUEST), self._calls.ends_with(deadline, REQUEST):
                     async with deadline:
                         await self._work(self)
             except TimeoutError:
                 if not deadline.expired():
                     raise
                 raise DeadlineExceeded(f"not finished within {self._bounds.max_deadline_s:g} s") from None
+            except (InvalidArgument, BadHttp):
+                await self._bad_callers.slow_down(peer)
+                raise
 
     @asynccontextmanager
     async def while_connected(self) -> AsyncIterator[None]:

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from router.http.settings import HttpSettings
 from router.http.tls import HttpTls
-from serving.server import address
+from serving.addresses import joined
 
 _log = logging.getLogger(__name__)
 _STOP_S = 1
@@ -145,7 +145,7 @@ class HttpServer:
         """host:port that is listened on; only after `start`."""
         assert self._socket is not None, "the HTTP server has not started"
         host, port = self._socket.getsockname()[:2]
-        return address(host, port)
+        return joined(host, port)
 
     async def start(self) -> None:
         """Listens. Raises OSError where the address is taken or not ours."""
@@ -155,7 +155,7 @@ class HttpServer:
         try:
             self._socket = socket.create_server((host, port), family=family)
         except OSError as error:
-            raise OSError(f"cannot serve HTTP on {address(host, port)}: {error.strerror}") from error
+            raise OSError(f"cannot serve HTTP on {joined(host, port)}: {error.strerror}") from error
         told = self.address
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
         await self._server.listening.wait()

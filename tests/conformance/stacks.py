@@ -7,8 +7,7 @@ reserved ─▶ loading ─▶ loaded ─▶ decoding      at the decode instanc
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.faults.checker import assert_no_leak, assert_same_answer, busy, footp
 from tests.faults.reference import Reference
 from tests.faults.rig import Failpoint, Rig
 from tests.lively import BLOCK_SIZE, CHUNK
+from tests.waiting import wait_until
 
 NUM_BLOCKS = 512
 PATIENT_LEASE_S = 30.0
@@ -197,15 +197,6 @@ class Stop:
         """Before the block ends."""
         for failpoint in self.failpoints:
             failpoint.release()
-
-
-def wait_until(condition: Callable[[], bool], problem: str | Callable[[], str], within_s: float = SETTLE_S) -> None:
-    """Looks until the condition holds."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise AssertionError(f"after {within_s:g} s: {problem if isinstance(problem, str) else problem()}")
-        time.sleep(0.01)
 
 
 @contextmanager

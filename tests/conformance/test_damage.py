@@ -9,11 +9,12 @@ import random
 
 import pytest
 
-from tests.conformance.stacks import GREEDY, Stack, wait_until
+from tests.conformance.stacks import GREEDY, Stack
 from tests.conformance.stored_pages import DAMAGES
 from tests.conformance.subjects import STORES, on
 from tests.e2e.asking import Asked
 from tests.lively import BLOCK_SIZE, random_prompt
+from tests.waiting import wait_until
 
 NUM_PAGES = 7
 """The last one is the unfilled tail."""

@@ -22,12 +22,12 @@ from tests.conformance.stacks import (
     STATES,
     Stack,
     running,
-    wait_until,
 )
 from tests.conformance.subjects import THOROUGH, Backing, on
 from tests.e2e.asking import Asked
 from tests.faults.reference import Reference
 from tests.lively import random_prompt
+from tests.waiting import wait_until
 
 FREED_WITHIN_S = SHORT_LEASE_S + 1.0 + 2.0
 """The lease and a second, and time for load reports to tell on a machine with more to do."""

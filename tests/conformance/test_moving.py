@@ -9,10 +9,11 @@ import time
 import pytest
 
 from tandem import AsyncClient
-from tests.conformance.stacks import GREEDY, SEEDED, Stack, wait_until
+from tests.conformance.stacks import GREEDY, SEEDED, Stack
 from tests.conformance.subjects import on
 from tests.e2e.asking import Asked
 from tests.lively import BLOCK_SIZE, CHUNK, random_prompt
+from tests.waiting import wait_until
 
 pytestmark = on("shared_storage", "nixl", "redis", "third-party")
 LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, CHUNK, 100, 257)

@@ -23,8 +23,9 @@ from engine.messages import (
 )
 from protos.tandem.v1 import common_pb2
 from tests.decode_service.decoding import Decoding
-from tests.instance.rig import Rig, eventually, refusal
+from tests.instance.rig import Rig, refusal
 from tests.tokenizer_builders import byte_level
+from tests.waiting import until
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 
@@ -66,7 +67,7 @@ async def test_a_whole_hand_over(decode: Rig, prefill: Rig) -> None:
     prefill.core.emit(TransferEvent("t1", 1))
     prefill.core.emit(TransferEvent("t1", 2, num_tokens=11))
     assert (await prefill.core.wait_for(LeaseCommand)).action == "attach"
-    await eventually(lambda: any(progress.num_tokens == 11 for progress in decode.core.of(KVProgress)))
+    await until(lambda: any(progress.num_tokens == 11 for progress in decode.core.of(KVProgress)))
     assert all(progress.request_id == "r1" for progress in decode.core.of(KVProgress))
 
     # STEP the seed and the end of the load; the lease goes back before the first token comes
@@ -74,8 +75,8 @@ async def test_a_whole_hand_over(decode: Rig, prefill: Rig) -> None:
     assert await decode.core.wait_for(Seed) == Seed("r1", [71])
     decode.core.emit(LoadedEvent("r1", num_external_tokens=7, num_recomputed_blocks=0))
     assert (await decoding.next()).loaded.num_external_tokens == 7
-    await eventually(lambda: LeaseCommand("t1", "release") in prefill.core.commands)
-    await eventually(lambda: decode.front.followers.num_following == 0)
+    await until(lambda: LeaseCommand("t1", "release") in prefill.core.commands)
+    await until(lambda: decode.front.followers.num_following == 0)
 
     # STEP the tokens go on after what was emitted and seeded
     decode.core.emit(TokensEvent("r1", [72]), TokensEvent("r1", [73], finish_reason="length", num_external_tokens=7))
@@ -160,8 +161,8 @@ async def test_cancelling_frees_here_and_at_the_holder(decode: Rig, prefill: Rig
         await decoding.next()
     decoding.call.cancel()
     assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])
-    await eventually(lambda: LeaseCommand("t1", "release") in prefill.core.commands)
-    await eventually(lambda: decode.front.followers.num_following == 0)
+    await until(lambda: LeaseCommand("t1", "release") in prefill.core.commands)
+    await until(lambda: decode.front.followers.num_following == 0)
     assert decode.front.role_service.metrics.num_cancelled == 1
 
 
@@ -223,4 +224,4 @@ async def test_a_fault_at_a_failpoint_frees_everything(
     decode.core.emit(ReservedEvent("r1", 0, 0), LoadedEvent("r1", 0, 3), TokensEvent("r1", [72]))
     assert (await refusal(decoding.call)).code() is grpc.StatusCode.INTERNAL
     assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])
-    await eventually(lambda: LeaseCommand("t1", "release") in prefill.core.commands)
+    await until(lambda: LeaseCommand("t1", "release") in prefill.core.commands)

@@ -14,7 +14,8 @@ import pytest
 from decode_service.service import ROLE
 from engine.messages import AbortRequests, TokensEvent
 from protos.tandem.v1 import decode_pb2
-from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, refusal, running
+from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
+from tests.waiting import until
 
 HANG_S = 20.0
 
@@ -49,7 +50,7 @@ class Stream:
 
         num_before = len(self._rig.core.commands)
         call = self._stub.Decode(said())
-        await eventually(lambda: len(self._rig.core.commands) > num_before, HANG_S)
+        await until(lambda: len(self._rig.core.commands) > num_before, HANG_S)
         return call
 
 
@@ -110,7 +111,7 @@ async def test_a_drain_waits_for_the_last_tokens_and_not_for_the_stream(decode: 
     stream = await Stream(decode).open()
     call = await stream.decode(1)
     draining = asyncio.create_task(decode.front.drain())
-    await eventually(lambda: decode.front.server.calls.draining)
+    await until(lambda: decode.front.server.calls.draining)
     late = await Stream(decode, "late").open()
     decode.core.emit(TokensEvent("r1", [72], finish_reason="length"))
     assert await asyncio.wait_for(draining, HANG_S)

@@ -16,9 +16,9 @@ import psutil
 from protos.tandem.v1 import instance_pb2, pools_pb2, pools_pb2_grpc
 from tandem.supervision import StackEvent
 from tests.faults.checker import private_files
-from tests.faults.mortal import wait_until
 from tests.faults.rig import Rig
 from tests.lively import rig_settings
+from tests.waiting import wait_until
 
 WIRE_ROLES = {"prefill": instance_pb2.ROLE_PREFILL, "decode": instance_pb2.ROLE_DECODE}
 ACCEPT_S = 0.3

@@ -19,9 +19,9 @@ from protos.tandem.v1 import pools_pb2
 from tests.e2e.resizing import ResizableStack, resizable
 from tests.faults.checker import wait_idle
 from tests.faults.load import Load
-from tests.faults.mortal import wait_until
 from tests.faults.questions import Question, make_questions
 from tests.lively import BLOCK_SIZE, CHUNK
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 """Streams and processes that start share the machine's cores."""
@@ -110,7 +110,8 @@ class Looks:
         return grown - first
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [2, 3])
 def test_a_ramp_a_spike_and_a_lull(checkpoint: Path, questions: list[Question], most: int) -> None:
     flags = {**SCALING, "decode-max-size": most}
     stack_fields = {

@@ -16,9 +16,9 @@ from engine import LLM
 from tests.e2e.resizing import ResizableStack, resizable
 from tests.faults.checker import wait_idle
 from tests.faults.load import Load
-from tests.faults.mortal import wait_until
 from tests.faults.questions import Question, make_questions
 from tests.lively import CHUNK
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 """A dozen streams and processes that start share the machine's cores."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import grpc
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
 from tandem.stack_settings import StackSettings
 from tests.faults.rig import Rig
+from tests.waiting import wait_until
 
 STEP_S = 0.03
 """Every step of a decode instance takes at least as long, so that streams last and there is always one to hit."""
@@ -86,14 +87,6 @@ class MortalStack:
 
     def _router_log(self) -> str:
         return self.rig.stack.members["router"].spec.log_file.read_text()
-
-
-def wait_until(condition: Callable[[], bool], problem: str, within_s: float = WAIT_S) -> None:
-    """Looks until the condition holds."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"after {within_s:g} s: {problem}"
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -14,8 +14,9 @@ import pytest
 from engine import LLM
 from tests.faults.checker import wait_idle
 from tests.faults.load import Load, Outcome
-from tests.faults.mortal import MortalStack, mortal_stack, wait_until
+from tests.faults.mortal import MortalStack, mortal_stack
 from tests.faults.questions import Question, make_questions
+from tests.waiting import wait_until
 
 NUM_TOKENS = 160
 """Enough that most of what runs at a decode instance has begun, and does not wait for its prefill."""

@@ -13,7 +13,8 @@ import pytest
 from tandem import Client
 from tandem.errors import TandemError
 from tests.e2e.asking import Asked
-from tests.faults.mortal import MortalStack, mortal_stack, wait_until
+from tests.faults.mortal import MortalStack, mortal_stack
+from tests.waiting import wait_until
 
 POISON = [3, 1, 4, 1, 5]
 WHOLESOME = [2, 7, 1, 8, 2]

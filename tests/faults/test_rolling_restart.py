@@ -23,6 +23,7 @@ from tests.faults.checker import assert_same_answer, wait_idle
 from tests.faults.reference import Answer, Reference
 from tests.faults.rig import Rig
 from tests.faults.two_routers import HANG_S, TwoRouters
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 """Four engines and two routers on a machine that may be busy with other things."""
@@ -199,7 +200,9 @@ def test_a_prefill_instance_stays_until_its_kv_is_fetched(stack: TwoRouters, ref
             time.sleep(0.01)
         asked.wait_first_token(HANG_S)
         # STEP the instance that holds the KV is told to end, and waits for the reader
-        [holder] = [name for name in rig.stack.instances if name.startswith("prefill") and rig.load(name).num_transfers]
+        prefill = [name for name in rig.stack.instances if name.startswith("prefill")]
+        wait_until(lambda: any(rig.load(name).num_transfers for name in prefill), "nobody holds the KV", HANG_S)
+        [holder] = [name for name in prefill if rig.load(name).num_transfers]
         stack.members[holder].send(signal.SIGTERM)
         num_phases, deadline_s = len(stack.phases(holder)), time.monotonic() + 60
         while not any(phase.startswith("refusing") for phase in stack.phases(holder)[num_phases - 1 :]):

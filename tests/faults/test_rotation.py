@@ -19,9 +19,9 @@ from tandem.stack_settings import StackSettings
 from tests.certificates import HOSTS, replace
 from tests.faults.checker import wait_idle
 from tests.faults.load import Load
-from tests.faults.mortal import wait_until
 from tests.faults.questions import make_questions
 from tests.faults.rig import Rig
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 """Two engines and a router on a machine that may be busy with other things."""

@@ -28,6 +28,7 @@ GENERATE = "/tandem.v1.GenerationService/Generate"
 WATCH = "/grpc.health.v1.Health/Watch"
 Flood = Callable[[str, asyncio.Event], Awaitable[int]]
 _BURST = 50
+_PATIENCE_S = 0.25
 _NUM_DEAF = 64
 _NUM_BAD = 8
 
@@ -41,13 +42,17 @@ async def _connected(address: str, *settings: tuple[int, int]) -> AsyncIterator[
 
 
 async def _over_and_over(address: str, stop: asyncio.Event, burst: Callable[[Connection], int]) -> int:
-    """`burst` on one connection after the other, as the server ends them."""
+    """`burst` on one connection after the other, as the server ends them or takes nothing more."""
     done = 0
     while not stop.is_set():
         async with _connected(address) as connection:
             while not stop.is_set():
                 done += burst(connection)
-                await connection.sent()
+                try:
+                    async with asyncio.timeout(_PATIENCE_S):
+                        await connection.sent()
+                except TimeoutError:
+                    break
         await asyncio.sleep(0)
     return done
 
@@ -165,6 +170,22 @@ async def deaf_readers(address: str, stop: asyncio.Event) -> int:
     return len(connections)
 
 
+async def cancelled_requests(address: str, stop: asyncio.Event) -> int:
+    """Requests that are whole, and reset in the same breath."""
+    sampling = common_pb2.SamplingParams(max_tokens=32, ignore_eos=True)
+    request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=range(20, 30)), sampling=sampling)
+    data = message(request.SerializeToString())
+
+    def burst(connection: Connection) -> int:
+        for _ in range(_BURST):
+            stream_id = connection.open_call(GENERATE)
+            connection.send(frame(http2.DATA, http2.END_STREAM, stream_id, data))
+            connection.send(frame(http2.RST_STREAM, 0, stream_id, http2.CANCEL.to_bytes(4, "big")))
+        return _BURST
+
+    return await _over_and_over(address, stop, burst)
+
+
 async def bad_requests(address: str, stop: asyncio.Event) -> int:
     """Requests with ids out of range, invalid UTF-8 and too many stops, in turn."""
     many = common_pb2.SamplingParams(stop=["x"] * 10_000, logprobs=10**6, n=10**9)
@@ -236,7 +257,7 @@ ANY_PORT: dict[str, Flood] = {
 }
 """What can be done to every gRPC port."""
 CLIENTS_PORT: dict[str, Flood] = {
-    flood.__name__: flood for flood in (deaf_readers, bad_requests, giant_prompts, metadata)
+    flood.__name__: flood for flood in (deaf_readers, cancelled_requests, bad_requests, giant_prompts, metadata)
 }
 """What needs the router's own service."""
 

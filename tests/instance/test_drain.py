@@ -21,7 +21,8 @@ from instance.drain import DrainTimes
 from instance.process import serve
 from protos.tandem.v1 import decode_pb2, instance_pb2, kv_transfer_pb2, prefill_pb2
 from serving.lifetime import EXIT_CUT_OFF, EXIT_STOPPED
-from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, refusal, running
+from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
+from tests.waiting import until
 
 PREFILL, DECODE = prefill_service.service.ROLE, decode_service.service.ROLE
 LONG_BEAT = InstanceSection(load_interval_s=10)
@@ -41,7 +42,7 @@ async def decoding(rig: Rig, request_id: str = "r1") -> Any:
         yield decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=instance_request(request_id)))
 
     call = rig.decode.Decode(start())
-    await eventually(lambda: len(rig.core.commands) > num_before)
+    await until(lambda: len(rig.core.commands) > num_before)
     rig.core.emit(TokensEvent(request_id, [72]), num_running=1)
     assert (await call.read()).tokens.token_index == 0
     return call
@@ -91,7 +92,7 @@ async def test_the_drain_is_told_at_once_health_first_and_accepts_for_a_while(fo
         await within(watching)
         assert sorted(told) == ["health", "load"]
         second = await decoding(rig, "r2")  # whoever has not heard of it is served
-        await eventually(lambda: rig.front.server.draining)
+        await until(lambda: rig.front.server.draining)
         error = await refusal(rig.decode.Decode(only_start("r3")))
         assert (error.code(), error.details().startswith("draining")) == (grpc.StatusCode.UNAVAILABLE, True)
         rig.core.emit(TokensEvent("r1", [73], finish_reason="stop"), TokensEvent("r2", [73], finish_reason="stop"))
@@ -119,7 +120,7 @@ async def test_streams_are_asked_to_move_before_the_grace_is_over_and_may_stay(f
                         return
 
         watching = asyncio.create_task(watch_load())
-        await eventually(lambda: asked)
+        await until(lambda: asked)
         rig.signals.request_stop()
         await within(watching)
         # STEP first it only says that it drains; both calls run on
@@ -145,7 +146,7 @@ async def test_a_reader_that_comes_during_the_drain_gets_its_kv(folder: Path) ->
         rig.core.emit(TokensEvent("r1", [72], finish_reason="hand_over"))
         await read_all(call)
         rig.signals.request_stop()
-        await eventually(lambda: rig.front.server.draining)
+        await until(lambda: rig.front.server.draining)
 
         # STEP the reader has not come yet, and is let in although requests are refused
         attach = rig.transfer.Attach()
@@ -171,7 +172,7 @@ async def test_a_reader_that_comes_during_the_drain_gets_its_kv(folder: Path) ->
 async def test_kv_that_nobody_has_fetched_is_a_loss_when_the_grace_is_over(folder: Path) -> None:
     async with running(folder, PREFILL, server={"drain_grace_s": 0.2}) as rig:
         rig.core.emit(num_transfers=1)
-        await eventually(lambda: rig.front.engine.load.num_transfers == 1)
+        await until(lambda: rig.front.engine.load.num_transfers == 1)
         rig.signals.request_stop()
         assert await within(serve(rig.front, rig.signals)) == EXIT_CUT_OFF
 
@@ -179,10 +180,10 @@ async def test_kv_that_nobody_has_fetched_is_a_loss_when_the_grace_is_over(folde
 async def test_a_lease_that_runs_out_ends_the_wait(folder: Path) -> None:
     async with running(folder, PREFILL, server={"drain_grace_s": 60.0}) as rig:
         rig.core.emit(num_transfers=1)
-        await eventually(lambda: rig.front.engine.load.num_transfers == 1)
+        await until(lambda: rig.front.engine.load.num_transfers == 1)
         ending = asyncio.create_task(serve(rig.front, rig.signals))
         rig.signals.request_stop()
-        await eventually(lambda: rig.front.server.draining)
+        await until(lambda: rig.front.server.draining)
         assert not ending.done()
         rig.core.emit(TransferEvent("t1", 2, ended="expired"), num_transfers=0)
         assert await within(ending) == EXIT_STOPPED

@@ -14,8 +14,9 @@ from instance.followers import Followers
 from instance.peers import Peers
 from prefill_service.service import ROLE
 from serving.channel import ChannelSettings
-from tests.instance.rig import Rig, eventually, model_folder, running
+from tests.instance.rig import Rig, model_folder, running
 from tests.instance.scripted_core import INFO
+from tests.waiting import until
 
 RELEASE = LeaseCommand("t1", "release")
 
@@ -53,7 +54,7 @@ def source(holder: Rig) -> TransferSource:
 async def test_what_was_never_reserved_is_released_all_the_same(holder: Rig, reader: Reader) -> None:
     with reader.followers.following(source(holder), "r1"):
         pass
-    await eventually(lambda: RELEASE in holder.core.commands)
+    await until(lambda: RELEASE in holder.core.commands)
     assert not reader.said
 
 
@@ -61,11 +62,11 @@ async def test_the_first_word_about_a_release_counts(holder: Rig, reader: Reader
     holder.core.emit(TransferEvent("t1", 3, num_tokens=14))
     with reader.followers.following(source(holder), "r1") as follower:
         follower.follow(1)
-        await eventually(lambda: any(said.num_tokens == 14 for said in reader.said))
+        await until(lambda: any(said.num_tokens == 14 for said in reader.said))
         follower.release(whole=True)
         follower.release(whole=False)
         assert follower.loaded.result()
-    await eventually(lambda: RELEASE in holder.core.commands)
+    await until(lambda: RELEASE in holder.core.commands)
     assert holder.core.commands.count(RELEASE) == 1
 
 
@@ -73,13 +74,13 @@ async def test_the_lease_is_renewed_for_as_long_as_the_load_takes(holder: Rig, r
     holder.core.emit(TransferEvent("t1", 0))
     with reader.followers.following(source(holder), "r1") as follower:
         follower.follow(0)
-        await eventually(lambda: sum(command.action == "renew" for command in holder.core.of(LeaseCommand)) >= 2)
+        await until(lambda: sum(command.action == "renew" for command in holder.core.of(LeaseCommand)) >= 2)
 
 
 async def test_letting_go_of_a_holder_that_is_not_there_takes_no_time(reader: Reader) -> None:
     began = asyncio.get_running_loop().time()
     with reader.followers.following(TransferSource("t1", "127.0.0.1:1", "e"), "r1") as follower:
         follower.follow(0)
-        await eventually(lambda: reader.said)
+        await until(lambda: reader.said)
     assert asyncio.get_running_loop().time() - began < 1.0
     assert "UNAVAILABLE" in (reader.said[-1].failed or "")

@@ -18,8 +18,9 @@ from instance.config import InstanceSection
 from instance.process import announce, serve
 from protos.tandem.v1 import instance_pb2, kv_transfer_pb2, prefill_pb2
 from serving.lifetime import EXIT_CUT_OFF, EXIT_FAILED, EXIT_STOPPED
-from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, refusal, running
+from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
 from tests.instance.scripted_core import INFO
+from tests.waiting import until
 
 ROLE = prefill_service.service.ROLE
 SERVICE = prefill_service.service.SERVICE.full_name
@@ -84,7 +85,7 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes(rig: Rig) -> No
 
     # STEP the drain begins: readiness goes first, the load says so, new requests are refused
     assert (await rig.instance.Drain(instance_pb2.DrainRequest(grace_s=5))).num_unfinished == 1
-    await eventually(lambda: rig.front.server.draining)
+    await until(lambda: rig.front.server.draining)
     assert not await is_serving(rig)
     assert await is_serving(rig, "")
     async with asyncio.timeout(2):
@@ -122,7 +123,7 @@ async def test_what_outlives_the_grace_is_answered_unavailable(folder: Path) -> 
 async def test_unread_kv_delays_the_end_for_the_grace_alone(folder: Path) -> None:
     async with running(folder, ROLE, server={"drain_grace_s": 0.2}) as rig:
         rig.core.emit(num_transfers=1)
-        await eventually(lambda: rig.front.engine.load.num_transfers == 1)
+        await until(lambda: rig.front.engine.load.num_transfers == 1)
         began = asyncio.get_running_loop().time()
         assert not await rig.front.drain()
         assert 0.15 < asyncio.get_running_loop().time() - began < 1.5
@@ -132,7 +133,7 @@ async def test_a_second_signal_stops_at_once(rig: Rig) -> None:
     call = await started(rig)
     ending = asyncio.create_task(serve(rig.front, rig.signals))
     rig.signals.request_stop()
-    await eventually(lambda: rig.front.server.draining)
+    await until(lambda: rig.front.server.draining)
     rig.signals.request_stop()
     assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
     assert await asyncio.wait_for(ending, 2) == EXIT_CUT_OFF
@@ -151,10 +152,10 @@ async def test_a_dead_core_ends_the_process_and_its_streams(rig: Rig) -> None:
 
 async def test_a_core_that_dies_during_a_drain_does_not_wait_for_readers(rig: Rig) -> None:
     rig.core.emit(num_transfers=1)
-    await eventually(lambda: rig.front.engine.load.num_transfers == 1)
+    await until(lambda: rig.front.engine.load.num_transfers == 1)
     ending = asyncio.create_task(serve(rig.front, rig.signals))
     rig.signals.request_stop()
-    await eventually(lambda: rig.front.server.draining)
+    await until(lambda: rig.front.server.draining)
     rig.core.die()
     assert await asyncio.wait_for(ending, 2) in (EXIT_FAILED, EXIT_STOPPED)
 

@@ -9,8 +9,8 @@ from contextlib import aclosing, asynccontextmanager
 from engine.async_engine import AsyncEngine
 from engine.messages import EngineLoad
 from instance.load import LoadReporter, changed_much
-from tests.instance.rig import eventually
 from tests.instance.scripted_core import ScriptedCore
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -57,6 +57,6 @@ async def test_a_slow_watcher_skips_to_the_newest_report() -> None:
         first = await anext(watch)
         for num_running in range(1, 6):
             core.emit(num_running=num_running)
-            await eventually(lambda wanted=num_running: reporter.latest.num_running == wanted)  # type: ignore[misc]
+            await until(lambda wanted=num_running: reporter.latest.num_running == wanted)  # type: ignore[misc]
         assert (await anext(watch)).num_running == 5
         assert reporter.latest.sequence == first.sequence + 5

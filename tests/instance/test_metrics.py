@@ -42,8 +42,9 @@ from serving.lifetime import StopSignals
 from serving.metrics import LatencyHistogram, MetricsSettings
 from tests.builders import lively_checkpoint
 from tests.decode_service.decoding import Decoding
-from tests.instance.rig import Rig, eventually, instance_request, model_folder, running, settings_of
+from tests.instance.rig import Rig, instance_request, model_folder, running, settings_of
 from tests.instance.scripted_core import ScriptedCore
+from tests.waiting import until
 
 ROLES = {"prefill": prefill_service.service.ROLE, "decode": decode_service.service.ROLE}
 METRICS = MetricsSettings(listen="127.0.0.1:0")
@@ -105,7 +106,7 @@ async def test_the_cores_report_is_served_under_prometheus_names(decode: Rig) ->
         num_recomputed_blocks=9,
         kv_totals=[totals, KVTotals(), KVTotals(num_shared_blocks=1)],  # type: ignore[arg-type]
     )
-    await eventually(lambda: decode.front.engine.load.num_transfers == 2)
+    await until(lambda: decode.front.engine.load.num_transfers == 2)
     samples = await scrape(decode.front)
     kv: dict[str, Any] = {"connector": "scripted"}
     for name, labels, expected in [
@@ -162,7 +163,7 @@ async def test_a_request_that_did_not_come_so_far_is_not_observed(folder: Path) 
         call = rig.prefill.Prefill(prefill_pb2.PrefillRequest(request=instance_request(), hand_over=hand_over))
         await call.read()
         call.cancel()
-        await eventually(lambda: rig.front.role_service.metrics.num_cancelled)
+        await until(lambda: rig.front.role_service.metrics.num_cancelled)
         samples = await scrape(rig.front)
         assert value(samples, "tandem_request_stage_seconds_count", stage="first_token") == 0
         assert value(samples, "tandem_requests_ended_total", reason="cancelled") == 1
@@ -175,7 +176,7 @@ async def test_the_documentation_names_what_is_served_and_nothing_else(folder: P
         async with running(folder, role, metrics=METRICS) as rig:
             totals = KVTotals("nixl", loaded=KVMoved(failures={"missing": 1}), reads=ReadCounters().totals())
             rig.core.emit(kv_totals=[totals])  # type: ignore[arg-type]
-            await eventually(lambda: rig.front.engine.load.kv_totals)
+            await until(lambda: rig.front.engine.load.kv_totals)
             served |= {re.sub("_(bucket|sum|count)$", "", name) for name, _ in await scrape(rig.front)}
     instances, _, _ = DOCS.read_text().partition("## The router")
     table = re.findall(r"^\| `((?:tandem_|vllm:)\w+)` \|", instances, re.MULTILINE)

@@ -13,7 +13,7 @@ from instance import token_streams
 from instance.token_streams import TokenStreams
 from protos.tandem.v1 import common_pb2, decode_pb2
 from serving.errors import AlreadyExists, Overloaded, Unavailable
-from tests.instance.rig import eventually
+from tests.waiting import until
 
 HANG_S = 20.0
 Numbered = list[tuple[int, int]]
@@ -48,7 +48,7 @@ class Wire:
         wanted = len(self.messages) + num_messages
         for _ in range(num_messages):
             self._may_take.release()
-        await eventually(lambda: len(self.messages) >= wanted, HANG_S)
+        await until(lambda: len(self.messages) >= wanted, HANG_S)
 
 
 @asynccontextmanager

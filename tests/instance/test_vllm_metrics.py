@@ -31,7 +31,8 @@ from protos.tandem.v1 import decode_pb2, instance_pb2, prefill_pb2
 from serving.histogram import Histogram
 from serving.metrics import MetricsSettings
 from tests.builders import lively_checkpoint
-from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, refusal, running
+from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM: dict[str, Any] = json.loads((ROOT / "tests/data/vllm_metrics.json").read_text())
@@ -87,7 +88,7 @@ async def test_every_name_label_and_bucket_is_vllms(folder: Path, role: Role) ->
     async with running(folder, role, metrics=METRICS) as rig:
         assert not [name for name in await families(rig) if name.startswith("nixl_")], "told where there is NIXL alone"
         rig.core.emit(kv_totals=[KVTotals("first"), KVTotals("nixl", reads=ReadCounters().totals())])  # type: ignore[arg-type]
-        await eventually(lambda: rig.front.engine.load.kv_totals)
+        await until(lambda: rig.front.engine.load.kv_totals)
         found = await families(rig)
     assert found.keys() == VLLM["metrics"].keys() - WITHOUT_COUNTERPART
     for name, family in found.items():
@@ -146,7 +147,7 @@ async def test_a_request_is_told_in_every_number(folder: Path) -> None:
             rig.core.emit(event, num_generated_tokens=3, num_preemptions=2, num_waiting=5, num_loading=6)
         await call.done_writing()
         assert len(await read_all(call)) == 3
-        await eventually(lambda: rig.front.role_service.metrics.finished["length"])
+        await until(lambda: rig.front.role_service.metrics.finished["length"])
         found = await families(rig)
     sources = {"local_cache_hit": 4, "external_kv_transfer": 3, "local_compute": NUM_OF_PROMPT - 7}
     for source, number in sources.items():
@@ -205,7 +206,7 @@ async def test_ends_that_are_no_success_are_told_by_why(folder: Path) -> None:
         rig.core.emit(TokensEvent("r3", [], "error", error="not finite"))
         assert (await refusal(broken)).code() is grpc.StatusCode.INTERNAL
         metrics = rig.front.role_service.metrics
-        await eventually(lambda: metrics.num_cancelled == 1 and metrics.num_failed == 2)
+        await until(lambda: metrics.num_cancelled == 1 and metrics.num_failed == 2)
         found = await families(rig)
     assert value(found, "request_success", "_total", finished_reason="abort") == 1
     assert value(found, "request_success", "_total", finished_reason="error") == 2

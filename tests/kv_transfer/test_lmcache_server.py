@@ -42,6 +42,7 @@ from tests.kv_transfer.redis_server import RedisServer, name_of, redis_server
 from tests.kv_transfer.test_hand_over import GREEDY
 from tests.kv_transfer.test_redis_connector import PROMPTS
 from tests.kv_transfer.test_shared_storage import HEADER, PAGE, key_of
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +68,6 @@ def server(folder: Path, redis: RedisServer) -> Iterator[ServerProcess]:
     }
     with lmcache_server(folder, {**on_disk, "eviction": {"eviction_policy": "LRU"}}, in_redis) as server:
         yield server
-
-
-def wait_until(condition: object, timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_store_keeps_its_contract_and_leaves_nothing(server: ServerProcess, redis: RedisServer, folder: Path) -> None:

@@ -14,8 +14,9 @@ from engine import failpoints
 from engine.messages import AbortRequests, AddRequest, HoldKV, LeaseCommand, TokensEvent
 from prefill_service.service import ROLE
 from protos.tandem.v1 import common_pb2, prefill_pb2
-from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, refusal, running
+from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
 from tests.tokenizer_builders import byte_level
+from tests.waiting import until
 
 HAND_OVER = prefill_pb2.HandOver(transfer_id="t1", lease_s=2.0)
 
@@ -110,7 +111,7 @@ async def test_the_id_of_a_running_request_is_refused_and_its_lease_left_alone(r
     assert not rig.core.of(LeaseCommand)
     call.cancel()
     await rig.core.wait_for(AbortRequests)
-    await eventually(lambda: not rig.front.choices.running_ids)
+    await until(lambda: not rig.front.choices.running_ids)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from protos.tandem.v1 import generation_pb2, pools_pb2, pools_pb2_grpc
 from router.callers import Caller
 from router.security import AuthSettings, RouterTlsSettings, Security
 from serving.channel import open_channel
-from serving.server import HealthSettings, ServerSettings
+from serving.server_settings import HealthSettings, ServerSettings
 from serving.settings import SettingsError
 from tandem.private_ca import PrivateCa
 from tests.certificates import Files, files_of, replace

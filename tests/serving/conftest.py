@@ -16,7 +16,8 @@ from serving.calls import Context, remaining_s
 from serving.channel import open_channel
 from serving.errors import Overloaded, invalid_argument
 from serving.open_calls import CONTROL
-from serving.server import Server, ServerSettings
+from serving.server import Server
+from serving.server_settings import ServerSettings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 
@@ -119,10 +120,3 @@ async def rigs() -> AsyncIterator[Rigs]:
 
 def trailers_of(error: grpc.aio.AioRpcError) -> dict[str, str | bytes]:
     return {key: value for key, value in error.trailing_metadata() or ()}  # noqa: C416 - dict() misreads Metadata
-
-
-async def eventually(condition: object, within_s: float = 5.0) -> None:
-    """Waits until `condition()` holds; fails after `within_s`."""
-    async with asyncio.timeout(within_s):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.005)

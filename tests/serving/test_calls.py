@@ -14,10 +14,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
+from serving.bad_callers import BadCallers
 from serving.calls import CallGuard, CallLimits, Context
 from serving.open_calls import OpenCalls
 from serving.writer import Writer
-from tests.serving.conftest import SERVICE, Rigs, Scripted, eventually, trailers_of
+from tests.serving.conftest import SERVICE, Rigs, Scripted, trailers_of
+from tests.waiting import until
 
 GENERATE = "/tandem.v1.GenerationService/Generate"
 
@@ -106,15 +108,15 @@ async def test_a_client_that_goes_away_ends_its_handler(rigs: Rigs) -> None:
     rig = await rigs.start()
     call = await rig.waiting_call()
     call.cancel()
-    await eventually(lambda: rig.servicer.num_running == 0)
+    await until(lambda: rig.servicer.num_running == 0)
     assert rig.server.calls.num_open == 0
 
 
 async def test_a_slow_reader_is_cut_off_and_its_handler_closed(rigs: Rigs) -> None:
     rig = await rigs.start(write_timeout_s=0.3)
     call = rig.stub.Generate(pb.GenerateRequest(text="flood"))
-    await eventually(lambda: rig.servicer.num_sent > 0)
-    await eventually(lambda: rig.servicer.num_running == 0)
+    await until(lambda: rig.servicer.num_sent > 0)
+    await until(lambda: rig.servicer.num_running == 0)
     # The status waits behind the unread messages, so the client keeps its place until it reads or goes.
     assert rig.server.calls.num_open == 1
     assert rig.server.calls.num_awaited == 0
@@ -123,15 +125,15 @@ async def test_a_slow_reader_is_cut_off_and_its_handler_closed(rigs: Rigs) -> No
             pass
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "client too slow" in caught.value.details()
-    await eventually(lambda: rig.server.calls.num_open == 0)
+    await until(lambda: rig.server.calls.num_open == 0)
 
 
 async def test_a_slow_reader_that_never_reads_leaves_nothing_behind_when_it_goes(rigs: Rigs) -> None:
     rig = await rigs.start(write_timeout_s=0.1)
     call = rig.stub.Generate(pb.GenerateRequest(text="flood"))
-    await eventually(lambda: rig.servicer.num_sent > 0 and rig.servicer.num_running == 0)
+    await until(lambda: rig.servicer.num_sent > 0 and rig.servicer.num_running == 0)
     call.cancel()
-    await eventually(lambda: rig.server.calls.num_open == 0)
+    await until(lambda: rig.server.calls.num_open == 0)
 
 
 async def test_calls_over_the_cap_of_one_peer_are_refused_with_a_hint(rigs: Rigs) -> None:
@@ -145,12 +147,12 @@ async def test_calls_over_the_cap_of_one_peer_are_refused_with_a_hint(rigs: Rigs
     assert trailers_of(error)["grpc-retry-pushback-ms"] == "1000"
     assert (await rig.stub.Abort(pb.AbortRequest(request_ids=["a"]))).num_aborted == 1  # control calls pass
     calls[0].cancel()
-    await eventually(lambda: rig.server.calls.num_open == 7)
+    await until(lambda: rig.server.calls.num_open == 7)
     assert await rig.generate("hello") == ["token"] * 3
     # closing: no place is lost
     for call in calls:
         call.cancel()
-    await eventually(lambda: rig.server.calls.num_open == 0)
+    await until(lambda: rig.server.calls.num_open == 0)
 
 
 async def test_the_129th_open_call_of_a_peer_is_refused_by_default(rigs: Rigs) -> None:
@@ -159,7 +161,7 @@ async def test_the_129th_open_call_of_a_peer_is_refused_by_default(rigs: Rigs) -
     assert (await rig.refusal("hello")).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     for call in calls:
         call.cancel()
-    await eventually(lambda: rig.server.calls.num_open == 0)
+    await until(lambda: rig.server.calls.num_open == 0)
 
 
 async def test_calls_over_the_cap_in_all_are_refused(rigs: Rigs) -> None:
@@ -189,14 +191,14 @@ async def test_a_coroutine_function_writes_its_answer(rigs: Rigs) -> None:
     assert (await rig.refusal("wrong answer")).code() is grpc.StatusCode.INTERNAL
     call = await rig.waiting_call()
     call.cancel()
-    await eventually(lambda: rig.servicer.num_running == 0)
+    await until(lambda: rig.servicer.num_running == 0)
 
 
 async def test_a_slow_reader_of_what_is_written_is_cut_off(rigs: Rigs) -> None:
     rig = await rigs.start(Writing(), write_timeout_s=0.3)
     call = rig.stub.Generate(pb.GenerateRequest(text="flood"))
-    await eventually(lambda: rig.servicer.num_sent > 0)
-    await eventually(lambda: rig.servicer.num_running == 0)
+    await until(lambda: rig.servicer.num_sent > 0)
+    await until(lambda: rig.servicer.num_running == 0)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
             pass
@@ -223,7 +225,7 @@ class Incomplete(Scripted):
 async def test_a_servicer_that_does_not_fit_its_service_is_refused(
     servicer: type[Scripted], policies: dict, problem: str
 ) -> None:
-    guard = CallGuard(CallLimits(1.0, 1.0, 1.0), OpenCalls(max_per_peer=1, max_in_all=1))
+    guard = CallGuard(CallLimits(1.0, 1.0, 1.0), OpenCalls(max_per_peer=1, max_in_all=1), BadCallers(per_s=1.0))
     with pytest.raises(TypeError, match=problem):
         guard.handlers(SERVICE, servicer(), policies)
 
@@ -258,10 +260,10 @@ async def test_a_call_that_waits_for_its_message_takes_a_place(rigs: Rigs) -> No
     rig = await rigs.start(max_calls_per_peer=1)
     call = rig.channel.stream_stream(GENERATE)()
     await call.wait_for_connection()
-    await eventually(lambda: rig.server.calls.num_open == 1)
+    await until(lambda: rig.server.calls.num_open == 1)
     assert (await rig.refusal("hello")).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     call.cancel()
-    await eventually(lambda: rig.server.calls.num_open == 0)
+    await until(lambda: rig.server.calls.num_open == 0)
 
 
 async def test_a_call_that_ends_without_a_message_is_told_so(rigs: Rigs) -> None:

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PEER = """
 import asyncio
-from serving.server import Server, ServerSettings
+from serving.server import Server
+from serving.server_settings import ServerSettings
 from tests.serving.conftest import SERVICE, Scripted
 
 async def main():

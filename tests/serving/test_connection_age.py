@@ -10,7 +10,7 @@ import pytest
 
 from protos.tandem.v1 import generation_pb2 as pb
 from serving.calls import Context
-from serving.server import ServerSettings, server_options
+from serving.server_settings import ServerSettings, server_options
 from tests.serving.conftest import Rigs, Scripted
 
 AGE_S = 0.3

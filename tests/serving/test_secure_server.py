@@ -21,10 +21,12 @@ from serving.channel import open_channel
 from serving.credentials import certificate_gate
 from serving.errors import Unauthenticated
 from serving.redialled import RedialledChannel
-from serving.server import HealthSettings, Server, ServerSettings, ServerTls
+from serving.server import Server, ServerTls
+from serving.server_settings import HealthSettings, ServerSettings
 from tandem.private_ca import PrivateCa
 from tests.certificates import Files, files_of, long_ago
-from tests.serving.conftest import SERVICE, Scripted, eventually
+from tests.serving.conftest import SERVICE, Scripted
+from tests.waiting import until
 
 TIMEOUT_S = 20.0
 
@@ -131,13 +133,13 @@ async def test_a_new_ca_with_an_overlap_is_taken_without_a_failed_call_and_strea
     for files, name in ((secured.server_files, "server"), (secured.client_files, "client")):
         files.replace(successor.issue(name, ("127.0.0.1",)), authority, successor)
         assert await ask(channel)
-    await eventually(lambda: channel.connection().pair.chain == secured.client_files.certificate.read_bytes())
+    await until(lambda: channel.connection().pair.chain == secured.client_files.certificate.read_bytes())
     for files, name in ((secured.server_files, "server"), (secured.client_files, "client")):
         files.replace(successor.issue(name, ("127.0.0.1",)), successor)
         assert await ask(channel)
 
     # STEP: who comes now has to be of the new CA; the stream of before has not noticed
-    await eventually(lambda: channel.connection().pair.ca == successor.certificate)
+    await until(lambda: channel.connection().pair.ca == successor.certificate)
     late = await secured.channel(server, secured.client_files)
     assert await ask(late)
     assert first.num_calls == 1
@@ -145,7 +147,7 @@ async def test_a_new_ca_with_an_overlap_is_taken_without_a_failed_call_and_strea
     secured.servicer.go.set()
     assert (await reading).model == "went on"
     assert await stream.read() is grpc.aio.EOF
-    await eventually(lambda: first.num_calls == 0)
+    await until(lambda: first.num_calls == 0)
     assert channel.connection() is not first
 
 
@@ -171,7 +173,7 @@ async def test_files_that_the_peer_does_not_accept_break_nothing_that_stands(
         await asyncio.sleep(0.05)
     secured.client_files.replace(authority.issue("client"))
     assert isinstance(channel, RedialledChannel)
-    await eventually(lambda: channel.connection().pair.chain == secured.client_files.certificate.read_bytes())
+    await until(lambda: channel.connection().pair.chain == secured.client_files.certificate.read_bytes())
     assert await ask(channel)
 
 
@@ -181,7 +183,7 @@ async def test_an_expired_certificate_is_told_of_though_nobody_calls(
     monkeypatch.setattr(serving.server, "_LOOK_S", 0.01)
     await secured.start()
     secured.server_files.replace(authority.issue("server", **long_ago()))
-    await eventually(lambda: "of server, expired: until" in caplog.text)
+    await until(lambda: "of server, expired: until" in caplog.text)
 
 
 async def test_a_half_written_pair_never_answers(secured: Secured, authority: PrivateCa) -> None:

@@ -13,10 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
-from serving.server import Server, ServerSettings, address
+from serving.addresses import joined
+from serving.server import Server
+from serving.server_settings import ServerSettings
 from tests.floods import http2
 from tests.floods.http2 import Connection, frame, message
-from tests.serving.conftest import SERVICE, Rigs, Scripted, eventually, trailers_of
+from tests.serving.conftest import SERVICE, Rigs, Scripted, trailers_of
 from tests.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -39,7 +41,7 @@ async def test_the_advertised_address_is_a_setting_of_its_own() -> None:
     await server.start()
     assert server.address == "pod-7.pods:7000"
     await server.stop()
-    assert address("::1", 7) == "[::1]:7"
+    assert joined("::1", 7) == "[::1]:7"
 
 
 async def test_a_taken_port_is_an_error_that_names_it(rigs: Rigs) -> None:
@@ -91,7 +93,7 @@ async def test_a_drain_turns_unready_then_refuses_then_waits_then_stops(rigs: Ri
     assert await checked(rig.channel, "") == SERVING
 
     # STEP 2: requests are refused, control calls and what runs go on.
-    await eventually(lambda: rig.server.draining)
+    await until(lambda: rig.server.draining)
     error = await rig.refusal("hello")
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert error.details().startswith("draining")
@@ -136,7 +138,7 @@ async def test_a_stop_that_cuts_nobody_off_says_so(rigs: Rigs) -> None:
 async def test_a_drain_does_not_wait_for_a_client_that_does_not_read(rigs: Rigs) -> None:
     rig = await rigs.start(write_timeout_s=0.1, drain_grace_s=30.0)
     call = rig.stub.Generate(pb.GenerateRequest(text="flood"))
-    await eventually(lambda: rig.servicer.num_sent > 0)
+    await until(lambda: rig.servicer.num_sent > 0)
     assert await asyncio.wait_for(rig.server.drain(), 5) is True
     call.cancel()
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from serving.server import ServerSettings
+from serving.server_settings import ServerSettings
 from serving.settings import Section, Settings, SettingsError, environment_name, leaves, load, setting, settings_options
 
 

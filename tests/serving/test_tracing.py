@@ -17,7 +17,7 @@ from engine.messages import AbortRequests, LeaseCommand, LoadedEvent, ReservedEv
 from protos.tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
 from router.legs import DecodeLeg
 from serving import tracing
-from tests.instance.rig import Rig, eventually, instance_request, model_folder, read_all, running
+from tests.instance.rig import Rig, instance_request, model_folder, read_all, running
 from tests.serving.spans import (
     METADATA,
     SPAN_ID,
@@ -30,6 +30,7 @@ from tests.serving.spans import (
     spans,
     trace_ids,
 )
+from tests.waiting import until
 
 __all__ = ["own_context", "spans"]
 
@@ -87,7 +88,7 @@ async def test_a_hand_over_is_one_trace_from_both_instances(decode: Rig, prefill
     decode.core.emit(LoadedEvent("r2", num_external_tokens=4, num_recomputed_blocks=1, reason="page_digest"))
     await call.read()
     await prefill.core.wait_for(LeaseCommand)
-    await eventually(lambda: LeaseCommand("t1", "release") in prefill.core.commands)
+    await until(lambda: LeaseCommand("t1", "release") in prefill.core.commands)
     prefill.core.emit(TransferEvent("t1", 2, ended="released"))
     call.cancel()
 
@@ -164,7 +165,7 @@ async def test_a_load_goes_on_after_its_holder_has_gone(decode: Rig, prefill: Ri
     prefill.core.emit(TransferEvent("t1", 0), TransferEvent("t1", 0, ended="failed", reason="its request ended"))
     decode.core.emit(ReservedEvent("r2", num_cached_tokens=0, num_local_blocks=0))
     await call.read()
-    await eventually(lambda: decode.front.followers.num_following == 0)
+    await until(lambda: decode.front.followers.num_following == 0)
     assert "kv.load" not in spans.names()
     decode.core.emit(LoadedEvent("r2", num_external_tokens=0, num_recomputed_blocks=3, reason="its request ended"))
     load, _ = await spans.named("kv.load", "kv.transfer")

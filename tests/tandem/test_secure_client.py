@@ -15,7 +15,8 @@ from click.testing import CliRunner
 
 from protos.tandem.v1 import common_pb2, generation_pb2
 from serving.calls import Context
-from serving.server import Server, ServerSettings, ServerTls
+from serving.server import Server, ServerTls
+from serving.server_settings import ServerSettings
 from tandem import AsyncClient, Client, TandemError
 from tandem.commands.generate import command as generate_command
 from tandem.commands.pools import command as pools_command

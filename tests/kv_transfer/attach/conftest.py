@@ -11,7 +11,8 @@ import pytest
 
 from kv_transfer.holder import POLICIES, SERVICE
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
-from serving.server import Server, ServerSettings
+from serving.server import Server
+from serving.server_settings import ServerSettings
 from tests.kv_transfer.attach.ends import Holding
 
 

@@ -14,7 +14,8 @@ from engine.messages import TransferEvent
 from kv_transfer.holder import POLICIES, SERVICE, HolderSettings, TransferHolder
 from protos.tandem.v1 import kv_transfer_pb2 as pb
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
-from serving.server import Server, ServerSettings
+from serving.server import Server
+from serving.server_settings import ServerSettings
 from tests.kv_transfer.attach.ends import EPOCH, IDENTITY, Holding, Reading, open_message
 from tests.waiting import until
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -125,6 +126,17 @@ async def test_both_ports_share_the_caps_on_open_calls(run_http: RunHttp) -> Non
         assert response.status_code == 429
         assert "open calls" in response.json()["error"]["message"]
         await asking
+
+
+async def test_who_asks_wrongly_all_the_time_waits_for_the_answer(run_http: RunHttp) -> None:
+    async with run_http(prefill=0, server={"max_bad_calls_per_s": 1.0}) as http:
+        for _ in range(2):
+            assert (await http.post(prompt=SHORT, max_tokens=-1)).status_code == 400
+        began_s = time.monotonic()
+        asking = asyncio.create_task(http.post(prompt=SHORT, max_tokens=-1))
+        assert (await http.post(prompt=SHORT, max_tokens=2)).status_code == 200
+        assert (await asking).status_code == 400
+        assert time.monotonic() - began_s >= 0.5  # one a second, less what came back before
 
 
 async def test_a_drain_finishes_what_runs_and_refuses_what_comes(run_http: RunHttp) -> None:

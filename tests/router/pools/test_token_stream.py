@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.failing import busy, deaf_client, decodes
 from tests.router.rig import PROMPT, Rig, request_of, settings_of, slow
+from tests.waiting import until
 
 HANG_S = 20.0
 
@@ -34,19 +34,10 @@ def run(run: Run) -> Run:
     return partial(run, pools={"beat_timeout_s": HANG_S})
 
 
-async def eventually(condition: Callable[[], object]) -> None:
-    """Waits until `condition()` holds."""
-    async with asyncio.timeout(HANG_S):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def until_open(rig: Rig, num_open: int = 1) -> None:
     """Waits until each decode instance has that many token streams."""
-    await eventually(lambda: all(fake.token_streams.num_open == num_open for fake in rig.decode))
-    await eventually(
-        lambda: all(one.token_streams and one.token_streams.current for one in rig.app.pools.decode.members)
-    )
+    await until(lambda: all(fake.token_streams.num_open == num_open for fake in rig.decode))
+    await until(lambda: all(one.token_streams and one.token_streams.current for one in rig.app.pools.decode.members))
 
 
 def stream_of(rig: Rig, index: int = 0) -> TokenStream:
@@ -157,13 +148,13 @@ async def test_a_stream_lives_as_long_as_somebody_follows_the_instance_or_is_sti
     async with FakeInstance("decode") as fake, grpc.aio.insecure_channel(fake.address) as channel:
         streams, call = TokenStreams("decode", channel, PoolSettings(min_backoff_s=0.02, max_backoff_s=0.1)), Recorder()
         # STEP a stream that breaks tells its calls, and another one follows
-        await eventually(lambda: streams.current)
+        await until(lambda: streams.current)
         broken = streams.current
         assert broken is not None
         broken.join(call)
         fake.break_token_streams()
-        await eventually(lambda: call.ends == [grpc.StatusCode.UNAVAILABLE])
-        await eventually(lambda: streams.current)
+        await until(lambda: call.ends == [grpc.StatusCode.UNAVAILABLE])
+        await until(lambda: streams.current)
         stream = streams.current
         assert stream is not broken
         # STEP one whose instance is not followed any more is there for the call on it, and for nobody else
@@ -173,9 +164,9 @@ async def test_a_stream_lives_as_long_as_somebody_follows_the_instance_or_is_sti
         assert streams.current is None
         async with fake.token_streams.way_of(decode_pb2.DecodeStart(token_stream=joined), never) as answer:
             await answer(decode_pb2.DecodeResponse())
-        await eventually(lambda: len(call.responses) == 1)
+        await until(lambda: len(call.responses) == 1)
         stream.leave(joined)
-        await eventually(lambda: fake.token_streams.num_open == 0)
+        await until(lambda: fake.token_streams.num_open == 0)
         assert len(call.ends) == 1
 
 
