@@ -22,7 +22,7 @@ class ServerSettings(Section):
     max_bad_calls_per_s: float = setting(
         100.0,
         "Calls per second from one address that may come to nothing, twice as many in a burst. Beyond it wrong requests"
-        " wait for their answer, and a connection that begins calls and resets them before their message came is dropped.",
+        " wait for their answer, and a connection that begins calls and resets them before a message came is dropped.",
         gt=0,
     )
     max_streams_per_connection: int = setting(1024, "HTTP/2 streams on one connection; further calls wait.", ge=1)
