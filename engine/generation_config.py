@@ -11,8 +11,7 @@ import msgspec
 from engine.errors import UnsupportedModel
 from engine.tokenizer import Tokenizer
 
-_PENALTIES_SERVED = False
-"""Until repetition_penalty is, a checkpoint's default for it must not make every plain request one that is refused."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,16 +36,19 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
         if not eos and (tokenizer is not None or (folder / "tokenizer.json").is_file()):
             tokenizer = tokenizer or Tokenizer.from_folder(folder)
             eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        fields = {name: config.get(name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        fields = {name: config.get(name) for name in _SAMPLING}
         try:
             return msgspec.convert({"eos_token_ids": eos, "max_tokens": config.get("max_new_tokens"), **fields}, cls)
         except msgspec.ValidationError as error:
             raise UnsupportedModel(f"generation_config.json: {error}") from None
 
+    def eos_ids_within(self, vocab_size: int) -> tuple[int, ...]:
+        """Those that the model can sample: files made for a larger vocabulary name others."""
+        return tuple(token_id for token_id in self.eos_token_ids if 0 <= token_id < vocab_size)
+
     def sampling_fields(self) -> dict[str, float | int]:
         """Keyword arguments for `SamplingParams`, to be overridden by what a request names itself."""
-        names = ["temperature", "top_p", "top_k", "min_p", "max_tokens", *(["repetition_penalty"] * _PENALTIES_SERVED)]
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: value for name in (*_SAMPLING, "max_tokens") if (value := getattr(self, name)) is not None}
 
 
 def _read(path: Path) -> dict[str, Any]:

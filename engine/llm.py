@@ -117,8 +117,13 @@ class LLM:
         validate_prompt(token_ids, info.vocab_size, info.max_model_len)
         if self.tokenizer is not None:
             params = with_bad_word_ids(params, partial(self.tokenizer.encode, add_special_tokens=False))
+        eos_token_ids = self._defaults.eos_ids_within(info.vocab_size)
         params = validate(
-            params, vocab_size=info.vocab_size, max_model_len=info.max_model_len, num_prompt_tokens=len(token_ids)
+            params,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            num_prompt_tokens=len(token_ids),
+            eos_token_ids=eos_token_ids,
         )
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "stop strings need the tokenizer, which skip_tokenizer_init left out")
@@ -132,7 +137,7 @@ class LLM:
                 request_id=f"{answer.request_id}-{index}",
                 prompt_token_ids=token_ids,
                 params=params,
-                eos_token_ids=self._defaults.eos_token_ids,
+                eos_token_ids=eos_token_ids,
                 seed=seed,
                 choice=index,
             )

@@ -8,7 +8,7 @@ before anything is computed; what it returns has every default filled in.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -126,7 +126,14 @@ _INTS = (
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 
 
-def validate(params: SamplingParams, *, vocab_size: int, max_model_len: int, num_prompt_tokens: int) -> SamplingParams:
+def validate(
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    num_prompt_tokens: int,
+    eos_token_ids: Collection[int] = (),
+) -> SamplingParams:
     """Check every field; return `params` with `max_tokens` filled in.
 
     `vocab_size` is the model's (rows of its output matrix), `max_model_len` the longest prompt + output in tokens: the
@@ -149,7 +156,7 @@ def validate(params: SamplingParams, *, vocab_size: int, max_model_len: int, num
         )
     _check_stop(params)
     check_ids("stop_token_ids", params.stop_token_ids, vocab_size, MAX_STOP_TOKEN_IDS)
-    _check_tokens(params, vocab_size)
+    _check_tokens(params, vocab_size, eos_token_ids)
     if params.prompt_logprobs is not None:
         _check_prompt_logprobs(params.prompt_logprobs, num_prompt_tokens)
     return _with_length(params, max_model_len=max_model_len, num_prompt_tokens=num_prompt_tokens)
@@ -187,7 +194,7 @@ def _check_stop(params: SamplingParams) -> None:
         raise InvalidRequest("stop", "stop strings need text, and detokenize is false", "no stop, or detokenize=true")
 
 
-def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
+def _check_tokens(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> None:
     """What is said about single tokens of the vocabulary."""
     if params.allowed_token_ids is not None:
         if not params.allowed_token_ids:
@@ -198,8 +205,10 @@ def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
     _check_bad_word_ids(params.bad_word_ids, vocab_size)
     if params.allowed_token_ids is not None:
         left = set(params.allowed_token_ids) - {ids[0] for ids in params.bad_word_ids if len(ids) == 1}
-        if not left - set(params.stop_token_ids if params.min_tokens else ()):
-            what = "bad words" + (f" or stop tokens, and min_tokens={params.min_tokens}" if params.min_tokens else "")
+        ending = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        if not left - (ending if params.min_tokens else set()):
+            ends = f" or end the output, and min_tokens={params.min_tokens}" if params.min_tokens else ""
+            what = f"bad words{ends}"
             raise InvalidRequest("allowed_token_ids", f"all of them are {what}: no token can be sampled")
     if params.logit_bias is not None:
         _check_logit_bias(params.logit_bias, vocab_size)

@@ -30,6 +30,11 @@ class ListenSettings(ServerSettings):
     )
     listen: str | None = setting(None, "host:port to listen on, in one: goes before host and port.", flag="--listen")
     max_calls_per_peer: int = setting(4096, "Open calls from one address.", ge=1)
+    max_bad_calls_per_s: float = setting(
+        10_000.0,
+        "Calls per second from one address that may come to nothing, twice as many in a burst; a router's may be many.",
+        gt=0,
+    )
     drain_accept_s: float = setting(1.0, "Seconds that a drain still accepts requests, until routers know.", ge=0)
     drain_move_s: float = setting(
         10.0, "Last seconds of the grace, in which routers let what still runs go on elsewhere.", ge=0

@@ -180,6 +180,7 @@ def sampling_params(message: common_pb2.SamplingParams, limits: Limits, num_prom
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
             num_prompt_tokens=num_prompt_tokens,
+            eos_token_ids=limits.eos_token_ids,
         )
     except InvalidRequest as error:
         raise invalid_argument(f"request.sampling.{error.field}", error.problem, error.allowed) from error

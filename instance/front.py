@@ -261,7 +261,7 @@ class Front:
         return Limits(
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
-            eos_token_ids=GenerationDefaults.from_folder(self.settings.model.folder).eos_token_ids,
+            eos_token_ids=GenerationDefaults.from_folder(self.settings.model.folder).eos_ids_within(info.vocab_size),
             max_requests=self.settings.instance.max_requests,
             max_lease_s=transfer.lease_s,
             max_reservation_s=transfer.reservation_s,

@@ -22,7 +22,7 @@ from engine.kv_layout import KVLayout
 from kv_transfer.breaker import Breaker
 from kv_transfer.loads import Loader, LoadOp
 from kv_transfer.page import EPOCH_BYTES
-from kv_transfer.page_io import SKIPPED, IOEnd, PageIO
+from kv_transfer.page_io import SKIPPED, STORE_DOWN, IOEnd, PageIO
 from kv_transfer.page_memory import make_page_memory
 from kv_transfer.page_naming import PageNaming
 from kv_transfer.prefix_production import PrefixProducer
@@ -122,7 +122,8 @@ class StoreConnector(TransferConnector):
         for end in self._take_ended():
             self._apply(end, now)
         self._producer.expire(now)
-        self._loader.expire(now)
+        for _ in range(self._loader.expire(now)):
+            self._io.breaker.record(good=False)  # a store that hangs has no word of its own
         for key in self._producer.take_deletes():
             self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
         return self._output()
@@ -146,7 +147,12 @@ class StoreConnector(TransferConnector):
     # Inside
 
     def _submit(self, op: SaveOp | LoadOp) -> None:
-        self._threads.submit(lambda: self._end_op(self._io.run(op)))
+        """Threads that hang in a store cannot say that it is down: what would only queue behind them ends here."""
+        if not self._io.breaker.allows():
+            self._end_op(IOEnd(op, STORE_DOWN))
+            return
+        is_probe = self._io.breaker.is_open
+        self._threads.submit(lambda: self._end_op(self._io.run(op, is_probe=is_probe)))
 
     def _apply(self, end: IOEnd, now: float) -> None:
         counters = self.counters

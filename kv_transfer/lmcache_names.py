@@ -88,6 +88,6 @@ def import_lmcache(module: str) -> Any:
         if error.name is not None and error.name.partition(".")[0] == "lmcache":
             raise EngineError(
                 "this backend of the lmcache connector needs LMCache 0.5.6 or later, below 0.6:"
-                f" pip install 'tandem-llm[lmcache]' ({error})"
+                f" pip install '.[lmcache]' ({error})"
             ) from error
         raise EngineError(f"LMCache cannot be imported: {error}") from error

@@ -204,10 +204,12 @@ class Loader:
             self._freed.append(load.retained_id or load.request_id)
         self._settle(load)
 
-    def expire(self, now: float) -> None:
-        """Give up pages that the store has not delivered in time."""
-        for load in [load for load in self._loads.values() if load.num_in_flight and load.deadline <= now]:
+    def expire(self, now: float) -> int:
+        """Give up pages that the store has not delivered in time; returns for how many requests."""
+        late = [load for load in self._loads.values() if load.num_in_flight and load.deadline <= now]
+        for load in late:
             self.give_up(load, f"the store did not deliver within {self._load_timeout_s:g} s")
+        return len(late)
 
     def give_up(self, load: Load, failure: str) -> None:
         """Wait no longer for reads of this load that have begun."""

@@ -11,6 +11,7 @@ peers hold, and one that reads. Works on what UCX finds: shared memory between p
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,8 @@ from kv_transfer.production import SaveOp
 from kv_transfer.quarantine import Quarantine
 from kv_transfer.self_test import HAND_OVER_TIMEOUT_S, self_test_hand_over
 from kv_transfer.transfer_connector import TransferConnector, TransferOptions
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import torch
@@ -202,6 +205,10 @@ class NixlConnector(TransferConnector):
         except FailpointError:
             self._end_op(IOEnd(op, "failpoint"))
             return
+        except Exception:
+            _log.exception("a page could not be digested")
+            self._end_op(IOEnd(op, "io_error"))
+            return
         self._end_op(DigestEnd(op, None, 0, time.perf_counter() - started, digest))
 
     # Inside: reading
@@ -237,8 +244,13 @@ class NixlConnector(TransferConnector):
             return
         assert self._key is not None
         started = time.perf_counter()
-        page = self._memory.page_out(op.block_id)
-        found = page_digest(op.name.spec, page, key=self._key, epoch=read.source.epoch)
+        try:
+            page = self._memory.page_out(op.block_id)
+            found = page_digest(op.name.spec, page, key=self._key, epoch=read.source.epoch)
+        except Exception:
+            _log.exception("a page could not be verified")
+            self._end_op(IOEnd(op, "io_error"))
+            return
         is_good = hmac.compare_digest(found, digest)
         duration_s = moved_s + time.perf_counter() - started
         self._end_op(IOEnd(op, None if is_good else "page_digest", len(page), duration_s))

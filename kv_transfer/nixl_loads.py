@@ -49,8 +49,9 @@ class MemoryLoader(Loader):
             command = KVProgress(command.request_id, 0, failed=problem)
         super().progress(command, now)
 
-    def expire(self, now: float) -> None:
+    def expire(self, now: float) -> int:
         """Nothing: each read has a deadline of its own, which the connector watches."""
+        return 0
 
     @property
     def next_deadline(self) -> float | None:

@@ -37,8 +37,7 @@ class MemoryProducer(Producer):
             self._digests.setdefault(op.owner, {})[op.block_index] = digest
 
     def _offer_event(self, production: Production, block_ids: Sequence[int]) -> TransferEvent:
-        taken = self._words.take()
-        if taken is None or len(block_ids) < production.num_pages:
+        if len(block_ids) < production.num_pages or (taken := self._words.take()) is None:
             return TransferEvent(production.transfer_id, 0)  # its reader finds no metadata, and computes
         index, word = taken
         self._word_of[production.transfer_id] = index

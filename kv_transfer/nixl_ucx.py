@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import struct
 import tempfile
 import threading
@@ -132,7 +133,8 @@ class UcxProcess:
     def prepared(self, settings: UcxSettings) -> Iterator[int]:
         """Make an agent in here. Gives the mark of its connections."""
         with _lock:
-            mark = _FIRST_MARK_S + self._num_agents % _NUM_MARKS
+            # The first agent lends and lives as long as the process: no later one has its mark.
+            mark = _FIRST_MARK_S + (self._num_agents and 1 + (self._num_agents - 1) % (_NUM_MARKS - 1))
             self._num_agents += 1
             variables = settings.environment(mark)
             if not self._loaded and not {"UCX_LOG_FILE", "UCX_LOG_LEVEL"} & os.environ.keys():
@@ -170,10 +172,11 @@ ucx = UcxProcess()
 def cut_connections(mark: int) -> int:
     """Break every TCP connection that the agent with this mark has opened; returns how many there were."""
     num_cut = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError):
-            connection = socket.socket(fileno=os.dup(int(name)))
-            with connection:
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with _duplicate(descriptor) as connection:
                 if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) != mark:
@@ -183,3 +186,12 @@ def cut_connections(mark: int) -> int:
                 connection.shutdown(socket.SHUT_RDWR)
                 num_cut += 1
     return num_cut
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise

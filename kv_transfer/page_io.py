@@ -22,6 +22,7 @@ from kv_transfer.production import SaveOp
 from kv_transfer.store import BadValue, BlockStore, PageKey, StoreError
 
 SKIPPED = "skipped"
+STORE_DOWN = "store_down"
 _DAMAGED = "page_"
 _DELETE_PAUSES_S = (0.05, 0.2, 0.0)
 """After each try to remove a page."""
@@ -53,12 +54,12 @@ class PageIO:
     writer_epoch: bytes
     breaker: Breaker
 
-    def run(self, op: SaveOp | LoadOp) -> IOEnd:
-        """Carry out one operation."""
+    def run(self, op: SaveOp | LoadOp, *, is_probe: bool = False) -> IOEnd:
+        """Carry out one operation, `is_probe` also while the breaker is open: to see whether the store is back."""
         if op.is_cancelled:
             return IOEnd(op, SKIPPED)
-        if not self.breaker.allows():
-            return IOEnd(op, "store_down")
+        if self.breaker.is_open and not is_probe:
+            return IOEnd(op, STORE_DOWN)
         started = time.perf_counter()
         try:
             num_bytes = self._save(op) if isinstance(op, SaveOp) else self._load(op)

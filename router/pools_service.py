@@ -29,6 +29,7 @@ from serving.calls import Context, remaining_s
 from serving.errors import FailedPrecondition, NotFound, Unavailable, invalid_argument, received
 
 _DRAIN_TIMEOUT_S = 5.0
+_SIZES_S = 1.0
 _MAX_GRACE_S = 86_400.0
 _WATCH_S, _MIN_WATCH_S, _MAX_WATCH_S = 1.0, 0.1, 60.0
 _NO_OWNER = (
@@ -141,8 +142,9 @@ class PoolsService:
         if self._resizer is None:
             return {}
         try:
-            return await self._resizer.sizes()
-        except ActuatorError:
+            async with asyncio.timeout(_SIZES_S):
+                return await self._resizer.sizes()
+        except (ActuatorError, TimeoutError):
             return {}
 
     def _status(self, role: Role, size: int | None) -> pools_pb2.PoolStatus:

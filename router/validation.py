@@ -161,7 +161,11 @@ def _params(
     if model.tokenizer is not None:
         params = with_bad_word_ids(params, partial(model.tokenizer.encode, add_special_tokens=False))
     params = validate(
-        params, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len, num_prompt_tokens=num_prompt_tokens
+        params,
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        num_prompt_tokens=num_prompt_tokens,
+        eos_token_ids=model.defaults.eos_token_ids,
     )
     if sampling.HasField("best_of"):
         if sampling.best_of < params.n:

@@ -19,7 +19,6 @@ import itertools
 import logging
 import socket
 import time
-from dataclasses import dataclass
 
 from serving.connections import connections_from, drop_what_comes, end
 from serving.open_calls import peer_key
@@ -39,12 +38,23 @@ _LOG_INTERVAL_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Account:
-    """A token bucket; below zero it is how many calls are waiting for their answer."""
+class _Budgets:
+    """A token bucket for each address."""
 
-    tokens: float
-    at_s: float
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self._burst = per_s * _BURST_S
+        self._left: dict[str, tuple[float, float]] = {}  # tokens, and when
+
+    def take(self, peer: str, *, at_least: float) -> float:
+        """One of what the address of `peer` has; returns what is left, negative for a debt, of `at_least` at most."""
+        key, now_s = peer_key(peer), time.monotonic()
+        left, at_s = self._left.pop(key, (self._burst, now_s))
+        left = max(min(self._burst, left + (now_s - at_s) * self._per_s) - 1.0, at_least)
+        if len(self._left) >= _MAX_ADDRESSES:
+            del self._left[next(iter(self._left))]
+        self._left[key] = (left, now_s)  # last, so that the first is who has been quiet for longest
+        return left
 
 
 class BadCallers:
@@ -53,8 +63,8 @@ class BadCallers:
     def __init__(self, *, per_s: float) -> None:
         """`per_s` calls of an address may come to nothing, in the long run."""
         self._per_s = per_s
-        self._burst = per_s * _BURST_S
-        self._accounts: dict[str, _Account] = {}
+        self._wrong = _Budgets(per_s)
+        self._early = _Budgets(per_s)
         self._to_cut: set[str] = set()
         self._condemned: dict[str, float] = {}
         self._cutting: asyncio.Task[None] | None = None
@@ -65,10 +75,9 @@ class BadCallers:
 
     async def slow_down(self, peer: str) -> None:
         """Before a call of `peer` (as gRPC writes it) is answered that its message was wrong."""
-        account = self._account(peer)
-        account.tokens = max(account.tokens - 1.0, -_MAX_WAIT_S * self._per_s)
-        if account.tokens < 0:
-            await asyncio.sleep(-account.tokens / self._per_s)
+        left = self._wrong.take(peer, at_least=-_MAX_WAIT_S * self._per_s)
+        if left < 0:
+            await asyncio.sleep(-left / self._per_s)
 
     def close(self) -> None:
         """Ends the connections that are to be ended."""
@@ -78,40 +87,20 @@ class BadCallers:
             self._end(connection)
 
     def is_condemned(self, peer: str) -> bool:
-        """Whether the connection of `peer` is being cut. Its calls that have got through are worth nothing."""
-        return peer in self._condemned
+        """Whether the connection of `peer` is being dropped. Its calls that have got through are worth nothing."""
+        return self._condemned.get(peer, 0.0) > time.monotonic()
 
     def gone_early(self, peer: str) -> None:
         """A call of `peer` has ended without a message."""
-        account = self._account(peer)
-        if account.tokens >= 1.0:
-            account.tokens -= 1.0
+        if self._early.take(peer, at_least=-1.0) >= 0 or self.is_condemned(peer):
             return
-        if peer in self._condemned:
-            return
-        self._condemn(peer)
-        if self._cutting is None or self._cutting.done():
-            self._cutting = asyncio.create_task(self._cut(), name="cut connections off")
-
-    def _condemn(self, peer: str) -> None:
         now_s = time.monotonic()
         for other in list(itertools.takewhile(lambda other: self._condemned[other] < now_s, self._condemned)):
             del self._condemned[other]
         self._condemned[peer] = now_s + _CONDEMNED_S
         self._to_cut.add(peer)
-
-    def _account(self, peer: str) -> _Account:
-        """That of the address, brought up to now."""
-        key, now_s = peer_key(peer), time.monotonic()
-        account = self._accounts.pop(key, None)
-        if account is None:
-            account = _Account(self._burst, now_s)
-            if len(self._accounts) >= _MAX_ADDRESSES:
-                del self._accounts[next(iter(self._accounts))]
-        account.tokens = min(self._burst, account.tokens + (now_s - account.at_s) * self._per_s)
-        account.at_s = now_s
-        self._accounts[key] = account  # last, so that the first is who has been quiet for longest
-        return account
+        if self._cutting is None or self._cutting.done():
+            self._cutting = asyncio.create_task(self._cut(), name="drop connections")
 
     def _starve(self, connection: socket.socket) -> None:
         self.num_cut += 1
@@ -135,8 +124,11 @@ class BadCallers:
         while self._to_cut:
             peers, self._to_cut = self._to_cut, set()
             began_s = time.monotonic()
-            for connection in await connections_from(peers):
-                self._starve(connection)
+            try:
+                for connection in await connections_from(peers):
+                    self._starve(connection)
+            except OSError as error:  # no descriptor is left to look with
+                _log.warning("connections cannot be dropped: %s", error.strerror)
             ended_s = time.monotonic()
             if ended_s - self._said_at_s >= _LOG_INTERVAL_S:
                 self._said_at_s = ended_s

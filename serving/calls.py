@@ -119,13 +119,11 @@ class CallGuard:
         # What comes is read from the context: grpcio's iterator keeps itself and the call alive until Python's garbage
         # is collected, and a server with thousands of ended calls alive refuses new ones.
         async def unary(_: AsyncIterator[bytes], context: Context) -> bytes:
-            if self._bad_callers.is_condemned(context.peer()):
-                return b""
+            await self._turn_away(context)
             return await self._guarded(call, context, lambda: self._answer(call, context))
 
         async def streaming(_: AsyncIterator[bytes], context: Context) -> None:
-            if self._bad_callers.is_condemned(context.peer()):
-                return
+            await self._turn_away(context)
             await self._guarded(call, context, lambda: self._stream(call, context))
 
         # The stubs type these for the threaded server; the asyncio one takes coroutine functions.
@@ -135,6 +133,11 @@ class CallGuard:
             make_streaming(streaming) if method.server_streaming else make_unary(unary)
         )
         return handler
+
+    async def _turn_away(self, context: Context) -> None:
+        """Ends a call of a connection that is being dropped, as cheaply as can be."""
+        if self._bad_callers.is_condemned(context.peer()):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this connection has begun too many calls in vain")
 
     async def _guarded(self, call: _Method, context: Context, body: Callable[[], Awaitable[T]]) -> T:
         """Runs one call's body within its bounds; every exception but a cancellation ends in a status."""
@@ -191,14 +194,14 @@ class CallGuard:
 
     async def _request(self, call: _Method, context: Context) -> Message | AsyncIterator[Message]:
         """What the method is given: its message, once that has come whole, or the stream of them."""
-        if call.client_streaming:
-            return call.parsed_stream(context)
         try:
             data = await self._read(context, self._limits.read_timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"no whole request within {self._limits.read_timeout_s:g} s") from None
         if data is None:
             raise _NoMessage(f"no {call.request_name} came")
+        if call.client_streaming:
+            return call.parsed_stream(data, context)
         return await self._large.parsed(peer_key(context.peer()), data, call.parsed)
 
     async def _take_message(self, context: Context) -> None:
@@ -219,14 +222,16 @@ class CallGuard:
 
     async def _read(self, context: Context, within_s: float) -> bytes | None:
         """The call's first message; None if there is none. Raises TimeoutError."""
-        data: Any = grpc.aio.EOF
         try:
             async with asyncio.timeout(within_s):
                 data = await context.read()
-        finally:
-            if data is grpc.aio.EOF:
-                self._bad_callers.gone_early(context.peer())
-        return None if data is grpc.aio.EOF else data
+        except asyncio.CancelledError:
+            self._bad_callers.gone_early(context.peer())
+            raise
+        if isinstance(data, bytes):  # and not EOF
+            return data
+        self._bad_callers.gone_early(context.peer())
+        return None
 
 
 class _Method:
@@ -254,10 +259,11 @@ class _Method:
             async for response in responses:
                 await writer.write(response)
 
-    async def parsed_stream(self, context: Context) -> AsyncIterator[Message]:
-        data: Any
-        while (data := await context.read()) is not grpc.aio.EOF:
+    async def parsed_stream(self, data: Any, context: Context) -> AsyncIterator[Message]:
+        """From the first message on, which has been read."""
+        while data is not grpc.aio.EOF:
             yield self.parsed(data)
+            data = await context.read()
 
     def parsed(self, data: bytes) -> Message:
         try:

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 EXIT_STOPPED = 0
@@ -109,7 +109,8 @@ def allow_open_files() -> None:
     """Takes as many open files as the system grants: each connection is one, and what many systems begin with is a
     limit for people (1024), not for servers."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(ValueError, OSError):  # "as many as you like" is refused where the kernel has a limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class StopSignals:

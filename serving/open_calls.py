@@ -9,10 +9,12 @@ While draining, only calls whose policy admits them enter. One instance belongs 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from serving.errors import Overloaded, Unavailable
 
@@ -42,8 +44,16 @@ waited for."""
 
 
 def peer_key(peer: str) -> str:
-    """The peer without its port ("ipv4:10.0.0.7"): all connections of one host are one peer."""
-    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
+    """The host of `peer`, as gRPC writes it: "ipv4:10.0.0.7" of "ipv4:10.0.0.7:5000". All its connections are one peer,
+    and so are all addresses of one IPv6 network of 64 bits, which is what a host has to itself."""
+    kind, _, address = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    host = unquote(address).rpartition(":")[0].strip("[]").partition("%")[0]
+    if kind == "ipv4":
+        return f"ipv4:{host}"
+    ip = ipaddress.IPv6Address(host)
+    return f"ipv4:{ip.ipv4_mapped}" if ip.ipv4_mapped else f"ipv6:{ipaddress.IPv6Address(int(ip) >> 64 << 64)}"
 
 
 class OpenCalls:

@@ -59,7 +59,7 @@ def exported(settings: TracingSettings, service: str) -> Iterator[None]:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
     except ModuleNotFoundError:
-        raise SettingsError("tracing: needs OpenTelemetry's SDK: pip install 'tandem-llm[tracing]'") from None
+        raise SettingsError("tracing: needs OpenTelemetry's SDK: pip install '.[tracing]'") from None
     provider = TracerProvider(
         resource=Resource.create({"service.name": service}),
         sampler=ParentBasedTraceIdRatio(settings.sample),
@@ -99,6 +99,6 @@ def _to_collector(address: str) -> SpanExporter:
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ModuleNotFoundError:
-        raise SettingsError("tracing.otlp needs OpenTelemetry's exporter: pip install 'tandem-llm[tracing]'") from None
+        raise SettingsError("tracing.otlp needs OpenTelemetry's exporter: pip install '.[tracing]'") from None
     _log.info("spans go to %s", address)
     return OTLPSpanExporter(endpoint=f"http://{address}", insecure=True, timeout=_PATIENCE_S)

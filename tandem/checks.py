@@ -29,9 +29,9 @@ _PACKAGES = (
     "grpcio", "protobuf", "pyzmq", "msgspec", "pydantic", "blake3", "psutil", "click",
 )  # fmt: skip
 _EXTRAS = (
-    ("huggingface_hub", "models by name from the Hugging Face hub", "pip install 'tandem-llm[hub]'"),
-    ("nixl", "the nixl connector (memory to memory, RDMA, NVLink)", "pip install 'tandem-llm[nixl]'"),
-    ("lmcache", "the lmcache connector (LMCache's disk format, its server)", "pip install 'tandem-llm[lmcache]'"),
+    ("huggingface_hub", "models by name from the Hugging Face hub", "pip install '.[hub]'"),
+    ("nixl", "the nixl connector (memory to memory, RDMA, NVLink)", "pip install '.[nixl]'"),
+    ("lmcache", "the lmcache connector (LMCache's disk format, its server)", "pip install '.[lmcache]'"),
 )
 
 

@@ -37,10 +37,11 @@ class Client:
     """A connection to a router, or to several. Safe to share between threads; `close` it, or use it in a `with`.
 
     `address` is host:port of a router; None takes the stack that `tandem up` runs on this machine. With several, as in
-    `Client(["10.0.0.1:50051", "10.0.0.2:50051"])` or `Client("dns:tandem-router:50051")`, a request goes to one that is
-    ready, and to another if that one refuses it as UNAVAILABLE before the answer has begun: `retries` times at the most
-    (0..4; absent: 4, and 0 with a single address). `timeout_s` is how long one request may take in all. `credentials`
-    are what it shows and whom it believes; None: those of the local stack that has the address, or else none.
+    `Client(["10.0.0.1:50051", "10.0.0.2:50051"])` or `Client("dns:tandem-routers:50051")`, a request goes to one that
+    is ready, and to another if that one refuses it as UNAVAILABLE before the answer has begun: `retries` times at the
+    most (0..4; absent: 4, and 0 with a single address). `timeout_s` is how long one request may take in all.
+    `credentials` are what it shows and whom it believes; None: those of the local stack that has the address, or else
+    none.
     """
 
     def __init__(

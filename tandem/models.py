@@ -53,7 +53,7 @@ def _download(model: str) -> Path:
     except ImportError:
         raise ModelNotFound(
             f"model {model!r}: there is no such folder here, and fetching it from the hub needs a package: "
-            "pip install 'tandem-llm[hub]'"
+            "pip install '.[hub]'"
         ) from None
     try:
         return Path(hub.snapshot_download(model, allow_patterns=_NEEDED))

@@ -96,7 +96,9 @@ class Roster:
     def give_up(self, name: str) -> bool:
         """That one cannot be had: its pool is one smaller than was wanted. False if the pool must not be smaller."""
         with self._changed:
-            [seat] = [seat for seat in self._seating.seats if seat.name == name]
+            seat = next((seat for seat in self._seating.seats if seat.name == name), None)
+            if seat is None:
+                return True  # a resize has just taken it away
             if len(self._seating.pool(seat.role)) <= self._min_sizes[seat.role]:
                 return False
             self._unseat([seat])

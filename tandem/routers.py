@@ -17,7 +17,8 @@ from tandem.health import ROUTER_SERVICE
 from tandem.running import running_address
 
 MAX_RETRIES = 4
-"""gRPC makes five attempts at the most."""
+"""gRPC makes five attempts at the most: with the pauses below that is some three seconds, in which a router that has just
+started is found again (half a second, and its health)."""
 _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.keepalive_time_ms", 10_000),
@@ -27,7 +28,7 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
 _SEVERAL: tuple[tuple[str, int | str], ...] = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 500),
 )
 
 
@@ -94,8 +95,8 @@ def _service_config(is_several: bool, retries: int) -> dict[str, Any]:
     if retries:
         policy = {
             "maxAttempts": retries + 1,
-            "initialBackoff": "0.1s",
-            "maxBackoff": "1s",
+            "initialBackoff": "0.2s",
+            "maxBackoff": "2s",
             "backoffMultiplier": 2,
             "retryableStatusCodes": ["UNAVAILABLE"],
         }

@@ -201,7 +201,8 @@ class Autoscaler:
         try:
             async with asyncio.timeout(left_s):
                 sizes = {decision.role: decision.new_size}
-                await self._resizer.resize(sizes, cause="autoscaler", reason=decision.reason)
+                seen = {decision.role: decision.size}
+                await self._resizer.resize(sizes, cause="autoscaler", reason=decision.reason, expected=seen)
         except (ActuatorError, TimeoutError) as error:
             self._failed(self._resizing, error)
             return decision.held("no_answer", self._resizing.why)

@@ -61,10 +61,13 @@ class Resizer:
         """How many instances each pool was last told to have. Raises ActuatorError."""
         return await self._actuator.sizes()
 
-    async def resize(self, sizes: Mapping[Role, int], *, cause: Cause, reason: str) -> list[Change]:
+    async def resize(
+        self, sizes: Mapping[Role, int], *, cause: Cause, reason: str, expected: Mapping[Role, int] | None = None
+    ) -> list[Change]:
         """Begins to give each pool its size; one Change for each, in the order of `sizes`.
 
         All begin or none does. A pool that has its size already is left alone, and its Change is not remembered.
+        `expected` are the sizes for which that was decided: a pool that has another one meanwhile keeps it.
         Raises SizeRefused before anything has begun, else ActuatorError.
         """
         for role, size in sizes.items():
@@ -73,6 +76,9 @@ class Resizer:
             before = await self._actuator.sizes()
             if unknown := [role for role in sizes if role not in before]:
                 raise ActuatorError(f"nobody can resize the {' and the '.join(unknown)} pool")
+            for role, size in (expected or {}).items():
+                if before[role] != size:
+                    raise ActuatorError(f"the {role} pool was told meanwhile to have {before[role]}, not {size}")
             changes = [
                 Change(role, before[role], size, cause, reason, time.monotonic()) for role, size in sizes.items()
             ]

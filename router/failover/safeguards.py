@@ -98,17 +98,18 @@ class Guard:
 
         Raises Quarantined when requests of this content are refused by now.
         """
+        self._end_trial()
         if self._is_suspect() and self._safeguards.quarantine.is_prime(self.suspect):
             await self._safeguards.trials.wait_turn(self.suspect, key)
         if not self._safeguards.quarantine.is_empty:
             self._safeguards.quarantine.check(self.suspect.digest)
+        self._begin_trial(key)  # already: others of this content wait from now on
 
     def begins(self, key: InstanceKey, role: Role) -> None:
         """The instance has been told to compute."""
-        self._end_trial()
-        if self._is_suspect():
-            is_prime = self._safeguards.quarantine.is_prime(self.suspect)
-            self._trial = self._safeguards.trials.begin(self.suspect, key, is_prime=is_prime)
+        if self._trial is None or self._trial.key != key:
+            self._end_trial()
+            self._begin_trial(key)
         self._computing, self._has_token = _Computing(key, role, time.monotonic()), False
 
     def token(self) -> None:
@@ -124,9 +125,14 @@ class Guard:
 
     async def failed(self, failure: LegFailed) -> ServiceError | None:
         """Takes note of a failed attempt; the error to answer with when the fault is the request's."""
+        try:
+            return await self._judged(failure)
+        finally:
+            self._end()  # not before: whoever waits for the end of the trial is to know the judgement
+
+    async def _judged(self, failure: LegFailed) -> ServiceError | None:
         computing, trial = self._computing, self._trial
         self._computing = None
-        self._end()
         if failure.kind not in ("broken", "internal"):
             return None
         role: Role = "prefill" if failure.key == self._choice.prefill_key else "decode"
@@ -169,6 +175,11 @@ class Guard:
         if self._turn is not None:
             self._turn.end()
             self._turn = None
+
+    def _begin_trial(self, key: InstanceKey) -> None:
+        if self._is_suspect():
+            is_prime = self._safeguards.quarantine.is_prime(self.suspect)
+            self._trial = self._safeguards.trials.begin(self.suspect, key, is_prime=is_prime)
 
     def _end_trial(self) -> None:
         if self._trial is not None:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import grpc
 from fastapi import status
 from pydantic import ValidationError
 
@@ -53,6 +54,7 @@ _KINDS: tuple[tuple[type[ServiceError], _Kind], ...] = (
     (Unavailable, _Kind(status.HTTP_503_SERVICE_UNAVAILABLE, "service_unavailable_error")),
     (InternalError, _Kind(status.HTTP_500_INTERNAL_SERVER_ERROR, "server_error")),
 )
+_SERVERS_FAULT = _Kind(status.HTTP_500_INTERNAL_SERVER_ERROR, "server_error", "quarantined")
 _INVALID = _Kind(status.HTTP_400_BAD_REQUEST, "invalid_request_error")
 _FIELD = re.compile(r"[A-Za-z_][\w.\[\]-]*")
 
@@ -76,7 +78,7 @@ def body_of(error: ServiceError, renamed: Mapping[str, str]) -> dict[str, Any]:
     if isinstance(error, BadHttp):
         return _body(error.message, _INVALID.type, None, error.error_code)
     kind = _kind(error)
-    if kind.status == status.HTTP_500_INTERNAL_SERVER_ERROR:
+    if isinstance(error, InternalError):
         return _body("internal error", kind.type, None, kind.code)
     message, param = error.message, None
     if error.violations:
@@ -95,6 +97,8 @@ def headers_of(error: ServiceError) -> dict[str, str]:
         return {}
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
+    if error.code is grpc.StatusCode.INTERNAL and error.retry_after_s is not None:
+        return {"x-should-retry": "false"}  # refused for minutes: a client's own retries come too early
     if error.retry_after_s is not None:
         return {
             "retry-after": str(math.ceil(error.retry_after_s)),
@@ -120,7 +124,8 @@ def invalid_body(error: ValidationError) -> ServiceError:
 
 
 def _kind(error: ServiceError) -> _Kind:
-    return next((kind for cls, kind in _KINDS if isinstance(error, cls)), _INVALID)
+    other = _SERVERS_FAULT if error.code is grpc.StatusCode.INTERNAL else _INVALID
+    return next((kind for cls, kind in _KINDS if isinstance(error, cls)), other)
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:

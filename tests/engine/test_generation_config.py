@@ -25,12 +25,18 @@ def test_eos_ids_come_from_the_first_file_that_has_them(tmp_path: Path) -> None:
     assert GenerationDefaults.from_folder(folder).eos_token_ids == (3, 4)
 
 
-def test_sampling_defaults_leave_out_what_is_not_served(tmp_path: Path) -> None:
+def test_sampling_defaults_are_what_the_file_says(tmp_path: Path) -> None:
     values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "max_new_tokens": 99}
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
     defaults = GenerationDefaults.from_folder(tmp_path)
     assert defaults.repetition_penalty == 1.05
-    assert defaults.sampling_fields() == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_tokens": 99}
+    assert defaults.sampling_fields() == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "repetition_penalty": 1.05,
+        "max_tokens": 99,
+    }
     assert GenerationDefaults.from_folder(tmp_path / "empty") == GenerationDefaults()
     (tmp_path / "generation_config.json").write_text('{"top_k": "many"}')
     with pytest.raises(UnsupportedModel, match="top_k"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,9 +16,13 @@ from engine.sampling_params import SamplingParams, validate, validate_prompt
 VOCAB, CONTEXT = 1000, 128
 
 
-def check(*, num_prompt_tokens: int = 8, **fields: Any) -> SamplingParams:
+def check(*, num_prompt_tokens: int = 8, eos_token_ids: Sequence[int] = (), **fields: Any) -> SamplingParams:
     return validate(
-        SamplingParams(**fields), vocab_size=VOCAB, max_model_len=CONTEXT, num_prompt_tokens=num_prompt_tokens
+        SamplingParams(**fields),
+        vocab_size=VOCAB,
+        max_model_len=CONTEXT,
+        num_prompt_tokens=num_prompt_tokens,
+        eos_token_ids=eos_token_ids,
     )
 
 
@@ -139,6 +144,10 @@ def test_what_changes_logits_says_so() -> None:
 def test_allowed_ids_that_all_stop_leave_nothing_before_min_tokens() -> None:
     check(allowed_token_ids=[3, 4], stop_token_ids=[3, 4])
     check(allowed_token_ids=[3, 4], stop_token_ids=[3], min_tokens=2)
+    check(allowed_token_ids=[3, 4], eos_token_ids=[3, 4])
+    check(allowed_token_ids=[3, 4], eos_token_ids=[3, 4], min_tokens=2, ignore_eos=True)
+    with pytest.raises(InvalidRequest, match="min_tokens=2: no token can be sampled"):
+        check(allowed_token_ids=[3, 4], eos_token_ids=[3], stop_token_ids=[4], min_tokens=2)
     with pytest.raises(InvalidRequest, match="no token can be sampled") as refusal:
         check(allowed_token_ids=[3, 4], stop_token_ids=[4, 3], min_tokens=2)
     assert refusal.value.field == "allowed_token_ids"

@@ -9,11 +9,7 @@ import pytest
 from engine import failpoints
 from engine.messages import KVProgress
 from kv_transfer.store import MemoryStore
-from tests.kv_transfer.harness import (
-    BLOCK_SIZE,
-    Core,
-    GatedStore,
-)
+from tests.kv_transfer.harness import BLOCK_SIZE, Core, GatedStore, make_request
 from tests.kv_transfer.pairs import NUM_FULL, NUM_PAGES, PROMPT, pair, reader_of, writer_of
 
 
@@ -138,6 +134,25 @@ def test_store_that_hangs_is_given_up_and_keeps_its_blocks(store: MemoryStore) -
     gated.gate.set()
     decode.wait(lambda: decode.freed == [result.retained_id])
     assert gated.num_entered == 1
+
+
+def test_store_that_hangs_is_left_alone_and_holds_up_nobody_else(store: MemoryStore) -> None:
+    gated = GatedStore()
+    decode = Core(gated, load_timeout_s=0.02, num_io_threads=1, breaker_failures=2)
+    for number in range(2):
+        reader = make_request(PROMPT, request_id=f"hangs-{number}", transfer_id=f"t{number}", remote=True)
+        decode.reserve(reader)
+        decode.connector.handle(KVProgress(reader.request_id, NUM_FULL, num_tokens=len(PROMPT)))
+        time.sleep(0.04)
+        decode.step()
+        assert decode.result(reader).reason == "the store did not deliver within 0.02 s"
+    reader = make_request(PROMPT, request_id="later", transfer_id="later", remote=True)
+    decode.reserve(reader)
+    decode.connector.handle(KVProgress("later", NUM_FULL, num_tokens=len(PROMPT)))
+    result = decode.complete(reader)
+    assert (result.num_verified_tokens, result.retained_id) == (0, None), "it waited for a store that is known to hang"
+    assert decode.connector.counters.load_failures["store_down"] >= 1
+    gated.gate.set()
 
 
 def test_failpoints_stand_on_the_way(store: MemoryStore) -> None:

@@ -146,7 +146,7 @@ for options in (LMCacheOptions(path=sys.argv[1]), LMCacheOptions(url="redis://12
     try:
         make_store(options)
     except EngineError as error:
-        assert "pip install 'tandem-llm[lmcache]'" in str(error), error
+        assert "pip install '.[lmcache]'" in str(error), error
         print("said")
 make_store(LMCacheOptions(url="tcp://127.0.0.1:1")).close()
 """

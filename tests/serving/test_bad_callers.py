@@ -119,6 +119,30 @@ async def test_who_asks_wrongly_all_the_time_waits_for_the_answers_and_others_do
     assert rig.server.calls.num_open == 0
 
 
+async def test_who_is_dropped_is_not_dropped_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bad_callers, "_CONDEMNED_S", 0.05)
+    callers, peer = bad_callers.BadCallers(per_s=1.0), "ipv4:192.0.2.1:5000"
+    for _ in range(3):
+        callers.gone_early(peer)
+    assert callers.is_condemned(peer)
+    assert not callers.is_condemned("ipv4:192.0.2.1:5001")
+    await until(lambda: not callers.is_condemned(peer))
+    callers.gone_early(peer)
+    assert callers.is_condemned(peer), "and may be dropped again"
+    callers.close()
+
+
+async def test_wrong_requests_drop_nobody() -> None:
+    callers, peer = bad_callers.BadCallers(per_s=1.0), "ipv4:192.0.2.1:5000"
+    waiting = [asyncio.create_task(callers.slow_down(peer)) for _ in range(50)]
+    await asyncio.sleep(0)
+    callers.gone_early(peer)
+    assert not callers.is_condemned(peer)
+    for task in waiting:
+        task.cancel()
+    callers.close()
+
+
 @pytest.mark.parametrize(
     ("family", "host", "peer"),
     [(socket.AF_INET, "127.0.0.1", "ipv4:127.0.0.1:{}"), (socket.AF_INET6, "::1", "ipv6:%5B::1%5D:{}")],

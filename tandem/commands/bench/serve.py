@@ -78,7 +78,7 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
 
 def _check_plots() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError("--plots needs matplotlib, which is not installed: pip install 'tandem-llm[plots]'")
+        raise click.UsageError("--plots needs matplotlib, which is not installed: pip install '.[plots]'")
 
 
 async def _run(options: ServeOptions, credentials: Credentials | None) -> Results:

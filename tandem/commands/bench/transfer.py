@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _MULTIPLE_OF = 64
 _NEEDS = {
-    "nixl": ("nixl", "pip install 'tandem-llm[nixl]'"),
-    "lmcache": ("lmcache", "pip install 'tandem-llm[lmcache]'"),
+    "nixl": ("nixl", "pip install '.[nixl]'"),
+    "lmcache": ("lmcache", "pip install '.[lmcache]'"),
 }
 
 

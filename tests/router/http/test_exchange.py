@@ -163,7 +163,7 @@ async def test_a_stop_tells_the_streams_that_it_cuts_off(run_http: RunHttp) -> N
     decode = FakeInstance("decode", behaviour=slow(0.05))
     async with run_http(prefill=0, decode=[decode]) as http:
         asking = asyncio.create_task(http.post(prompt=SHORT, max_tokens=2000, stream=True))
-        await decode.until("token")
+        await decode.until("token", 10)  # so that the first one has begun the stream
         assert not await http.rig.app.stop()
         events = (await asking).text.split("\n\n")
         assert "ended before the request was finished" in events[-3]
