@@ -17,8 +17,9 @@ import msgspec
 from engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "hand_over", "error"]
-ErrorKind = Literal["no_room", "too_large", "timeout"]
-"""No blocks came free in time; more blocks needed than there are in all; KV or seed did not come in time."""
+ErrorKind = Literal["no_room", "too_large", "timeout", "nothing_allowed"]
+"""No blocks came free in time; more blocks needed than there are in all; KV or seed did not come in time; the request's
+own wishes leave no token to draw."""
 
 
 class HoldKV(msgspec.Struct, frozen=True, kw_only=True):

@@ -103,16 +103,21 @@ class ModelRunner:
         raw = {row: logits[row].clone() for row, request in asking if request.spec.params.changes_logits}
         self._changes.apply(logits, requests)
         token_ids = _sample(logits, requests)
+        nothing_allowed = frozenset(
+            request.request_id
+            for row, request in enumerate(requests)
+            if request.request_id not in token_ids and _is_all_forbidden(logits[row], request)
+        )
         asking = [(row, request) for row, request in asking if request.request_id in token_ids]
         if not asking:
-            return Sampled(token_ids)
+            return Sampled(token_ids, nothing_allowed=nothing_allowed)
         logprobs = token_logprobs(
             [raw.get(row, logits[row]) for row, _ in asking],
             [token_ids[request.request_id] for _, request in asking],
             [request.spec.params.logprobs or 0 for _, request in asking],
         )
         by_id = {request.request_id: entries for (_, request), entries in zip(asking, logprobs, strict=True)}
-        return Sampled(token_ids, by_id)
+        return Sampled(token_ids, by_id, nothing_allowed=nothing_allowed)
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -133,6 +138,13 @@ def _sample(logits: torch.Tensor, requests: list[Request]) -> dict[str, int]:
         tokens = sample(logits[good], [rows[index] for index in good])
         requests = [requests[index] for index in good]
     return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
+
+
+def _is_all_forbidden(logits: torch.Tensor, request: Request) -> bool:
+    """Whether the request itself leaves nothing to draw from `logits` [vocab]; those of a broken model are NaN."""
+    params = request.spec.params
+    has_wishes = params.changes_logits or params.min_tokens > 0
+    return has_wishes and not bool(logits.isnan().any() or logits.isposinf().any())
 
 
 def _sampling_row(request: Request) -> SamplingRow:

@@ -280,7 +280,10 @@ class Scheduler:
     def _append_token(self, request: Request, sampled: Sampled) -> None:
         token_id = sampled.token_ids.get(request.request_id)
         if token_id is None:
-            self._fail(request, "the model's output is not finite: no token can be drawn")
+            if request.request_id in sampled.nothing_allowed:
+                self._fail(request, "its wishes for single tokens leave none that can be drawn", "nothing_allowed")
+            else:
+                self._fail(request, "the model's output is not finite: no token can be drawn")
             return
         request.token_ids.append(token_id)
         self.counters.num_generated_tokens += 1

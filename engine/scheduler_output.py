@@ -51,6 +51,8 @@ class Sampled:
     """Of requests that ask."""
     prompt_logprobs: dict[str, list[list[TokenLogprob]]] = field(default_factory=dict)
     """Of requests that owe them."""
+    nothing_allowed: frozenset[str] = frozenset()
+    """Requests whose wishes leave no token to draw: the model has done its part."""
 
     def event(self, request: Request, *, finish_reason: FinishReason | None, stop_token_id: int | None) -> TokensEvent:
         """What the front is told of the token drawn for this request."""

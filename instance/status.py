@@ -39,6 +39,8 @@ def ended_with_error(event: TokensEvent) -> ServiceError:
             return Overloaded(text, RETRY_AFTER_S)
         case "too_large":
             return Overloaded(text, None)
+        case "nothing_allowed":
+            return invalid_argument("request.sampling", text)
         case "timeout":
             return Aborted(text)  # the reservation's time, not the request's: the router tries again
         case _:

@@ -17,8 +17,8 @@ from tandem.health import ROUTER_SERVICE
 from tandem.running import running_address
 
 MAX_RETRIES = 4
-"""gRPC makes five attempts at the most: with the pauses below that is some three seconds, in which a router that has just
-started is found again (half a second, and its health)."""
+"""gRPC makes five attempts at the most: with the pauses below some three seconds, in which a router that has just begun
+is found again (half a second, and its health)."""
 _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.keepalive_time_ms", 10_000),

@@ -13,6 +13,7 @@ import transformers
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import EngineError
 from engine.messages import AddRequest, EngineRequest, TokenLogprob, TokensEvent
 from engine.outputs import CompletionOutput
 from tests.builders import lively_checkpoint
@@ -217,3 +218,12 @@ def test_the_offline_answer_has_vllms_shape_and_ends_with_a_stop_string(tmp_path
     [cut] = llm.generate("Once upon a time", msgspec.structs.replace(params, stop=(stop,)), use_tqdm=False)
     assert cut.outputs[0].finish_reason == "stop"
     assert cut.outputs[0].logprobs == output.logprobs[: len(cut.outputs[0].token_ids)]
+
+
+def test_wishes_that_leave_no_token_end_their_request_and_no_other(checkpoint: Path, prompts: list[list[int]]) -> None:
+    llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=512)
+    impossible = SamplingParams(allowed_token_ids=(3, 4), bad_word_ids=((3,), (4, 4)), max_tokens=5, ignore_eos=True)
+    with pytest.raises(EngineError, match="leave none that can be drawn"):
+        llm.generate(prompts[:1], impossible, use_tqdm=False)
+    [answer] = llm.generate(prompts[:1], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    assert len(answer.outputs[0].token_ids) == 5
