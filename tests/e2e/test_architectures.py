@@ -24,7 +24,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 PATIENT = ("--peers-ping-timeout-ms", "20000")
 """Fifty prompts on two cores can keep a process waiting for longer than what counts as dead in production, and a prompt
 at the router's door for longer than anybody would."""
-IN_EVERY_RUN = {("llama", 2), ("demo", 1)}
+IN_EVERY_RUN = {("demo", 1)}
 """Architecture and instances per pool; the other pairs are for the full run."""
 
 

@@ -20,6 +20,7 @@ def stack(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStack:
     return LocalStack(StackSettings(model=resolve("demo"), model_name="demo", num_blocks=256, http_port=0, tls=True))
 
 
+@pytest.mark.slow
 def test_the_http_port_of_a_stack_with_tls_speaks_tls(stack: LocalStack) -> None:
     with stack:
         ca_file = stack.credentials.ca_file

@@ -126,6 +126,7 @@ def test_who_asks_for_three_and_at_once_for_one_has_one(stack: ResizableStack, l
     loaded.assert_nobody_noticed()
 
 
+@pytest.mark.slow
 def test_kills_while_a_resize_runs_cost_nobody_a_token(stack: ResizableStack, loaded: Loaded) -> None:
     [first] = [name for name in stack.rig.stack.instances if name.startswith("decode")]
     stack.resize(decode=2)

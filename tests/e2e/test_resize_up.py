@@ -13,7 +13,7 @@ import pytest
 from tandem.running import running_stacks
 from tests.e2e.test_tandem_up import Up, gone
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

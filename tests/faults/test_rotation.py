@@ -25,6 +25,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 """Two engines and a router on a machine that may be busy with other things."""
+NUM_ROUNDS = 5
 NUM_TOKENS = 120
 STEP_S = 0.02
 """Every step of the decode instance takes at least as long: answers take seconds, and every change finds some."""
@@ -93,8 +94,8 @@ def wait_for_answers(load: Load, change: Callable[[], None]) -> None:
     )
 
 
-@pytest.mark.parametrize("num_rounds", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_certificates_and_the_ca_are_rotated_under_load(rig: Rig, llm: LLM, tmp_path: Path, num_rounds: int) -> None:
+@pytest.mark.slow
+def test_certificates_and_the_ca_are_rotated_under_load(rig: Rig, llm: LLM, tmp_path: Path) -> None:
     questions = make_questions(llm, 12, random.Random(3), num_tokens=NUM_TOKENS)
     folder = rig.stack.folder / TLS_FOLDER
     issuer = Issuer(folder, random.Random(5))
@@ -102,7 +103,7 @@ def test_certificates_and_the_ca_are_rotated_under_load(rig: Rig, llm: LLM, tmp_
     believed = (folder / "ca.crt").read_bytes()
     with Load(rig.stack.address, questions, NUM_CLIENTS, rig.stack.credentials) as load:
         wait_until(lambda: any(outcome.is_over for outcome in list(load.outcomes)), "the first answer does not come")
-        for _ in range(num_rounds):
+        for _ in range(NUM_ROUNDS):
             authority = PrivateCa("the next one")
             # STEP: both CAs are believed; then everybody has a certificate of the new one; then that one is believed
             wait_for_answers(load, lambda: issuer.believe(believed, authority.certificate))  # noqa: B023
@@ -126,7 +127,7 @@ def test_certificates_and_the_ca_are_rotated_under_load(rig: Rig, llm: LLM, tmp_
         assert health(address, "", credentials=rig.stack.credentials) == "ready"
     for member in ("router", *rig.stack.instances):
         num_taken = log_of(rig, member).count("the TLS certificate in")
-        assert num_taken > num_rounds, f"{member} has taken no new files"
+        assert num_taken > NUM_ROUNDS, f"{member} has taken no new files"
 
     # STEP: one that starts now is found by the new certificates
     rig.kill("decode-0")
