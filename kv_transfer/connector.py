@@ -84,6 +84,8 @@ class StoreConnector(TransferConnector):
         self._options = options
         self._io: PageIO
         self._naming: PageNaming
+        self._submitted: dict[int, float] = {}
+        """When each operation that has not ended was, by its id; the oldest is first."""
 
     # Worker half
 
@@ -148,13 +150,16 @@ class StoreConnector(TransferConnector):
 
     def _submit(self, op: SaveOp | LoadOp) -> None:
         """Threads that hang in a store cannot say that it is down: what would only queue behind them ends here."""
-        if not self._io.breaker.allows():
+        now = self._clock()
+        oldest = next(iter(self._submitted.values()), now)
+        if self._io.breaker.is_open and now - oldest > self._options.breaker_retry_s:
             self._end_op(IOEnd(op, STORE_DOWN))
             return
-        is_probe = self._io.breaker.is_open
-        self._threads.submit(lambda: self._end_op(self._io.run(op, is_probe=is_probe)))
+        self._submitted[id(op)] = now
+        self._threads.submit(lambda: self._end_op(self._io.run(op)))
 
     def _apply(self, end: IOEnd, now: float) -> None:
+        self._submitted.pop(id(end.op), None)
         counters = self.counters
         if isinstance(end.op, SaveOp):
             counters.save_s += end.duration_s

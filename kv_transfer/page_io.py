@@ -54,11 +54,11 @@ class PageIO:
     writer_epoch: bytes
     breaker: Breaker
 
-    def run(self, op: SaveOp | LoadOp, *, is_probe: bool = False) -> IOEnd:
-        """Carry out one operation, `is_probe` also while the breaker is open: to see whether the store is back."""
+    def run(self, op: SaveOp | LoadOp) -> IOEnd:
+        """Carry out one operation."""
         if op.is_cancelled:
             return IOEnd(op, SKIPPED)
-        if self.breaker.is_open and not is_probe:
+        if not self.breaker.allows():
             return IOEnd(op, STORE_DOWN)
         started = time.perf_counter()
         try:

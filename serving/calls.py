@@ -194,15 +194,24 @@ class CallGuard:
 
     async def _request(self, call: _Method, context: Context) -> Message | AsyncIterator[Message]:
         """What the method is given: its message, once that has come whole, or the stream of them."""
-        try:
-            data = await self._read(context, self._limits.read_timeout_s)
-        except TimeoutError:
-            raise DeadlineExceeded(f"no whole request within {self._limits.read_timeout_s:g} s") from None
+        if call.client_streaming:
+            return self._messages(call, context)
+        data = await self._first(context)
         if data is None:
             raise _NoMessage(f"no {call.request_name} came")
-        if call.client_streaming:
-            return call.parsed_stream(data, context)
         return await self._large.parsed(peer_key(context.peer()), data, call.parsed)
+
+    async def _messages(self, call: _Method, context: Context) -> AsyncIterator[Message]:
+        data: Any = await self._first(context)
+        while data is not None and data is not grpc.aio.EOF:
+            yield call.parsed(data)
+            data = await context.read()
+
+    async def _first(self, context: Context) -> bytes | None:
+        try:
+            return await self._read(context, self._limits.read_timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no whole request within {self._limits.read_timeout_s:g} s") from None
 
     async def _take_message(self, context: Context) -> None:
         """Before a call is refused: gRPC resets one that ends while its message is under way, and the client may then
@@ -258,12 +267,6 @@ class _Method:
         async with aclosing(self._behaviour(request, context)) as responses:
             async for response in responses:
                 await writer.write(response)
-
-    async def parsed_stream(self, data: Any, context: Context) -> AsyncIterator[Message]:
-        """From the first message on, which has been read."""
-        while data is not grpc.aio.EOF:
-            yield self.parsed(data)
-            data = await context.read()
 
     def parsed(self, data: bytes) -> Message:
         try:

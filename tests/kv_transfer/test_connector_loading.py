@@ -138,7 +138,7 @@ def test_store_that_hangs_is_given_up_and_keeps_its_blocks(store: MemoryStore) -
 
 def test_store_that_hangs_is_left_alone_and_holds_up_nobody_else(store: MemoryStore) -> None:
     gated = GatedStore()
-    decode = Core(gated, load_timeout_s=0.02, num_io_threads=1, breaker_failures=2)
+    decode = Core(gated, load_timeout_s=0.02, num_io_threads=1, breaker_failures=2, breaker_retry_s=0.01)
     for number in range(2):
         reader = make_request(PROMPT, request_id=f"hangs-{number}", transfer_id=f"t{number}", remote=True)
         decode.reserve(reader)

@@ -28,7 +28,7 @@ def test_a_name_that_is_neither_folder_nor_hub_id_says_what_would_be() -> None:
 
 def test_a_hub_id_without_the_hub_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelNotFound, match=r"pip install 'tandem-llm\[hub\]'"):
+    with pytest.raises(ModelNotFound, match=r"pip install '\.\[hub\]'"):
         resolve("owner/name")
 
 
