@@ -81,7 +81,7 @@ def expired(rig: Rig, prompt: list[int], parked: Failpoint) -> None:
     request.join()
     assert isinstance(request.error, TandemError)
     assert request.error.status == "DEADLINE_EXCEEDED"
-    assert abs(time.monotonic() - started_s - DEADLINE_S) < 0.3
+    assert DEADLINE_S - 0.05 < time.monotonic() - started_s < 2 * DEADLINE_S  # parked, it would not end by itself
 
 
 @pytest.mark.parametrize("leave", [cancelled, aborted, killed, expired])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from engine.messages import KVProgress
 from kv_transfer.redis_connector import make_store
 from tests.kv_transfer.harness import BLOCK_SIZE, Core, make_request
-from tests.kv_transfer.redis_server import RedisServer, options_of
+from tests.kv_transfer.redis_server import IMPATIENT, RedisServer, options_of
 
 PROMPT = list(range(100, 100 + 5 * BLOCK_SIZE + 3))
 
@@ -19,7 +19,7 @@ class Load:
     """Hand-overs one after another in a thread of their own. What goes wrong with Redis must not go wrong with them."""
 
     def __init__(self, server: RedisServer, **options: object) -> None:
-        settings = options_of(server, **options)
+        settings = options_of(server, **{**IMPATIENT, **options})
         retry_s = settings.breaker_retry_s
         self.stores = [make_store(settings), make_store(settings)]
         self.prefill, self.decode = (

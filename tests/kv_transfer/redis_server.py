@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import redis
@@ -129,9 +129,14 @@ def redis_server(
         server.stop()
 
 
+PATIENT: Mapping[str, float] = {"timeout_s": 10.0, "connect_timeout_s": 10.0}
+IMPATIENT: Mapping[str, float] = {"timeout_s": 0.25, "connect_timeout_s": 0.25}
+"""As in production."""
+
+
 def options_of(server: RedisServer, **options: object) -> RedisOptions:
-    """Without digests, for stores that are tested alone."""
-    return RedisOptions(url=server.url, **{"digest": False, **options})  # type: ignore[arg-type]
+    """Without digests, for stores that are tested alone, and patient: a busy machine is not a dead Redis."""
+    return RedisOptions(url=server.url, **{"digest": False, **PATIENT, **options})  # type: ignore[arg-type]
 
 
 def name_of(key: PageKey, prefix: str = "tandem") -> str:

@@ -61,7 +61,12 @@ class MutatedPair(CorePair):
 def redis_config(tmp_path: Path) -> Iterator[dict[str, object]]:
     with redis_server(tmp_path) as server:
         # A slow machine is not a dead Redis.
-        options = {"url": server.url, "kv_secret_file": str(tmp_path / "secret"), "timeout_s": 10.0}
+        options = {
+            "url": server.url,
+            "kv_secret_file": str(tmp_path / "secret"),
+            "timeout_s": 10.0,
+            "connect_timeout_s": 10.0,
+        }
         class_path = "kv_transfer.redis_connector:RedisConnector"
         yield {"kv_connector": KVConnectorConfig(class_path=class_path, options=options)}
 

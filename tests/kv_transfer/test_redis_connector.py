@@ -26,7 +26,7 @@ from tests.builders import lively_checkpoint
 from tests.kv_transfer.core_pair import CorePair, aggregated, store_config
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT, Core, make_request
 from tests.kv_transfer.redis_load import PROMPT
-from tests.kv_transfer.redis_server import RedisServer, make_certificate, name_of, options_of, redis_server
+from tests.kv_transfer.redis_server import PATIENT, RedisServer, make_certificate, name_of, options_of, redis_server
 from tests.kv_transfer.test_hand_over import GREEDY
 from tests.kv_transfer.test_redis_store import PASSWORD, read
 from tests.kv_transfer.test_shared_storage import HEADER, PAGE, key_of
@@ -250,7 +250,7 @@ def test_hand_over_between_two_engines_is_exact(
     own_server: RedisServer, checkpoint: Path, expected: list[list[int]], tmp_path: Path, is_killed: bool
 ) -> None:
     ensure_secret(tmp_path / "secret")
-    options = {"url": own_server.url, "kv_secret_file": str(tmp_path / "secret")}
+    options = {"url": own_server.url, "kv_secret_file": str(tmp_path / "secret"), **({} if is_killed else PATIENT)}
     connector = KVConnectorConfig(class_path="kv_transfer.redis_connector:RedisConnector", options=options)
     pair = CorePair(store_config(checkpoint, tmp_path, kv_connector=connector))
     if is_killed:

@@ -207,7 +207,9 @@ def test_half_sent_page_is_never_stored(server: RedisServer, store: RedisStore) 
 def test_what_is_no_redis_is_not_believed(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        store = make_store(RedisOptions(url=f"redis://127.0.0.1:{port}", digest=False))
+        store = make_store(
+            RedisOptions(url=f"redis://127.0.0.1:{port}", digest=False, timeout_s=10.0, connect_timeout_s=10.0)
+        )
         for answer in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$99999999999999999999\r\n", b"*999\r\n", b"x" * 9000):
             thread = threading.Thread(target=_answer, args=(listener, answer))
             thread.start()
@@ -237,7 +239,9 @@ def test_nothing_that_is_raised_or_logged_tells_kv_keys_or_passwords(
         told.extend(traceback.format_exception(caught.value))
 
     with redis_server(tmp_path, password=PASSWORD) as server:
-        store = make_store(options_of(server, password_file=str(tmp_path / "password")))
+        store = make_store(
+            options_of(server, password_file=str(tmp_path / "password"), timeout_s=1.0, connect_timeout_s=1.0)
+        )
         store.put(key_of(1), (HEADER, secret))
         server.run("CONFIG", "SET", "maxmemory", 1)
         attempt(lambda: store.put(key_of(2), (HEADER, secret)))

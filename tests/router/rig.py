@@ -100,7 +100,7 @@ class Rig:
             while (self.app.pools.prefill.num_ready(), self.app.pools.decode.num_ready()) != wanted:
                 await asyncio.sleep(0.01)
 
-    async def until_idle(self, timeout_s: float = 1.0) -> None:
+    async def until_idle(self, timeout_s: float = 10.0) -> None:
         """Waits until nothing runs anywhere and no prefill instance holds anything for anybody."""
         async with asyncio.timeout(timeout_s):
             while self._is_router_busy() or any(fake.is_busy for fake in [*self.prefill, *self.decode]):
@@ -108,7 +108,7 @@ class Rig:
 
     async def until_router_is_idle(self) -> None:
         """Waits until the router has let go of every request."""
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(10):
             while self._is_router_busy():
                 await asyncio.sleep(0.005)
 

@@ -23,7 +23,7 @@ async def test_a_clients_cancel_in_decode_ends_everything(run: Run) -> None:
         await anext(aiter(call))
         await rig.decode[0].until("token", 3)
         call.cancel()
-        await rig.until_idle(1.0)
+        await rig.until_idle()
         assert rig.decode[0].recorded("decode cancelled")
 
 
@@ -32,7 +32,7 @@ async def test_a_clients_cancel_in_prefill_ends_both_legs_and_releases(run: Run)
         call = rig.call()
         await rig.prefill[0].until("prefill")
         call.cancel()
-        await rig.until_idle(1.0)
+        await rig.until_idle()
         assert rig.prefill[0].recorded("prefill cancelled")
         assert rig.decode[0].recorded("decode cancelled")
         assert await rig.prefill[0].until("released by router")
@@ -43,7 +43,7 @@ async def test_a_clients_cancel_before_the_reservation_never_reaches_prefill(run
         call = rig.call()
         await rig.decode[0].until("decode")
         call.cancel()
-        await rig.until_idle(1.0)
+        await rig.until_idle()
         assert not rig.prefill[0].recorded("prefill")
 
 
@@ -57,7 +57,7 @@ async def test_a_lost_connection_is_a_cancel(run: Run) -> None:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         await anext(aiter(stub.Generate(request_of(max_tokens=1000))))
         wire.cut()
-        await rig.until_idle(1.0)
+        await rig.until_idle()
         assert decode.recorded("decode cancelled")
 
 
@@ -71,7 +71,7 @@ async def test_many_cancels_at_any_moment_leave_nothing(run: Run) -> None:
             call.cancel() if i % 3 == 0 else None
         for call in calls:
             call.cancel()
-        await rig.until_idle(2.0)
+        await rig.until_idle()
 
 
 async def test_an_abort_ends_every_request_with_its_label(run: Run) -> None:
@@ -121,7 +121,7 @@ async def test_an_abort_frees_the_instances_of_a_client_that_does_not_read(run: 
         await _stuck(rig.decode[0])
         assert rig.app.service.running.num_requests == 1
         await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["deaf"]))
-        await rig.until_idle(2.0)
+        await rig.until_idle()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for _ in call:
                 pass

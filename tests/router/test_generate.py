@@ -202,8 +202,10 @@ async def test_the_deadline_is_honoured_and_passed_on(run: Run) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await rig.generate(max_tokens=100, timeout=0.4)
         assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert 0.3 < time.monotonic() - started_s < 0.5
+        assert time.monotonic() - started_s > 0.3
         await rig.until_idle()
+        assert rig.decode[0].recorded("decode cancelled")
+        assert len(rig.decode[0].recorded("token")) < 99
 
 
 async def test_the_servers_longest_deadline_holds_without_one(run: Run) -> None:

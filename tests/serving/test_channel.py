@@ -49,16 +49,18 @@ async def test_a_frozen_peer_is_noticed_within_seconds_and_an_idle_one_is_left_i
     peer: tuple[subprocess.Popen[str], str],
 ) -> None:
     process, address = peer
-    settings = ChannelSettings(keepalive_ms=500, ping_timeout_ms=500)
-    async with open_channel(address, settings) as channel:
+    # STEP 1: pings twice a second on a silent stream are no reason to hang up.
+    async with open_channel(address, ChannelSettings(keepalive_ms=500, ping_timeout_ms=20_000)) as channel:
         call = GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="wait"))
         assert (await call.read()).model == "started"
-
-        # STEP 1: pings twice a second on a silent stream are no reason to hang up.
         await asyncio.sleep(2.5)
         assert not call.done()
+        call.cancel()
 
-        # STEP 2: the peer freezes; no FIN, no RST, only silence.
+    # STEP 2: the peer freezes; no FIN, no RST, only silence.
+    async with open_channel(address, ChannelSettings(keepalive_ms=500, ping_timeout_ms=500)) as channel:
+        call = GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="wait"))
+        assert (await call.read()).model == "started"
         process.send_signal(signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError) as caught:

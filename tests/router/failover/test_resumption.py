@@ -227,4 +227,4 @@ async def test_twenty_deaths_under_load_lose_nothing(run: Run) -> None:
                 assert answer.finish().reason == common_pb2.FINISH_REASON_LENGTH
             await victim.restart()
             await rig.until_ready()
-        await rig.until_idle(3)
+        await rig.until_idle()

@@ -77,7 +77,6 @@ async def test_a_draining_instance_gets_no_new_requests_and_finishes_its_old(run
 async def test_an_instance_in_trouble_is_out_and_comes_back(run: Run, fault: str) -> None:
     async with run(prefill=0, decode=2) as rig:
         fake = rig.decode[0]
-        started_s = time.monotonic()
         if fault == "no beats":
             fake.behaviour.beats = False
         elif fault == "frozen":
@@ -87,7 +86,6 @@ async def test_an_instance_in_trouble_is_out_and_comes_back(run: Run, fault: str
         else:
             fake.behaviour.core_silence_s = 5
         await rig.until_ready(num_decode=1)
-        assert time.monotonic() - started_s < 1.0
         if fault == "no beats":
             async with asyncio.timeout(20):  # it is asked anew, and does not come back by an old report
                 while fake.num_watches < 2:
