@@ -89,6 +89,7 @@ def _slowest(outcomes: list[Outcome], at_s: float) -> float | None:
     return max(resumed, default=None)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stack", [2], indirect=True)
 def test_a_frozen_decode_instance_is_left_and_comes_back(stack: MortalStack, questions: list[Question]) -> None:

@@ -32,7 +32,7 @@ from tests.oracle import random_prompts
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPT = random_prompts(2, longest=1500, vocab_size=1024, seed=4)[1]
 NUM_BLOCKS = 94
-TIMEOUT_S = 1.0
+TIMEOUT_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_pages_of_a_frozen_holder_are_quarantined_until_their_read_has_ended(
     reader.read(holder, "frozen")
     # STEP the deadline comes, the request is computed in other blocks
     reader.run_until(lambda: "frozen" in reader.loaded)
-    assert TIMEOUT_S <= time.monotonic() - started < TIMEOUT_S + 1.0
+    assert TIMEOUT_S <= time.monotonic() - started < 2 * TIMEOUT_S
     assert reader.core.load.quarantined_blocks == NUM_BLOCKS
     reader.run_until(lambda: "frozen" in reader.finished)
     assert reader.token_ids["frozen"] == expected

@@ -52,7 +52,7 @@ def test_members_start_together_and_nothing_is_left(monkeypatch: pytest.MonkeyPa
         started_s = time.monotonic()
         stack.stop()
     assert time.monotonic() - started_s < 2, "one of them ignores SIGTERM, and Ctrl-C must still be quick"
-    assert gone(pids, within_s=0.5)
+    assert gone(pids, within_s=5.0)
     stack.stop()
 
 
@@ -66,8 +66,8 @@ def test_a_member_that_cannot_start_is_named_with_the_end_of_its_log(monkeypatch
 
 def test_a_member_that_never_becomes_ready_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": "import time; time.sleep(60)"})
-    stack = LocalStack(settings(start_timeout_s=0.5))
-    with pytest.raises(StackFailed, match=r"not ready within 0\.5 s: decode-0"):
+    stack = LocalStack(settings(start_timeout_s=4))
+    with pytest.raises(StackFailed, match=r"not ready within 4 s: decode-0"):
         stack.start()
 
 

@@ -140,7 +140,7 @@ def test_an_instance_whose_engine_has_crashed_is_out_at_once_even_if_it_is_the_l
 
 
 async def test_an_instance_that_beats_and_fails_is_asked_no_more_and_comes_back(run: Run) -> None:
-    settings = {"failures": 2, "ejection_s": 1.0}
+    settings = {"failures": 2, "ejection_s": 5.0}
     async with run(prefill=0, decode=decodes(Behaviour(index_error_at=0), busy()), ejection=settings) as rig:
         for _ in range(2):
             assert (await rig.generate()).is_exactly(12)

@@ -12,6 +12,7 @@ from tests.fakes.behaviour import Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import decodes, prefills, status_of
 from tests.router.rig import PROMPT, Rig, request_of
+from tests.waiting import until
 
 POISON = 5
 POISONED = [POISON, *PROMPT]
@@ -109,13 +110,13 @@ async def test_a_poison_of_two_choices_costs_two(run: Run) -> None:
 
 async def test_what_breaks_two_instances_without_killing_them_is_refused_as_well(run: Run) -> None:
     failing = [Behaviour(fail_at=0) for _ in range(4)]
-    async with run(prefill=0, decode=decodes(*failing), quarantine={"ttl_s": 1.0}) as rig:
+    async with run(prefill=0, decode=decodes(*failing), quarantine={"ttl_s": 5.0}) as rig:
         assert (await status_of(rig)).code() is grpc.StatusCode.INTERNAL
         assert "refused" in str((await status_of(rig)).details())
         assert sum(len(fake.recorded("decode")) for fake in rig.decode) == 2
         for fake in rig.decode:
             fake.behaviour.fail_at = None
-        await asyncio.sleep(1.1)
+        await until(lambda: not rig.app.safeguards.quarantine.num_refused)
         assert (await rig.generate()).is_exactly(12)
 
 

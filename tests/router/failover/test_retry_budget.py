@@ -15,6 +15,7 @@ from tests.fakes.behaviour import Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes, status_of
 from tests.router.rig import PROMPT, request_of
+from tests.waiting import until
 
 PATIENT = {"beat_timeout_s": 20.0}
 
@@ -93,12 +94,13 @@ async def test_where_retries_hang_further_ones_are_refused_with_a_hint(run: Run)
     settings = {"retry_wait_s": 0.05, "min_retries_under_way": 1}
     async with run(prefill=0, decode=decodes(*hanging), failover=settings, pools=PATIENT) as rig:
         asking = [asyncio.create_task(status_of(rig, request=request_of([20 + i, *PROMPT]))) for i in range(6)]
-        await asyncio.sleep(0.1)
+        await until(lambda: sum(len(fake.recorded("decode")) for fake in rig.decode) == len(asking))
         victim = max(rig.decode, key=lambda fake: len(fake.recorded("decode")))
         num_cut = len(victim.recorded("decode"))
         assert num_cut >= 2
         await victim.kill()
-        done, still = await asyncio.wait(asking, timeout=2)
+        await until(lambda: sum(task.done() for task in asking) >= num_cut - 1)
+        done, still = await asyncio.wait(asking, timeout=0.2)  # the others hang for much longer
         assert len(done) == num_cut - 1
         for task in done:
             error = task.result()

@@ -231,6 +231,7 @@ def another(prompt: list[int], number: int = 1) -> list[int]:
     return [20 + number % 200, 20 + number // 200, *reversed(prompt[2:])]
 
 
+@pytest.mark.slow
 async def test_auto_learns_that_a_prefill_instance_is_slow_and_tries_it_again(run: Run) -> None:
     slow = FakeInstance("prefill", behaviour=Behaviour(prefill_s=1.5))
     measured = {"speed_smoothing": 0.5, "probe_s": 6.0, "expected_streams": 0.0}
