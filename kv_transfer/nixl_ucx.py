@@ -24,8 +24,6 @@ import logging
 import os
 import re
 import socket
-import stat
-import struct
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -33,10 +31,11 @@ from dataclasses import dataclass
 
 import psutil
 
+from serving.connections import end, tcp_connections
+
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _FIRST_MARK_S, _NUM_MARKS = 20, 60
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,26 +171,9 @@ ucx = UcxProcess()
 def cut_connections(mark: int) -> int:
     """Break every TCP connection that the agent with this mark has opened; returns how many there were."""
     num_cut = 0
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for connection in tcp_connections():
         with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with _duplicate(descriptor) as connection:
-                if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) != mark:
-                    continue
-                connection.getpeername()  # raises where it is not connected
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                connection.shutdown(socket.SHUT_RDWR)
+            if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == mark:
+                end(connection)
                 num_cut += 1
     return num_cut
-
-
-def _duplicate(descriptor: int) -> socket.socket:
-    duplicate = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=duplicate)
-    except OSError:
-        os.close(duplicate)
-        raise
