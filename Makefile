@@ -7,7 +7,11 @@ NODE_INSTALLED := node_modules/.installed
 EXAMPLE := examples/node-backend
 EXAMPLE_INSTALLED := $(EXAMPLE)/node_modules/.installed
 PYTEST := $(BIN)/python -m pytest
+# Processes that run tests side by side: two more than cores, because tests also wait.
+WORKERS ?= $(shell expr $$(nproc) + 2)
 ARGS ?=
+# Where it is set, as in many images, each of the tests' processes would compile every module again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install run check lint types imports protos-check test test-slow test-gpu chart protos format bench clean
@@ -69,15 +73,16 @@ redis-server: # Debian's, for the tests of the Redis connector
 	  echo "The tests need redis-server. On Debian and Ubuntu: sudo apt-get install redis-server" >&2; exit 1; }
 
 test: $(INSTALLED) $(NODE_INSTALLED) $(EXAMPLE_INSTALLED) redis-server ## Run the tests (minutes; no GPU needed).
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n $(WORKERS) $(ARGS)
 
-test-slow: $(INSTALLED) redis-server ## Run the full counts, which `make test` leaves out.
+# One after the other: some of them measure.
+test-slow: $(INSTALLED) redis-server ## Run the full counts, which `make test` leaves out (ARGS="--slow-part 1/4": a quarter).
 	$(PYTEST) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
 	$(PYTEST) tests/chart -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
 
 chart: $(INSTALLED) redis-server ## Lint, render and check the Helm chart, its generated files and the image's steps (no cluster, no Docker).
 	$(BIN)/python -m helm.generate --check
-	$(PYTEST) tests/chart $(ARGS)
+	$(PYTEST) tests/chart -n $(WORKERS) $(ARGS)
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device.
 	$(PYTEST) -m gpu $(ARGS)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.admission_blocks
 
-The router's own door before an instance that is simulated step by step: a step is as long whatever runs in it, prompts
-share its token budget, whoever was taken last is preempted when the blocks run out and computed again from its start.
+The router's admission controller in front of an instance that is simulated step by step: each step takes equally long,
+prompts share its token budget, and when blocks run out, the request admitted last is preempted and computed again.
 Lengths are exponential, as unforeseeable as can be. "Worst case" promises each request its `max_tokens`.
 """
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import click
 
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from router.admission.capacity import Capacity
-from router.admission.door import Admission
-from router.config import AdmissionSettings
-from router.request import GenerationRequest
+from router.admission.controller import AdmissionController
+from router.admission.settings import AdmissionSettings
+from router.request.generation_request import GenerationRequest
 from serving.errors import Overloaded
 from tests.router import virtual_time
 
@@ -69,7 +69,7 @@ class _Instance:
             self.take()
 
     def compute(self) -> None:
-        """One step: the missing part of each prompt as far as the budget goes, or one token."""
+        """One step: the missing part of each prompt within the budget, or one token."""
         budget = STEP_TOKENS
         for one in list(self.running):
             num = min(budget, max(one.num_needed - one.num_computed, 0))
@@ -104,7 +104,7 @@ class _Instance:
             self.running.append(self.waiting.popleft())
 
 
-class _WorstCase(Admission):
+class _WorstCase(AdmissionController):
     """Promises every choice its max_tokens."""
 
     def __init__(self, *args: object, **named: object) -> None:
@@ -120,33 +120,33 @@ async def _measure(load: float, fraction: float, *, worst_case: bool) -> str:
         used = len(instance.running) + len(instance.waiting)
         return Capacity(1, MAX_SEQS, NUM_BLOCKS, BLOCK_SIZE, STEP_TOKENS, used, instance.num_used)
 
-    door = (_WorstCase if worst_case else Admission)(
+    admission = (_WorstCase if worst_case else AdmissionController)(
         AdmissionSettings(block_fraction=fraction), look, clock=loop.time, rng=rng
     )
     num_good_tokens, num_refused, first_tokens_s = 0, 0, []
 
-    async def ask() -> None:
+    async def send_request() -> None:
         nonlocal num_good_tokens, num_refused
-        came_s = loop.time()
+        arrived_s = loop.time()
         num_prompt, length = rng.randint(*PROMPT), min(MAX_TOKENS, max(1, round(rng.expovariate(1 / MEAN_OUTPUT))))
         one = _Request(num_prompt, length, loop.create_future(), loop.create_future())
         params = SamplingParams(max_tokens=MAX_TOKENS)
-        wanted = GenerationRequest("label", "id", "model", (1,) * num_prompt, params, seed=1)
+        request = GenerationRequest("label", "id", "model", (1,) * num_prompt, params, seed=1)
         try:
-            async with door.admit(wanted) as place:
+            async with admission.admit(request) as ticket:
                 instance.waiting.append(one)
                 await one.began
-                door.prefilled(place)
-                first_tokens_s.append(loop.time() - came_s)
+                admission.prefilled(ticket)
+                first_tokens_s.append(loop.time() - arrived_s)
                 await one.ended
-                place.num_output_tokens = length
+                ticket.num_output_tokens = length
             num_good_tokens += length if loop.time() > WARM_S else 0
         except Overloaded:
             num_refused += 1
 
     tasks = []
     while loop.time() < END_S:
-        tasks.append(asyncio.create_task(ask()))
+        tasks.append(asyncio.create_task(send_request()))
         await asyncio.sleep(rng.expovariate(load * PEAK_PER_S))
     goodput = num_good_tokens / (END_S - WARM_S)
     for task in [stepping, *tasks]:
@@ -161,7 +161,7 @@ async def _measure(load: float, fraction: float, *, worst_case: bool) -> str:
 
 @click.command()
 def main() -> None:
-    """Prints one table: the load, what is promised, and what comes of it."""
+    """Prints one table: the load, the promised blocks, and the result."""
     print("| load | blocks promised | tokens/s | refused | preempted per 100 | first token p99 |")
     print("|---|---|---|---|---|---|")
     for load in (0.8, 3.0):

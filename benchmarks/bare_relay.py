@@ -1,6 +1,6 @@
-"""The least that a relay of token streams can do on grpc.aio: what the router's cost is set against.
+"""The minimal relay of token streams on grpc.aio, the baseline of the router's cost.
 
-Generated stubs, one call in and one call out, every message read and written as it is. Nothing is checked, counted,
+Generated stubs, one call in and one call out, every message forwarded unchanged. Nothing is checked, counted,
 bounded, traced or retried.
 """
 
@@ -30,7 +30,7 @@ class BareRelay(generation_pb2_grpc.GenerationServiceServicer):
 
 
 def run(ready: Connection, source: str) -> None:
-    """The process: sends its address through `ready` and relays what `source` says until it is killed."""
+    """The process: sends its address through `ready` and relays the streams of `source` until it is killed."""
     asyncio.run(_serve(ready, source))
 
 

@@ -1,14 +1,14 @@
-"""What handing KV over costs the first token and the second: a split stack against an aggregated one, side by side.
+"""The cost of the KV hand-over for the first and the second token: a split stack against an aggregated one.
 
     python -m benchmarks.first_token [--shape 0.6b] [--chunk 256] [--prompt 512 --prompt 1024 …] [--connector nixl …]
 
-For each connector both stacks run at the same time and are asked in turn, one request at a time, every prompt new; each
-instance has one core and one thread, so that the split stack's prefill has what the aggregated one has. Prints medians:
-TTFT of both and their ratio, the gap between tokens 1 and 2, and by how much it is longer than two decode steps.
+For each connector both stacks run at the same time and get requests alternately, one at a time, every prompt new; each
+instance has one core and one thread, so that the split stack's prefill has the resources of the aggregated one. Prints
+medians: TTFT of both and their ratio, the gap between tokens 1 and 2, and how much longer it is than two decode steps.
 
-In a virtual machine the first touch of memory may cost ten times what a copy costs (the host has to find it), which
-whoever takes fresh memory pays: files in the page cache, and KV blocks at their first use. `--touch` says what it costs
-and has most of the free memory found before anything is measured; the host may take it back while it lies idle.
+In a virtual machine the first touch of memory may cost ten times what a copy costs (the host has to back it):
+files in the page cache and KV blocks pay this at their first use. `--touch` measures this cost and touches most of the
+free memory before the measurement; the host may reclaim it while it is idle.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tqdm import tqdm
 
 from benchmarks.shapes import SHAPES, write_config
 from engine.machine import available_bytes, usable_cores
-from tandem.client import Client
-from tandem.local_stack import LocalStack
-from tandem.stack_settings import StackSettings
+from tandem.client.client import Client
+from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.stack import LocalStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def client_of(stack: ExitStack, settings: StackSettings) -> Client:
 
 
 def compare(clients: dict[str, Client], lengths: tuple[int, ...], vocab_size: int, output_len: int, num: int) -> None:
-    """Ask all stacks in turn and print what came of it."""
+    """Sends requests to all stacks alternately and prints the result."""
     rng = random.Random(0)
     for length in lengths:
         samples: dict[str, list[Sample]] = {name: [] for name in clients}

@@ -1,13 +1,13 @@
-"""What floods cost the neighbours: the inter-token latency of good streams while somebody else floods the router.
+"""The effect of floods on other clients: inter-token latency of normal streams while one client floods the router.
 
     python -m benchmarks.floods [--seconds 5] [--only FLOOD] [--log]
 
 One prefill and one decode instance with the demo model in float32. Four clients stream one short story after the other;
-each flood of tests/floods/floods.py comes from a process of its own and another address, at the lowest priority, since
-a real one does not take our cores to be made. Before each flood the same streams are measured without it: the two
-are compared, because figures drift. The promise is that the p99 of the streams' ITL is at most 1.5 times what it is
-without, that none of them fails, and that no process grows by more than 320 MiB. The exit status tells whether that
-holds. Needs a quiet machine with two cores, and two minutes.
+each flood of tests/floods/floods.py comes from its own process and another address, at the lowest priority, since
+a real one does not use the server's cores. Before each flood the same streams are measured without it, and the two
+are compared, because figures drift. The limits: the p99 of the streams' ITL is at most 1.5 times that without the
+flood, none of them fails, and no process grows by more than 320 MiB. The exit status says whether they hold.
+Needs a quiet machine with two cores, and two minutes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import psutil
 from benchmarks import page
 from tandem import AsyncClient, TandemError
 from tandem.demo import MODEL_DIR
-from tandem.local_stack import LocalStack
-from tandem.stack_settings import StackSettings
+from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.stack import LocalStack
 from tests.floods.floods import ANY_PORT, CLIENTS_PORT
 
 NAMES = (*ANY_PORT, *CLIENTS_PORT)
@@ -121,7 +121,7 @@ async def stream(address: str, seconds: float) -> Streams:
 async def flood(stack: LocalStack, name: str, seconds: float) -> Figures:
     """The streams without the flood, and then with it."""
     quiet = await stream(stack.address, seconds)
-    processes = [psutil.Process(member.pid) for member in stack.members.values()]
+    processes = [psutil.Process(member.pid) for member in stack.processes.values()]
     before = [process.memory_info().rss for process in processes]
     flooder = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.floods.floods", name, stack.address),
@@ -130,19 +130,19 @@ async def flood(stack: LocalStack, name: str, seconds: float) -> Figures:
         stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,
     )
-    _put_last(flooder.pid)
+    _set_lowest_priority(flooder.pid)
     await asyncio.sleep(2 * _SETTLE_S)
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     flooded = await stream(stack.address, seconds)
     after = [process.memory_info().rss for process in processes]
-    told, _ = await flooder.communicate(b"")
-    num_done = int(told) if told else 0
+    output, _ = await flooder.communicate(b"")
+    num_done = int(output) if output else 0
     growth = max(now - then for then, now in zip(before, after, strict=True))
     await asyncio.sleep(_SETTLE_S)
-    return Figures(name, num_done / (time.monotonic() - began_s), quiet, flooded, growth / (1 << 20))
+    return Figures(name, num_done / (time.monotonic() - started_s), quiet, flooded, growth / (1 << 20))
 
 
-def _put_last(pid: int) -> None:
+def _set_lowest_priority(pid: int) -> None:
     """Lowest priority. Linux's desktop scheduling divides cores between sessions first, and only then by niceness."""
     os.setpriority(os.PRIO_PROCESS, pid, _NICE)
     with contextlib.suppress(OSError):
@@ -170,7 +170,7 @@ def main(seconds: float, names: tuple[str, ...], is_logged: bool) -> None:
     figures = measure(seconds, names or NAMES)
     text = (
         f"Demo model in float32, 1P1D auto; {NUM_STREAMS} streams of {NUM_TOKENS} tokens, {seconds:g} s without each "
-        f"flood and {seconds:g} s with it. Promise: p99 at most {MAX_RATIO} times, nobody fails, no process grows by "
+        f"flood and {seconds:g} s with it. Limit: p99 at most {MAX_RATIO} times, no stream fails, no process grows by "
         f"more than {MAX_GROWTH_MIB} MiB.\n\n" + page.table(HEAD, [one.row() for one in figures])
     )
     click.echo(f"\n{text}")

@@ -22,9 +22,9 @@ from pathlib import Path
 import click
 
 from benchmarks.shapes import SHAPES, write_config
-from tandem.client import Client
-from tandem.local_stack import LocalStack
-from tandem.stack_settings import StackSettings
+from tandem.client.client import Client
+from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.stack import LocalStack
 
 BLOCK_SIZE = 16
 

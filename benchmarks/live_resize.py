@@ -1,6 +1,6 @@
-"""One stack under one load, its pools resized meanwhile by `tandem pools resize`: what its clients see by size.
+"""One stack under one load while `tandem pools resize` resizes its pools: what its clients see at each size.
 
-    phase 1 ─resize─▶ newcomers start, leavers drain ─complete─▶ phase 2 ─resize─▶ … ─▶ last phase ─▶ load ends
+    phase 1 ─resize─▶ new instances start, removed ones drain ─complete─▶ phase 2 ─resize─▶ … ─▶ last phase ─▶ load ends
 
 A request belongs to the phase in which it was sent; those sent while a resize was under way belong to none.
 """
@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 import click
 
 from benchmarks.mixed_load import Mix, ProgressBar, measure
-from tandem.local_stack import LocalStack
-from tandem.serve_bench.records import PlannedRequest, RequestRecord
-from tandem.serve_bench.report import Objectives, summarise
-from tandem.serve_bench.results import Point
-from tandem.stack_settings import StackSettings
+from tandem.bench.serve.endpoint import PlannedRequest, RequestRecord
+from tandem.bench.serve.report import Objectives, summarise
+from tandem.bench.serve.results import Point
+from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.stack import LocalStack
 
 Size = tuple[int, int]
-"""Instances that prefill, and that decode."""
+"""Prefill and decode instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Phase:
 
 @dataclass(slots=True)
 class Live:
-    """What came of it."""
+    """The result of a run."""
 
     records: Sequence[RequestRecord]
     phases: list[Phase] = field(default_factory=list)
     resized_at_s: dict[float, str] = field(default_factory=dict)
-    """When each resize was asked for, and to what."""
+    """The time and target of each resize."""
 
     def points(self, rate: float) -> dict[str, Point]:
         """The figures of each phase, by its size."""

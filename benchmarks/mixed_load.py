@@ -1,7 +1,7 @@
-"""Long prompts among running streams, put on a router at several rates: what pool_sizes and pd_isolation measure with.
+"""A load of long prompts among running streams, at several rates; used by pool_sizes and pd_isolation.
 
 A stream has a short prompt and a long answer, a long prompt a short answer; both come as Poisson processes. The same
-seed makes the same requests, whatever they are put on.
+seed makes the same requests.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
-from tandem.serve_bench.grpc_endpoint import GrpcEndpoint
-from tandem.serve_bench.load import Progress
-from tandem.serve_bench.records import PlannedRequest, RequestRecord
-from tandem.serve_bench.report import Objectives, Report, summarise
-from tandem.serve_bench.results import Point
-from tandem.serve_bench.sweep import Sweep, View, run_sweep
-from tandem.serve_bench.vocabulary import Vocabulary
-from tandem.serve_bench.workload import Lengths, RandomWorkload, Schedule
+from tandem.bench.serve.endpoint import PlannedRequest, RequestRecord
+from tandem.bench.serve.grpc_endpoint import GrpcEndpoint
+from tandem.bench.serve.load import LoadObserver, Progress, Sweep, run_sweep
+from tandem.bench.serve.report import Objectives, Report, summarise
+from tandem.bench.serve.results import Point
+from tandem.bench.serve.workload import Lengths, RandomWorkload, Schedule, Vocabulary
 
 TIMEOUT_S = 120.0
 PATIENT = ("--pools-core-silence-timeout-s", "30")
-"""Flags of the router: where instances, router and clients share two cores, a long step is no fault."""
+"""Flags of the router: where instances, router and clients share two cores, a long step is not a fault."""
 _NUM_WARM_UP = 8
 _PAUSE_S = 0.5
 _END_IDS = frozenset({2})
@@ -58,7 +56,7 @@ class Mix:
 
 
 class MixedWorkload:
-    """A `tandem.serve_bench.workload.Workload` of a mix."""
+    """A `tandem.bench.serve.workload.Workload` of a mix."""
 
     def __init__(self, mix: Mix, vocab_size: int, seed: int = 0) -> None:
         vocabulary = Vocabulary.middle(vocab_size, end_ids=_END_IDS)
@@ -85,7 +83,7 @@ class MixedWorkload:
 
 
 class ProgressBar:
-    """A `tandem.serve_bench.sweep.View`: one line that changes."""
+    """A `tandem.bench.serve.load.LoadObserver`: one line that changes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -109,7 +107,7 @@ class ProgressBar:
 
 
 def measure(
-    address: str, mix: Mix, rates: Sequence[float], view: View, *, vocab_size: int, objectives: Objectives
+    address: str, mix: Mix, rates: Sequence[float], observer: LoadObserver, *, vocab_size: int, objectives: Objectives
 ) -> list[Point]:
     """What the clients of the router at `address` see of `mix` at each of `rates` (requests a second)."""
 
@@ -121,7 +119,7 @@ def measure(
                 endpoint,
                 MixedWorkload(mix, vocab_size),
                 sweep,
-                view,
+                observer,
                 check=lambda requests: None,
                 stop=asyncio.Event(),
             )

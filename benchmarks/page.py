@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tandem.serve_bench.results import machine
+from tandem.bench.serve.results import machine
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TUNING = DOCS / "tuning.md"
@@ -40,7 +40,7 @@ def fill(path: Path, name: str, markdown: str) -> None:
 
 
 def log(measured_on: str, title: str, markdown: str) -> None:
-    """Puts a section on top of benchmarks/LOG.md; `measured_on` is what `origin` said before the measurement."""
+    """Puts a section on top of benchmarks/LOG.md; `measured_on` is from `origin`, called before the measurement."""
     text = LOG.read_text()
     place = text.index("\n## ") + 1
     section = f"## {measured_on}\n\n### {title}\n\n{markdown.strip()}\n\n"
@@ -48,7 +48,7 @@ def log(measured_on: str, title: str, markdown: str) -> None:
 
 
 def origin() -> str:
-    """The moment, the machine, and how busy it is: to be asked before anything is measured."""
+    """Time, machine and its load; to be called before the measurement."""
     found = machine()
     return (
         f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC · {found['cores']} cores ({found['cpu']}), "

@@ -25,11 +25,11 @@ from benchmarks import page
 from benchmarks.first_token import touch_free_memory
 from benchmarks.mixed_load import PATIENT, Mix, ProgressBar, failures, measure, num_bad, of_kind
 from benchmarks.shapes import SHAPES, write_config
-from tandem.local_stack import LocalStack
-from tandem.serve_bench import plots
-from tandem.serve_bench.report import Objectives, Report
-from tandem.serve_bench.results import Point, machine, versions
-from tandem.stack_settings import Disaggregation, StackSettings
+from tandem.bench.serve import plots
+from tandem.bench.serve.report import Objectives, Report
+from tandem.bench.serve.results import Point, machine, versions
+from tandem.local_stack.settings import Disaggregation, StackSettings
+from tandem.local_stack.stack import LocalStack
 
 _DEFAULT_CHUNK = 512
 _CHUNKS = (64, 128, 256, 512)
@@ -118,7 +118,7 @@ def _merit(point: Point) -> tuple[float, ...]:
 def main(*, json_file: Path | None, folder: Path | None, write_docs: bool, **options: Any) -> None:
     measured_on = page.origin()
     done = run(**options)
-    text = told(done)
+    text = report_text(done)
     click.echo(f"\n{text}")
     if json_file is not None:
         json_file.write_text(json.dumps(_as_dict(done, measured_on), indent=1) + "\n")
@@ -173,7 +173,7 @@ def _subjects(chunks: Sequence[int]) -> Iterator[Subject]:
     yield Subject("1P1D auto", "auto", _DEFAULT_CHUNK)
 
 
-def told(done: Experiment) -> str:
+def report_text(done: Experiment) -> str:
     """The tables, in Markdown."""
     best = done.best()
     rows = []

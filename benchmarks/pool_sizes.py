@@ -1,12 +1,12 @@
-"""What the size of each pool does to TTFT and ITL: the same load on stacks that differ in nothing else.
+"""The effect of pool sizes on TTFT and ITL: the same load on stacks that differ only in size.
 
     python -m benchmarks.pool_sizes [--quick] [--part engines | --part stubs] [--write-docs] [--json FILE]
 
 `engines`: real processes on this machine. One stack is resized under load (live_resize.py), 1P1D, 2P1D, 1P2D; each
-instance has one thread and no core of its own, because three do not share two cores evenly. The load leaves cores idle
-now and then, which is all that a third instance can take.
+instance has one thread and is not pinned, because three do not share two cores evenly. A third instance can only use
+the time in which the load leaves cores idle.
 
-`stubs`: 1 to 8 instances in each pool that take their time instead of computing (stub_engines.py), as if each had
+`stubs`: 1 to 8 instances in each pool that sleep instead of computing (stub_engines.py), as if each had
 hardware of its own, behind a real router. The load is about 80 % of what one prefill instance can do.
 
 Long prompts arrive among running streams. Exit status 1: requests failed.
@@ -33,13 +33,14 @@ from benchmarks.first_token import touch_free_memory
 from benchmarks.live_resize import Live, Size, named
 from benchmarks.mixed_load import PATIENT, Mix, ProgressBar, failures, measure, num_bad, of_kind
 from benchmarks.shapes import SHAPES, write_config
+from tandem.bench.serve import plots
+from tandem.bench.serve.report import Objectives, summarise
+from tandem.bench.serve.results import Point, machine, versions
+from tandem.client.channel import ROUTER_SERVICE
+from tandem.client.health import wait_serving
 from tandem.demo import MODEL_DIR
-from tandem.health import ROUTER_SERVICE, wait_serving
-from tandem.machine import free_ports
-from tandem.serve_bench import plots
-from tandem.serve_bench.report import Objectives, summarise
-from tandem.serve_bench.results import Point, machine, versions
-from tandem.stack_settings import StackSettings
+from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.topology import free_ports
 
 _SHAPE = "33m"
 _ENGINE_SIZES: tuple[Size, ...] = ((1, 1), (2, 1), (1, 2))
@@ -112,14 +113,16 @@ def main(only: str | None, quick: bool, json_file: Path | None, folder: Path | N
             _run_engines(part)
         else:
             _run_stubs(part)
-        click.echo(f"{part.name}\n\n{told(part)}\n")
+        click.echo(f"{part.name}\n\n{report_text(part)}\n")
     if json_file is not None:
         json_file.write_text(json.dumps(_as_dict(parts, measured_on), indent=1) + "\n")
     if write_docs:
         for part in parts:
             draw(part, page.PLOTS)
-            page.fill(page.TUNING, f"pool_sizes {part.name}", f"{measured_on}.\n\n{told(part)}\n\n{_pictures(part)}")
-        text = "\n\n".join(told(part) for part in parts)
+            page.fill(
+                page.TUNING, f"pool_sizes {part.name}", f"{measured_on}.\n\n{report_text(part)}\n\n{_pictures(part)}"
+            )
+        text = "\n\n".join(report_text(part) for part in parts)
         page.log(measured_on, "The sizes of the pools (`python -m benchmarks.pool_sizes`)", text)
     elif folder is not None:
         for part in parts:
@@ -185,9 +188,9 @@ def _stubs(size: Size) -> Iterator[str]:
         yield address
 
 
-def told(part: Part) -> str:
+def report_text(part: Part) -> str:
     """The table, in Markdown."""
-    what = _told_speeds() if part.live is None else f"{_SHAPE} shape, bf16"
+    what = _speeds_text() if part.live is None else f"{_SHAPE} shape, bf16"
     how = "" if part.live is None else " for each size; requests sent during a resize count for none"
     head = ["pools", "TTFT p50 · p99", "of long prompts p50 · p99", "ITL p50 · p95 · p99", "TPOT p50", "failed"]
     rows = [_row(name, point, part.mix) for name, point in part.points.items()]
@@ -210,7 +213,7 @@ def _row(name: str, point: Point, mix: Mix) -> list[str]:
     ]
 
 
-def _told_speeds() -> str:
+def _speeds_text() -> str:
     return (
         f"Stub engines: prefill {_SPEEDS.tokens_per_s:g} tokens/s; a decode step {_SPEEDS.step_s * 1e3:g} ms and "
         f"{_SPEEDS.per_request_s * 1e3:g} ms for each request in it; KV at {_SPEEDS.kv_tokens_per_s:g} tokens/s"

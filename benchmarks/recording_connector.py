@@ -1,9 +1,9 @@
 """The shared-storage connector with a stopwatch: writes when chunks were computed and pages arrived.
 
-Named to an instance as any third party's connector is: `--kv-connector
+Given to an instance like any third-party connector: `--kv-connector
 benchmarks.recording_connector:RecordingConnector`. Each line of the record is JSON: {"at": CLOCK_MONOTONIC seconds,
-"what": "computed" | "loaded", "request": id, "count": n}. The clock is one for all processes of a machine, so that
-lines of different instances compare.
+"what": "computed" | "loaded", "request": id, "count": n}. All processes of a machine have the same
+clock, so that lines of different instances are comparable.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.request import Request
-from kv_transfer.connector import SharedStorageConnector
-from kv_transfer.loads import LoadOp
-from kv_transfer.page_io import IOEnd
+from engine.scheduling.request import Request
+from kv_transfer.stores.files import SharedStorageConnector
+from kv_transfer.transfer.connector import OpResult
+from kv_transfer.transfer.loader import LoadOp
 
 
 class RecordingConnector(SharedStorageConnector):
@@ -30,9 +30,9 @@ class RecordingConnector(SharedStorageConnector):
         self._note("computed", request.spec.hold_kv.transfer_id if request.spec.hold_kv else "", num_computed_tokens)
         super().request_progressed(request, block_ids, num_computed_tokens)
 
-    def _apply(self, end: IOEnd, now: float) -> None:
+    def _apply(self, end: OpResult, now: float) -> None:
         if isinstance(end.op, LoadOp) and end.failure is None:
-            self._note("loaded", end.op.transfer_id, end.op.block_index)
+            self._note("loaded", end.op.owner.transfer_id, end.op.block_index)
         super()._apply(end, now)
 
     def _note(self, what: str, transfer_id: str, count: int) -> None:

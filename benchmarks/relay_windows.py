@@ -25,7 +25,7 @@ Way = Literal["direct", "bare", "router"]
 
 _START_TIMEOUT_S = 60.0
 _MEET_S = 1.5
-"""Until the router knows the stub."""
+"""Until the router has discovered the stub."""
 _context = multiprocessing.get_context("spawn")
 
 
@@ -34,16 +34,16 @@ class Load:
     """The traffic of one window."""
 
     messages_per_s: float
-    """In all; 0: as many as go through."""
+    """Of all streams; 0: without limit."""
     num_streams: int
     num_tokens: int
-    """Of one stream, which is asked for anew when it ends."""
+    """Of one stream; a new one replaces it when it ends."""
     in_steps: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one window came to."""
+    """The figures of one window."""
 
     way: Way
     load: Load
@@ -97,7 +97,7 @@ class Windows:
         num_messages = sum(one.num_messages for one in seen) * lasted_s / length_s
         ages_ms = sorted(age_ms for one in seen for age_ms in one.ages_ms)
         if not ages_ms:
-            raise click.ClickException(f"nothing came through {way}")
+            raise click.ClickException(f"no message arrived through {way}")
         return Sample(
             way=way,
             load=load,
@@ -134,7 +134,7 @@ def running(num_clients: int) -> Iterator[Windows]:
 
 
 def _start(stack: ExitStack, target: Callable[..., None], *arguments: Any) -> tuple[int, str]:
-    """A process that tells its address when it is ready: its id and that address."""
+    """Starts a process that sends its address when it is ready; returns its id and that address."""
     here, there = _context.Pipe()
     process = _context.Process(target=target, args=(there, *arguments), daemon=True)
     process.start()

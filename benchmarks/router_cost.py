@@ -1,12 +1,12 @@
-"""What the router costs: CPU for each token message, and the time by which it delays one.
+"""The cost of the router: CPU for each token message, and the delay of a message.
 
     python -m benchmarks.router_cost [--rate 4000] [--streams 64] [--pattern steps] [--rounds 5] [--window 4]
 
 A stub decode instance emits a token for each stream, either for all at once, as after an engine's step, or for each at
-moments of its own (`spread`, which costs more: nothing is dealt with together). Clients read the streams through the
+its own times (`spread`, which costs more: no messages are handled together). Clients read the streams through the
 router (`python -m router`) and, in alternating windows of the same run, through a bare grpc.aio relay that checks
-nothing, or from the stub itself. All are processes of their own. CPU is what the kernel says that the relay's process
-used, user and system, all threads, at full and at half `--rate`; the delay is measured at half of it.
+nothing, or from the stub itself. Each is a separate process. CPU is what the kernel reports for the relay's process,
+user and system, all threads, at full and at half `--rate`; the delay is measured at half of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Round = dict[Way, Sample]
 @click.command(help=__doc__)
 @click.option("--rate", default=4000.0, show_default=True, help="Messages a second in all, at full load.")
 @click.option("--streams", default=64, show_default=True, help="Streams that are read at once.")
-@click.option("--tokens", default=100_000, show_default=True, help="Tokens of one stream; then it is asked for anew.")
+@click.option("--tokens", default=100_000, show_default=True, help="Tokens of one stream; a new one replaces it.")
 @click.option("--pattern", type=click.Choice(["steps", "spread", "both"]), default="both", show_default=True)
 @click.option("--clients", default=1, show_default=True, help="Client processes.")
 @click.option("--rounds", default=5, show_default=True, help="Windows of each kind.")

@@ -1,4 +1,4 @@
-"""Prefill and decode instances that take their time instead of computing: pools larger than this machine has cores for.
+"""Prefill and decode instances that sleep instead of computing: pools larger than the cores of this machine allow.
 
 A prefill instance does one prompt after the other, `tokens_per_s`. A decode instance takes steps: each gives one token
 to every request that runs, and lasts `step_s` and `per_request_s` for each of them; requests join between two steps.
@@ -38,7 +38,7 @@ _SERVER_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_with
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of one instance on hardware of its own."""
+    """Of one instance with its own hardware."""
 
     tokens_per_s: float = 24_000.0
     step_s: float = 0.025
@@ -51,7 +51,7 @@ class Speeds:
         return self.step_s + self.per_request_s * num_running
 
     def expected_step(self, token_rate: float) -> float:
-        """Seconds of a decode step on an instance that is asked for `token_rate` tokens a second, on average: by
+        """Seconds of a decode step on an instance with a load of `token_rate` tokens per second, on average: by
         Little's law `token_rate * step(n)` = n streams run. inf: it cannot keep up."""
         share = token_rate * self.per_request_s
         return self.step_s / (1 - share) if share < 1 else float("inf")
@@ -59,7 +59,7 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """What a process of stubs is asked for."""
+    """The stubs of one process."""
 
     num_prefill: int
     num_decode: int
@@ -109,7 +109,7 @@ class _Stub(
 
 
 class PrefillStub(_Stub):
-    """One prompt at a time, in the order in which they came."""
+    """One prompt at a time, in order of arrival."""
 
     role = instance_pb2.ROLE_PREFILL
 
@@ -188,7 +188,7 @@ class DecodeStub(_Stub):
             self._places.release()
 
     async def _step(self) -> None:
-        """Steps, on a clock of their own, as long as somebody runs."""
+        """Steps, on their own clock, as long as requests run."""
         loop = asyncio.get_running_loop()
         end_s = loop.time()
         while self.num_running:

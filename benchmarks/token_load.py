@@ -1,4 +1,4 @@
-"""Clients that read many token streams at once, counting what arrives in a window of time and how old it is by then."""
+"""Clients that read many token streams at once and measure number and age of the messages in a window of time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROMPT = tuple(range(20, 36))
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What to read: streams of `num_tokens` each, begun again when they end, until `end_s`, by time.monotonic."""
+    """Streams of `num_tokens` each, restarted when they end, until `end_s`, by time.monotonic."""
 
     address: str
     num_streams: int
@@ -29,15 +29,15 @@ class Window:
 
 @dataclass(slots=True)
 class Seen:
-    """What arrived between a window's begin and end."""
+    """The messages between a window's begin and end."""
 
     num_messages: int = 0
     ages_ms: list[float] = field(default_factory=list)
-    """Of each message: from its making at the source to its reading here."""
+    """Of each message: from its creation at the source to its arrival here."""
 
 
 def run(orders: Connection) -> None:
-    """The process: a `Window` comes through `orders`, a `Seen` goes back, or the text of what failed; None ends it."""
+    """The process: for each `Window` from `orders` it returns a `Seen`, or the text of an error; None ends it."""
     asyncio.run(_serve(orders))
 
 

@@ -1,9 +1,8 @@
 """A decode instance without an engine: each stream gets one TokenChunk at a time, at the pace that the benchmark sets.
 
 It serves the same chunks by `Decode`, in token streams as an instance does, and by `Generate`, so that a client can
-take them without a router in between. The text of a chunk is the moment at which it was due, in nanoseconds of this
-machine's monotonic clock and in hexadecimal: about as long as a long word, and whoever receives it knows how long it
-took.
+take them without a router in between. The text of a chunk is the time at which it was due, in nanoseconds of this
+machine's monotonic clock and in hexadecimal: about as long as a long word, and its reader can compute the delay.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _MAX_MODEL_LEN = 1 << 20
 
 
 def stamp(made_s: float) -> str:
-    """Text that says when it was made, by time.monotonic."""
+    """Text with its time of creation, by time.monotonic."""
     return f"{int(made_s * 1e9):x} "
 
 
@@ -97,13 +96,13 @@ class TokenSource(
 
     async def Decode(self, requests: Any, context: Any) -> None:
         start = (await anext(requests)).start
-        wanted = start.request
-        async with self._token_streams.way_of(start, context.write) as answer:
-            async for chunk in self._chunks(wanted.sampling.max_tokens, wanted.stream_epoch):
+        request_spec = start.request
+        async with self._token_streams.response_writer(start, context.write) as answer:
+            async for chunk in self._chunks(request_spec.sampling.max_tokens, request_spec.stream_epoch):
                 await answer(decode_pb2.DecodeResponse(tokens=chunk))
 
     async def StreamTokens(self, request: decode_pb2.StreamTokensRequest, context: Any) -> None:
-        await self._token_streams.run(request.stream_id, context.write)
+        await self._token_streams.serve_stream(request.stream_id, context.write)
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Any

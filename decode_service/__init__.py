@@ -1,0 +1,1 @@
+"""The decode role: generates tokens from KV that a prefill instance or this instance computed."""

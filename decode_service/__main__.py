@@ -14,8 +14,8 @@ from serving.settings import settings_options
 def main(settings: DecodeSettings) -> None:
     """One decode instance: generates, from KV that a prefill instance computed or from its own.
 
-    Prints one line `ready address=HOST:PORT instance=NAME` when it serves. SIGTERM drains, a second one stops at once.
-    Exit status: 0 stopped, 1 the engine core died (restart it), 2 it could not start.
+    Prints one line `ready address=HOST:PORT instance=NAME` when it is ready. SIGTERM drains, a second one stops at
+    once. Exit status: 0 stopped, 1 the engine core died (restart it), 2 it could not start.
     """
     sys.exit(run_instance(settings, ROLE))
 

@@ -1,6 +1,6 @@
-"""The engine: requests in, tokens out. No role, no gRPC.
+"""The inference engine: requests in, tokens out, without roles and without gRPC.
 
-`LLM` (offline) and `AsyncEngine` (what services use) load lazily, so that importing this package imports no torch.
+`LLM` (offline) and `AsyncEngine` (for services) are imported on first use: importing this package imports no torch.
 """
 
 from __future__ import annotations
@@ -8,26 +8,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.async_engine import AsyncEngine
-    from engine.llm import LLM
-    from engine.outputs import CompletionOutput, Logprob, RequestOutput
-    from engine.sampling_params import SamplingParams
+    from engine.core.async_engine import AsyncEngine
+    from engine.llm import LLM, CompletionOutput, Logprob, RequestOutput
+    from engine.sampling.params import SamplingParams
 
-_HOMES = {
+_MODULES = {
     "LLM": "engine.llm",
-    "AsyncEngine": "engine.async_engine",
-    "SamplingParams": "engine.sampling_params",
-    "CompletionOutput": "engine.outputs",
-    "Logprob": "engine.outputs",
-    "RequestOutput": "engine.outputs",
+    "AsyncEngine": "engine.core.async_engine",
+    "SamplingParams": "engine.sampling.params",
+    "CompletionOutput": "engine.llm",
+    "Logprob": "engine.llm",
+    "RequestOutput": "engine.llm",
 }
 __all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    """PEP 562: import a public name's module when it is first asked for."""
-    if name not in _HOMES:
+    """PEP 562: import the module of a public name on first use."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""What an engine is told once, at its start. Frozen; read at the edge; free of torch."""
+"""Configuration of an engine core: frozen, read at the edge, free of torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LoadFormat = Literal["auto", "dummy"]
 
 
 class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which connector the engine core builds, and what it is told."""
+    """Which KV connector the engine core builds, and its arguments."""
 
     class_path: str = "engine.kv_connector:NullKVConnector"
-    """`module:Class`; a third party names its own."""
+    """`module:Class`, of this project or of a third party."""
     options: dict[str, Any] = {}
     """Passed to the class as keyword arguments."""
 
@@ -29,36 +29,34 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Weights and activations; `auto` takes the checkpoint's own (float16 runs as bfloat16)."""
     device: Device = "cpu"
     load_format: LoadFormat = "auto"
-    """`dummy` makes lively random weights from config.json alone, for benchmarks at real sizes."""
+    """`dummy`: random weights from config.json alone, for benchmarks at real sizes."""
     max_model_len: int | None = None
-    """Longest prompt + output in tokens; None takes the model's own limit."""
+    """Maximum prompt + output in tokens; None: the model's own limit."""
     block_size: int = 16
     num_blocks: int | None = None
     """KV blocks; None divides kv_cache_bytes by the page size."""
     kv_cache_bytes: int | None = None
-    """KV memory; None profiles: a share of the memory that is free after the weights are loaded."""
+    """KV memory; None: a fraction of the memory that is free after the weights are loaded."""
     max_num_seqs: int = 64
-    """Requests in one step at the most."""
+    """Maximum number of requests in one step."""
     max_num_batched_tokens: int = 512
     """Token budget of one step (the chunk budget of chunked prefill)."""
     enable_prefix_caching: bool = True
     num_threads: int | None = None
-    """Threads of the core's matrix products; None takes the cores this process may use."""
+    """Compute threads of the core; None: the cores this process may use."""
     cpu_cores: tuple[int, ...] = ()
-    """Cores the engine core is pinned to; empty leaves it to the system."""
+    """CPU cores the engine core is pinned to; empty: not pinned."""
     attention_backend: str = "auto"
     seed: int = 0
     """Of dummy weights."""
     lease_s: float = 30.0
-    """How long held KV outlives the last sign of its reader."""
+    """How long KV is held after the last renewal by its reader."""
     max_held_fraction: float = 0.5
-    """Share of the blocks that transfers may hold before new hand-over requests wait."""
+    """Fraction of the blocks that transfers may hold before new hand-over requests wait."""
     reservation_s: float = 30.0
-    """How long a request may wait, with blocks reserved, for KV or for its first token."""
+    """How long a request with reserved blocks may wait for its KV or its seed."""
     kv_connector: KVConnectorConfig = KVConnectorConfig()
     process_setup: str = ""
-    """`module:function` that a core's own process calls first: its owner sets up logging there."""
+    """`module:function` that the core's process calls first, to set up logging."""
     process_setup_options: dict[str, str] = {}
-    """Passed to it as keyword arguments."""
-    model_fingerprint: str = ""
-    """Hex digest of the model's identity, mixed into every block hash; empty: the core computes it."""
+    """Keyword arguments of `process_setup`."""

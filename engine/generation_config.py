@@ -1,21 +1,19 @@
-"""What a checkpoint's author set for generation: end-of-text ids, and sampling values for requests that name none."""
+"""A checkpoint's generation_config.json: EOS ids, and default sampling parameters."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from engine.errors import UnsupportedModel
-from engine.tokenizer import Tokenizer
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+from engine.models.config import read_json
+from engine.text.tokenizer import Tokenizer
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Values from generation_config.json; None where the file says nothing."""
+    """Values from generation_config.json; None where it has none."""
 
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end the output: generation_config.json's, else config.json's, else the tokenizer's."""
@@ -24,35 +22,35 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_tokens: int | None = None
-    """The file's max_new_tokens."""
+    max_tokens: int | None = msgspec.field(default=None, name="max_new_tokens")
 
     @classmethod
     def from_folder(cls, path: str | Path, tokenizer: Tokenizer | None = None) -> GenerationDefaults:
-        """Read a model's folder. `tokenizer` spares loading it again where only it knows the EOS."""
+        """Read a model's folder. `tokenizer`, if given, is not loaded again where only it has the EOS id."""
         folder = Path(path)
         config = _read(folder / "generation_config.json")
         eos = _eos_ids(config) or _eos_ids(_read(folder / "config.json"))
         if not eos and (tokenizer is not None or (folder / "tokenizer.json").is_file()):
             tokenizer = tokenizer or Tokenizer.from_folder(folder)
             eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        fields = {name: config.get(name) for name in _SAMPLING}
         try:
-            return msgspec.convert({"eos_token_ids": eos, "max_tokens": config.get("max_new_tokens"), **fields}, cls)
+            return msgspec.convert({**config, "eos_token_ids": eos}, cls)
         except msgspec.ValidationError as error:
             raise UnsupportedModel(f"generation_config.json: {error}") from None
 
     def eos_ids_within(self, vocab_size: int) -> tuple[int, ...]:
-        """Those that the model can sample: files made for a larger vocabulary name others."""
+        """Those within the model's vocabulary: the file may have been written for a larger one."""
         return tuple(token_id for token_id in self.eos_token_ids if 0 <= token_id < vocab_size)
 
     def sampling_fields(self) -> dict[str, float | int]:
-        """Keyword arguments for `SamplingParams`, to be overridden by what a request names itself."""
-        return {name: value for name in (*_SAMPLING, "max_tokens") if (value := getattr(self, name)) is not None}
+        """Keyword arguments for `SamplingParams`, overridden by those of a request."""
+        fields = msgspec.structs.asdict(self)
+        del fields["eos_token_ids"]
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""Which model an engine computes with: what must be equal before two instances may exchange KV.
+"""Identity of the model that an engine computes with, which must be equal for two instances to exchange KV.
 
-The digests say what shapes the computation (weights, config, tokenizer, dtype, page layout); the fingerprint is the
-digest of them all and goes into every block hash and every page. Free of torch.
+It consists of digests of all that shapes the computation (weights, config, tokenizer, dtype, page layout); the
+fingerprint is the digest of them all and part of every block hash and page. Free of torch.
 
-Digests of weights are remembered per user by real path, size, mtime and inode, so that a start does not read 140 GB
-again. The memory is only ever a short cut: whatever is wrong with the file, the digests are computed again.
+Digests of weights are cached per user by real path, size, mtime and inode, so that a start does not read 140 GB again.
+A cache that is missing, damaged or not trusted is ignored, and the digests are computed again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from engine.config import LoadFormat
 from engine.errors import EngineError
 from engine.kv_layout import LAYOUT_VERSION, KVLayout
 
-# Parts of config.json that name, date or decorate a model and do not change what it computes. dtype is its own field.
-_NOT_COMPUTED = frozenset(
+# Keys of config.json that do not change the computation. dtype is a field of the identity.
+_IGNORED_KEYS = frozenset(
     {
         "_attn_implementation",
         "_attn_implementation_autoset",
@@ -58,14 +58,14 @@ _TOKENIZER_FILES = (
     "vocab.txt",
 )
 _HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
-_MAX_REMEMBERED = 4096
-_MAX_MEMORY_BYTES = 4 << 20
+_MAX_CACHED = 4096
+_MAX_CACHE_BYTES = 4 << 20
 _SETTLED_NS = 2_000_000_000
-"""A file changed less than this ago may change again within one tick of its mtime: its digest is not remembered."""
+"""A file changed more recently than this may change again within one tick of its mtime: its digest is not cached."""
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be equal for KV to be exchanged; the fields of the wire's Identity. Digests are SHA-256 in hex."""
+    """What must be equal for KV to be exchanged; the fields of the proto's Identity. Digests are SHA-256 in hex."""
 
     weights_digest: str
     config_digest: str
@@ -75,7 +75,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     layout_version: int
     layout_digest: str
     fingerprint: str = ""
-    """Over all of the above; computed when not given."""
+    """Digest of all the above; computed when not given."""
 
     def __post_init__(self) -> None:
         if not self.fingerprint:
@@ -91,13 +91,14 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 def compute_identity(
     folder: str | Path, *, dtype: str, layout: KVLayout, load_format: LoadFormat, seed: int
 ) -> ModelIdentity:
-    """The identity of the checkpoint in `folder`. `seed` counts for dummy weights alone.
+    """The identity of the checkpoint in `folder`. `seed` matters for dummy weights alone.
 
-    Reads every weight file that is not remembered (about 2 GB/s). Raises EngineError naming what is missing.
+    Reads every weight file without a cached digest, at about 2 GB/s. Raises EngineError naming what is missing.
     """
     folder = Path(folder)
+    weights = _digest_parts((b"dummy", str(seed).encode())) if load_format == "dummy" else weights_digest(folder)
     return ModelIdentity(
-        weights_digest=_dummy_digest(seed) if load_format == "dummy" else weights_digest(folder),
+        weights_digest=weights,
         config_digest=config_digest(folder),
         tokenizer_digest=tokenizer_digest(folder),
         dtype=dtype,
@@ -111,34 +112,34 @@ def weights_digest(folder: Path) -> str:
     """SHA-256 over names and digests of the folder's *.safetensors files."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise EngineError(f"no *.safetensors in {folder}: weights cannot be identified; load_format 'dummy' needs none")
-    remembered = _read_memory()
+        raise EngineError(f"no *.safetensors in {folder}; load_format 'dummy' needs none")
+    cached = _read_cache()
     found: dict[str, str] = {}
     parts: list[bytes] = []
     for path in paths:
-        key = _memory_key(path)
-        digest = remembered.get(key) or _file_digest(path)
-        if key == _memory_key(path):  # unchanged while it was read
+        key = _cache_key(path)
+        digest = cached.get(key) or _file_digest(path)
+        if key == _cache_key(path):  # unchanged while it was read
             found[key] = digest
         parts += [path.name.encode(), digest.encode()]
-    if any(key not in remembered for key in found):
-        _write_memory({**remembered, **found})
+    if any(key not in cached for key in found):
+        _write_cache({**cached, **found})
     return _digest_parts(parts)
 
 
 def config_digest(folder: Path) -> str:
-    """SHA-256 over the canonical JSON of what shapes the computation in config.json."""
+    """SHA-256 over the canonical JSON of the keys of config.json that shape the computation."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise EngineError(f"{path} cannot be read as JSON: {error}") from error
-    canonical = json.dumps(_computed(config), sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(_without_ignored(config), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 over names and contents of the tokenizer's files, those that there are."""
+    """SHA-256 over names and contents of the tokenizer files that exist."""
     parts: list[bytes] = []
     for name in _TOKENIZER_FILES:
         path = folder / name
@@ -147,21 +148,17 @@ def tokenizer_digest(folder: Path) -> str:
     return _digest_parts(parts)
 
 
-def _computed(value: object) -> object:
-    """`value` without the keys that do not shape the computation, at every depth."""
+def _without_ignored(value: object) -> object:
+    """`value` without the ignored keys, at every depth."""
     if isinstance(value, dict):
-        return {key: _computed(item) for key, item in value.items() if key not in _NOT_COMPUTED}
+        return {key: _without_ignored(item) for key, item in value.items() if key not in _IGNORED_KEYS}
     if isinstance(value, list):
-        return [_computed(item) for item in value]
+        return [_without_ignored(item) for item in value]
     return value
 
 
-def _dummy_digest(seed: int) -> str:
-    return _digest_parts((b"dummy", str(seed).encode()))
-
-
 def _digest_parts(parts: Iterable[bytes]) -> str:
-    """SHA-256 over parts, each with its length before it, so that no two lists of parts collide."""
+    """SHA-256 over length-prefixed parts, so that no two lists of parts collide."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -174,36 +171,36 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# What is remembered: {"<real path>|<size>|<mtime_ns>|<inode>": "<sha256 hex>"}
+# The cache of weight digests: {"<real path>|<size>|<mtime_ns>|<inode>": "<sha256 hex>"}
 
 
-def _memory_key(path: Path) -> str:
+def _cache_key(path: Path) -> str:
     real = path.resolve()
     status = real.stat()
     return f"{real}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
 
 
 def _mtime_ns(key: str) -> int:
-    """The mtime within a key; a key that is not of our making counts as too young to be kept."""
+    """The mtime in a key; a malformed key counts as too recent to be kept."""
     parts = key.rsplit("|", 2)
     return int(parts[1]) if len(parts) == 3 and parts[1].isdecimal() else time.time_ns()
 
 
-def _memory_path() -> Path:
+def _cache_path() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tandem" / "weight_digests.json"
 
 
-def _read_memory() -> dict[str, str]:
-    """What is remembered, or nothing where the file is missing, damaged, or writable by others."""
+def _read_cache() -> dict[str, str]:
+    """Empty if the file is missing, damaged, or writable by others."""
     try:
-        descriptor = os.open(_memory_path(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(_cache_path(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             trusted = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
-            if not trusted or status.st_size > _MAX_MEMORY_BYTES:
+            if not trusted or status.st_size > _MAX_CACHE_BYTES:
                 return {}
-            entries = json.loads(file.read(_MAX_MEMORY_BYTES))
+            entries = json.loads(file.read(_MAX_CACHE_BYTES))
     except (OSError, ValueError, RecursionError, RuntimeError):
         return {}
     if not isinstance(entries, dict):
@@ -211,23 +208,19 @@ def _read_memory() -> dict[str, str]:
     return {key: value for key, value in entries.items() if isinstance(value, str) and _HEX_DIGEST.fullmatch(value)}
 
 
-def _write_memory(entries: dict[str, str]) -> None:
-    """Replaces the file in one step; a failure costs the next start its time and nothing else."""
+def _write_cache(entries: dict[str, str]) -> None:
+    """Replaces the file atomically. A failure is ignored: the next start reads the weights again."""
     now_ns = time.time_ns()
     settled = {key: value for key, value in entries.items() if now_ns - _mtime_ns(key) > _SETTLED_NS}
-    newest = dict(list(settled.items())[-_MAX_REMEMBERED:])
-    temporary: str | None = None
-    try:
-        path = _memory_path()
+    newest = dict(list(settled.items())[-_MAX_CACHED:])
+    with contextlib.suppress(OSError, RuntimeError):
+        path = _cache_path()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(newest, file)
-        os.replace(temporary, path)
-        temporary = None
-    except (OSError, RuntimeError):
-        pass
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(newest, file)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise

@@ -1,15 +1,16 @@
-"""What one KV block looks like in memory, on disk and on the wire.
+"""The layout of a KV block in memory, on disk and on the wire.
 
 The KV memory of one rank is one contiguous array, block-major:
 
     [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]
 
-so the span of one block, the *page*, is contiguous: one file write, one Redis value, one NIXL descriptor.
+so that one block, the *page*, is contiguous: one file write, one Redis value, one NIXL descriptor.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 LAYOUT_VERSION = 1
@@ -18,7 +19,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape of a page. Two instances may exchange pages only if their layouts have equal digests.
+    """The shape of a page. Instances exchange pages only if the digests of their layouts are equal.
 
     `num_planes` is 2 (keys, values); latent attention would have 1.
     """
@@ -34,7 +35,7 @@ class KVLayout:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"KV dtype {self.dtype!r} is not one of {sorted(DTYPE_BYTES)}")
         if min(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.num_planes) < 1:
-            raise ValueError(f"every size in a KV layout is at least 1: {self}")
+            raise ValueError(f"every size in a KV layout must be at least 1: {self}")
 
     @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
@@ -42,17 +43,12 @@ class KVLayout:
         return (self.num_layers, self.num_planes, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of KV that one token takes over all layers."""
-        return self.num_layers * self.num_planes * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
-
-    @property
     def bytes_per_block(self) -> int:
         """Bytes of one page."""
-        return self.bytes_per_token * self.block_size
+        return math.prod(self.page_shape) * DTYPE_BYTES[self.dtype]
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that are equal exactly when the layouts are."""
+        """32 bytes, equal exactly for equal layouts."""
         fields = (LAYOUT_VERSION, *self.page_shape, self.dtype)
         return hashlib.sha256(":".join(map(str, fields)).encode()).digest()

@@ -1,14 +1,12 @@
-"""Offline generation with vLLM's argument names: `LLM(model=…).generate(prompts, SamplingParams(…))`.
+"""Offline generation with vLLM's names: `LLM(model=…).generate(prompts, SamplingParams(…))` -> list of RequestOutput.
 
-The engine core runs in this process and thread; this is also the aggregated oracle that the tests compare everything
-with.
+The engine core runs in this process and thread. Tests use it as the aggregated reference of disaggregated serving.
 """
 
 from __future__ import annotations
 
 import itertools
 import secrets
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,43 +16,73 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from engine.bad_words import with_bad_word_ids
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.core import EngineCore
+from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokenLogprob, TokensEvent
 from engine.errors import EngineError, InvalidRequest, shown
 from engine.generation_config import GenerationDefaults
-from engine.messages import AbortRequests, AddRequest, EngineRequest, FinishReason, TokenLogprob, TokensEvent
-from engine.outputs import CompletionOutput, Logprob, RequestOutput
-from engine.sampling_params import SamplingParams, validate, validate_prompt
-from engine.stop import OutputProcessor
-from engine.threads import set_num_threads
-from engine.tokenizer import Tokenizer
+from engine.machine import set_num_threads
+from engine.sampling.params import SamplingParams, validate, validate_prompt, with_bad_word_ids
+from engine.text.stop import OutputProcessor
+from engine.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Logprob:
+    logprob: float
+    rank: int | None = None
+    """1 for the most likely token."""
+    decoded_token: str | None = None
+    """Text of this token alone; None without a tokenizer."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """stop, length, abort or error."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended the output; None for EOS."""
+    cumulative_logprob: float | None = None
+    """Sum over the output tokens; None unless `logprobs` was requested."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Per output token, by token id: the token itself first, then the best ones; None unless requested."""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per prompt token, by token id: the token itself first, then the best ones; None for the first token, and unless
+    requested."""
+
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
 
 class LLM:
-    """A model, ready to generate. Not thread-safe."""
+    """A loaded model. Not thread-safe."""
 
     def __init__(
         self,
         model: str | Path,
         *,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        block_size: int = 16,
         num_gpu_blocks_override: int | None = None,
         skip_tokenizer_init: bool = False,
         num_threads: int | None = None,
         **engine_options: Any,
     ) -> None:
         """`num_gpu_blocks_override` is the number of KV blocks on any device. `engine_options` are further fields of
-        `EngineConfig` (device, seed, load_format, max_num_seqs, max_num_batched_tokens, enable_prefix_caching, …)."""
+        `EngineConfig` (dtype, device, max_model_len, block_size, max_num_seqs, enable_prefix_caching, seed, …)."""
         fields = {
             "model": str(model),
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "block_size": block_size,
             "num_blocks": num_gpu_blocks_override,
             **engine_options,
         }
@@ -64,7 +92,7 @@ class LLM:
                 f"LLM got unknown arguments {sorted(unknown)}; known: {sorted(EngineConfig.__struct_fields__)}"
             )
         if not (Path(model) / "config.json").is_file():
-            raise EngineError(f"model: {shown(str(model))} has no config.json; LLM takes a checkpoint's folder")
+            raise EngineError(f"model: {shown(str(model))} has no config.json; give the folder of a checkpoint")
         config = msgspec.convert(fields, EngineConfig)
         set_num_threads(num_threads)
         self.core = EngineCore(config, wake=lambda: None)
@@ -73,7 +101,7 @@ class LLM:
         self._ids = itertools.count()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json asks for; vLLM's defaults elsewhere."""
+        """The values of the model's generation_config.json, with vLLM's defaults for the rest."""
         return msgspec.convert(self._defaults.sampling_fields(), SamplingParams)
 
     def generate(
@@ -84,17 +112,17 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. Results are
-        in the prompts' order. Raises InvalidRequest before anything runs if one of them cannot be served."""
+        in the order of the prompts. Raises InvalidRequest, before any prompt is computed, if one is invalid."""
         listed = _as_list(prompts)
         if isinstance(sampling_params, Sequence) and len(sampling_params) != len(listed):
             problem = f"{len(sampling_params)} given for {len(listed)} prompts"
             raise InvalidRequest("sampling_params", problem, "one for each prompt, or one for all")
         default = sampling_params if isinstance(sampling_params, SamplingParams) else self.get_default_sampling_params()
         each = sampling_params if isinstance(sampling_params, Sequence) else [default] * len(listed)
-        run = _Run(self.core, use_tqdm=use_tqdm, total=len(listed))
-        answers = [self._add(run, prompt, params) for prompt, params in zip(listed, each, strict=True)]
-        run.finish()
-        return answers
+        batch = _Batch(self.core, use_tqdm=use_tqdm, total=len(listed))
+        outputs = [self._add(batch, prompt, params) for prompt, params in zip(listed, each, strict=True)]
+        batch.generate()
+        return outputs
 
     def chat(
         self,
@@ -105,13 +133,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of them, with the model's chat template."""
         if self.tokenizer is None:
-            raise InvalidRequest("messages", "a chat needs the tokenizer, which skip_tokenizer_init left out")
+            raise InvalidRequest("messages", "chat requires the tokenizer, and skip_tokenizer_init is set")
         conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
         prompts = [{"prompt_token_ids": self.tokenizer.encode_chat(each)} for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def _add(self, run: _Run, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-        """Validate one prompt and queue its choices."""
+    def _add(self, batch: _Batch, prompt: Prompt, params: SamplingParams) -> RequestOutput:
         info = self.core.info
         text, token_ids = self._tokens(prompt)
         validate_prompt(token_ids, info.vocab_size, info.max_model_len)
@@ -126,24 +153,27 @@ class LLM:
             eos_token_ids=eos_token_ids,
         )
         if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop", "stop strings need the tokenizer, which skip_tokenizer_init left out")
-        answer = RequestOutput(f"offline-{next(self._ids)}", text, token_ids)
+            raise InvalidRequest("stop", "stop strings require the tokenizer, and skip_tokenizer_init is set")
+        result = RequestOutput(f"offline-{next(self._ids)}", text, token_ids)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         choices = []
         for index in range(params.n):
-            answer.outputs.append(_empty_output(index, params))
-            processor = None if self.tokenizer is None else OutputProcessor(self.tokenizer, params, prompt=token_ids)
+            output = CompletionOutput(index, "", [])
+            if params.logprobs is not None:
+                output.cumulative_logprob, output.logprobs = 0.0, []
+            result.outputs.append(output)
+            processor = OutputProcessor(self.tokenizer, params, prompt=token_ids)
             request = EngineRequest(
-                request_id=f"{answer.request_id}-{index}",
+                request_id=f"{result.request_id}-{index}",
                 prompt_token_ids=token_ids,
                 params=params,
                 eos_token_ids=eos_token_ids,
                 seed=seed,
                 choice=index,
             )
-            choices.append(_Choice(request, answer.outputs[index], answer, processor, self.tokenizer))
-        run.add(choices)
-        return answer
+            choices.append(_Choice(request, output, result, processor, self.tokenizer))
+        batch.add(choices)
+        return result
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, if it has one, and its token ids."""
@@ -157,62 +187,56 @@ class LLM:
             return None, [*prompt]
         if self.tokenizer is None:
             raise InvalidRequest(
-                "prompt", "a text prompt needs the tokenizer, which skip_tokenizer_init left out", "token ids"
+                "prompt", "a text prompt requires the tokenizer, and skip_tokenizer_init is set", "token ids"
             )
         return prompt, self.tokenizer.encode(prompt)
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice that is being generated."""
-
     request: EngineRequest
     output: CompletionOutput
-    answer: RequestOutput
-    text: OutputProcessor | None
+    result: RequestOutput
+    processor: OutputProcessor
     tokenizer: Tokenizer | None
-    sisters: list[_Choice] = field(default_factory=list)
-    """Start once this one's first token shows that the prompt's blocks can be shared."""
+    siblings: list[_Choice] = field(default_factory=list)
+    """Started after this choice's first token, when the prompt's blocks can be shared."""
 
     def add_logprobs(self, positions: Sequence[Sequence[TokenLogprob]]) -> None:
-        """Take those of the next tokens; no positions where none were asked for."""
         if self.output.logprobs is None or self.output.cumulative_logprob is None:
             return
         for entries in positions:
             self.output.cumulative_logprob += entries[0].logprob
-            self.output.logprobs.append(self._named(entries))
+            self.output.logprobs.append(self._by_token_id(entries))
 
     def add_prompt_logprobs(self, positions: Sequence[Sequence[TokenLogprob]]) -> None:
-        """Take those of the prompt, which come once."""
         if positions:
-            self.answer.prompt_logprobs = [self._named(entries) if entries else None for entries in positions]
+            self.result.prompt_logprobs = [self._by_token_id(entries) if entries else None for entries in positions]
 
-    def _named(self, entries: Sequence[TokenLogprob]) -> dict[int, Logprob]:
-        return {entry.token_id: Logprob(entry.logprob, entry.rank, self._spelt(entry.token_id)) for entry in entries}
+    def _by_token_id(self, entries: Sequence[TokenLogprob]) -> dict[int, Logprob]:
+        return {entry.token_id: Logprob(entry.logprob, entry.rank, self._text(entry.token_id)) for entry in entries}
 
-    def _spelt(self, token_id: int) -> str | None:
+    def _text(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-class _Run:
-    """One call of `generate`: steps the core until every choice is finished, or aborts them all."""
+class _Batch:
+    """The choices of one `LLM.generate` call: steps the core until all are finished, or aborts them."""
 
     def __init__(self, core: EngineCore, *, use_tqdm: bool, total: int) -> None:
         self._core = core
         self._running: dict[str, _Choice] = {}
         self._progress = tqdm(total=total, desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True)
         self._num_tokens = 0
-        self._unfinished: Counter[str] = Counter()
         self._queued: list[_Choice] = []
 
     def add(self, choices: list[_Choice]) -> None:
-        """Queue one prompt's choices; nothing runs before `finish`."""
-        choices[0].sisters = choices[1:]
-        self._unfinished[choices[0].answer.request_id] = len(choices)
+        """Queue one prompt's choices for `generate`."""
+        choices[0].siblings = choices[1:]
         self._queued.append(choices[0])
 
-    def finish(self) -> None:
-        """Run to the end. Whatever ends it early, nothing stays in the core."""
+    def generate(self) -> None:
+        """Step the core until every choice is finished. On an error all choices are aborted."""
         try:
             self._start(self._queued)
             while self._running:
@@ -234,44 +258,34 @@ class _Run:
         if event.finish_reason == "error":
             raise EngineError(f"{event.request_id}: {event.error}")
         output = choice.output
-        finish_reason: FinishReason | None = event.finish_reason
-        stop_reason: int | str | None = event.stop_token_id
-        num_tokens = len(event.token_ids)
-        if choice.text is not None:
-            delta = choice.text.push(event.token_ids, finish_reason=finish_reason, stop_token_id=event.stop_token_id)
-            output.text += delta.text
-            num_tokens, finish_reason, stop_reason = delta.num_tokens, delta.finish_reason, delta.stop_reason
-        output.token_ids += event.token_ids[:num_tokens]
-        choice.add_logprobs(event.logprobs[:num_tokens])
+        delta = choice.processor.push(
+            event.token_ids, finish_reason=event.finish_reason, stop_token_id=event.stop_token_id
+        )
+        output.text += delta.text
+        output.token_ids += event.token_ids[: delta.num_tokens]
+        choice.add_logprobs(event.logprobs[: delta.num_tokens])
         choice.add_prompt_logprobs(event.prompt_logprobs)
-        choice.answer.num_cached_tokens = max(choice.answer.num_cached_tokens, event.num_cached_tokens)
-        self._start(choice.sisters)
-        choice.sisters = []
-        self._show(num_tokens)
-        if finish_reason is not None:
-            output.finish_reason, output.stop_reason = finish_reason, stop_reason
+        choice.result.num_cached_tokens = max(choice.result.num_cached_tokens, event.num_cached_tokens)
+        self._start(choice.siblings)
+        choice.siblings = []
+        self._show_rate(delta.num_tokens)
+        if delta.finish_reason is not None:
+            output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
             self._end(choice, aborts=event.finish_reason is None)
 
     def _end(self, choice: _Choice, *, aborts: bool) -> None:
         del self._running[choice.request.request_id]
         if aborts:
             self._core.handle(AbortRequests([choice.request.request_id]))
-        self._unfinished[choice.answer.request_id] -= 1
-        if self._unfinished[choice.answer.request_id] == 0:
-            choice.answer.finished = True
+        choice.result.finished = all(output.finish_reason is not None for output in choice.result.outputs)
+        if choice.result.finished:
             self._progress.update()
 
-    def _show(self, num_tokens: int) -> None:
+    def _show_rate(self, num_tokens: int) -> None:
         self._num_tokens += num_tokens
         elapsed = self._progress.format_dict["elapsed"] if not self._progress.disable else 0.0
         if elapsed:
             self._progress.set_postfix_str(f"{self._num_tokens / elapsed:.0f} tok/s", refresh=False)
-
-
-def _empty_output(index: int, params: SamplingParams) -> CompletionOutput:
-    if params.logprobs is None:
-        return CompletionOutput(index, "", [])
-    return CompletionOutput(index, "", [], cumulative_logprob=0.0, logprobs=[])
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

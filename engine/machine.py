@@ -1,7 +1,7 @@
-"""What this machine grants the process: cores and memory, a container's limits (cgroup v2) included.
+"""Cores, threads and memory that this process may use, with a container's limits (cgroup v2) applied.
 
-A pod on a node with 64 cores and a limit of 2 sees 64 cores and the node's memory. Threads for all of them stop each
-other whenever the quota is used up, and KV memory beyond the limit ends in a kill without a word.
+A pod with a limit of 2 cores on a node of 64 sees 64 cores and the whole memory of the node. Threads for 64 cores would
+exhaust the quota and be throttled; KV memory beyond the limit would get the process killed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may run on."""
+    """Ids of the cores this process may run on."""
     return sorted(os.sched_getaffinity(0))
 
 
 def cpu_quota(cgroup: Path = _CGROUP) -> float | None:
-    """Cores' worth of time that the container grants, None without a limit."""
+    """The container's CPU limit in cores; None without one."""
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -30,14 +30,14 @@ def cpu_quota(cgroup: Path = _CGROUP) -> float | None:
 
 
 def useful_threads(cgroup: Path = _CGROUP) -> int:
-    """Threads that can compute at one time: as many as there are usable cores, rounded up where time is granted."""
+    """Threads that can run at the same time: the usable cores, at most the CPU limit rounded up."""
     quota = cpu_quota(cgroup)
     cores = len(usable_cores())
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Memory that new processes can take without swapping, and no more than a container's limit leaves."""
+    """Memory available without swapping, within the container's limit."""
     available: int = psutil.virtual_memory().available
     try:
         limit = (cgroup / "memory.max").read_text().strip()
@@ -45,3 +45,17 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
     except (OSError, ValueError):
         return available
     return available if limit == "max" else min(available, max(0, int(limit) - used))
+
+
+def set_num_threads(num_threads: int | None) -> int:
+    """Set torch's threads, which the compiled kernels share (engine/attention/openmp.py); returns their number.
+
+    None: OMP_NUM_THREADS, else as many as can run at the same time.
+    """
+    import torch  # late: the rest of this module is used without torch
+
+    if num_threads is None and "OMP_NUM_THREADS" not in os.environ:
+        num_threads = min(torch.get_num_threads(), useful_threads())
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    return torch.get_num_threads()

@@ -1,6 +1,6 @@
-"""Turns a scheduler's decision into tensors, runs the model, draws the tokens.
+"""Turns a SchedulerOutput into tensors, runs the model and samples the tokens.
 
-A draw: raw logits ─▶ biases and penalties (penalties.py; of rows that ask for log-probabilities a raw copy stays)
+Sampling: raw logits ─▶ biases and penalties (penalties.py; rows with log-probabilities keep a raw copy)
 ─▶ tokens (sampler.py) ─▶ log-probabilities of the raw logits (logprobs.py).
 """
 
@@ -16,14 +16,14 @@ import torch
 
 from engine.attention.backend import AttentionMetadata
 from engine.config import EngineConfig
-from engine.kv_cache_manager import KVCacheManager
-from engine.logprobs import token_logprobs
 from engine.models.llama import LlamaModel
-from engine.penalties import LogitChanges
-from engine.prompt_logprobs import PromptLogprobs
-from engine.request import Request
-from engine.sampler import NonFiniteLogits, SamplingRow, sample
-from engine.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput
+from engine.sampling.logprobs import PromptLogprobs, token_logprobs
+from engine.sampling.params import SamplingParams
+from engine.sampling.penalties import LogitAdjustments
+from engine.sampling.sampler import NonFiniteLogits, SamplingRow, sample
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput
 
 
 class ModelRunner:
@@ -34,13 +34,12 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._kv = kv
-        self._changes = LogitChanges()
+        self._adjustments = LogitAdjustments()
         self._prompt_logprobs = PromptLogprobs(model.compute_logits)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Sampled:
-        """Run one step. Returns the next tokens of the shares that sample; a request whose logits are not finite is
-        missing from them."""
+        """Run one step. Returns the next token of each share that samples, unless its logits are not finite."""
         shares = output.scheduled
         token_ids, positions, metadata = self._inputs(shares)
         hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
@@ -51,10 +50,10 @@ class ModelRunner:
         rows = metadata.query_start_loc[1:][sampling].long() - 1
         logits = self._model.compute_logits(hidden[rows])
         requests = [shares[index].request for index in sampling]
-        return replace(self._draw(logits, requests), prompt_logprobs=prompt_logprobs)
+        return replace(self._sample(logits, requests), prompt_logprobs=prompt_logprobs)
 
     def warm_up(self) -> float:
-        """Compile and touch what the first request would otherwise wait for. Writes to blocks that nobody has yet.
+        """Compile kernels and touch memory before the first request. Writes to block 0, while no request has blocks.
         Returns the seconds per token of a step of one block."""
         block_size = self._kv.block_size
         for query_len, seq_len in ((1, block_size), (block_size, block_size), (block_size, block_size)):
@@ -69,7 +68,7 @@ class ModelRunner:
                 max_seq_len=seq_len,
             )
             hidden = self._model.forward(torch.zeros_like(positions), positions, self._kv_cache, metadata)
-            sample(self._model.compute_logits(hidden[-1:]), [SamplingRow()])
+            sample(self._model.compute_logits(hidden[-1:]), [SamplingRow(SamplingParams())])
         return (time.monotonic() - started) / block_size
 
     def _inputs(self, shares: list[ScheduledRequest]) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
@@ -97,26 +96,27 @@ class ModelRunner:
         )
         return self._tensor(token_ids), self._tensor(positions), metadata
 
-    def _draw(self, logits: torch.Tensor, requests: list[Request]) -> Sampled:
+    def _sample(self, logits: torch.Tensor, requests: list[Request]) -> Sampled:
         """The next tokens, from `logits` [len(requests), vocab], which it changes."""
-        asking = [(row, request) for row, request in enumerate(requests) if request.spec.params.logprobs is not None]
-        raw = {row: logits[row].clone() for row, request in asking if request.spec.params.changes_logits}
-        self._changes.apply(logits, requests)
-        token_ids = _sample(logits, requests)
+        numbered = list(enumerate(requests))
+        with_logprobs = [(row, request) for row, request in numbered if request.spec.params.logprobs is not None]
+        raw = {row: logits[row].clone() for row, request in with_logprobs if request.spec.params.changes_logits}
+        self._adjustments.apply(logits, requests)
+        token_ids = _sample_finite(logits, requests)
         nothing_allowed = frozenset(
             request.request_id
-            for row, request in enumerate(requests)
-            if request.request_id not in token_ids and _is_all_forbidden(logits[row], request)
+            for row, request in numbered
+            if request.request_id not in token_ids and _excludes_all_tokens(logits[row], request)
         )
-        asking = [(row, request) for row, request in asking if request.request_id in token_ids]
-        if not asking:
+        with_logprobs = [(row, request) for row, request in with_logprobs if request.request_id in token_ids]
+        if not with_logprobs:
             return Sampled(token_ids, nothing_allowed=nothing_allowed)
         logprobs = token_logprobs(
-            [raw.get(row, logits[row]) for row, _ in asking],
-            [token_ids[request.request_id] for _, request in asking],
-            [request.spec.params.logprobs or 0 for _, request in asking],
+            [raw.get(row, logits[row]) for row, _ in with_logprobs],
+            [token_ids[request.request_id] for _, request in with_logprobs],
+            [request.spec.params.logprobs or 0 for _, request in with_logprobs],
         )
-        by_id = {request.request_id: entries for (_, request), entries in zip(asking, logprobs, strict=True)}
+        by_id = {request.request_id: entries for (_, request), entries in zip(with_logprobs, logprobs, strict=True)}
         return Sampled(token_ids, by_id, nothing_allowed=nothing_allowed)
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
@@ -127,24 +127,25 @@ def _known_tokens(share: ScheduledRequest) -> list[int]:
     return share.request.token_ids[share.start : share.start + share.num_tokens]
 
 
-def _sample(logits: torch.Tensor, requests: list[Request]) -> dict[str, int]:
+def _sample_finite(logits: torch.Tensor, requests: list[Request]) -> dict[str, int]:
+    """Tokens by request id, of the rows with finite logits."""
     rows = [_sampling_row(request) for request in requests]
     try:
         tokens = sample(logits, rows)
     except NonFiniteLogits as error:
-        good = [index for index in range(len(rows)) if index not in error.rows]
-        if not good:
+        finite = [index for index in range(len(rows)) if index not in error.rows]
+        if not finite:
             return {}
-        tokens = sample(logits[good], [rows[index] for index in good])
-        requests = [requests[index] for index in good]
+        tokens = sample(logits[finite], [rows[index] for index in finite])
+        requests = [requests[index] for index in finite]
     return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
 
 
-def _is_all_forbidden(logits: torch.Tensor, request: Request) -> bool:
-    """Whether the request itself leaves nothing to draw from `logits` [vocab]; those of a broken model are NaN."""
+def _excludes_all_tokens(logits: torch.Tensor, request: Request) -> bool:
+    """Whether the request's own parameters exclude every token; `logits` [vocab] of a broken model are NaN."""
     params = request.spec.params
-    has_wishes = params.changes_logits or params.min_tokens > 0
-    return has_wishes and not bool(logits.isnan().any() or logits.isposinf().any())
+    may_exclude = params.changes_logits or params.min_tokens > 0
+    return may_exclude and not bool(logits.isnan().any() or logits.isposinf().any())
 
 
 def _sampling_row(request: Request) -> SamplingRow:
@@ -154,10 +155,7 @@ def _sampling_row(request: Request) -> SamplingRow:
         eos = () if params.ignore_eos else request.spec.eos_token_ids
         forbidden = (*eos, *params.stop_token_ids)
     return SamplingRow(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
+        params=params,
         seed=request.spec.seed,
         choice=request.spec.choice,
         position=request.num_tokens,

@@ -1,1 +1,1 @@
-"""The chart in `helm/tandem`, and what makes the parts of it that nobody writes (`python -m helm.generate`)."""
+"""The chart in `helm/tandem`, and the generator of its generated parts (`python -m helm.generate`)."""

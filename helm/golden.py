@@ -53,11 +53,11 @@ def _text(manifests: list[Manifest]) -> str:
 def _changes(default: str, text: str) -> str:
     """A unified diff without line numbers, which every change above would move; before each part its object's name."""
     lines = text.splitlines()
-    told: list[str] = []
+    lines_out: list[str] = []
     for line in difflib.unified_diff(default.splitlines(), lines, lineterm="", n=_CONTEXT_LINES):
         if line.startswith("@@"):
             start = int(line.split("+")[1].split(",")[0].split(" ")[0])
-            told.append(f"@@ {next((one for one in reversed(lines[:start]) if one.startswith('# ')), '')}")
+            lines_out.append(f"@@ {next((one for one in reversed(lines[:start]) if one.startswith('# ')), '')}")
         elif not line.startswith(("---", "+++")):
-            told.append(line)
-    return "\n".join(told) + "\n"
+            lines_out.append(line)
+    return "\n".join(lines_out) + "\n"

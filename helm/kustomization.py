@@ -1,6 +1,6 @@
 """The kustomize base: the chart rendered once with kustomize/values.yaml, without what only Helm reads.
 
-The base has no namespace and no Secret. Whoever uses it sets the one, and makes the key of the page digests in the
+The base has no namespace and no Secret. An overlay sets the namespace and creates the key of the page digests in the
 other; docs/kubernetes.md says how.
 """
 

@@ -16,7 +16,7 @@ import yaml
 from helm.values_doc import documented
 from instance.config import InstanceSettings
 from router.config import RouterSettings
-from serving.metrics import LATENCY_BUCKETS_S
+from serving.histogram import LATENCY_BUCKETS_S
 from serving.settings import Settings
 
 ROUTER_OWNED = (
@@ -45,7 +45,7 @@ _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
 def values_schema(values_text: str, constraints_path: Path) -> str:
-    """The schema as JSON. Raises ValueError where a value's type cannot be told, or a constraint has no value."""
+    """The schema as JSON. Raises ValueError if a value's type cannot be derived, or a constraint has no value."""
     constraints: dict[str, Schema] = yaml.safe_load(constraints_path.read_text())
     docs = {value.path: value.doc for value in documented(values_text)}
     unused = dict(constraints)

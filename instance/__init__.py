@@ -1,1 +1,1 @@
-"""What prefill and decode instances share: settings, the front around an engine core, conversions, text and load."""
+"""An instance of either role: settings, the server around an engine core, conversions, transfers, load, metrics."""

@@ -1,7 +1,7 @@
-"""From the transfer settings to the connector that the engine core builds: one, or several in a list.
+"""The configuration of the KV connector, one or a list, from the transfer settings.
 
-The first of a list hands over, the further ones are prefix stores. Folder, address, key and capacity go to those that
-take them; `options` of a list name their connector: {"redis.ttl_s": 600}.
+The first connector of a list hands KV over, the others are prefix stores. Folder, address, key and capacity are given
+to those that take them; options of a list are prefixed by their connector: {"redis.ttl_s": 600}.
 """
 
 from __future__ import annotations
@@ -15,49 +15,47 @@ from engine.config import KVConnectorConfig
 from serving.settings import SettingsError
 
 _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_LIST = "kv_transfer.connector_list:ConnectorList"
+_LIST = "kv_transfer.multi_connector:MultiConnector"
 _SETTINGS = {
     "path": "transfer.folder (--kv-folder)",
     "url": "transfer.url (--kv-url)",
     "kv_secret_file": "transfer.secret_file (--kv-secret-file)",
     "capacity_bytes": "transfer.capacity_bytes (--kv-capacity-bytes)",
 }
-"""What has a setting of its own, under the name that connectors call it by."""
+"""Options with a setting of their own, by the name of the connectors' argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownConnector:
-    """A connector that has a short name. `takes` are options that have a setting of their own."""
+    """A connector with a short name. `takes`: options with a setting of their own."""
 
     class_path: str
     takes: frozenset[str]
-    needs: frozenset[str] = frozenset()
-    """Of those, one at least."""
-    is_store: bool = True
-    """Keeps pages by content, so that it can be a further one in a list."""
+    needs: frozenset[str] = frozenset()  # at least one of these is required
+    is_store: bool = True  # stores pages by content, so that it may follow another connector in a list
 
 
 _KNOWN = {
     "null": KnownConnector("engine.kv_connector:NullKVConnector", frozenset(), is_store=False),
     "shared_storage": KnownConnector(
-        "kv_transfer.connector:SharedStorageConnector",
+        "kv_transfer.stores.files:SharedStorageConnector",
         frozenset({"path", "kv_secret_file", "capacity_bytes"}),
         frozenset({"path"}),
     ),
     "redis": KnownConnector(
-        "kv_transfer.redis_connector:RedisConnector", frozenset({"url", "kv_secret_file"}), frozenset({"url"})
+        "kv_transfer.stores.redis.connector:RedisConnector", frozenset({"url", "kv_secret_file"}), frozenset({"url"})
     ),
-    "nixl": KnownConnector("kv_transfer.nixl_connector:NixlConnector", frozenset({"kv_secret_file"}), is_store=False),
+    "nixl": KnownConnector("kv_transfer.nixl.connector:NixlConnector", frozenset({"kv_secret_file"}), is_store=False),
     "lmcache": KnownConnector(
-        "kv_transfer.lmcache_connector:LMCacheConnector", frozenset(_SETTINGS), frozenset({"path", "url"})
+        "kv_transfer.stores.lmcache.connector:LMCacheConnector", frozenset(_SETTINGS), frozenset({"path", "url"})
     ),
 }
 CONNECTORS = {name: known.class_path for name, known in _KNOWN.items()}
-"""Short names and classes; any other connector is given as module:Class."""
+"""Class of each short name; any other connector is given as module:Class."""
 
 
 def check_names(connector: str) -> str:
-    """The setting as it is; raises ValueError where it names no connector, or names that do not go together."""
+    """Returns the setting; raises ValueError for an unknown connector or an invalid list."""
     names = connector.split(",")
     for name in names:
         if name not in _KNOWN and not _CLASS_PATH.fullmatch(name):
@@ -65,22 +63,22 @@ def check_names(connector: str) -> str:
     if len(set(names)) < len(names):
         raise ValueError("names a connector twice")
     if len(names) > 1 and "null" in names:
-        raise ValueError("null moves nothing and stands alone")
+        raise ValueError("null transfers nothing and cannot be in a list")
     for name in names[1:]:
         if name in _KNOWN and not _KNOWN[name].is_store:
-            raise ValueError(f"{name} stores nothing: it can only be the first of a list, which hands over")
+            raise ValueError(f"{name} stores nothing: it can only be the first of a list")
     return connector
 
 
 def connector_config(
     connector: str, named: Mapping[str, Any], options: Mapping[str, Any], *, advertised_host: str
 ) -> KVConnectorConfig:
-    """`named` are the settings of `_SETTINGS`, None where not given. Raises SettingsError."""
+    """`named`: the settings of `_SETTINGS`, None where not given. Raises SettingsError."""
     names = connector.split(",")
     given = {name: value for name, value in named.items() if value is not None}
     for option in given:
         if not any(name not in _KNOWN or option in _KNOWN[name].takes for name in names):
-            raise SettingsError(f"{_SETTINGS[option]} means nothing to the {connector} connector")
+            raise SettingsError(f"{_SETTINGS[option]} is not supported by the {connector} connector")
     configs = []
     for name, own_options in zip(names, _split_options(names, options), strict=True):
         configs.append(_one(name, given, own_options, advertised_host))
@@ -97,7 +95,7 @@ def _split_options(names: list[str], options: Mapping[str, Any]) -> list[dict[st
     for key, value in options.items():
         name, dot, option = key.rpartition(".")
         if not dot or name not in split:
-            raise SettingsError(f"transfer.options.{key}: in a list it is {names[-1]}.{option}, after its connector")
+            raise SettingsError(f"transfer.options.{key}: in a list of connectors it must be {names[-1]}.{option}")
         split[name][option] = value
     return [split[name] for name in names]
 
@@ -110,13 +108,13 @@ def _one(name: str, given: Mapping[str, Any], options: dict[str, Any], advertise
     if known is None:
         return KVConnectorConfig(class_path=name, options={**options, **own})
     if name == "null" and options:
-        raise SettingsError("the null connector moves nothing and takes no options")
+        raise SettingsError("the null connector takes no options")
     if known.needs and not known.needs & own.keys():
         needed = " or ".join(_SETTINGS[option] for option in sorted(known.needs))
         raise SettingsError(f"{needed} is required by the {name} connector")
     if "kv_secret_file" in known.takes - own.keys() and options.get("digest", True):
         raise SettingsError(
-            f"transfer.secret_file is required by the {name} connector: make one with"
+            f"transfer.secret_file is required by the {name} connector: create one with"
             " `openssl rand -hex 32`, the same for all instances, and set --kv-secret-file"
         )
     if name == "nixl":

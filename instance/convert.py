@@ -1,6 +1,6 @@
-"""Protobuf ↔ engine, once, at the edge: what passes here is in range, and nothing behind it checks again.
+"""Conversion between protobuf and the engine's types, with validation: nothing behind this module checks again.
 
-A wrong field raises `InvalidArgument` with the name that the caller knows it by. The way back does not fail.
+A wrong field raises `InvalidArgument` with the field's name in the message. Conversion to protobuf does not fail.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+from google.protobuf.message import Message
+
+from engine.core.messages import EngineRequest, FinishReason, HoldKV, RemoteKV
 from engine.errors import InvalidRequest, shown
-from engine.identity import ModelIdentity
-from engine.messages import EngineInfo, EngineRequest, FinishReason, HoldKV, RemoteKV
-from engine.sampling_params import SamplingParams, validate
+from engine.sampling.params import MAX_CHOICES, SamplingParams, validate
 from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
 from serving.errors import NotFound, invalid_argument
 
-MAX_CHOICES = 8
 MAX_SALT_BYTES = 256
-MAX_SEED = 2**64 - 1
 MAX_DURATION_S = 3600.0
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 _TRANSFER_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
-# One dial string: a DNS name or IPv4 address, or an IPv6 address in brackets, and a port. Nothing with a scheme in it:
-# what a peer names is dialled from inside our network, and gRPC would resolve unix: or xds: just as well.
+# A DNS name, an IPv4 address or an IPv6 address in brackets, and a port. No schemes: peers choose the address, it is
+# dialled from inside our network, and gRPC would resolve unix: or xds: as well.
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
 
-_FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason.ValueType] = {
+FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason.ValueType] = {
     "stop": common_pb2.FINISH_REASON_STOP,
     "length": common_pb2.FINISH_REASON_LENGTH,
     "abort": common_pb2.FINISH_REASON_ABORT,
@@ -40,7 +40,7 @@ _FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason.ValueType] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an instance can take; set once the engine core has told what it is."""
+    """Limits of this instance's requests, from the engine core's info and the settings."""
 
     vocab_size: int
     max_model_len: int
@@ -52,8 +52,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice as the wire named it, and what the engine is to do for it."""
-
     stream_epoch: int
     index: int
     engine_request: EngineRequest
@@ -65,7 +63,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class TransferSource:
-    """Where the KV of a decode comes from."""
+    """The transfer that a decode request's KV comes from."""
 
     transfer_id: str
     address: str
@@ -73,7 +71,7 @@ class TransferSource:
 
 
 def prefill_choice(request: prefill_pb2.PrefillRequest, limits: Limits) -> Choice:
-    """The engine's request for a Prefill call, with `hold_kv` set if it is to be handed over."""
+    """The choice of a Prefill call; `hold_kv` is set if its KV is handed over."""
     hold_kv: HoldKV | None = None
     if request.HasField("hand_over"):
         lease_s = duration_s("hand_over.lease_s", request.hand_over.lease_s, limits.max_lease_s)
@@ -82,7 +80,7 @@ def prefill_choice(request: prefill_pb2.PrefillRequest, limits: Limits) -> Choic
 
 
 def decode_choice(start: decode_pb2.DecodeStart, limits: Limits) -> tuple[Choice, TransferSource | None]:
-    """The engine's request for a Decode call, with `remote_kv` set if its KV comes from elsewhere, and from where."""
+    """The choice of a Decode call, and the transfer that its KV comes from, if any (`remote_kv` is set)."""
     if not start.HasField("transfer"):
         return _choice(start.request, limits), None
     source = TransferSource(
@@ -111,14 +109,14 @@ def _choice(
     if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise invalid_argument("request.cache_salt", "is too long", f"at most {MAX_SALT_BYTES} bytes")
     if request.lora:
-        raise NotFound(f"request.lora: adapter {shown(request.lora)} is not loaded here")
+        raise NotFound(f"request.lora: adapter {shown(request.lora)} is not loaded")
     prompt = token_ids("request.prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     emitted = token_ids("request.emitted_token_ids", request.emitted_token_ids, limits.vocab_size)
     if not prompt:
         raise invalid_argument("request.prompt_token_ids", "is empty", "at least one token")
-    _check_room(len(prompt), len(emitted), None, limits.max_model_len)
+    _check_length(len(prompt), len(emitted), None, limits.max_model_len)
     params = sampling_params(request.sampling, limits, len(prompt))
-    _check_room(len(prompt), len(emitted), params.max_tokens, limits.max_model_len)
+    _check_length(len(prompt), len(emitted), params.max_tokens, limits.max_model_len)
     engine_request = EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=prompt,
@@ -136,18 +134,18 @@ def _choice(
 
 
 def seed_ids(seed: decode_pb2.DecodeSeed, choice: Choice, limits: Limits) -> list[int]:
-    """The ids of a Seed: at least one, and the choice must not be over with them."""
+    """The ids of a Seed: at least one, and not so many that the choice has ended."""
     ids = token_ids("seed.token_ids", seed.token_ids, limits.vocab_size)
     if not ids:
         raise invalid_argument("seed.token_ids", "is empty", "the ids that prefill emitted, at least one")
     request = choice.engine_request
     num_output_tokens = len(request.output_token_ids) + len(ids)
-    _check_room(len(request.prompt_token_ids), num_output_tokens, request.params.max_tokens, limits.max_model_len)
+    _check_length(len(request.prompt_token_ids), num_output_tokens, request.params.max_tokens, limits.max_model_len)
     return ids
 
 
 def token_ids(field: str, ids: Sequence[int], vocab_size: int) -> list[int]:
-    """`ids` as a list, every one of them in 0..vocab_size-1."""
+    """`ids` as a list, each in 0..vocab_size-1."""
     checked = list(ids)
     if checked and not (min(checked) >= 0 and max(checked) < vocab_size):
         index, wrong = next((i, one) for i, one in enumerate(checked) if not 0 <= one < vocab_size)
@@ -156,14 +154,14 @@ def token_ids(field: str, ids: Sequence[int], vocab_size: int) -> list[int]:
 
 
 def sampling_params(message: common_pb2.SamplingParams, limits: Limits, num_prompt_tokens: int) -> SamplingParams:
-    """The engine's parameters of one choice, validated, with `max_tokens` filled in. The seed must be there."""
+    """The validated parameters of one choice, with `max_tokens` filled in. The seed is required."""
     if not message.HasField("seed"):
         raise invalid_argument(
-            "request.sampling.seed", "is absent", "0..2^64-1: the router mints one where a client gave none"
+            "request.sampling.seed", "is missing", "0..2^64-1: the router draws one for clients without"
         )
     given: dict[str, Any] = {"max_tokens": None}
     for descriptor, value in message.ListFields():
-        if descriptor.name in ("n", "best_of"):  # the router has split these: what is here is one choice
+        if descriptor.name in ("n", "best_of"):  # the router has split the request into choices
             continue
         if descriptor.name == "allowed_token_ids":
             value = tuple(value.ids)
@@ -187,14 +185,14 @@ def sampling_params(message: common_pb2.SamplingParams, limits: Limits, num_prom
 
 
 def transfer_id(field: str, value: str) -> str:
-    """A transfer's id: it becomes part of file names and keys, so its alphabet is narrow."""
+    """A transfer id: part of file names and keys, hence its restricted alphabet."""
     if not _TRANSFER_ID.fullmatch(value):
         raise invalid_argument(f"{field}.transfer_id", f"is {shown(value)}", "1..128 of [A-Za-z0-9._-]")
     return value
 
 
 def dial_address(field: str, value: str) -> str:
-    """`host:port`, and nothing that gRPC would resolve in another way."""
+    """`host:port`; nothing else that gRPC would resolve."""
     matched = _ADDRESS.fullmatch(value)
     if matched is None or not 0 < int(matched[1]) < 65536:
         raise invalid_argument(field, f"is {shown(value)}", "host:port of the prefill instance")
@@ -202,7 +200,7 @@ def dial_address(field: str, value: str) -> str:
 
 
 def duration_s(field: str, value: float, maximum_s: float) -> float:
-    """Seconds within this instance's own maximum; 0 (absent) asks for that maximum."""
+    """Seconds, at most this instance's own maximum, which 0 (absent) stands for."""
     if not math.isfinite(value) or not 0 <= value <= MAX_DURATION_S:
         raise invalid_argument(field, f"is {value}", f"0..{MAX_DURATION_S:g} seconds")
     return min(value, maximum_s) if value > 0 else maximum_s
@@ -213,24 +211,17 @@ def _in_range(field: str, value: int, lowest: int, highest: int) -> None:
         raise invalid_argument(field, f"is {value}", f"{lowest}..{highest}")
 
 
-def _check_room(num_prompt_tokens: int, num_output_tokens: int, max_tokens: int | None, max_model_len: int) -> None:
-    """At least one token must be left to generate; a choice that is over before it starts has no answer."""
+def _check_length(num_prompt_tokens: int, num_output_tokens: int, max_tokens: int | None, max_model_len: int) -> None:
+    """At least one token must be left to generate."""
     if num_prompt_tokens + num_output_tokens >= max_model_len:
-        problem = f"{num_prompt_tokens} prompt and {num_output_tokens} output tokens leave no room"
+        problem = f"{num_prompt_tokens} prompt and {num_output_tokens} output tokens fill the context"
         raise invalid_argument("request.prompt_token_ids", problem, f"together at most {max_model_len - 1}")
     if max_tokens is not None and num_output_tokens >= max_tokens:
-        problem = f"{num_output_tokens} tokens are there already"
+        problem = f"{num_output_tokens} tokens are emitted already"
         raise invalid_argument("request.sampling.max_tokens", problem, f"more than {num_output_tokens}")
 
 
-# Back to the wire
-
-
-def finish_reason(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
-    """The wire's name of an end."""
-    return _FINISH_REASONS[reason]
-
-
-def model_identity(info: EngineInfo) -> ModelIdentity:
-    """What the core computes with."""
-    return ModelIdentity(**{name: getattr(info, name) for name in ModelIdentity.__struct_fields__})
+def common_fields(source: msgspec.Struct, message: type[Message]) -> dict[str, Any]:
+    """The fields that a struct and a message have in common, by name."""
+    names = message.DESCRIPTOR.fields_by_name
+    return {name: getattr(source, name) for name in source.__struct_fields__ if name in names}

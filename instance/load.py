@@ -1,39 +1,27 @@
-"""How loaded this instance is, for the routers that watch it.
+"""Load reports of this instance, for the routers that watch it.
 
-One reporter makes the reports of the process, at least every `interval_s` and sooner when the load has changed much.
-Each watcher gets the newest one whenever it is ready to write, so a slow watcher skips reports and holds none up.
-Reports go on while the engine core is silent, with `core_silence_s` growing.
+One reporter makes the reports, at least every `interval_s` and sooner when the load has changed significantly. Each
+watcher gets the newest report whenever it can write, so a slow watcher skips reports and delays none. Reports continue
+while the engine core is silent, with `core_silence_s` growing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator
 
-from engine.messages import EngineLoad
+from engine.core.async_engine import AsyncEngine
+from engine.core.messages import EngineLoad
+from instance.convert import common_fields
+from instance.drain import DrainController
 from protos.tandem.v1 import instance_pb2
+from serving.broadcast import Broadcast
 
-MIN_GAP_S = 0.02
-"""Between two reports, however much changes: a step of a small model takes less than a report."""
-
-
-class LoadSource(Protocol):
-    """What a report is made of; `AsyncEngine` is one."""
-
-    @property
-    def load(self) -> EngineLoad: ...
-
-    @property
-    def core_silence_s(self) -> float: ...
-
-    async def wait_load(self, timeout_s: float) -> None:
-        """Returns when the load has changed, or after `timeout_s`."""
-        ...
+MIN_GAP_S = 0.02  # minimum time between reports: a step of a small model takes less than a report
 
 
-def changed_much(old: EngineLoad, new: EngineLoad) -> bool:
-    """Whether a router would pick differently: another number of requests, or a twentieth of the blocks moved."""
+def changed_significantly(old: EngineLoad, new: EngineLoad) -> bool:
+    """Whether a router might pick differently: the number of requests changed, or a twentieth of the blocks."""
     if (old.num_waiting, old.num_running, old.num_loading) != (new.num_waiting, new.num_running, new.num_loading):
         return True
     num_blocks = sum((new.free_blocks, new.cached_blocks, new.running_blocks, new.held_blocks, new.quarantined_blocks))
@@ -43,65 +31,60 @@ def changed_much(old: EngineLoad, new: EngineLoad) -> bool:
 
 
 class LoadReporter:
-    """Owns the sequence of reports. `run` is its one task; `watch` may be called any number of times."""
+    """Owns the sequence of reports. `report_until_cancelled` is its one task; any number may `watch`."""
 
     def __init__(
         self,
-        source: LoadSource,
+        engine: AsyncEngine,
         *,
         instance_epoch: str,
-        draining: Callable[[], bool],
-        moving_out: Callable[[], bool] = lambda: False,
+        drain: DrainController,
         interval_s: float = 0.25,
     ) -> None:
-        self._source = source
+        self._engine = engine
         self._instance_epoch = instance_epoch
-        self._draining = draining
-        self._moving_out = moving_out
+        self._drain = drain
         self._interval_s = interval_s
-        self._published = asyncio.Event()
+        self._published = Broadcast()
         self._sequence = 0
-        self._reported = source.load
-        self._reported_draining = draining()
+        self._reported = engine.load
         self.latest = self._report()
 
-    async def run(self) -> None:
-        """Reports until cancelled."""
+    async def report_until_cancelled(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + self._interval_s
             while (left_s := due - loop.time()) > 0 and not self._changed():
-                await self._source.wait_load(left_s)
+                await self._engine.wait_load(left_s)
             self.publish()
             await asyncio.sleep(MIN_GAP_S)
 
     def publish(self) -> None:
-        """Reports now."""
         self.latest = self._report()
-        published, self._published = self._published, asyncio.Event()
-        published.set()
+        self._published.notify()
 
     async def watch(self) -> AsyncIterator[instance_pb2.WatchLoadResponse]:
-        """The newest report, then each one that follows, as fast as the caller takes them."""
+        """The newest report, then each newer one, as fast as the caller takes them."""
+        sent: instance_pb2.WatchLoadResponse | None = None
         while True:
-            published = self._published
-            yield self.latest
-            await published.wait()
+            if sent is not self.latest:
+                sent = self.latest
+                yield sent
+            else:
+                await self._published.wait()
 
     def _changed(self) -> bool:
-        return self._draining() != self._reported_draining or changed_much(self._reported, self._source.load)
+        return self._drain.draining != self._reported_draining or changed_significantly(
+            self._reported, self._engine.load
+        )
 
     def _report(self) -> instance_pb2.WatchLoadResponse:
-        self._reported = load = self._source.load
-        self._reported_draining = self._draining()
+        self._reported = load = self._engine.load
+        self._reported_draining = self._drain.draining
         self._sequence += 1
         return instance_pb2.WatchLoadResponse(
             instance_epoch=self._instance_epoch,
             sequence=self._sequence,
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            num_loading=load.num_loading,
-            num_waiting_tokens=load.num_waiting_tokens,
             blocks=instance_pb2.BlockUsage(
                 free=load.free_blocks,
                 cached=load.cached_blocks,
@@ -109,16 +92,8 @@ class LoadReporter:
                 held=load.held_blocks,
                 quarantined=load.quarantined_blocks,
             ),
-            num_steps=load.num_steps,
-            core_silence_s=self._source.core_silence_s,
-            step_s=load.step_s,
+            core_silence_s=self._engine.core_silence_s,
             draining=self._reported_draining,
-            moving_out=self._moving_out(),
-            num_transfers=load.num_transfers,
-            num_prefilled_tokens=load.num_prefilled_tokens,
-            num_generated_tokens=load.num_generated_tokens,
-            num_external_tokens=load.num_external_tokens,
-            num_recomputed_blocks=load.num_recomputed_blocks,
-            num_expired_leases=load.num_expired_leases,
-            num_preemptions=load.num_preemptions,
+            moving_out=self._drain.moving_out,
+            **common_fields(load, instance_pb2.WatchLoadResponse),
         )

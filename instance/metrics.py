@@ -1,10 +1,10 @@
-"""What an instance counts, whichever its role: its requests here, its engine and KV in the core's load reports.
+"""Metrics of an instance, whichever its role: its requests, and the engine and KV as in the core's load reports.
 
     Observation ─ends▶ RequestMetrics ─┐
-    core ─▶ EngineLoad ────────────────┴─▶ InstanceCollector ─▶ Prometheus, when it asks
+    core ─▶ EngineLoad ────────────────┴─▶ InstanceCollector ─▶ Prometheus, at each scrape
 
-Counted are plain numbers, on the event loop; the names under which Prometheus sees them stand in docs/metrics.md. What
-vLLM's users look for is told a second time under its names (vllm_metrics.py).
+Counts are plain numbers, written on the event loop. docs/metrics.md lists the names under which Prometheus gets them;
+vllm_metrics.py exports them under vLLM's names as well.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.core import InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from engine.messages import EngineLoad, EngineRequest, KVTotals, TokensEvent
+from engine.core.async_engine import AsyncEngine
+from engine.core.messages import EngineLoad, EngineRequest, KVTotals, TokensEvent
 from instance import vllm_metrics
-from instance.load import LoadSource
 from instance.vllm_metrics import VllmRequests
 from protos.tandem.v1 import common_pb2, instance_pb2
-from serving.events import RequestEvent, Timeline
-from serving.logging import log_event
-from serving.metrics import LatencyHistogram
+from serving.histogram import Histogram
+from serving.logging import RequestEvent, Timeline, log_event
+from serving.metrics import counter, gauge, histogram
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +37,6 @@ Stages = dict[str, tuple[RequestEvent, RequestEvent]]
 
 
 class Observation:
-    """One request while it is being served."""
-
     def __init__(self, request: EngineRequest, vllm: VllmRequests) -> None:
         self.timeline = Timeline()
         self.num_tokens = 0
@@ -46,35 +44,32 @@ class Observation:
         self._request = request
         self._vllm = vllm
         self._received_s = self.timeline.mark(RequestEvent.RECEIVED)
-        self._queue_s = 0.0
+        self.queue_s = 0.0
         self._first_s = self._last_s = self._received_s
 
-    def saw(self, chunk: common_pb2.TokenChunk, first: TokensEvent | None) -> bool:
-        """Takes note of a chunk; returns whether it was the request's first here. `first` is the engine's word on the
-        request's first token here, `RunningChoice.first`."""
+    def observe_chunk(self, chunk: common_pb2.TokenChunk, first: TokensEvent | None) -> bool:
+        """Counts a chunk; True for the request's first one here. `first` is `ChoiceStream.first`."""
         is_first = self.num_tokens == 0
         now_s = time.monotonic()
         if is_first:
             self._first_s = self.timeline.mark(RequestEvent.FIRST_TOKEN, now_s)
             if first is not None:
-                self._queue_s = first.queue_s
-                self._vllm.began(self._request, first, now_s - self._received_s)
+                self.queue_s = first.queue_s
+                self._vllm.observe_first_token(self._request, first, now_s - self._received_s)
         elif chunk.token_ids:
-            self._vllm.gap_s.observe(now_s - self._last_s)
+            self._vllm.histograms["inter_token_latency_seconds"].observe(now_s - self._last_s)
         self._last_s = now_s
         self.num_tokens += len(chunk.token_ids)
         if chunk.HasField("finish"):
-            self.finish_reason = (
-                common_pb2.FinishReason.Name(chunk.finish.reason).removeprefix("FINISH_REASON_").lower()
-            )
+            reason = common_pb2.FinishReason.Name(chunk.finish.reason)
+            self.finish_reason = reason.removeprefix("FINISH_REASON_").lower()
         return is_first
 
-    def finished(self) -> None:
-        """It ended by itself; told to vLLM's histograms."""
-        self._vllm.ended(
+    def finish(self) -> None:
+        self._vllm.observe_finish(
             self._request,
             whole_s=self._last_s - self._received_s,
-            queue_s=self._queue_s,
+            queue_s=self.queue_s,
             decode_s=self._last_s - self._first_s,
             num_tokens=self.num_tokens,
         )
@@ -82,35 +77,28 @@ class Observation:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Totals since the start. Written on the event loop alone. A role adds numbers, and says what they are called."""
+    """Totals since the start, written on the event loop alone. A role's subclass adds numbers and their names."""
 
     STAGES: ClassVar[Stages] = {"first_token": (RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN)}
-    """Parts of a request's life here whose length is observed, once per request that came so far."""
+    """Parts of a request whose duration is observed, once per request that reached their end."""
     COUNTERS: ClassVar[dict[str, tuple[str, str]]] = {
-        "num_received": ("tandem_requests_received", "Requests that have come."),
+        "num_received": ("tandem_requests_received", "Requests received."),
     }
-    """Field → name for Prometheus, without _total, and what it means."""
+    """Field -> Prometheus name without _total, and help text."""
 
     num_received: int = 0
-    num_cancelled: int = 0
-    """Ended by the caller, or by its going away, before the last chunk."""
+    num_cancelled: int = 0  # ended by the caller before the last chunk
     num_failed: int = 0
-    num_tokens: int = 0
-    """Output tokens sent."""
-    first_token_s: float = 0.0
-    """Sum over requests of the time from the call to its first token."""
-    num_first_tokens: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-    """Requests that ended by themselves, by finish reason."""
-    stages: dict[str, LatencyHistogram] = field(init=False)
+    num_tokens: int = 0  # output tokens sent
+    finished: Counter[str] = field(default_factory=Counter)  # completed requests by finish reason
+    stages: dict[str, Histogram] = field(init=False)
     vllm: VllmRequests = field(default_factory=VllmRequests)
-    """The same, and more, as vLLM counts it."""
 
     def __post_init__(self) -> None:
-        self.stages = {name: LatencyHistogram() for name in self.STAGES}
+        self.stages = {name: Histogram() for name in self.STAGES}
 
     @contextmanager
-    def observed(self, request: EngineRequest) -> Iterator[Observation]:
+    def observe_request(self, request: EngineRequest) -> Iterator[Observation]:
         """Counts the request that the block serves, and logs its end."""
         observation = Observation(request, self.vllm)
         self.num_received += 1
@@ -119,145 +107,125 @@ class RequestMetrics:
         except (GeneratorExit, asyncio.CancelledError):
             if observation.finish_reason is None:
                 self.num_cancelled += 1
-                self.vllm.finished["abort"] += 1
                 self._ended(observation, RequestEvent.ABORTED)
             else:
                 self._finished(observation)
             raise
         except BaseException as error:
             self.num_failed += 1
-            self.vllm.failed(error)
+            self.vllm.observe_failure(error)
             self._ended(observation, RequestEvent.FAILED, error=type(error).__name__)
             raise
         else:
             self._finished(observation)
 
     def totals(self) -> dict[str, object]:
-        """Every number by name, for one log line."""
         totals = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("stages", "vllm")}
+        first_token = self.stages["first_token"]
+        totals |= {"num_first_tokens": first_token.count, "first_token_s": first_token.sum}
         return {**totals, "finished": dict(self.finished)}
 
     def collect(self) -> Iterator[Metric]:
-        """The same for Prometheus."""
-        for name, (called, documentation) in self.COUNTERS.items():
-            yield CounterMetricFamily(called, documentation, value=getattr(self, name))
-        ended = CounterMetricFamily("tandem_requests_ended", "Requests that have ended, by how.", labels=["reason"])
-        for reason, number in {**self.finished, "cancelled": self.num_cancelled, "failed": self.num_failed}.items():
-            ended.add_metric([reason], number)
-        yield ended
-        stages = HistogramMetricFamily(
-            "tandem_request_stage_seconds", "How long a part of a request's life took here.", labels=["stage"]
-        )
-        for stage, histogram in self.stages.items():
-            stages.add_metric([stage], histogram.buckets(), histogram.sum_s)
-        yield stages
+        for name, (metric, documentation) in self.COUNTERS.items():
+            yield counter(metric, documentation, getattr(self, name))
+        ended = {**self.finished, "cancelled": self.num_cancelled, "failed": self.num_failed}
+        yield counter("tandem_requests_ended", "Requests ended, by reason.", ended, "reason")
+        stages = "Duration of a part of a request at this instance."
+        yield histogram("tandem_request_stage_seconds", stages, self.stages, "stage")
 
     def _finished(self, observation: Observation) -> None:
         reason = observation.finish_reason or "unknown"
         self.finished[reason] += 1
-        self.vllm.finished[reason] += 1
-        observation.finished()
+        observation.finish()
         self._ended(observation, RequestEvent.FINISHED, reason=reason)
 
     def _ended(self, observation: Observation, event: RequestEvent, **fields: object) -> None:
         timeline = observation.timeline
         timeline.mark(event, time.monotonic())
         self.num_tokens += observation.num_tokens
-        if (first_token_s := timeline.between(RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN)) is not None:
-            self.num_first_tokens += 1
-            self.first_token_s += first_token_s
         for stage, (start, end) in self.STAGES.items():
             if (took_s := timeline.between(start, end)) is not None:
                 self.stages[stage].observe(took_s)
         log_event(_log, event, "", num_tokens=observation.num_tokens, **{**fields, **timeline.milliseconds()})
 
 
+@dataclass(eq=False)
 class InstanceCollector(Collector):
-    """Everything an instance tells Prometheus. Reads, on whatever thread asks, the newest report of the core."""
+    """All metrics of an instance. Reads the core's latest report, on the thread of the scrape."""
 
-    def __init__(
-        self,
-        source: LoadSource,
-        requests: RequestMetrics,
-        info: Callable[[], instance_pb2.GetInstanceInfoResponse],
-    ) -> None:
-        self._source = source
-        self._requests = requests
-        self._info = info
+    engine: AsyncEngine
+    requests: RequestMetrics
+    info: Callable[[], instance_pb2.GetInstanceInfoResponse]
 
     def collect(self) -> Iterator[Metric]:
-        load, info = self._source.load, self._info()
+        load, info = self.engine.load, self.info()
         role = instance_pb2.Role.Name(info.role).removeprefix("ROLE_").lower()
         yield InfoMetricFamily(
             "tandem_instance",
-            "Who this is.",
+            "Identity of the instance.",
             {"instance_id": info.instance_id, "role": role, "model": info.model, "connector": info.kv_connector},
         )
-        yield from _engine(load, self._source.core_silence_s)
+        yield from _engine(load, self.engine.core_silence_s)
         yield from _kv(load, info.kv_connector)
-        yield from vllm_metrics.collected(load, self._requests.vllm, info)
-        yield from self._requests.collect()
+        requests = self.requests
+        ended = Counter(requests.finished)
+        ended.update(abort=requests.num_cancelled, error=requests.num_failed)
+        yield from vllm_metrics.collected(load, requests.vllm, info, ended)
+        yield from requests.collect()
 
 
 def _engine(load: EngineLoad, core_silence_s: float) -> Iterator[Metric]:
-    requests = GaugeMetricFamily("tandem_engine_requests", "Requests that are here now, by state.", labels=["state"])
-    requests.add_metric(["waiting"], load.num_waiting)
-    requests.add_metric(["running"], load.num_running)
-    requests.add_metric(["loading"], load.num_loading)
-    yield requests
+    requests = {"waiting": load.num_waiting, "running": load.num_running, "loading": load.num_loading}
+    yield gauge("tandem_engine_requests", "Requests in the engine, by state.", requests, "state")
     for name, documentation, value in (
-        ("waiting_tokens", "Tokens that the waiting requests have yet to compute.", load.num_waiting_tokens),
-        ("step_seconds", "How long a step takes, smoothed.", load.step_s),
-        ("silence_seconds", "Since the engine core last gave a sign.", core_silence_s),
+        ("waiting_tokens", "Tokens that waiting requests have yet to compute.", load.num_waiting_tokens),
+        ("step_seconds", "Duration of a step, smoothed.", load.step_s),
+        ("silence_seconds", "Time since the engine core's last report.", core_silence_s),
     ):
-        yield GaugeMetricFamily(f"tandem_engine_{name}", documentation, value=value)
+        yield gauge(f"tandem_engine_{name}", documentation, value)
     for name, documentation, total in (
         ("steps", "Steps computed.", load.num_steps),
         ("prefilled_tokens", "Prompt tokens computed, not found in any cache.", load.num_prefilled_tokens),
         ("generated_tokens", "Tokens generated.", load.num_generated_tokens),
         ("preemptions", "Requests whose blocks the engine took back.", load.num_preemptions),
     ):
-        yield CounterMetricFamily(f"tandem_engine_{name}", documentation, value=total)
+        yield counter(f"tandem_engine_{name}", documentation, total)
 
 
 def _kv(load: EngineLoad, connector: str) -> Iterator[Metric]:
-    blocks = GaugeMetricFamily("tandem_kv_blocks", "KV blocks, each in one class.", labels=["class"])
-    for name in ("free", "cached", "running", "held", "quarantined"):
-        blocks.add_metric([name], getattr(load, f"{name}_blocks"))
-    yield blocks
-    leases = GaugeMetricFamily("tandem_kv_leases", "Transfers whose KV is held here.", labels=["connector"])
-    leases.add_metric([connector], load.num_transfers)
-    yield leases
+    classes = ("free", "cached", "running", "held", "quarantined")
+    blocks = {name: getattr(load, f"{name}_blocks") for name in classes}
+    yield gauge("tandem_kv_blocks", "KV blocks, each in one class.", blocks, "class")
+    leases = {connector: load.num_transfers}
+    yield gauge("tandem_kv_leases", "Transfers whose KV is held here.", leases, "connector")
     for name, documentation, total in (
-        ("expired_leases", "Leases that ran out before their reader came or released.", load.num_expired_leases),
+        ("expired_leases", "Leases that expired before their reader released them.", load.num_expired_leases),
         ("external_tokens", "Tokens whose KV came from elsewhere.", load.num_external_tokens),
-        ("recomputed_blocks", "Blocks whose KV should have come and did not.", load.num_recomputed_blocks),
+        ("recomputed_blocks", "Blocks computed here because their KV was not loaded.", load.num_recomputed_blocks),
     ):
-        family = CounterMetricFamily(f"tandem_kv_{name}", documentation, labels=["connector"])
-        family.add_metric([connector], total)
-        yield family
+        yield counter(f"tandem_kv_{name}", documentation, {connector: total}, "connector")
     yield from _moved(load.kv_totals)
 
 
 def _moved(kv_totals: Sequence[KVTotals]) -> Iterator[Metric]:
-    """What each connector counts by itself. One that is in a list twice has its place there in its name."""
-    labels = ["connector", "direction"]
-    num_shared = CounterMetricFamily("tandem_kv_shared_blocks", "Blocks to save that were there.", labels=labels[:1])
-    num_blocks = CounterMetricFamily("tandem_kv_transfer_blocks", "Blocks moved.", labels=labels)
-    num_bytes = CounterMetricFamily("tandem_kv_transfer_bytes", "Bytes moved.", labels=labels)
-    seconds = CounterMetricFamily("tandem_kv_transfer_seconds", "Spent by the I/O threads together.", labels=labels)
-    failures = CounterMetricFamily(
-        "tandem_kv_transfer_failures", "Blocks that were not moved, by why.", labels=[*labels, "reason"]
-    )
+    """Each connector's own counts. A connector that is in the list twice gets its index appended to its name."""
     names: list[str] = []
     for index, totals in enumerate(kv_totals):
-        connector = f"{totals.connector}#{index}" if totals.connector in names else totals.connector
-        names.append(connector)
-        num_shared.add_metric([connector], totals.num_shared_blocks)
-        for direction, moved in (("save", totals.saved), ("load", totals.loaded)):
-            num_blocks.add_metric([connector, direction], moved.num_blocks)
-            num_bytes.add_metric([connector, direction], moved.num_bytes)
-            seconds.add_metric([connector, direction], moved.seconds)
-            for reason, number in moved.failures.items():
-                failures.add_metric([connector, direction, reason], number)
-    yield from (num_shared, num_blocks, num_bytes, seconds, failures)
+        names.append(f"{totals.connector}#{index}" if totals.connector in names else totals.connector)
+    shared = {name: totals.num_shared_blocks for name, totals in zip(names, kv_totals, strict=True)}
+    yield counter("tandem_kv_shared_blocks", "Blocks found stored already.", shared, "connector")
+    by_labels = [
+        ((name, direction), moved)
+        for name, totals in zip(names, kv_totals, strict=True)
+        for direction, moved in (("save", totals.saved), ("load", totals.loaded))
+    ]
+    for suffix, documentation, attribute in (
+        ("blocks", "Blocks moved.", "num_blocks"),
+        ("bytes", "Bytes moved.", "num_bytes"),
+        ("seconds", "Time spent, summed over I/O threads.", "seconds"),
+    ):
+        samples = [(labels, getattr(moved, attribute)) for labels, moved in by_labels]
+        yield counter(f"tandem_kv_transfer_{suffix}", documentation, samples, "connector", "direction")
+    failures = [((*labels, why), count) for labels, moved in by_labels for why, count in moved.failures.items()]
+    name, documentation = "tandem_kv_transfer_failures", "Blocks not moved, by reason."
+    yield counter(name, documentation, failures, "connector", "direction", "reason")

@@ -1,10 +1,10 @@
-"""The streams in which decodes answer together: what an engine's step brings for one router goes to it as one message.
+"""Token streams: shared streams in which Decode calls of one router respond, one message per step of the engine.
 
-    opened ──first message, empty──▶ open ──its router cancels it, goes away or does not read──▶ ended, and its calls
+    opened ──first message, empty──▶ open ──cancelled, router gone or not reading──▶ ended, and the calls on it too
 
-A call joins the stream that its start names and leaves it once its last answer is on its way, so that a drain which
-waits for calls has waited for the streams as well. Nothing waits for a fuller message: while one is being written, or
-before the writer gets its turn, answers gather, and then all of them leave. Too many that wait hold up who answers.
+A call joins the stream named by its start and leaves it once its last response is written, so that a drain that waits
+for calls has waited for the streams as well. No message waits to be filled: responses are batched only while the
+previous message is being written, or until the writer is scheduled. A full batch blocks the calls that add to it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,16 @@ from functools import partial
 from protos.tandem.v1 import decode_pb2
 from serving.errors import AlreadyExists, Overloaded, ServiceError, Unavailable
 
-Answer = Callable[[decode_pb2.DecodeResponse], Awaitable[None]]
-"""Sends one answer of one call."""
-Write = Callable[[decode_pb2.StreamTokensResponse], Awaitable[None]]
-"""Returns when the message is on its way."""
+WriteResponse = Callable[[decode_pb2.DecodeResponse], Awaitable[None]]  # writes one response of one call
+WriteMessage = Callable[[decode_pb2.StreamTokensResponse], Awaitable[None]]  # returns when the message is written
 
 _MAX_STREAMS = 256
-_MAX_BATCH_BYTES = 1 << 18
-"""Of answers that gather: some thousands. A router takes messages of 4 MiB, unless it is told otherwise."""
+_MAX_BATCH_BYTES = 1 << 18  # some thousands of responses. Routers accept messages of 4 MiB by default.
 
 
 @dataclass(slots=True)
 class _Batch:
-    """One message, while it gathers and until it is written."""
+    """One message, from its first response until it is written."""
 
     message: decode_pb2.StreamTokensResponse = field(default_factory=decode_pb2.StreamTokensResponse)
     num_bytes: int = 0
@@ -38,60 +35,61 @@ class _Batch:
 
 
 class _TokenStream:
-    """One stream and the calls on it. Owned by the task of its own call."""
+    """One stream and the calls on it. Owned by the task of its StreamTokens call."""
 
     def __init__(self) -> None:
-        self._gathering = _Batch()
-        self._written_last = self._gathering
-        self._is_due = asyncio.Event()
-        self._ends: dict[int, asyncio.Timeout] = {}
+        self._batch = _Batch()
+        self._last_written = self._batch
+        self._has_responses = asyncio.Event()
+        self._timeouts: dict[int, asyncio.Timeout] = {}
+        """Of each call on the stream; rescheduled to now when the stream ends."""
 
-    async def run(self, write: Write) -> None:
-        """Writes for ever; once it is cancelled, or `write` raises, every call on the stream ends with Unavailable."""
+    async def write_batches(self, write: WriteMessage) -> None:
+        """Writes until it is cancelled or `write` raises; then every call on the stream ends with Unavailable."""
         try:
-            self._is_due.set()
+            self._has_responses.set()
             while True:
-                await self._is_due.wait()
-                self._is_due.clear()
-                self._written_last, self._gathering = self._gathering, _Batch()
-                await write(self._written_last.message)
-                self._written_last.written.set()
+                await self._has_responses.wait()
+                self._has_responses.clear()
+                self._last_written, self._batch = self._batch, _Batch()
+                await write(self._last_written.message)
+                self._last_written.written.set()
         finally:
-            for end in self._ends.values():
-                if not end.expired():
-                    end.reschedule(0.0)
+            for timeout in self._timeouts.values():
+                if not timeout.expired():
+                    timeout.reschedule(0.0)
 
     @asynccontextmanager
-    async def joined(self, call_number: int) -> AsyncIterator[Answer]:
-        """What one call answers while inside; left, but for a cancellation, when all of that is on its way."""
-        if call_number in self._ends:
-            raise AlreadyExists(f"call number {call_number} runs on this token stream")
+    async def join(self, call_number: int) -> AsyncIterator[WriteResponse]:
+        """The writer of one call's responses; unless cancelled, the block ends when all of them are written."""
+        if call_number in self._timeouts:
+            raise AlreadyExists(f"call number {call_number} is in use on this token stream")
         try:
-            async with asyncio.timeout(None) as end:
-                self._ends[call_number] = end
+            async with asyncio.timeout(None) as timeout:
+                self._timeouts[call_number] = timeout
                 try:
-                    yield partial(self._put, call_number)
-                    await self._flushed()
+                    yield partial(self._add_response, call_number)
+                    await self._wait_written()
                 except ServiceError:
-                    await self._flushed()
+                    await self._wait_written()
                     raise
                 finally:
-                    del self._ends[call_number]
+                    del self._timeouts[call_number]
         except TimeoutError:
-            if not end.expired():
+            if not timeout.expired():
                 raise
-            raise Unavailable("its token stream has ended") from None
+            raise Unavailable("the token stream has ended") from None
 
-    async def _put(self, call_number: int, response: decode_pb2.DecodeResponse) -> None:
-        while self._gathering.num_bytes >= _MAX_BATCH_BYTES:
-            await self._gathering.written.wait()
-        self._gathering.message.responses.add(call_number=call_number, response=response)
-        self._gathering.num_bytes += response.ByteSize()
-        self._is_due.set()
+    async def _add_response(self, call_number: int, response: decode_pb2.DecodeResponse) -> None:
+        while self._batch.num_bytes >= _MAX_BATCH_BYTES:
+            await self._batch.written.wait()
+        self._batch.message.responses.add(call_number=call_number, response=response)
+        self._batch.num_bytes += response.ByteSize()
+        self._has_responses.set()
 
-    async def _flushed(self) -> None:
-        """Returns when everything put so far is on its way."""
-        batch = self._gathering if self._gathering.num_bytes else self._written_last
+    async def _wait_written(self) -> None:
+        """Returns when all responses added so far are written."""
+        batch = self._batch if self._batch.num_bytes else self._last_written
         await batch.written.wait()
 
 
@@ -103,31 +101,30 @@ class TokenStreams:
 
     @property
     def num_open(self) -> int:
-        """Streams that can be named now."""
         return len(self._open)
 
-    async def run(self, stream_id: str, write: Write) -> None:
+    async def serve_stream(self, stream_id: str, write: WriteMessage) -> None:
         """One stream, until it is cancelled or `write` raises. Raises AlreadyExists, or Overloaded above 256."""
         if stream_id in self._open:
-            raise AlreadyExists("this token stream is open")
+            raise AlreadyExists("this token stream is already open")
         if len(self._open) >= _MAX_STREAMS:
-            raise Overloaded(f"{_MAX_STREAMS} token streams are open, the most allowed", 1.0)
+            raise Overloaded(f"limit of {_MAX_STREAMS} token streams reached", 1.0)
         stream = self._open[stream_id] = _TokenStream()
         try:
-            await stream.run(write)
+            await stream.write_batches(write)
         finally:
             del self._open[stream_id]
 
     @asynccontextmanager
-    async def way_of(self, start: decode_pb2.DecodeStart, own: Answer) -> AsyncIterator[Answer]:
-        """How the call that `start` opens answers: in the stream that it names, else, or if that is not open, by `own`.
+    async def response_writer(self, start: decode_pb2.DecodeStart, own: WriteResponse) -> AsyncIterator[WriteResponse]:
+        """The writer for the call that `start` opens: the stream that it names if that is open, else the call's `own`.
 
-        Raises AlreadyExists for a call number in use; where the stream ends before the call, Unavailable.
+        Raises AlreadyExists for a call number in use, and Unavailable when the stream ends before the call.
         """
         named = start.token_stream
         stream = self._open.get(named.stream_id) if start.HasField("token_stream") else None
         if stream is None:
             yield own
             return
-        async with stream.joined(named.call_number) as answer:
-            yield answer
+        async with stream.join(named.call_number) as write:
+            yield write

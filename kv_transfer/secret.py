@@ -1,4 +1,4 @@
-"""The key of the pages' digests: 32 bytes in a file that only its owner reads, as 64 hex digits.
+"""The key of the pages' digests: 32 bytes in a file that only its owner can read, as 64 hex digits.
 
 `tandem up` makes it; on Kubernetes it is a Secret's file (behind symlinks, so those are followed).
 """
@@ -17,7 +17,7 @@ _MAX_FILE_BYTES = 256
 
 
 def load_secret(path: str | Path) -> bytes:
-    """The key: 64 hex digits, or 32 raw bytes. Raises EngineError that says how to make one."""
+    """The key: 64 hex digits, or 32 raw bytes. Raises EngineError that names the command that makes one."""
     try:
         with open(path, "rb") as file:
             content = file.read(_MAX_FILE_BYTES)
@@ -36,11 +36,11 @@ def load_secret(path: str | Path) -> bytes:
 
 
 def ensure_secret(path: str | Path) -> bytes:
-    """The key in `path`, made first (mode 0600) if there is none. Any number of processes may call it at once."""
+    """The key in `path`, made (mode 0600) if there is none. Processes may call it concurrently."""
     path = Path(path)
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Written in full under a name of its own, then linked: nobody ever reads half a key, and the first one stays.
+        # Written under a name of its own, then linked: a half-written key is never visible, and the first one stays.
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:

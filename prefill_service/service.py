@@ -1,43 +1,100 @@
-"""The gRPC servicer of the prefill role: converts, and hands on to the role."""
+"""The life of a request in the prefill role.
+
+    Prefill ─▶ queued ─accepted▶ computing ─first token, HAND_OVER▶ held for its reader ─released | lease expired▶ freed
+                  │                  ├─ the token ends the choice: STOP or LENGTH ─▶ freed
+                  └──────────────────┴─ call cancelled, engine error ─▶ aborted, transfer released ─▶ freed
+
+The engine moves the request and holds its KV; the KV transfer service serves its reader. The servicer opens the request
+with `hold_kv`, forwards its first token, and releases the transfer on every path without a reader. A request without
+`hand_over` is generated completely here, as by an aggregated instance.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from dataclasses import dataclass
+from typing import ClassVar
 
-from instance.convert import Limits, prefill_choice
-from instance.front import Parts, Role, RoleService
-from prefill_service.metrics import Metrics
-from prefill_service.role import PrefillRole
-from protos.tandem.v1 import instance_pb2, prefill_pb2
-from serving.calls import Context
+from engine import failpoints
+from engine.core.messages import LeaseCommand
+from instance.convert import Choice, prefill_choice
+from instance.metrics import RequestMetrics
+from instance.server import Role, RoleContext
+from protos.tandem.v1 import common_pb2, instance_pb2, prefill_pb2
+from serving import tracing
+from serving.interceptor import Context
 from serving.logging import set_request_id
 
 SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"]
 
 
-class PrefillServicer:
-    """Stateless; `serving` calls it, one generator a call."""
+@dataclass(slots=True)
+class Metrics(RequestMetrics):
+    COUNTERS: ClassVar[dict[str, tuple[str, str]]] = {
+        **RequestMetrics.COUNTERS,
+        "num_leases_given_up": ("tandem_prefill_given_up_leases", "Transfers released without a reader."),
+    }
 
-    def __init__(self, role: PrefillRole, limits: Limits) -> None:
-        self._role = role
-        self._limits = limits
+    num_leases_given_up: int = 0
+    """The request was cancelled, failed or needed no hand-over."""
+
+
+class PrefillServicer:
+    """Computes requests up to their first token. Belongs to the server's event loop."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._choices = context.choices
+        self._instance_epoch = context.instance_epoch
+        self.metrics = Metrics()
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        choice = prefill_choice(request, self._limits)
+        """Closed before the hand-over, it releases the transfer; after it the lease alone decides, however late the
+        call ends."""
+        choice = prefill_choice(request, self._choices.limits)
         set_request_id(choice.request_id)
-        async with aclosing(self._role.run(choice)) as responses:
-            async for response in responses:
-                yield response
+        opened = handed_over = False
+        span = self._start_span(choice)
+        try:
+            with self.metrics.observe_request(choice.engine_request) as observation:
+                async with self._choices.open(choice) as stream:
+                    opened = True
+                    accepted = prefill_pb2.PrefillAccepted(instance_epoch=self._instance_epoch)
+                    yield prefill_pb2.PrefillResponse(accepted=accepted)
+                    await failpoints.hit_async("prefill.accepted")
+                    async for chunk in stream:
+                        assert isinstance(chunk, common_pb2.TokenChunk), "reserved or loaded without remote_kv"
+                        if observation.observe_chunk(chunk, stream.first):
+                            num_cached_tokens, queue_ms = chunk.finish.usage.cached_tokens, observation.queue_s * 1e3
+                            attributes = {"tandem.num_cached_tokens": num_cached_tokens, "tandem.queue_ms": queue_ms}
+                            tracing.end_span(span, attributes)
+                            await failpoints.hit_async("prefill.first_token")
+                        handed_over = chunk.finish.reason == common_pb2.FINISH_REASON_HAND_OVER
+                        yield prefill_pb2.PrefillResponse(tokens=chunk)
+        finally:
+            tracing.end_span(span, failure="ended before its first token")
+            if opened and not handed_over:  # after the abort, which leaving `open` sends
+                self._release_transfer(choice)
+
+    def _start_span(self, choice: Choice) -> tracing.Span:
+        """From the call to the first token; the parent of the transfer's spans."""
+        request = choice.engine_request
+        attributes: tracing.Attributes = {
+            "gen_ai.request.id": request.request_id,
+            "tandem.num_prompt_tokens": len(request.prompt_token_ids),
+            "tandem.transfer_id": request.hold_kv.transfer_id if request.hold_kv is not None else "",
+        }
+        span = tracing.start_span("prefill.compute", attributes=attributes)
+        if request.hold_kv is not None:
+            tracing.remember_span(request.hold_kv.transfer_id, span)
+        return span
+
+    def _release_transfer(self, choice: Choice) -> None:
+        hold_kv = choice.engine_request.hold_kv
+        if hold_kv is not None:
+            self.metrics.num_leases_given_up += 1
+            self._choices.send(LeaseCommand(transfer_id=hold_kv.transfer_id, action="release"))
 
 
-def make(parts: Parts) -> RoleService:
-    """The role around an engine."""
-    metrics = Metrics()
-    role = PrefillRole(parts.choices, metrics, parts.instance_epoch)
-    return RoleService(SERVICE, PrefillServicer(role, parts.choices.limits), metrics)
-
-
-ROLE = Role("prefill", instance_pb2.ROLE_PREFILL, make)
+ROLE = Role("prefill", instance_pb2.ROLE_PREFILL, SERVICE, PrefillServicer)

@@ -110,14 +110,14 @@ class _Page:
         if entry is not None and entry.options.map_entry:
             key, value = (self._plain(each) for each in entry.field)
             return f"map of {key} to {value}"
-        told = self._plain(field)
+        text = self._plain(field)
         if field.label == FieldDescriptorProto.LABEL_REPEATED:
-            return f"repeated {told}"
+            return f"repeated {text}"
         if field.proto3_optional:
-            return f"optional {told}"
+            return f"optional {text}"
         if field.HasField("oneof_index"):
-            return f"{told}, one of {message.oneof_decl[field.oneof_index].name}"
-        return told
+            return f"{text}, one of {message.oneof_decl[field.oneof_index].name}"
+        return text
 
     def _plain(self, field: FieldDescriptorProto) -> str:
         if field.type_name:

@@ -1,4 +1,4 @@
-"""The router as one object: pools, service, health, and their beginning and end in the right order.
+"""The router as one object: makes its parts, starts them and stops them in the right order.
 
 made ──start──▶ settling, NOT_SERVING ──▶ SERVING ⇄ NOT_SERVING (as the pools allow)
                                              └──drain──▶ NOT_SERVING for good, accepting ──▶ refusing ──▶ stopped
@@ -16,219 +16,224 @@ from typing import TYPE_CHECKING
 
 from protos.tandem.v1 import generation_pb2, pools_pb2
 from router.admission.capacity import capacity_of
-from router.admission.door import Admission
-from router.autoscaler.actuator import Actuator
-from router.autoscaler.latencies import RecentLatencies
+from router.admission.controller import AdmissionController
+from router.api.admin import PoolsService
+from router.api.grpc import GenerationService
+from router.api.security import Security
+from router.api.vllm import SERVICE as _VLLM_SERVICE
+from router.api.vllm import VllmEngineService
+from router.autoscaler.actuator import Actuator, StackLink
 from router.autoscaler.loop import Autoscaler
-from router.autoscaler.observer import Observer
+from router.autoscaler.observation import Observer, RecentLatencies
 from router.autoscaler.resizer import Resizer
-from router.callers import Callers
 from router.config import RouterSettings
-from router.generate import Generator
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.instance_call import TransferReleases
 from router.metrics import RouterCollector
-from router.model import ServedModel
-from router.picking.speeds import Speeds
-from router.pools.instances import Role
-from router.pools.membership import Membership, membership_of, names_services
-from router.pools.pool import Dial, Pools
-from router.pools_service import PoolsService
-from router.releases import Releases
-from router.security import Security
-from router.service import GenerationService
-from router.stack_link import StackLink
-from router.vllm_engine import SERVICE as _VLLM_SERVICE
-from router.vllm_engine import VllmEngineService
+from router.picking.affinity import Affinity
+from router.pools.discovery import ServiceDiscovery, discovery_of, parse_targets
+from router.pools.instance_info import Role
+from router.pools.pool import Pools
+from router.pools.throughput import ThroughputEstimator
+from router.request.caller import Callers
+from router.request.validation import ServedModel
+from router.resilience.safeguards import Safeguards
 from serving import tracing
+from serving.limits import CONTROL
 from serving.metrics import MetricsServer
-from serving.open_calls import CONTROL
 from serving.settings import SettingsError
-from serving.tls import tls_collectors
 
 if TYPE_CHECKING:
-    from router.http.server import HttpServer
-    from router.kubernetes.link import KubernetesLink
+    from router.api.openai.server import HttpServer
+    from router.kubernetes.actuator import KubernetesLink
 
 _log = logging.getLogger(__name__)
 _SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 _ADMIN_SERVICE = pools_pb2.DESCRIPTOR.services_by_name["PoolsService"]
-_LOOK_AGAIN_S = 0.25
+_CHECK_INTERVAL_S = 0.25
 _RELEASES_S = 2.0
 
 
 class RouterApp:
-    """Made and started on the running event loop by the composition root, or by a test."""
+    """Made and started on the running event loop, by the composition root or a test."""
 
     def __init__(
         self,
         settings: RouterSettings,
         model: ServedModel,
         *,
-        prefill: Membership | None = None,
-        decode: Membership | None = None,
-        dial: Dial | None = None,
+        prefill: ServiceDiscovery | None = None,
+        decode: ServiceDiscovery | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self._settings = settings
         security = Security(settings.tls, settings.auth)
         self._server = security.clients_server(settings.effective_server, settings.health)
         self._admin = security.admin_server(settings.admin_server) if settings.admin_server else None
-        # gRPC has a backoff of its own, below which a member's attempts fail without trying.
+        # Attempts that come faster than gRPC's own backoff fail without a connection attempt.
         connection = settings.channel.model_copy(update={"max_backoff_ms": int(settings.pools.max_backoff_s * 1000)})
-        self._releases = Releases()
+        self._releases = TransferReleases()
         self._stack = StackLink(settings.pools.stack) if settings.pools.stack else None
         self._kubernetes = self._kubernetes_link()
-        owner = self._stack or self._kubernetes
-        self._actuator: Actuator | None = owner.actuator if owner is not None else None
+        self._actuator: Actuator | None = self._stack or (self._kubernetes.actuator if self._kubernetes else None)
         self.pools = Pools(
-            prefill or self._membership("prefill", settings.pools.prefill),
-            decode or self._membership("decode", settings.pools.decode),
-            dial or (lambda address: security.dial(address, connection)),
+            prefill or self._discovery("prefill", settings.pools.prefill),
+            decode or self._discovery("decode", settings.pools.decode),
+            lambda address: security.dial(address, connection),
             settings.pools,
             tokenizer_digest=model.tokenizer_digest,
-            speeds=lambda: Speeds(settings.disaggregation.speed_smoothing, settings.disaggregation.min_tokens),
+            throughput=lambda: ThroughputEstimator(
+                settings.disaggregation.speed_smoothing, settings.disaggregation.min_tokens
+            ),
         )
-        self.admission = Admission(
+        self.admission = AdmissionController(
             settings.admission, lambda: capacity_of(self.pools.decode.views(), self.pools.prefill.views())
         )
-        generator = Generator(self.pools, self._releases, settings, rng)
-        callers = Callers(security.tokens, settings.admission.tenant_key)
-        self.affinity = generator.affinity
-        self.safeguards = generator.safeguards
-        self.service = GenerationService(model, self.pools, self.admission, generator, callers)
-        self.resizer = Resizer(self._actuator, self.pools) if self._actuator is not None else None
-        self.service.metrics.recent = RecentLatencies(settings.autoscaler)
-        self.autoscaler = self._made_autoscaler()
-        self._pools_service = PoolsService(
-            model,
+        self.affinity = Affinity(settings.picking, decides_by_prefix=settings.disaggregation.mode == "auto")
+        self.safeguards = Safeguards(
+            self.pools,
+            settings.failover,
+            settings.ejection,
+            settings.quarantine,
+            beat_timeout_s=settings.pools.beat_timeout_s,
+        )
+        dispatcher = Dispatcher(
+            self.pools,
             self.safeguards,
             self.affinity,
-            settings.disaggregation,
-            resizer=self.resizer,
-            autoscaler=self.autoscaler,
+            self._releases,
+            disaggregation=settings.disaggregation,
+            failover=settings.failover,
+            retry_after_s=settings.admission.retry_after_s,
+            rng=rng or random.Random(),
+        )
+        callers = Callers(security.tokens, settings.admission.tenant_key)
+        self.service = GenerationService(model, self.pools, self.admission, dispatcher, callers)
+        self.resizer = Resizer(self._actuator, self.pools) if self._actuator is not None else None
+        self.service.metrics.recent = RecentLatencies(settings.autoscaler)
+        self.autoscaler = self._new_autoscaler()
+        self._pools_service = PoolsService(
+            model, self.safeguards, self.affinity, settings.disaggregation, self.resizer, self.autoscaler
         )
         collector = RouterCollector(
             self.service.metrics, self.safeguards, self.admission, model=model.name, autoscaler=self.autoscaler
         )
-        self._metrics_server = MetricsServer(settings.metrics, collector, *tls_collectors(security.files))
+        self._metrics_server = MetricsServer(settings.metrics, collector, security.files)
         self._http = self._http_server(model, security)
-        self._vllm_engine = self._made_vllm_engine(model) if settings.router.vllm_engine else None
+        self._vllm_engine: VllmEngineService | None = None
+        if settings.router.vllm_engine:
+            self._vllm_engine = VllmEngineService(
+                self.service, model, self.pools, lambda: self.admission.num_queued, lambda: self._is_serving
+            )
         self._readiness: asyncio.Task[None] | None = None
         self._scaling: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
-        """host:port that clients are told; only after `start`."""
         return self._server.address
 
     @property
     def admin_address(self) -> str | None:
-        """host:port of the operators' calls, None where they are not served; only after `start`."""
+        """host:port of the operators' calls, None if they are not served; only after `start`."""
         return self._admin.address if self._admin is not None else None
 
     @property
     def metrics_address(self) -> str | None:
-        """host:port that serves /metrics, None where they are not served; only after `start`."""
         return self._metrics_server.address
 
     @property
     def http_address(self) -> str | None:
-        """host:port of OpenAI's HTTP API, None where it is not served; only after `start`."""
+        """host:port of the OpenAI API, None if it is not served; only after `start`."""
         return self._http.address if self._http is not None else None
 
     def _http_server(self, model: ServedModel, security: Security) -> HttpServer | None:
         settings = self._settings
         if settings.http.listen is None:
             return None
-        # Imported late: who does not serve HTTP need not wait for FastAPI.
-        from router.http.api import OpenAIApi
-        from router.http.exchange import Bounds
-        from router.http.server import HttpServer
-        from router.http.tls import HttpTls
+        # Imported late: FastAPI takes long to import.
+        from router.api.openai.api import OpenAIApi
+        from router.api.openai.exchange import HttpLimits
+        from router.api.openai.server import HttpServer, HttpTls
 
-        bounds = Bounds(settings.http.max_body_bytes, settings.http.read_timeout_s, settings.server.max_deadline_s)
+        limits = HttpLimits(
+            self._server.calls,
+            self._server.abuse_limits,
+            settings.http.max_body_bytes,
+            settings.http.read_timeout_s,
+            settings.server.max_deadline_s,
+        )
         api = OpenAIApi(
             self.service,
             model,
-            self._server.calls,
-            self._server.bad_callers,
-            bounds,
+            limits,
             self._metrics_server.registry,
             lambda: self._is_serving,
             security.tokens.tenant_of if security.tokens is not None else None,
         )
-        tls = None
-        if security.files is not None:
-            required, names = settings.tls.require_client_cert, settings.tls.client_names
-            tls = HttpTls(security.files, require_client_cert=required, client_names=names)
+        required, names = settings.tls.require_client_cert, settings.tls.client_names
+        tls = HttpTls(security.files, require_client_cert=required, client_names=names) if security.files else None
         return HttpServer(api.app(), settings.http, write_timeout_s=settings.server.write_timeout_s, tls=tls)
 
     def _kubernetes_link(self) -> KubernetesLink | None:
-        pools = self._settings.pools
-        if not (self._settings.kubernetes.workloads or names_services(f"{pools.prefill},{pools.decode}")):
+        targets = parse_targets(f"{self._settings.pools.prefill},{self._settings.pools.decode}")
+        if not (self._settings.kubernetes.workloads or any(target.is_service for target in targets)):
             return None
-        # Imported late: who is in no cluster needs neither the package nor the second that it takes.
+        # Imported late: optional, and takes a second to import.
         try:
-            from router.kubernetes.link import KubernetesLink
+            from router.kubernetes.actuator import KubernetesLink
         except ModuleNotFoundError as error:
             raise SettingsError(
                 f"the settings name Kubernetes, and its client is missing ({error}): pip install 'kubernetes>=37'"
             ) from error
         return KubernetesLink(self._settings.kubernetes)
 
-    def _made_vllm_engine(self, model: ServedModel) -> VllmEngineService:
-        return VllmEngineService(
-            self.service, model, self.pools, lambda: self.admission.num_queued, lambda: self._is_serving
-        )
-
     @property
     def _is_serving(self) -> bool:
-        """What the health service says: ready, and not draining."""
+        """Whether the health service reports SERVING: ready, and not draining."""
         return self._server.health.is_serving(_SERVICE.full_name)
 
     async def start(self) -> None:
         """Watches the instances and listens. NOT_SERVING until the pools are ready."""
         policies = {"Abort": CONTROL, "GetModelInfo": CONTROL}
-        await self._server.register(_SERVICE, tracing.Traced(self.service), policies, ready=False)
+        await self._server.register(_SERVICE, tracing.TracedServicer(self.service), policies, ready=False)
         if self._vllm_engine is not None:
             policies |= dict.fromkeys(("GetServerInfo", "GetLoads", "HealthCheck"), CONTROL)
-            await self._server.register(_VLLM_SERVICE, tracing.Traced(self._vllm_engine), policies, ready=False)
+            await self._server.register(_VLLM_SERVICE, tracing.TracedServicer(self._vllm_engine), policies, ready=False)
         if self._admin is not None:
             await self._admin.register(_ADMIN_SERVICE, self._pools_service, {"WatchPools": CONTROL})
             await self._admin.start()
         self._metrics_server.start()
         await self.pools.start()
         self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
-        self._readiness.add_done_callback(_tell_failure)
+        self._readiness.add_done_callback(_log_failure)
         if self.autoscaler is not None:
             self._scaling = asyncio.create_task(self.autoscaler.run(), name="autoscaler")
-            self._scaling.add_done_callback(_tell_failure)
+            self._scaling.add_done_callback(_log_failure)
         await self._server.start()
         if self._http is not None:
             await self._http.start()
 
     def is_ready(self) -> bool:
-        """Whether a request could be served now."""
         needs_prefill = self._settings.disaggregation.mode == "always"
         return self.pools.decode.num_ready() > 0 and (not needs_prefill or self.pools.prefill.num_ready() > 0)
 
     async def drain(self) -> bool:
-        """Says NOT_SERVING, then refuses new requests, lets the running ones finish, and stops; False if some were cut
-        off when the grace was over."""
+        """Drains as the module says; False if requests were cut off at the end of the grace."""
         self._pools_service.end_watches()
         await _cancelled(self._scaling)
         try:
             return await self._server.drain()
         finally:
-            await self._let_go()
+            await self._close()
 
     async def stop(self) -> bool:
         """Ends everything now; False if a request was cut off."""
         try:
             return await self._server.stop()
         finally:
-            await self._let_go()
+            await self._close()
 
-    async def _let_go(self) -> None:
+    async def _close(self) -> None:
         if self._http is not None:
             await self._http.stop()
         await _cancelled(self._scaling)
@@ -246,46 +251,43 @@ class RouterApp:
         if self._admin is not None:
             await self._admin.stop()
 
-    def _made_autoscaler(self) -> Autoscaler | None:
+    def _new_autoscaler(self) -> Autoscaler | None:
         settings = self._settings.autoscaler
         if not settings.enabled or self._actuator is None or self.resizer is None:
             return None
         observer = Observer(self.safeguards, self.admission, self.service.metrics.recent, settings)
         holder = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-        return Autoscaler(self.resizer, self._actuator, observer.look, settings, holder=holder)
+        return Autoscaler(self.resizer, self._actuator, observer.observe, settings, holder=holder)
 
-    def _membership(self, role: Role, listed: str) -> Membership:
+    def _discovery(self, role: Role, listed: str) -> ServiceDiscovery:
         if self._stack is not None:
-            return self._stack.membership(role)
-        follow = self._kubernetes.membership if self._kubernetes is not None else None
-        return membership_of(listed, self._settings.pools.dns_interval_s, follow=follow)
+            return self._stack.discovery(role)
+        discover_service = self._kubernetes.discovery if self._kubernetes is not None else None
+        return discovery_of(listed, self._settings.pools.dns_interval_s, discover_service=discover_service)
 
     async def _settle(self) -> None:
-        """Returns when every instance is known, or the first ones have waited long enough for the others.
-
-        A router that began with the first instance it sees would send everything there.
-        """
+        """Waits for all instances, at most `pools.settle_s` after the first: it would get every request otherwise."""
         ready_s: float | None = None
         while not self.pools.all_ready():
             if self.is_ready():
                 ready_s = ready_s or time.monotonic()
                 if time.monotonic() - ready_s >= self._settings.pools.settle_s:
                     return
-            await self.pools.wait_for_news(_LOOK_AGAIN_S)
+            await self.pools.wait_for_change(_CHECK_INTERVAL_S)
 
     async def _follow_readiness(self) -> None:
         await self._settle()
         while True:
-            members = (*self.pools.prefill.members, *self.pools.decode.members)
-            self.affinity.retain([member.key for member in members if member.key is not None])
+            instances = [instance for pool in self.pools.by_role.values() for instance in pool.instances]
+            self.affinity.index.retain([instance.key for instance in instances if instance.key is not None])
             ready = self.is_ready()
             if ready != self._is_serving:
                 for service in (_SERVICE, *([_VLLM_SERVICE] if self._vllm_engine is not None else [])):
-                    await self._server.health.set_serving(service.full_name, ready)
-            await self.pools.wait_for_news(_LOOK_AGAIN_S)
+                    self._server.health.set_serving(service.full_name, ready)
+            await self.pools.wait_for_change(_CHECK_INTERVAL_S)
 
 
-def _tell_failure(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.critical("the task %s has ended", task.get_name(), exc_info=error)
 

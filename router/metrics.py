@@ -1,10 +1,10 @@
-"""What a router counts, and what it tells Prometheus: requests, decisions, and its pools as it sees them.
+"""The router's metrics: what requests count, and what Prometheus reads of the router and its pools.
 
-    Journey ─ends▶ RouterMetrics ─┐
-    pools, admission ─ looked at ─┴─▶ RouterCollector ─▶ Prometheus, when it asks
+    RequestTrace ─ends▶ RouterMetrics ─┐
+    pools, admission ─────── read ─────┴─▶ RouterCollector ─▶ Prometheus, once per scrape
 
-A request is counted when it comes, at each decision where it runs, and when it ends; a token costs nothing. The pools
-are read on the event loop, once per scrape. The names under which Prometheus sees all this stand in docs/metrics.md.
+A request is counted when it arrives, at each disaggregation decision, and when it ends; tokens cost nothing. The pools
+are read on the event loop. docs/metrics.md lists all metric names.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from router.admission.door import Admission
-from router.autoscaler import metrics as autoscaler_metrics
-from router.autoscaler.latencies import RecentLatencies
+from router.admission.controller import AdmissionController
 from router.autoscaler.loop import Autoscaler
-from router.autoscaler.policy import AutoscalerSettings
-from router.failover.ejection import Ejection
-from router.failover.safeguards import Safeguards
+from router.autoscaler.observation import InstanceSample, RecentLatencies, samples_of
+from router.autoscaler.settings import AutoscalerSettings
+from router.autoscaler.status import collected
 from router.picking.disaggregation import Disaggregation
-from router.pools.instances import InstanceView, Role
-from router.pools.member import Member, State
-from router.pools.pool import Pool
-from serving.events import RequestEvent, Timeline
-from serving.metrics import LatencyHistogram
+from router.pools.instance import State
+from router.pools.instance_info import Role
+from router.resilience.safeguards import Safeguards
+from serving.histogram import Histogram
+from serving.logging import RequestEvent, Timeline
+from serving.metrics import Samples, counter, gauge, histogram
 
 Path = Literal["split", "local"]
 
@@ -42,13 +41,12 @@ STAGES: dict[str, tuple[RequestEvent, RequestEvent]] = {
     "hand_over": (RequestEvent.FIRST_TOKEN, RequestEvent.KV_LOADED),
     "whole": (RequestEvent.RECEIVED, RequestEvent.FINISHED),
 }
-"""Parts of a request's life whose length is observed, once per request that came so far."""
-_PATIENCE_S = 2.0
-"""How long a scrape waits for the event loop; a router whose loop stands still longer has no numbers to tell."""
+"""Stages whose length is observed, once per request that reached them."""
+_LOOP_TIMEOUT_S = 2.0  # how long a scrape waits for the event loop; it fails if the loop is blocked for longer
 
 
-def _by_path() -> dict[Path, LatencyHistogram]:
-    return {path: LatencyHistogram() for path in get_args(Path)}
+def _by_path() -> dict[Path, Histogram]:
+    return {path: Histogram() for path in get_args(Path)}
 
 
 @dataclass(slots=True)
@@ -57,21 +55,19 @@ class RouterMetrics:
 
     num_received: int = 0
     ended: Counter[str] = field(default_factory=Counter)
-    """By outcome: finished, aborted, or the status it was answered with, in small letters."""
+    """By outcome: finished, aborted, or the status of the answer in lower case."""
     decisions: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By decision and reason; one per attempt that was planned, or could not be."""
+    """By decision and reason; one per attempt, planned or not."""
     num_retried: int = 0
     num_resumed: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    stages: dict[str, LatencyHistogram] = field(default_factory=lambda: {name: LatencyHistogram() for name in STAGES})
-    first_token: dict[Path, LatencyHistogram] = field(default_factory=_by_path)
-    output_token: dict[Path, LatencyHistogram] = field(default_factory=_by_path)
+    stages: dict[str, Histogram] = field(default_factory=lambda: {name: Histogram() for name in STAGES})
+    first_token: dict[Path, Histogram] = field(default_factory=_by_path)
+    output_token: dict[Path, Histogram] = field(default_factory=_by_path)
     recent: RecentLatencies = field(default_factory=lambda: RecentLatencies(AutoscalerSettings()))
-    """Of the requests that end now, for the autoscaler."""
 
     def decided(self, disaggregation: Disaggregation) -> None:
-        """An attempt was planned, or refused."""
         self.decisions[disaggregation.decision.value, disaggregation.reason.value] += 1
 
     def request_ended(
@@ -85,8 +81,7 @@ class RouterMetrics:
         num_output: int,
         is_warm: bool = True,
     ) -> None:
-        """A request is over. `path` is that of its first attempt, None if it came to none; `num_*` are tokens, but for
-        the choices. `is_warm`: no instance that it touched was still warming up."""
+        """`path`: of the first attempt. `num_prompt`, `num_output`: tokens. `is_warm`: no instance was warming up."""
         self.ended[outcome] += 1
         self.num_prompt_tokens += num_prompt
         self.num_output_tokens += num_output
@@ -107,169 +102,117 @@ class RouterMetrics:
                 self.recent.ended(gap_s, num_gaps)
 
 
-@dataclass(frozen=True, slots=True)
-class MemberSnapshot:
-    """One address of a pool at the moment of a scrape."""
-
-    role: Role
-    name: str
-    state: State | Literal["ejected"]
-    beat_age_s: float
-    view: InstanceView | None
-
-
+@dataclass(eq=False)
 class RouterCollector(Collector):
-    """Everything a router tells Prometheus. Made on the event loop on which it looks at the pools."""
+    """Everything that Prometheus reads of a router. Made on the event loop on which it reads the pools."""
 
-    def __init__(
-        self,
-        metrics: RouterMetrics,
-        safeguards: Safeguards,
-        admission: Admission,
-        *,
-        model: str,
-        autoscaler: Autoscaler | None = None,
-    ) -> None:
-        self._metrics = metrics
-        self._autoscaler = autoscaler
-        self._safeguards = safeguards
-        self._admission = admission
-        self._model = model
+    metrics: RouterMetrics
+    safeguards: Safeguards
+    admission: AdmissionController
+    model: str
+    autoscaler: Autoscaler | None = None
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
 
     def collect(self) -> Iterator[Metric]:
-        """On whatever thread asks. Raises TimeoutError when the event loop does not answer."""
-        members, num_quarantined = asyncio.run_coroutine_threadsafe(self._look(), self._loop).result(_PATIENCE_S)
-        yield InfoMetricFamily("tandem_router", "What this router serves.", {"model": self._model})
-        yield from _requests(self._metrics)
-        yield from _latencies(self._metrics)
-        yield from _admission(self._admission)
-        yield from _safeguards(num_quarantined, self._safeguards.budget.num_under_way)
-        yield from _pools(members)
-        yield from _instances(members)
-        yield from autoscaler_metrics.collected(self._autoscaler)
+        """Runs on any thread. Raises TimeoutError if the event loop does not answer."""
+        reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
+        instances, num_rejected = reading.result(_LOOP_TIMEOUT_S)
+        yield InfoMetricFamily("tandem_router", "What this router serves.", {"model": self.model})
+        yield from _requests(self.metrics)
+        yield from _latencies(self.metrics)
+        yield from _admission(self.admission)
+        yield gauge(
+            "tandem_router_quarantined_requests", "Contents rejected because they made instances fail.", num_rejected
+        )
+        num_under_way = self.safeguards.budget.num_under_way
+        yield gauge(
+            "tandem_router_failovers_under_way", "Attempts after a failed one, without a token yet.", num_under_way
+        )
+        yield from _instances(instances)
+        yield from collected(self.autoscaler.status if self.autoscaler is not None else None)
 
-    async def _look(self) -> tuple[list[MemberSnapshot], int]:
-        """The pools' members, and how many contents are refused."""
-        snapshots = [snapshot for role in get_args(Role) for snapshot in _snapshots(role, *self._safeguards.side(role))]
-        return snapshots, self._safeguards.quarantine.num_refused
-
-
-def _snapshots(role: Role, pool: Pool, ejection: Ejection) -> Iterator[MemberSnapshot]:
-    views = {view.key: view for view in pool.views()}
-    for member in pool.members:
-        key = member.key
-        ejected = member.state == "ready" and key is not None and ejection.ejected_s(key) is not None
-        view = views.get(key) if key is not None else None
-        yield MemberSnapshot(role, _name(member), "ejected" if ejected else member.state, member.beat_age_s, view)
-
-
-def _name(member: Member) -> str:
-    return (member.info.instance_id if member.info is not None else "") or member.address
+    async def _read(self) -> tuple[list[tuple[Role, InstanceSample]], int]:
+        samples = [(role, one) for role in get_args(Role) for one in samples_of(role, self.safeguards)]
+        return samples, self.safeguards.poison.num_rejected
 
 
 def _requests(metrics: RouterMetrics) -> Iterator[Metric]:
     for name, documentation, value in (
-        ("requests_received", "Requests that have come.", metrics.num_received),
+        ("requests_received", "Requests received.", metrics.num_received),
         ("prompt_tokens", "Prompt tokens of the requests that have ended.", metrics.num_prompt_tokens),
         ("output_tokens", "Tokens sent to clients, of the requests that have ended.", metrics.num_output_tokens),
     ):
-        yield CounterMetricFamily(f"tandem_router_{name}", documentation, value=value)
-    ended = CounterMetricFamily("tandem_router_requests_ended", "Requests that have ended, by how.", labels=["outcome"])
-    for outcome, number in dict(metrics.ended).items():
-        ended.add_metric([outcome], number)
-    yield ended
-    decisions = CounterMetricFamily(
-        "tandem_router_disaggregation_decisions", "Attempts, by where they ran and why.", labels=["decision", "reason"]
+        yield counter(f"tandem_router_{name}", documentation, value)
+    yield counter(
+        "tandem_router_requests_ended", "Requests that have ended, by outcome.", dict(metrics.ended), "outcome"
     )
-    for labels, number in dict(metrics.decisions).items():
-        decisions.add_metric(list(labels), number)
-    yield decisions
-    failovers = CounterMetricFamily("tandem_router_failovers", "Attempts that followed a failed one.", labels=["kind"])
-    failovers.add_metric(["retried"], metrics.num_retried)
-    failovers.add_metric(["resumed"], metrics.num_resumed)
-    yield failovers
+    decisions = dict(metrics.decisions).items()
+    what = "Attempts, by where they ran and why."
+    yield counter("tandem_router_disaggregation_decisions", what, decisions, "decision", "reason")
+    failovers = {"retried": metrics.num_retried, "resumed": metrics.num_resumed}
+    yield counter("tandem_router_failovers", "Attempts that followed a failed one.", failovers, "kind")
 
 
 def _latencies(metrics: RouterMetrics) -> Iterator[Metric]:
     for name, documentation, label, histograms in (
-        ("stage", "How long a part of a request's life took.", "stage", metrics.stages),
-        ("time_to_first_token", "From the call to the first token on its way.", "path", metrics.first_token),
+        ("stage", "Length of a stage of a request.", "stage", metrics.stages),
+        ("time_to_first_token", "From the call to sending the first token.", "path", metrics.first_token),
         ("time_per_output_token", "Mean gap between a request's tokens.", "path", metrics.output_token),
     ):
-        family = HistogramMetricFamily(f"tandem_router_{name}_seconds", documentation, labels=[label])
-        for value, histogram in histograms.items():
-            family.add_metric([value], histogram.buckets(), histogram.sum_s)
-        yield family
+        yield histogram(f"tandem_router_{name}_seconds", documentation, histograms, label)
 
 
-def _admission(admission: Admission) -> Iterator[Metric]:
-    for what, in_flight, queued in (
-        ("requests", admission.num_requests, admission.num_queued),
-        ("tokens", admission.num_tokens, admission.num_queued_tokens),
+def _admission(admission: AdmissionController) -> Iterator[Metric]:
+    for name, in_flight, queued in (
+        ("requests", admission.in_use.num_requests, admission.num_queued),
+        ("tokens", admission.in_use.num_tokens, admission.queue.queued_cost),
     ):
-        family = GaugeMetricFamily(f"tandem_router_{what}", f"{what.title()} here now, by state.", labels=["state"])
-        family.add_metric(["in_flight"], in_flight)
-        family.add_metric(["queued"], queued)
-        yield family
-    yield GaugeMetricFamily(
-        "tandem_router_waiting_tenants", "Tenants of whom something waits.", value=admission.num_waiting_tenants
-    )
-    refused = CounterMetricFamily("tandem_router_requests_refused", "Requests not let in, by why.", labels=["reason"])
-    for reason, number in dict(admission.num_refused).items():
-        refused.add_metric([reason], number)
-    yield refused
-    wait = HistogramMetricFamily("tandem_router_queue_wait_seconds", "How long those who were let in had waited.")
-    wait.add_metric([], admission.wait_s.buckets(), admission.wait_s.sum_s)
+        samples = {"in_flight": in_flight, "queued": queued}
+        yield gauge(f"tandem_router_{name}", f"Current {name}, by state.", samples, "state")
+    yield gauge("tandem_router_waiting_tenants", "Tenants with queued requests.", admission.queue.num_backlogged)
+    rejected = dict(admission.num_rejected)
+    yield counter("tandem_router_requests_refused", "Requests not admitted, by reason.", rejected, "reason")
+    wait = HistogramMetricFamily("tandem_router_queue_wait_seconds", "Queue wait of admitted requests.")
+    wait.add_metric([], admission.wait_s.buckets(), admission.wait_s.sum)
     yield wait
 
 
-def _safeguards(num_quarantined: int, num_under_way: int) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "tandem_router_quarantined_requests", "Contents that are refused for a while.", value=num_quarantined
-    )
-    yield GaugeMetricFamily(
-        "tandem_router_failovers_under_way", "Attempts after a failed one, without a token yet.", value=num_under_way
-    )
+def _instances(instances: list[tuple[Role, InstanceSample]]) -> Iterator[Metric]:
+    states = Counter((role, "ejected" if one.is_ejected else one.state) for role, one in instances)
+    every = [(role, state) for role in get_args(Role) for state in (*get_args(State), "ejected")]
+    sizes = [(labels, states[labels]) for labels in every]
+    yield gauge("tandem_router_instances", "Instances of a pool, by state.", sizes, "role", "state")
 
+    def per_instance(name: str, documentation: str, samples: Samples, *labels: str) -> Metric:
+        return gauge(f"tandem_router_instance_{name}", documentation, samples, "role", "instance", *labels)
 
-def _pools(members: list[MemberSnapshot]) -> Iterator[Metric]:
-    sizes = GaugeMetricFamily("tandem_router_instances", "Addresses of a pool, by state.", labels=["role", "state"])
-    states = Counter((member.role, member.state) for member in members)
-    for role in get_args(Role):
-        for state in (*get_args(State), "ejected"):
-            sizes.add_metric([role, state], states[role, state])
-    yield sizes
-
-
-def _instances(members: list[MemberSnapshot]) -> Iterator[Metric]:
-    labels = ["role", "instance"]
-    age = GaugeMetricFamily("tandem_router_instance_beat_age_seconds", "Since the last report.", labels=labels)
-    requests = GaugeMetricFamily(
-        "tandem_router_instance_requests", "Requests at an instance, as told and as sent.", labels=[*labels, "state"]
-    )
-    tokens = GaugeMetricFamily(
-        "tandem_router_instance_waiting_tokens", "Tokens that wait at an instance to be prefilled.", labels=labels
-    )
-    blocks = GaugeMetricFamily("tandem_router_instance_usable_blocks", "KV blocks that can be taken.", labels=labels)
-    speeds = GaugeMetricFamily(
-        "tandem_router_instance_tokens_per_second", "Speeds as measured by this router.", labels=[*labels, "kind"]
-    )
-    for member in members:
-        whose = [member.role, member.name]
-        age.add_metric(whose, member.beat_age_s)
-        if (view := member.view) is None:
-            continue
+    ages = [((role, one.name), one.report_age_s) for role, one in instances]
+    views = [((role, one.name), one.view) for role, one in instances if one.view is not None]
+    yield per_instance("beat_age_seconds", "Since the last report.", ages)
+    states_of = (
+        ((*labels, state), number)
+        for labels, view in views
         for state, number in (
             ("waiting", view.load.num_waiting),
             ("running", view.load.num_running),
             ("loading", view.load.num_loading),
             ("unreported", view.num_unreported),
-        ):
-            requests.add_metric([*whose, state], number)
-        tokens.add_metric(whose, view.load.num_waiting_tokens + view.num_unreported_tokens)
-        blocks.add_metric(whose, view.load.free_blocks + view.load.cached_blocks)
-        for kind, per_s in (("prefill", view.pace.prefill_per_s), ("hand_over", view.pace.hand_over_per_s)):
-            if per_s is not None:
-                speeds.add_metric([*whose, kind], per_s)
-    yield from (age, requests, tokens, blocks, speeds)
+        )
+    )
+    yield per_instance("requests", "Requests at an instance, as reported and as sent since.", states_of, "state")
+    tokens = [(labels, view.load.num_waiting_tokens + view.num_unreported_tokens) for labels, view in views]
+    yield per_instance("waiting_tokens", "Tokens that wait at an instance to be prefilled.", tokens)
+    blocks = [(labels, view.load.free_blocks + view.load.cached_blocks) for labels, view in views]
+    yield per_instance("usable_blocks", "Free and cached KV blocks.", blocks)
+    throughput = (
+        ((*labels, kind), per_s)
+        for labels, view in views
+        for kind, per_s in (
+            ("prefill", view.throughput.prefill_per_s),
+            ("hand_over", view.throughput.hand_over_per_s),
+        )
+        if per_s is not None
+    )
+    yield per_instance("tokens_per_second", "Throughput as measured by this router.", throughput, "kind")

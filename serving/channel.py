@@ -1,18 +1,30 @@
-"""Client channels between the services, and from clients to the router: one factory, so that all behave alike.
+"""Client channels between the services and from clients to the router, and the addresses that they connect to.
 
-Measured (a peer stopped with SIGSTOP): keepalive of 1 s alone notices nothing in 40 s; with `ping_timeout_ms` 1000 the
-call fails within 2 s. gRPC's own retries are off, since the router alone may decide to send a request twice.
-With TLS files the peer has to show a certificate of their CA, and it is shown theirs (redialled.py).
+A TLS channel follows its files: running calls keep their connection, new calls use the new certificate.
+
+    connected ──the files change──▶ connected, a successor connects ──it is ready, or the old one is not──▶ replaced
+                                                                    the old one ──its last call ends──▶ closed
+
+gRPC's channel credentials are fixed for the life of a channel (docs/security.md lists what was tried), so each state of
+the files gets a channel. The old connection serves until its successor is ready: no call waits for a handshake, and
+files that the peer rejects break no working connection.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Callable
+from functools import partialmethod
+from types import TracebackType
+from typing import Any, Self
+
 import grpc
 import grpc.aio
 
-from serving.redialled import RedialledChannel
 from serving.settings import Section, setting
-from serving.tls import Pair, TlsFiles
+from serving.tls import TlsFiles, TlsMaterial
 
 MAX_METADATA_BYTES = 8192
 
@@ -27,7 +39,8 @@ class ChannelSettings(Section):
 
 
 def channel_options(settings: ChannelSettings) -> list[tuple[str, str | int]]:
-    """gRPC's options for one channel."""
+    """Measured with a peer stopped by SIGSTOP: keepalive of 1 s alone detects nothing in 40 s; with `ping_timeout_ms`
+    1000 the call fails within 2 s."""
     return [
         ("grpc.keepalive_time_ms", settings.keepalive_ms),
         ("grpc.keepalive_timeout_ms", settings.ping_timeout_ms),
@@ -41,7 +54,7 @@ def channel_options(settings: ChannelSettings) -> list[tuple[str, str | int]]:
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.enable_retries", 0),
+        ("grpc.enable_retries", 0),  # only the router may send a request twice
         ("grpc.enable_http_proxy", 0),  # an instance is never behind the environment's web proxy
     ]
 
@@ -55,8 +68,8 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """A channel to `address` (host:port or any gRPC target); it connects at the first call. Close it when done.
 
-    `tls` None speaks plaintext. `peer_name` is the name that the peer's certificate must carry; None: the address's
-    host.
+    `tls` None is plaintext; with TLS the peer must present a certificate of the files' CA, and is presented theirs.
+    `peer_name` is the name that the peer's certificate must carry; None: the address's host.
     """
     options = channel_options(settings or ChannelSettings())
     if tls is None:
@@ -64,12 +77,170 @@ def open_channel(
     if peer_name is not None:
         options.append(("grpc.ssl_target_name_override", peer_name))
 
-    def dial(pair: Pair) -> grpc.aio.Channel:
-        return grpc.aio.secure_channel(address, channel_credentials(pair), options=options)
+    def dial(material: TlsMaterial) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, channel_credentials(material), options=options)
 
-    return RedialledChannel(tls, dial)
+    return ReloadingChannel(tls, dial)
 
 
-def channel_credentials(pair: Pair) -> grpc.ChannelCredentials:
-    """gRPC's credentials of a client with these files."""
-    return grpc.ssl_channel_credentials(pair.ca, pair.key, pair.chain)
+def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(material.ca, material.key, material.chain)
+
+
+class _Connection:
+    """A channel made from one state of the files, and its number of open calls."""
+
+    def __init__(self, material: TlsMaterial, channel: grpc.aio.Channel) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.material = material
+        self.channel = channel
+        self.num_calls = 0
+        self.is_retired = False
+        self._closing: asyncio.Task[None] | None = None
+
+    def count_call(self, call: Any) -> None:
+        self.num_calls += 1
+        call.add_done_callback(self._on_done)
+
+    def retire(self) -> None:
+        self.is_retired = True
+        self._close_if_idle()
+
+    def _on_done(self, call: Any) -> None:
+        """A forgotten call ends when it is garbage collected: on any thread, maybe after the loop."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self.num_calls -= 1
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self.is_retired and self.num_calls == 0 and self._closing is None:
+            self._closing = self._loop.create_task(self.channel.close())
+
+
+class ReloadingChannel(grpc.aio.Channel):
+    """Used like any channel, by stubs too. Belongs to the event loop that it was made on."""
+
+    def __init__(self, files: TlsFiles, dial: Callable[[TlsMaterial], grpc.aio.Channel]) -> None:
+        self._files = files
+        self._dial = dial
+        material = files.current()
+        self._current = _Connection(material, dial(material))
+        self._successor: _Connection | None = None
+        self._old: set[_Connection] = set()
+        self._promoting: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    def connection(self) -> _Connection:
+        """The connection for a call that begins now."""
+        material = self._files.current()
+        newest = self._successor or self._current
+        if material is not newest.material and not self._is_closed:
+            self._prepare_successor(material)
+        if self._successor is not None and not _is_ready(self._current):
+            self._replace_current(self._successor)
+        return self._current
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self.connection().channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self.connection().channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self.connection().channel.channel_ready()
+
+    async def close(self, grace: float | None = None) -> None:
+        """Ends every call, those on older connections too."""
+        self._is_closed = True
+        if self._promoting is not None:
+            self._promoting.cancel()
+        connections = [self._current, *self._old, *([self._successor] if self._successor else [])]
+        await asyncio.gather(*(one.channel.close(grace) for one in connections))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _method(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        def begin(*call_args: Any, **call_kwargs: Any) -> Any:
+            connection = self.connection()
+            call = getattr(connection.channel, kind)(*args, **kwargs)(*call_args, **call_kwargs)
+            connection.count_call(call)
+            return call
+
+        return begin
+
+    unary_unary: Any = partialmethod(_method, "unary_unary")
+    unary_stream: Any = partialmethod(_method, "unary_stream")
+    stream_unary: Any = partialmethod(_method, "stream_unary")
+    stream_stream: Any = partialmethod(_method, "stream_stream")
+
+    def _prepare_successor(self, material: TlsMaterial) -> None:
+        if self._successor is not None:
+            self._successor.retire()
+        if self._promoting is not None:
+            self._promoting.cancel()
+        self._successor = _Connection(material, self._dial(material))
+        self._promoting = asyncio.get_running_loop().create_task(self._promote(self._successor))
+
+    async def _promote(self, successor: _Connection) -> None:
+        await successor.channel.channel_ready()
+        if self._successor is successor:
+            self._replace_current(successor)
+
+    def _replace_current(self, successor: _Connection) -> None:
+        self._old = {one for one in (*self._old, self._current) if one.num_calls}
+        self._current.retire()
+        self._current, self._successor = successor, None
+
+
+def _is_ready(connection: _Connection) -> bool:
+    return connection.channel.get_state() is grpc.ChannelConnectivity.READY
+
+
+# Networks where plaintext is allowed. Not among them: link-local addresses, one of which serves a cloud machine's
+# credentials; and 0.0.0.0 and [::], which include public addresses.
+_PRIVATE = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        *("127.0.0.0/8", "::1/128"),  # this machine
+        *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),  # RFC 1918
+        "100.64.0.0/10",  # RFC 6598: pods of several clouds
+        "fc00::/7",  # RFC 4193
+    )
+)
+
+
+def is_private(ip: str) -> bool:
+    """Whether an IP address, without brackets, is one of a private network. Raises ValueError for anything else."""
+    address = ipaddress.ip_address(ip.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:8.8.8.8 reaches 8.8.8.8
+    address = mapped or address
+    return any(address in network for network in _PRIVATE if network.version == address.version)
+
+
+def is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def listens_privately(host: str) -> bool:
+    """Whether a server bound to `host`, an IP or a name, is reachable from private networks alone. Raises OSError."""
+    ips = [host] if is_ip(host) else [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
+    return all(map(is_private, ips))
+
+
+async def resolve(host: str) -> str:
+    """One address of a name. Raises OSError."""
+    entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(entries[0][4][0])

@@ -1,4 +1,4 @@
-"""What a service may answer besides a result: one tree of errors, each a gRPC status with machine-readable details.
+"""Errors of the services: one tree, each a gRPC status with machine-readable details.
 
 ServiceError                 retrying elsewhere?
 ├── InvalidArgument          never: the request is wrong; carries field violations
@@ -9,15 +9,15 @@ ServiceError                 retrying elsewhere?
 ├── PermissionDenied         never
 ├── Unauthenticated          never, without other credentials
 ├── Unsupported              never: this server does not implement it
-├── DeadlineExceeded         the caller's time is up
-├── Overloaded               yes, after `retry_after_s`; None means: do not retry, a quota is used up
+├── DeadlineExceeded         never: the caller's time is up
+├── Overloaded               yes, after `retry_after_s`; None: do not retry, a quota is used up
 ├── Unavailable              yes, at another instance, or here after `retry_after_s`
 │   └── Crashed              the same; the request may be the cause
 ├── Aborted                  yes, as a new request
-└── InternalError            our fault; the text never says more than the request id
+└── InternalError            a bug; the client gets only the request id
 
-The runtime's one call guard (calls.py) turns these into statuses; anything else that a handler raises becomes INTERNAL,
-its traceback goes to the log, and nothing of it to the client. The router uses `received` for the way back.
+The interceptor (interceptor.py) turns these into statuses. Any other exception of a handler becomes INTERNAL: its
+traceback goes to the log, and none of it to the client. `from_rpc_error` turns a peer's status back into an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import ClassVar
 
 import grpc
 import grpc.aio
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
@@ -46,44 +45,31 @@ Trailers = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One wrong field of a request: the name the caller knows it by, and what is wrong with which value."""
+    """One wrong field of a request: its name in the caller's API, and the problem with its value."""
 
     field: str
     description: str
 
 
 class ServiceError(Exception):
-    """Root of every error that a client may see. `message` is for people and must hold nothing internal."""
+    """Root of every error that a client may see. `message` is text and must contain nothing internal."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+
+    retry_after_s: float | None = None  # seconds after which a new attempt may succeed; None: unknown
+    violations: tuple[FieldViolation, ...] = ()
 
     def __init__(self, message: str) -> None:
         self.message = message
         super().__init__(message)
 
-    @property
-    def retry_after_s(self) -> float | None:
-        """Seconds after which a new attempt may succeed; None where the error does not say."""
-        return None
-
-    @property
-    def violations(self) -> tuple[FieldViolation, ...]:
-        """The fields that are wrong."""
-        return ()
-
 
 class InvalidArgument(ServiceError):
-    """The request can never be served as it stands."""
-
     code = grpc.StatusCode.INVALID_ARGUMENT
 
     def __init__(self, message: str, violations: Iterable[FieldViolation] = ()) -> None:
         super().__init__(message)
-        self._violations = tuple(violations)
-
-    @property
-    def violations(self) -> tuple[FieldViolation, ...]:
-        return self._violations
+        self.violations = tuple(violations)
 
 
 class NotFound(ServiceError):
@@ -123,40 +109,27 @@ class Aborted(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """This instance cannot serve now; another one can, or this one after `retry_after_s` seconds."""
-
     code = grpc.StatusCode.UNAVAILABLE
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
-        self._retry_after_s = retry_after_s
-
-    @property
-    def retry_after_s(self) -> float:
-        return self._retry_after_s
+        self.retry_after_s: float = retry_after_s
 
 
 class Crashed(Unavailable):
-    """What computed here has crashed while it had the request, which may be the cause. Another instance can serve it,
-    but whoever sends it there should remember."""
+    """The instance crashed while it had the request, which may be the cause: the router counts the crash."""
 
 
 class InternalError(ServiceError):
-    """Our own fault, or a peer's answer that no other class fits."""
+    """A bug, or a peer's status without a class of its own."""
 
 
 class Overloaded(ServiceError):
-    """There is no room. `retry_after_s` None tells the client not to retry at all (a quota is used up)."""
-
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
     def __init__(self, message: str, retry_after_s: float | None) -> None:
         super().__init__(message)
-        self._retry_after_s = retry_after_s
-
-    @property
-    def retry_after_s(self) -> float | None:
-        return self._retry_after_s
+        self.retry_after_s = retry_after_s
 
 
 def invalid_argument(field: str, problem: str, allowed: str | None = None) -> InvalidArgument:
@@ -173,7 +146,7 @@ def printable(text: str, max_bytes: int = MAX_MESSAGE_BYTES) -> str:
 
 
 def status_text(error: ServiceError, request_id: str | None) -> str:
-    """The status message: the error's own text and, when known, the request's id, at most 512 bytes."""
+    """The status message: the error's text and the request's id if known, at most 512 bytes."""
     suffix = f" (request id {request_id})" if request_id else ""
     return printable(error.message, MAX_MESSAGE_BYTES - len(suffix)) + suffix
 
@@ -188,37 +161,27 @@ def trailers(error: ServiceError, text: str) -> Trailers:
                 field=printable(violation.field, 128),
                 description=printable(violation.description, _MAX_VIOLATION_BYTES),
             )
-        status.details.append(_packed(bad_request))
+        status.details.add().Pack(bad_request)
     extra: Trailers = ()
     if error.retry_after_s is not None:
         retry_after_ms = math.ceil(max(error.retry_after_s, 0.0) * 1e3)
         delay = Duration(seconds=retry_after_ms // 1000, nanos=retry_after_ms % 1000 * 1_000_000)
-        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
         extra = ((_PUSHBACK_KEY, str(retry_after_ms)),)
     elif isinstance(error, Overloaded):
-        extra = ((_PUSHBACK_KEY, "-1"),)  # gRPC's own word for "do not retry"
+        extra = ((_PUSHBACK_KEY, "-1"),)  # gRPC's value for "do not retry"
     if isinstance(error, Crashed):
         extra = (*extra, (_CRASHED_KEY, "1"))
     return (*extra, (_DETAILS_KEY, status.SerializeToString())) if status.details else extra
 
 
-def _packed(message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> AnyMessage:
-    packed = AnyMessage()
-    packed.Pack(message)
-    return packed
+_PLAIN = (NotFound, AlreadyExists, FailedPrecondition, OutOfRange, PermissionDenied, Unauthenticated)
+_BY_CODE = {kind.code: kind for kind in (*_PLAIN, Unsupported, DeadlineExceeded, Aborted)}
 
 
-def _by_code() -> dict[grpc.StatusCode, type[ServiceError]]:
-    plain = (NotFound, AlreadyExists, FailedPrecondition, OutOfRange, PermissionDenied, Unauthenticated)
-    return {kind.code: kind for kind in (*plain, Unsupported, DeadlineExceeded, Aborted)}
-
-
-def received(error: grpc.aio.AioRpcError) -> ServiceError:
-    """The ServiceError that a peer answered with, with the field violations and the retry delay it sent.
-
-    The texts of UNAVAILABLE and INTERNAL are not taken over: gRPC itself writes addresses into them, which are no
-    client's business. They stay in `error`, so raise the result `from error`.
-    """
+def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
+    """A peer's status as a ServiceError, to be raised `from error`. The texts of UNAVAILABLE and INTERNAL are dropped:
+    gRPC writes addresses into them."""
     message = error.details() or error.code().name.lower()
     violations: list[FieldViolation] = []
     retry_after_s: float | None = None
@@ -242,5 +205,5 @@ def received(error: grpc.aio.AioRpcError) -> ServiceError:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         crashed = any(key == _CRASHED_KEY for key, _ in error.trailing_metadata() or ())
         return (Crashed if crashed else Unavailable)("the instance is unavailable")
-    kind = _by_code().get(error.code())
+    kind = _BY_CODE.get(error.code())
     return kind(message) if kind else InternalError("internal error at the instance")

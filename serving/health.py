@@ -1,49 +1,49 @@
-"""grpc.health.v1: what is alive, and which services take work.
+"""grpc.health.v1: liveness of the process and readiness of its services.
 
-The empty name is liveness: the process and its loop answer. Every registered service has a name of its own, which is
-readiness: it turns NOT_SERVING when a drain begins, and health-aware clients go elsewhere before anything is refused.
+The empty name is liveness: the process and its event loop answer. The name of a registered service is its readiness: it
+becomes NOT_SERVING when a drain begins, so health-aware clients move elsewhere before any request is rejected.
+grpcio's own servicer does not fit: its shutdown ends liveness too, and it writes past the interceptor's limits.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 from grpc_health.v1 import health_pb2
 
-from serving.calls import Context
+from serving.broadcast import Broadcast
 from serving.errors import NotFound, printable
+from serving.interceptor import Context
 
 LIVENESS = ""
 
 
 class Health:
-    """The health servicer of one server and the state it reports. Belongs to one event loop."""
+    """The health servicer of one server. Belongs to one event loop."""
 
     service = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {LIVENESS: True}
         self._draining = False
-        self._changed = asyncio.Condition()
+        self._changed = Broadcast()
 
     def is_serving(self, name: str) -> bool:
         return self._serving.get(name, False)
 
-    async def set_serving(self, name: str, serving: bool) -> None:
-        """Sets the readiness of a service; once a drain has begun only liveness can still change."""
+    def set_serving(self, name: str, serving: bool) -> None:
+        """Sets the readiness of a service; after a drain has begun only liveness can change."""
         if name != LIVENESS and self._draining:
             serving = False
         self._serving[name] = serving
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.notify()
 
-    async def begin_draining(self) -> None:
-        """Makes every service, but not liveness, NOT_SERVING for good."""
+    def begin_draining(self) -> None:
+        """Makes every service, but not liveness, permanently NOT_SERVING."""
         self._draining = True
         for name in self._serving:
             if name != LIVENESS:
-                await self.set_serving(name, False)
+                self.set_serving(name, False)
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._serving:
@@ -58,11 +58,9 @@ class Health:
             response = self._response(request.service)
             if response != last:
                 last = response
-                yield response
-                continue  # what changed while the message was written must not be missed
-            async with self._changed:
-                if self._response(request.service) == last:
-                    await self._changed.wait()
+                yield response  # the state may change during the write
+            else:
+                await self._changed.wait()
 
     def _response(self, name: str) -> health_pb2.HealthCheckResponse:
         kinds = health_pb2.HealthCheckResponse

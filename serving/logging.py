@@ -1,8 +1,8 @@
-"""Structured logs over the standard library: one line a record, as JSON or for people, with the request's id.
+"""Structured logs over the standard library, and the events of a request that logs, metrics and spans share.
 
-Whoever handles a call holds its id in a context variable, so every record written meanwhile carries it. What a client
-sent may appear in a record, so control characters are escaped (a newline must not fake a line, an ESC must not reach a
-terminal), credentials are blanked and lines are cut.
+One line a record, as JSON or for a terminal. The task that handles a call sets the request's id in a context variable,
+so every record of that task carries it. A record may contain client input, so control characters are escaped (a newline
+must not fake a line, an ESC must not reach a terminal), credentials are blanked and lines are cut.
 """
 
 from __future__ import annotations
@@ -13,16 +13,72 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Literal, TextIO
 
-from serving.events import RequestEvent
 from serving.settings import Section, setting
 
+
+class RequestEvent(StrEnum):
+    """Events of a request, in the order of a fault-free one; the last three may come at any point."""
+
+    RECEIVED = "received"  # the router has parsed the request
+    ADMITTED = "admitted"  # it is valid and within its budget
+    PICKED = "picked"  # its instances are chosen; repeated after every failover
+    KV_RESERVED = "kv_reserved"  # the decode instance holds blocks for it
+    PREFILL_STARTED = "prefill_started"  # its first tokens are scheduled
+    FIRST_TOKEN = "first_token"  # its first token is sent to the client
+    KV_LOADED = "kv_loaded"  # every block has arrived and is verified
+    DECODE_STARTED = "decode_started"  # the decode instance has scheduled it
+    FINISHED = "finished"  # it ended at a stop condition or its length
+    RESUMED = "resumed"  # it continues at another instance from the tokens already emitted
+    ABORTED = "aborted"  # it was cancelled, disconnected, or past its deadline
+    FAILED = "failed"  # it was answered with an error
+
+
+class Timeline:
+    """Times of one request's events on the monotonic clock. Owned by the request's handler."""
+
+    __slots__ = ("marks",)
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[RequestEvent, float]] = []
+        """Every event with its time, in the order of recording."""
+
+    def mark(self, event: RequestEvent, at_s: float | None = None) -> float:
+        """Records `event` now or at `at_s` (`time.monotonic()`); returns its time."""
+        at_s = time.monotonic() if at_s is None else at_s
+        self.marks.append((event, at_s))
+        return at_s
+
+    def at(self, event: RequestEvent) -> float | None:
+        """The time of the first `event`, None if it has not happened."""
+        return next((at_s for name, at_s in self.marks if name is event), None)
+
+    def count(self, event: RequestEvent) -> int:
+        return sum(name is event for name, _ in self.marks)
+
+    def between(self, start: RequestEvent, end: RequestEvent) -> float | None:
+        """Seconds from the first `start` to the first `end`, None unless both have happened."""
+        start_s, end_s = self.at(start), self.at(end)
+        return None if start_s is None or end_s is None else end_s - start_s
+
+    def milliseconds(self) -> dict[str, float]:
+        """Milliseconds from the first mark to the first of each event, for one log line."""
+        if not self.marks:
+            return {}
+        start_s = self.marks[0][1]
+        offsets: dict[str, float] = {}
+        for event, at_s in self.marks:
+            offsets.setdefault(f"{event}_ms", round((at_s - start_s) * 1e3, 3))
+        return offsets
+
+
 _MAX_VALUE_CHARS = 8192
+_VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _request_id: ContextVar[str | None] = ContextVar("tandem_request_id", default=None)
 
 _SECRET_NAMES = frozenset({"authorization", "api_key", "credentials", "password", "secret", "access_token"})
@@ -41,23 +97,17 @@ class LogSettings(Section):
 
 
 def request_id() -> str | None:
-    """The id of the request that the current context works for."""
     return _request_id.get()
 
 
+def valid_request_id(given: object) -> str:
+    """`given`, a caller's id for a request, if it is well-formed, else a new id."""
+    return given if isinstance(given, str) and _VALID_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
 def set_request_id(value: str | None) -> None:
-    """Names the request of the current context (task), for its log records and error messages, from now on."""
+    """Sets the request of the current context (task), for its log records and error messages."""
     _request_id.set(value)
-
-
-@contextmanager
-def request_context(value: str | None) -> Iterator[None]:
-    """Names the request inside the `with` alone."""
-    token = _request_id.set(value)
-    try:
-        yield
-    finally:
-        _request_id.reset(token)
 
 
 def log_event(logger: logging.Logger, event: RequestEvent, message: str = "", /, **fields: object) -> None:
@@ -66,7 +116,7 @@ def log_event(logger: logging.Logger, event: RequestEvent, message: str = "", /,
 
 
 def escaped(text: str, *, keep_newlines: bool = False) -> str:
-    """`text` with every control character, and whatever a terminal could act on, as an escape; cut at 8 KiB."""
+    """`text` with every control and other non-printable character as an escape; cut at 8 KiB."""
     if len(text) > _MAX_VALUE_CHARS:
         text = text[:_MAX_VALUE_CHARS] + "...[cut]"
     return "".join(
@@ -76,14 +126,14 @@ def escaped(text: str, *, keep_newlines: bool = False) -> str:
 
 
 def redacted(text: str) -> str:
-    """`text` with what looks like a credential blanked."""
+    """`text` with likely credentials blanked."""
     for pattern, replacement in _CREDENTIALS:
         text = pattern.sub(replacement, text)
     return text
 
 
 def _clean(name: str, value: object) -> object:
-    """A field's value as a record may show it: finite numbers as they are, everything else as safe text."""
+    """A field's value for a record: finite numbers unchanged, everything else as safe text."""
     if name.lower() in _SECRET_NAMES:
         return "[redacted]"
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
@@ -97,11 +147,6 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 class _Formatter(logging.Formatter):
-    """The parts that both formats share: time, cleaned message, request id, event, fields and traceback."""
-
-    def _time(self, record: logging.LogRecord) -> str:
-        return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
     def _message(self, record: logging.LogRecord) -> str:
         return escaped(redacted(record.getMessage()))
 
@@ -112,29 +157,27 @@ class _Formatter(logging.Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """One JSON object a line."""
-
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
-            "time": self._time(record),
+        at = datetime.fromtimestamp(record.created, UTC)
+        request_id = _request_id.get()
+        line = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": self._message(record),
             "pid": record.process,
         }
-        if (current := _request_id.get()) is not None:
-            line["request_id"] = escaped(current)
-        if event := getattr(record, "event", None):
-            line["event"] = event
-        if fields := _fields(record):
-            line["fields"] = fields
-        if traceback := self._traceback(record):
-            line["traceback"] = traceback
-        return json.dumps(line, allow_nan=False)
+        optional = {
+            "request_id": None if request_id is None else escaped(request_id),
+            "event": getattr(record, "event", None),
+            "fields": _fields(record),
+            "traceback": self._traceback(record),
+        }
+        return json.dumps(line | {name: value for name, value in optional.items() if value}, allow_nan=False)
 
 
 class HumanFormatter(_Formatter):
-    """`12:34:56.789 INFO router.generate [request] message name=value`; a traceback is indented below its line."""
+    """`12:34:56.789 INFO router.dispatch [request] message name=value`; a traceback is indented below its line."""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -158,5 +201,5 @@ def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
 
 
 def configure_process(level: str, format: str) -> None:  # noqa: A002 - named as the setting is
-    """`configure` by the settings' values, for a process that has no settings of its own: an engine core."""
+    """`configure` by values, for a process without a settings tree: an engine core."""
     configure(LogSettings.model_validate({"level": level, "format": format}))

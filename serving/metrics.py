@@ -1,96 +1,92 @@
-"""Numbers for Prometheus: where a process serves them, and histograms of latencies.
+"""Prometheus metrics of a process: families of samples, and the HTTP port.
 
-    scrape ─▶ a thread of MetricsServer ─▶ Collector.collect() ─▶ what the event loop counted, as it stands
+    scrape ─▶ a thread of MetricsServer ─▶ Collector.collect() ─▶ the event loop's counters, as they are
 
-Nothing is done per event for the sake of a scrape: a collector reads the counts that are there anyway. It runs on a
-thread of the server, so what it reads must bear being read while the event loop writes: numbers, and copies of dicts.
+Nothing is done per event for a scrape: a collector reads counters that exist anyway. It runs on a thread of the server,
+so it may only read what is safe to read while the event loop writes: numbers, and copies of dicts.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import threading
-from collections.abc import Sequence
-from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from socketserver import TCPServer
+from typing import Any, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
-from pydantic import field_validator
 
 from serving.histogram import Histogram
-from serving.settings import Section, setting
+from serving.settings import Address, Section, format_address, parse_address, setting
 
-LATENCY_BUCKETS_S = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
-)
-"""Upper bounds, seconds: vLLM's for the time to first token, as far as a hand-over can take, and finer at its start."""
-
-_HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:/]+):(?P<port>[0-9]{1,5})")
 _MAX_SCRAPES = 8
 _READ_TIMEOUT_S = 5.0
 _POLL_S = 0.2
 _log = logging.getLogger(__name__)
 
 
+F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
+Samples = Mapping[str, float] | Iterable[tuple[Sequence[str], float]]
+"""Values by the one label's value, or by the values of several labels. A number is the sample of no labels."""
+
+
+def _family(kind: type[F], name: str, documentation: str, samples: float | Samples, *labels: str) -> F:
+    family = kind(name, documentation, labels=labels)
+    if isinstance(samples, int | float):
+        samples = [((), samples)]
+    for values, value in samples.items() if isinstance(samples, Mapping) else samples:
+        family.add_metric([values] if isinstance(values, str) else list(values), value)
+    return family
+
+
+gauge = partial(_family, GaugeMetricFamily)
+counter = partial(_family, CounterMetricFamily)
+
+
+def histogram(name: str, documentation: str, by_value: Mapping[Any, Histogram], label: str) -> HistogramMetricFamily:
+    """One histogram for each value of the label."""
+    family = HistogramMetricFamily(name, documentation, labels=[label])
+    for value, counted in by_value.items():
+        family.add_metric([value], counted.buckets(), counted.sum)
+    return family
+
+
 class MetricsSettings(Section):
-    """Where this process serves its metrics: plain HTTP without authentication, for the inside of a network."""
+    """Where this process serves its metrics: plain HTTP without authentication, for a private network."""
 
-    listen: str | None = setting(
-        None, "host:port that serves Prometheus text at /metrics, port 0 takes a free one; none: nowhere."
+    listen: Address | None = setting(
+        None, "host:port that serves Prometheus text at /metrics, port 0 takes a free one; none: not served."
     )
-
-    @field_validator("listen")
-    @classmethod
-    def _is_host_port(cls, value: str | None) -> str | None:
-        matched = _HOST_PORT.fullmatch(value) if value is not None else None
-        if value is not None and (matched is None or int(matched["port"]) > 65535):
-            raise ValueError("must be host:port, an IPv6 host in brackets; port 0 takes a free one")
-        return value
-
-
-class LatencyHistogram(Histogram):
-    """How often something took how long, in seconds."""
-
-    __slots__ = ()
-
-    def __init__(self, bounds_s: Sequence[float] = LATENCY_BUCKETS_S) -> None:
-        super().__init__(bounds_s)
-
-    @property
-    def sum_s(self) -> float:
-        """Seconds that all of them took."""
-        return self.sum
 
 
 class MetricsServer:
-    """Serves what the collectors tell, and the process's own numbers. Without an address in the settings it does
-    nothing. Belongs to the composition root."""
+    """Serves the collectors' metrics and the process's own, or nothing without an address in the settings."""
 
-    def __init__(self, settings: MetricsSettings, *collectors: Collector) -> None:
+    def __init__(self, settings: MetricsSettings, *collectors: Collector | None) -> None:
         self._listen = settings.listen
         self.registry = CollectorRegistry(auto_describe=False)
-        """What it serves, for another port of this process that serves it too; to be read off the event loop."""
+        """What is served, for another port of this process; to be read off the event loop."""
         ProcessCollector(registry=self.registry)
-        for collector in collectors:
+        for collector in filter(None, collectors):
             self.registry.register(collector)
-        self._server: _HttpServer | None = None
+        self._server: _BoundedServer | None = None
 
     def start(self) -> None:
-        """Listens. Raises OSError where the address is taken or not ours."""
-        matched = _HOST_PORT.fullmatch(self._listen or "")
-        if matched is None:
+        """Listens. Raises OSError where the address is taken or not this host's."""
+        if self._listen is None:
             return
-        host, port = matched["host"].strip("[]"), int(matched["port"])
         try:
-            self._server = _HttpServer(host, port, make_wsgi_app(self.registry))
+            self._server = _BoundedServer(*parse_address(self._listen))
         except OSError as error:
             raise OSError(f"cannot serve metrics on {self._listen}: {error}") from error
+        self._server.set_app(make_wsgi_app(self.registry))
         threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True, name="metrics").start()
         _log.info("metrics at http://%s/metrics", self.address)
 
@@ -99,32 +95,29 @@ class MetricsServer:
         """host:port that is listened on; None: it does not listen."""
         if self._server is None:
             return None
-        host, port = str(self._server.server_address[0]), self._server.server_port
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return format_address(str(self._server.server_address[0]), self._server.server_port)
 
     def close(self) -> None:
-        """Ends it, within a fifth of a second; not to be called on an event loop. Idempotent."""
+        """Stops within a fifth of a second; blocks, so never call it on an event loop. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
             server.server_close()
 
 
-class _HttpServer(ThreadingMixIn, WSGIServer):
-    """wsgiref's, bounded: few connections at a time, each with little patience."""
+class _BoundedServer(ThreadingWSGIServer):
+    """prometheus_client's server with a limit on connections and a read timeout, which `start_http_server` lacks: there
+    every silent client keeps a thread, and binding waits for a DNS lookup of the host's own name."""
 
-    daemon_threads = True
-    block_on_close = False
     request_queue_size = 2 * _MAX_SCRAPES
 
-    def __init__(self, host: str, port: int, app: Any) -> None:
+    def __init__(self, host: str, port: int) -> None:
         self._places = threading.BoundedSemaphore(_MAX_SCRAPES)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
-        self.set_app(app)
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's would ask the DNS for its own name
+        TCPServer.server_bind(self)  # not HTTPServer's, which does the lookup
         self.server_name, self.server_port = "metrics", self.server_address[1]
         self.setup_environ()
 
@@ -148,4 +141,4 @@ class _Handler(WSGIRequestHandler):
     timeout = _READ_TIMEOUT_S
 
     def log_message(self, *args: Any) -> None:
-        """Scrapes are no news."""
+        pass  # scrapes are not logged

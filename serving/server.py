@@ -1,19 +1,19 @@
-"""One gRPC server: options that hold under abuse, health, reflection, and a drain that loses nothing.
+"""One gRPC server: limits against abuse, health, reflection, and a drain that loses no call.
 
-created ──start──▶ serving ──drain──▶ not ready ──drain_accept_s──▶ refusing ──calls end or drain_grace_s──▶ stopped
+created ──start──▶ serving ──drain──▶ not ready ──drain_accept_s──▶ rejecting ──calls end or drain_grace_s──▶ stopped
 
-A drain first turns readiness to NOT_SERVING and goes on accepting, because clients need a moment to see it; then it
-refuses requests with UNAVAILABLE "draining", waits for those that run, and stops last: grpcio's `stop` closes the port
-at once. What still runs then, or when `stop` comes by itself, is answered UNAVAILABLE with a hint when to try again.
-A gate, if there is one, looks at every call but those of health and reflection, which are open to whoever gets a
-connection. Kubelet gets one without TLS: a port of its own that serves health and nothing else.
-The object belongs to one event loop and one composition root.
+A drain first sets readiness to NOT_SERVING but keeps accepting, because clients notice it only after a moment; then it
+rejects requests with UNAVAILABLE "draining", waits for running ones, and stops last: grpcio's `stop` closes the port at
+once. Calls that still run then, or when `stop` comes first, end with UNAVAILABLE and a retry hint.
+An authorizer checks every call except health and reflection. Kubelet has no certificate, so beside a TLS port a
+plaintext port can serve health alone. The object belongs to one event loop and one composition root.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,72 +23,145 @@ import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from serving.addresses import joined
-from serving.bad_callers import BadCallers
-from serving.calls import CallGuard, CallLimits, Gate
+from serving.abuse_limits import AbuseLimits
+from serving.channel import MAX_METADATA_BYTES
 from serving.health import Health
-from serving.open_calls import CONTROL, CallPolicy, OpenCalls
-from serving.server_settings import HealthSettings, ServerSettings, server_options
-from serving.settings import host_and_port
-from serving.tls import Pair, TlsFiles
+from serving.interceptor import Authorizer, CallInterceptor, CallLimits
+from serving.limits import CONTROL, CallPolicy, OpenCalls
+from serving.settings import Address, Section, format_address, parse_address, setting
+from serving.tls import TlsFiles, TlsMaterial
+
+
+class ServerSettings(Section):
+    """The gRPC port of this process and its limits."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; a pod listens on its own IP.", flag="--host")
+    port: int = setting(0, "Port to listen on; 0 takes a free one.", flag="--port", ge=0, le=65535)
+    advertise: str | None = setting(None, "host:port reported to peers; none: the address listened on.")
+    max_message_bytes: int = setting(4 << 20, "Longest request message in bytes.", ge=1024)
+    max_calls: int = setting(4096, "Open calls in total.", ge=1)
+    max_calls_per_peer: int = setting(128, "Open calls from one address.", ge=1)
+    max_bad_calls_per_s: float = setting(
+        100.0,
+        "Failed calls per second from one address, twice as many in a burst. Beyond it answers to invalid requests are"
+        " delayed, and a connection that cancels calls before a request was sent is dropped.",
+        gt=0,
+    )
+    max_streams_per_connection: int = setting(1024, "HTTP/2 streams on one connection; further calls wait.", ge=1)
+    max_connections: int = setting(
+        16384, "Open connections, at most 3/4 of the open files; further ones are closed.", ge=1
+    )
+    max_idle_s: float = setting(300.0, "Seconds that a connection without a call is kept.", ge=1)
+    max_connection_age_s: float | None = setting(
+        None,
+        "Seconds after which a connection accepts no new call, so that clients behind a connection balancer reconnect"
+        " and spread; none: never. Running calls continue.",
+        gt=0,
+    )
+    max_connection_age_grace_s: float | None = setting(
+        None, "Seconds after which calls still running on such a connection are cut off; none: never.", gt=0
+    )
+    max_deadline_s: float = setting(600.0, "Longest call in seconds, whatever the client's deadline.", gt=0)
+    read_timeout_s: float = setting(10.0, "Seconds within which the message of a call must arrive.", gt=0)
+    write_timeout_s: float = setting(10.0, "Seconds a message may wait for a client that does not read.", gt=0)
+    drain_accept_s: float = setting(5.0, "Seconds that a drain still accepts requests, until peers notice.", ge=0)
+    drain_grace_s: float = setting(30.0, "Seconds that a drain then waits for running requests.", ge=0)
+    reflection: bool = setting(True, "Serve gRPC reflection, for grpcurl and `buf curl`.")
+
+
+class HealthSettings(Section):
+    """A plaintext port for probes beside one with TLS."""
+
+    listen: Address | None = setting(
+        None, "host:port that serves grpc.health.v1 alone, in plaintext, for kubelet's probes; none: not served."
+    )
+
+
+def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return [
+        ("grpc.so_reuseport", 0),  # a second server on the port must fail to start
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # Soft = hard: between the two, gRPC rejects at random.
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", settings.max_streams_per_connection),
+        # Otherwise each further ping of a client that pings too often queues a GOAWAY of 2 KiB, even if it never reads.
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.ping_timeout_ms", 5_000),
+        ("grpc.server_handshake_timeout_ms", 5_000),
+        ("grpc.max_connection_idle_ms", int(settings.max_idle_s * 1000)),
+        ("grpc.max_allowed_incoming_connections", min(settings.max_connections, num_files * 3 // 4)),
+        # Identity only: gRPC decompresses a message before it checks its size, so 4 KiB could become 4 GiB.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        *_milliseconds("grpc.max_connection_age_ms", settings.max_connection_age_s),
+        *_milliseconds("grpc.max_connection_age_grace_ms", settings.max_connection_age_grace_s),
+    ]
+
+
+def _milliseconds(option: str, seconds: float | None) -> list[tuple[str, int]]:
+    """One option, or none: gRPC's default is infinite."""
+    return [] if seconds is None else [(option, max(1, int(seconds * 1000)))]
+
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 60.0
-_CUT_OFF_S = 1.0
-"""For calls that are cut off to let go of what they hold, and to be answered, before the port closes under them."""
+_CHECK_TLS_S = 60.0
+_END_S = 1.0  # for calls to end before the port closes
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """TLS of one port."""
-
     files: TlsFiles
-    require_client_cert: bool
-    """Whether a caller without a certificate of their ca_file is refused in the handshake."""
+    require_client_cert: bool  # whether the handshake rejects callers without a certificate of ca_file
 
     def credentials(self) -> grpc.ServerCredentials:
-        """gRPC's, which ask for changed files at every handshake; connections that stand go on."""
-        told = self.files.current()
+        """gRPC's, which check for changed files at every handshake; open connections stay."""
+        current = self.files.current()
 
-        def fetch() -> Any:  # None for "as before", which the stubs forget
-            nonlocal told
-            now = self.files.current()
-            if now is told:
+        def fetch() -> Any:  # None for "unchanged", which the stubs forget
+            nonlocal current
+            if (latest := self.files.current()) is current:
                 return None
-            told = now
-            return _configuration(now)
+            current = latest
+            return _configuration(current)
 
-        return grpc.dynamic_ssl_server_credentials(_configuration(told), fetch, self.require_client_cert)
+        return grpc.dynamic_ssl_server_credentials(_configuration(current), fetch, self.require_client_cert)
 
 
 class Server:
-    """Hosts servicers behind one port. Make it on the running event loop, register, then start."""
+    """Serves servicers on one port. Make it on the running event loop, register, then start."""
 
     def __init__(
         self,
         settings: ServerSettings,
         *,
         tls: ServerTls | None = None,
-        gate: Gate | None = None,
+        authorizer: Authorizer | None = None,
         probes: HealthSettings | None = None,
     ) -> None:
-        """`tls` None listens in plaintext; `gate` None lets everybody call."""
+        """`tls` None is plaintext; `authorizer` None admits every caller."""
         self._settings = settings
         self._tls = tls
         self._probes = probes.listen if probes is not None else None
         self._server = grpc.aio.server(options=server_options(settings))
         self._probe_server: grpc.aio.Server | None = None
-        self._probe_port: int | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self.probe_port: int | None = None
+        """The plaintext port of the health service alone; None: not served, or not started."""
+        self._checking_tls: asyncio.Task[None] | None = None
         self._port: int | None = None
         self._names: list[str] = []
         self._num_cut_off: int | None = None
         self.health = Health()
         self.calls = OpenCalls(max_per_peer=settings.max_calls_per_peer, max_in_all=settings.max_calls)
         limits = CallLimits(settings.max_deadline_s, settings.read_timeout_s, settings.write_timeout_s)
-        self.bad_callers = BadCallers(per_s=settings.max_bad_calls_per_s)
-        self._guard = CallGuard(limits, self.calls, self.bad_callers, gate)
-        self._open_guard = CallGuard(limits, self.calls, self.bad_callers)
+        self.abuse_limits = AbuseLimits(per_s=settings.max_bad_calls_per_s)
+        self._interceptor = CallInterceptor(limits, self.calls, self.abuse_limits, authorizer)
+        self._open_interceptor = CallInterceptor(limits, self.calls, self.abuse_limits)
 
     async def register(
         self,
@@ -98,67 +171,54 @@ class Server:
         *,
         ready: bool = True,
     ) -> None:
-        """Serves `service` by `servicer`, whose methods are coroutines or, if they stream, async generators.
-
-        `policies` names the rpcs that are not ordinary requests. `ready` False keeps the service's health NOT_SERVING
-        until `health.set_serving(service.full_name, True)`, say when the model is loaded.
-        """
-        self._server.add_generic_rpc_handlers((self._guard.handlers(service, servicer, policies or {}),))
+        """Serves `service` by `servicer`. `policies` names the rpcs that are not ordinary requests. `ready` False keeps
+        the service's health NOT_SERVING until `health.set_serving(service.full_name, True)`."""
+        self._server.add_generic_rpc_handlers((self._interceptor.handlers(service, servicer, policies or {}),))
         self._names.append(service.full_name)
-        await self.health.set_serving(service.full_name, ready)
+        self.health.set_serving(service.full_name, ready)
 
     async def start(self) -> int:
-        """Listens; returns the port. Raises OSError when an address is taken or not ours."""
+        """Listens; returns the port. Raises OSError when an address is taken or not this host's."""
         self._server.add_generic_rpc_handlers((self._health_handlers(),))
         if self._settings.reflection:
-            described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
-            names = [*self._names, Health.service.full_name, described.full_name]
-            servicer = reflection.aio.ReflectionServicer(names)
-            policies = {"ServerReflectionInfo": CONTROL}
-            self._server.add_generic_rpc_handlers((self._open_guard.handlers(described, servicer, policies),))
+            service = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+            names = [*self._names, Health.service.full_name, service.full_name]
+            servicer, policies = reflection.aio.ReflectionServicer(names), {"ServerReflectionInfo": CONTROL}
+            self._server.add_generic_rpc_handlers((self._open_interceptor.handlers(service, servicer, policies),))
         credentials = self._tls.credentials() if self._tls is not None else None
-        self._port = _listen(self._server, joined(self._settings.host, self._settings.port), credentials)
+        self._port = _listen(self._server, format_address(self._settings.host, self._settings.port), credentials)
         if self._probes is not None:
             self._probe_server = grpc.aio.server(options=server_options(self._settings))
             self._probe_server.add_generic_rpc_handlers((self._health_handlers(),))
-            self._probe_port = _listen(self._probe_server, joined(*host_and_port(self._probes)), None)
+            self.probe_port = _listen(self._probe_server, format_address(*parse_address(self._probes)), None)
             await self._probe_server.start()
         await self._server.start()
         if self._tls is not None:
-            self._looking = asyncio.create_task(_look_now_and_then(self._tls.files), name="look at TLS files")
+            self._checking_tls = asyncio.create_task(_check_periodically(self._tls.files), name="check TLS files")
         how = "plaintext" if self._tls is None else "mTLS" if self._tls.require_client_cert else "TLS"
-        _log.info("listening on %s, known as %s, %s", joined(self._settings.host, self._port), self.address, how)
+        _log.info(
+            "listening on %s, reported as %s, %s", format_address(self._settings.host, self._port), self.address, how
+        )
         return self._port
 
     def _health_handlers(self) -> grpc.GenericRpcHandler:
-        return self._open_guard.handlers(Health.service, self.health, dict.fromkeys(("Check", "Watch"), CONTROL))
+        return self._open_interceptor.handlers(Health.service, self.health, dict.fromkeys(("Check", "Watch"), CONTROL))
 
     @property
     def port(self) -> int:
-        """The port that is listened on; only after `start`."""
+        """The port listened on; only after `start`."""
         if self._port is None:
             raise RuntimeError("the server has not started")
         return self._port
 
     @property
-    def probe_port(self) -> int | None:
-        """The plaintext port of the health service alone; None: there is none, or not yet."""
-        return self._probe_port
-
-    @property
     def address(self) -> str:
-        """host:port that peers are told."""
-        return self._settings.advertise or joined(self._settings.host, self.port)
-
-    @property
-    def draining(self) -> bool:
-        """Whether requests are refused now because of a drain."""
-        return self.calls.draining
+        return self._settings.advertise or format_address(self._settings.host, self.port)
 
     async def drain(self) -> bool:
-        """Ends the server without losing a call; False if some still ran after the grace and were cut off."""
+        """Ends the server without losing a call; False if calls still ran after the grace period and were cut off."""
         _log.info("draining: not ready, accepting for %g s more", self._settings.drain_accept_s)
-        await self.health.begin_draining()
+        self.health.begin_draining()
         await asyncio.sleep(self._settings.drain_accept_s)
         self.calls.begin_draining()
         _log.info("draining: refusing, %d calls to finish", self.calls.num_awaited)
@@ -166,7 +226,7 @@ class Server:
             async with asyncio.timeout(self._settings.drain_grace_s):
                 await self.calls.wait_idle()
         except TimeoutError:
-            _log.warning("grace is over: %d calls are cut off", self.calls.num_awaited)
+            _log.warning("drain grace period is over: cutting off %d calls", self.calls.num_awaited)
             return False
         else:
             _log.info("drained")
@@ -174,34 +234,36 @@ class Server:
         finally:
             await self.stop()
 
+    async def end_calls(self, *, cut_off: bool = True) -> None:
+        """Rejects new calls and waits a second for the running ones, cut off or not, to free their resources and send
+        their status."""
+        self.calls.begin_draining()
+        if cut_off:
+            self.calls.cut_off()
+        try:
+            async with asyncio.timeout(_END_S):
+                await self.calls.wait_idle()
+        except TimeoutError:
+            _log.warning("%d calls did not end in time", self.calls.num_awaited)
+
     async def stop(self) -> bool:
         """Ends every call and closes the port, now; False if that cut a call off. Idempotent."""
-        self.calls.begin_draining()
         if self._num_cut_off is None:
             self._num_cut_off = self.calls.num_awaited
-            self.calls.cut_off()
-            try:
-                async with asyncio.timeout(_CUT_OFF_S):
-                    await self.calls.wait_idle()
-            except TimeoutError:
-                _log.warning("%d calls did not end by themselves", self.calls.num_awaited)
-        if self._looking is not None:
-            self._looking.cancel()
-        self.bad_callers.close()
+            await self.end_calls()
+        if self._checking_tls is not None:
+            self._checking_tls.cancel()
+        self.abuse_limits.close()
         await self._server.stop(grace=None)
         if self._probe_server is not None:
             await self._probe_server.stop(grace=None)
         return self._num_cut_off == 0
 
-    async def wait_closed(self) -> None:
-        """Returns when the server has stopped."""
-        await self._server.wait_for_termination()
 
-
-async def _look_now_and_then(files: TlsFiles) -> None:
-    """Whoever is called by nobody for days is still to say that his certificate ends."""
+async def _check_periodically(files: TlsFiles) -> None:
+    """Without calls too, the log must warn of an expiring certificate."""
     while True:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_CHECK_TLS_S)
         files.current()
 
 
@@ -214,7 +276,7 @@ def _listen(server: grpc.aio.Server, wanted: str, credentials: grpc.ServerCreden
         raise OSError(f"cannot listen on {wanted}: the port is taken or the address is not this host's") from None
 
 
-def _configuration(pair: Pair) -> grpc.ServerCertificateConfiguration:
-    assert pair.key is not None, "a server has a certificate: TlsSettings sees to it"
-    assert pair.chain is not None
-    return grpc.ssl_server_certificate_configuration([(pair.key, pair.chain)], root_certificates=pair.ca)
+def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    assert material.key is not None, "TlsSettings requires a server certificate"
+    assert material.chain is not None
+    return grpc.ssl_server_certificate_configuration([(material.key, material.chain)], root_certificates=material.ca)

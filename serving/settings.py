@@ -7,39 +7,44 @@ made with `setting(default, doc)`. The setting `port` of the section `server` is
     TANDEM_SERVER__PORT=7000       in the environment: TANDEM_, then the path in capitals joined by two underscores
     --server-port 7000             as a flag, and --port if the setting declares that flag
 
-Since every setting lives in a section, every variable has a double underscore, and the ones that Kubernetes makes for a
-Service called tandem (TANDEM_PORT=tcp://...) are never taken for settings. An unknown name is an error that suggests
-the right one. Of the environment this holds inside the program's own sections, and for names that resemble one of them:
-other sections belong to other programs. A tree is read once, by the composition root, and passed down.
+Every variable has a double underscore, so the variables that Kubernetes makes for a Service called tandem
+(TANDEM_PORT=tcp://...) are never read as settings. An unknown name is an error that suggests the right one. In the
+environment only the program's own sections, and names that resemble one of them, are checked: other sections belong to
+other programs. The composition root reads the tree once and passes sections down.
+
+pydantic-settings reads the environment. It cannot do the rest: its YAML source ignores a missing file, its command line
+names nested flags `--server.port`, and no source reports which one a wrong value came from.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import update_wrapper
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 import pydantic_settings
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 _PREFIX = "TANDEM_"
 _ENVIRONMENT = "environment"
 _FLAGS = "flags"
+
+_ADDRESS = re.compile(r"(?P<host>\[[^\[\]/]+\]|[^\[\]:/]+):(?P<port>[0-9]{1,5})")
 
 Tree = dict[str, Any]
 Keys = tuple[str, ...]
 
 
 class SettingsError(ValueError):
-    """A setting that does not exist or has a wrong value. The message names it, where it came from, and the remedy."""
+    """A setting that does not exist or has a wrong value. The message names it, its origin and the remedy."""
 
 
 class Section(BaseModel):
@@ -49,7 +54,7 @@ class Section(BaseModel):
 
 
 class Settings(pydantic_settings.BaseSettings):
-    """The root of one program's tree: sections only. Make one with `load`, which merges the four sources itself."""
+    """The root of one program's tree: sections only. Make one with `load`, which merges the four sources."""
 
     model_config = pydantic_settings.SettingsConfigDict(
         frozen=True, extra="forbid", env_prefix=_PREFIX, env_nested_delimiter="__"
@@ -59,9 +64,8 @@ class Settings(pydantic_settings.BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[pydantic_settings.BaseSettings], *sources: Any, **named: Any
     ) -> tuple[pydantic_settings.PydanticBaseSettingsSource, ...]:
-        """Only what the constructor is given: `load` merges the sources, so that it can name each value's origin."""
-        first: pydantic_settings.PydanticBaseSettingsSource = named["init_settings"]
-        return (first,)
+        """Only the constructor's arguments: `load` merges the sources itself, to report each value's origin."""
+        return (named["init_settings"],)
 
 
 S = TypeVar("S", bound=Settings)
@@ -76,19 +80,30 @@ def setting(
     gt: float | None = None,
     le: float | None = None,
 ) -> Any:
-    """One setting of a section. `doc` says what it does and its unit; `...` as default makes it required.
-
-    `flag` is a short flag beside the one made of the path, say "--port".
-    """
+    """One setting of a section: `doc` says what it does and its unit, `...` as default makes it required, and `flag` is
+    a short flag beside the one made of the path, say "--port"."""
     return Field(default, description=doc, json_schema_extra={"flag": flag} if flag else None, ge=ge, gt=gt, le=le)
 
 
-def host_and_port(listen: str) -> tuple[str, int]:
-    """The two parts of `host:port`, an IPv6 host in brackets or not. Raises ValueError, which says what to write."""
-    host, colon, port = listen.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) < 65536):
-        raise ValueError("is not host:port, such as 127.0.0.1:7000")
-    return host.strip("[]"), int(port)
+def parse_address(text: str) -> tuple[str, int]:
+    """Host, without brackets, and port of `host:port`. Raises ValueError."""
+    matched = _ADDRESS.fullmatch(text)
+    if matched is None or int(matched["port"]) > 65535:
+        raise ValueError("must be host:port, such as 127.0.0.1:7000, an IPv6 host in brackets; port 0 takes a free one")
+    return matched["host"].strip("[]"), int(matched["port"])
+
+
+def format_address(host: str, port: int) -> str:
+    """host:port as gRPC writes it, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _valid_address(text: str) -> str:
+    parse_address(text)
+    return text
+
+
+Address = Annotated[str, AfterValidator(_valid_address)]  # the type of a setting that is a host:port
 
 
 def leaves(tree: type[BaseModel], above: Keys = ()) -> Iterator[tuple[Keys, FieldInfo]]:
@@ -104,12 +119,11 @@ def leaves(tree: type[BaseModel], above: Keys = ()) -> Iterator[tuple[Keys, Fiel
 
 
 def environment_name(path: Keys) -> str:
-    """The environment variable of the setting at `path`."""
     return _PREFIX + "__".join(path).upper()
 
 
 def load(tree: type[S], *, config: Path | None = None, flags: Mapping[Keys, object] | None = None) -> S:
-    """The settings from all four sources; raises SettingsError with every problem on a line of its own."""
+    """The settings from all four sources. Raises SettingsError, one problem a line."""
     layers: dict[str, Tree] = {}
     if config is not None:
         layers[str(config)] = _read_yaml(config)
@@ -145,11 +159,10 @@ def settings_options(tree: type[S]) -> Callable[[Callable[[S], None]], click.Com
 
         update_wrapper(run, main)
         command = click.command(context_settings={"max_content_width": 110, "show_default": False})(run)
-        command.params = [_config_option(), *(_option(path, field) for path, field in leaves(tree))]
-        taken = [flag for option in command.params for flag in (*option.opts, *option.secondary_opts)]
-        twice = sorted({flag for flag in taken if taken.count(flag) > 1})
-        if twice:
-            raise TypeError(f"two settings of {tree.__name__} claim {', '.join(twice)}")
+        command.params = [_CONFIG_OPTION, *(_option(path, field) for path, field in leaves(tree))]
+        flags = [flag for option in command.params for flag in (*option.opts, *option.secondary_opts)]
+        if duplicates := sorted({flag for flag in flags if flags.count(flag) > 1}):
+            raise TypeError(f"two settings of {tree.__name__} declare {', '.join(duplicates)}")
         return command
 
     return decorate
@@ -220,8 +233,13 @@ def _suggestion(tree: type[BaseModel], path: Keys, origin: str) -> str:
 
 
 def _explained(item: Any, layers: Mapping[str, Tree], tree: type[Settings]) -> str:
-    """One line for one of pydantic's errors: the setting, its value, where that came from and what is wrong."""
+    """One line for one of pydantic's errors: the setting, its value, the value's origin and the problem."""
     path: Keys = tuple(str(part) for part in item["loc"])
+    if item["type"] == "missing":
+        missing = [keys for keys, field in leaves(tree) if keys[: len(path)] == path and field.is_required()]
+        return "\n".join(
+            f"{'.'.join(keys)} is required: set {environment_name(keys)} or {_long_flag(keys)}" for keys in missing
+        )
     origin = "default"
     for name, layer in layers.items():
         value: Any = layer
@@ -229,41 +247,32 @@ def _explained(item: Any, layers: Mapping[str, Tree], tree: type[Settings]) -> s
             value = value.get(part) if isinstance(value, dict) else None
         origin = name if value is not None else origin
     where = environment_name(path) if origin == _ENVIRONMENT else origin
-    if item["type"] == "missing":
-        missing = [keys for keys, field in leaves(tree) if keys[: len(path)] == path and field.is_required()]
-        return "\n".join(
-            f"{'.'.join(keys)} is required: set {environment_name(keys)} or --{'-'.join(keys).replace('_', '-')}"
-            for keys in missing
-        )
     return f"{'.'.join(path)} = {ascii(item['input'])[:64]} (from {where}): {item['msg']}"
 
 
-def _config_option() -> click.Option:
-    kind = click.Path(dir_okay=False, path_type=Path)
-    return click.Option(["--config"], type=kind, metavar="FILE", help="YAML file with settings, section by section.")
+_CONFIG_OPTION = click.Option(
+    ["--config"],
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="YAML file with settings, section by section.",
+)
+
+
+def _long_flag(path: Keys) -> str:
+    return f"--{'-'.join(path).replace('_', '-')}"
 
 
 def _option(path: Keys, field: FieldInfo) -> click.Option:
-    """The click option of one setting; its own default is None, so that only what was given counts as a flag."""
+    """The click option of one setting. Its own default is None, so that only a given value counts as a flag."""
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    flags = [f"--{'-'.join(path).replace('_', '-')}"]
-    if isinstance(alias := extra.get("flag"), str) and alias not in flags:
-        flags.insert(0, alias)
+    flags = list(dict.fromkeys(str(flag) for flag in (extra.get("flag"), _long_flag(path)) if flag))
     kind = _click_type(field.annotation)
     if kind is click.BOOL:
         flags = [f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags]
-    default = "required" if field.is_required() else f"default: {_shown_default(field)}"
-    return click.Option(
-        ["__".join(path), *flags],
-        type=kind,
-        default=None,
-        help=f"{field.description or ''} [{default}; {environment_name(path)}]",
-    )
-
-
-def _shown_default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
-    return "none" if value is None or value is PydanticUndefined else str(value)
+    default = "required" if field.is_required() else f"default: {'none' if value is None else value}"
+    help_text = f"{field.description or ''} [{default}; {environment_name(path)}]"
+    return click.Option(["__".join(path), *flags], type=kind, default=None, help=help_text)
 
 
 def _click_type(annotation: Any) -> click.ParamType[Any]:
@@ -271,6 +280,8 @@ def _click_type(annotation: Any) -> click.ParamType[Any]:
     if get_origin(annotation) in (Union, UnionType):
         rest = [kind for kind in get_args(annotation) if kind is not NoneType]
         annotation = rest[0] if len(rest) == 1 else str
+    if get_origin(annotation) is Annotated:
+        annotation, *_ = get_args(annotation)
     if get_origin(annotation) is Literal:
         return click.Choice([str(value) for value in get_args(annotation)])
     simple: dict[Any, click.ParamType[Any]] = {

@@ -1,72 +1,67 @@
-"""Spans of the stages of a request, and the trace context on its way between the services (W3C Trace Context).
+"""Spans of the stages of a request, the trace context between services (W3C Trace Context), and where spans go.
 
-    caller's traceparent ─▶ Traced servicer ─▶ the call's context ─┬▶ begin … end: a span
-                                                                   └▶ outgoing(): metadata for the next service
+    caller's traceparent ─▶ TracedServicer ─▶ the call's context ─┬▶ start_span … end_span
+                                                                  └▶ outgoing_metadata() for the next service
+    event loop ──span ends──▶ the SDK's queue ──its own thread, in batches──▶ file, OTLP collector
 
-Only OpenTelemetry's API is used: until somebody sets a tracer provider up nothing is recorded, a span costs a few
-function calls, and a context that came is passed on all the same. A stage often ends in another task than the one it
-began in, so a span's parent is the context in which it is begun, or one that was kept. What is attached belongs to a
-call's task and goes with it.
+Without a tracer provider nothing is recorded, a span costs a few function calls, and a received context is still passed
+on. A stage often ends in another task than it began in, so a span's parent is the context in which it is started, or a
+remembered one. An attached context belongs to a call's task and ends with it. OpenTelemetry's SDK is imported only
+where spans are exported; a full queue drops spans, and no call waits for a file or a collector.
+
+OpenTelemetry's gRPC instrumentation makes one span per call, where a request's stages span calls of several services.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, aclosing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import context as trace_context
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import INVALID_SPAN, Span, Status, StatusCode, TracerProvider, set_span_in_context
+from opentelemetry.trace import INVALID_SPAN as INVALID_SPAN
+from opentelemetry.trace import Span as Span
+from opentelemetry.trace import Status, StatusCode, TracerProvider, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from serving.settings import Address, Section, SettingsError, setting
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 TRACEPARENT_KEY = "traceparent"
 TRACESTATE_KEY = "tracestate"
-_MAX_TRACESTATE_CHARS = 512
-"""What W3C asks everybody to pass on; more would eat into the metadata's limit."""
-_MAX_KEPT = 4096
+_MAX_TRACESTATE_CHARS = 512  # what W3C requires to be passed on; more would use up the metadata limit
+_MAX_REMEMBERED = 4096
 
-__all__ = [
-    "INVALID_SPAN",
-    "Attributes",
-    "Span",
-    "StageSpans",
-    "Stages",
-    "Traced",
-    "begin",
-    "configure",
-    "end",
-    "enter",
-    "join",
-    "keep",
-    "kept",
-    "outgoing",
-]
 
 Attributes = Mapping[str, str | int | float | bool]
 
 _propagator = TraceContextTextMapPropagator()
 _tracer = trace.get_tracer("tandem")
-_kept: OrderedDict[str, Context] = OrderedDict()
+_remembered: OrderedDict[str, Context] = OrderedDict()
 
 
-def configure(provider: TracerProvider | None) -> None:
-    """Records with `provider` from now on; None: with the process's global one, if there ever is one."""
+def set_provider(provider: TracerProvider | None) -> None:
+    """Records with `provider` from now on; None: with the process's global one, if any."""
     global _tracer
     _tracer = trace.get_tracer("tandem", tracer_provider=provider)
-    _kept.clear()
+    _remembered.clear()
 
 
 # Context between services
 
 
-def join(metadata: Iterable[tuple[str, str | bytes]], traceparent: str = "") -> None:
-    """Makes the caller's trace context the current task's, for as long as the task lives. What is not well-formed is
-    ignored. `traceparent` is what the message said: metadata win."""
+def attach_caller_context(metadata: Iterable[tuple[str, str | bytes]], traceparent: str = "") -> None:
+    """Makes the caller's trace context the current task's, until the task ends. Malformed headers are ignored.
+    `traceparent` is the message's field, which metadata override."""
     carrier = {key: value for key, value in metadata if key in (TRACEPARENT_KEY, TRACESTATE_KEY)}
     if TRACEPARENT_KEY not in carrier and traceparent:
         carrier[TRACEPARENT_KEY] = traceparent
@@ -74,7 +69,7 @@ def join(metadata: Iterable[tuple[str, str | bytes]], traceparent: str = "") -> 
         trace_context.attach(_propagator.extract(carrier, trace_context.get_current()))
 
 
-def outgoing() -> tuple[tuple[str, str], ...]:
+def outgoing_metadata() -> tuple[tuple[str, str], ...]:
     """The current trace context as metadata for a call; empty where there is none."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier)
@@ -83,8 +78,8 @@ def outgoing() -> tuple[tuple[str, str], ...]:
     return tuple(carrier.items())
 
 
-class Traced:
-    """A servicer whose calls run in the trace context of their caller; registered in its place."""
+class TracedServicer:
+    """Wraps a servicer so that each call runs in its caller's trace context."""
 
     def __init__(self, servicer: object) -> None:
         self._servicer = servicer
@@ -106,31 +101,30 @@ class Traced:
 
 
 def _join_call(request: Any, context: Any) -> None:
-    join(context.invocation_metadata() or (), getattr(request, TRACEPARENT_KEY, ""))
+    attach_caller_context(context.invocation_metadata() or (), getattr(request, TRACEPARENT_KEY, ""))
 
 
 # Spans
 
 
-def begin(
+def start_span(
     name: str, parent: Context | None = None, attributes: Attributes | None = None, *, at_ns: int | None = None
 ) -> Span:
-    """A span from now on, or from `at_ns` (`time.time_ns()`), in `parent` or the current context. It is not made the
-    current one."""
+    """A span that starts now, or at `at_ns` (`time.time_ns()`), in `parent` or the current context."""
     return _tracer.start_span(name, context=parent, attributes=attributes, start_time=at_ns)
 
 
-def enter(name: str, *, at_ns: int | None = None) -> Span:
-    """The same, made the current one for as long as the current task lives, and for the tasks that it starts."""
-    span = begin(name, at_ns=at_ns)
+def start_current_span(name: str, *, at_ns: int | None = None) -> Span:
+    """A span that becomes the current one of this task, until the task ends, and of the tasks that it starts."""
+    span = start_span(name, at_ns=at_ns)
     trace_context.attach(set_span_in_context(span))
     return span
 
 
-def end(
+def end_span(
     span: Span, attributes: Attributes | None = None, failure: str | None = None, *, at_ns: int | None = None
 ) -> None:
-    """The span is over, now or at `at_ns`, for a bad reason if there is a `failure`. The first word counts."""
+    """Ends the span now or at `at_ns`, as an error if there is a `failure`. Only the first call has an effect."""
     if not span.is_recording():
         return
     if attributes:
@@ -140,22 +134,21 @@ def end(
     span.end(end_time=at_ns)
 
 
-def keep(key: str, span: Span) -> None:
-    """Remembers `span` under `key`, as the parent of what will happen outside of the call; the oldest are forgotten."""
+def remember_span(key: str, span: Span) -> None:
+    """Remembers `span` under `key`, as the parent of spans outside its call; the oldest are forgotten."""
     if span.get_span_context().is_valid:
-        _kept[key] = set_span_in_context(span)
-        while len(_kept) > _MAX_KEPT:
-            _kept.popitem(last=False)
+        _remembered[key] = set_span_in_context(span)
+        while len(_remembered) > _MAX_REMEMBERED:
+            _remembered.popitem(last=False)
 
 
-def kept(key: str) -> Context | None:
-    """What was remembered, once."""
-    return _kept.pop(key, None)
+def recall_context(key: str) -> Context | None:
+    """The context remembered under `key`, which is then forgotten."""
+    return _remembered.pop(key, None)
 
 
 class Stages:
-    """Spans that follow one upon the other: each begins at the very nanosecond at which the one before has ended, so
-    that together they last as long as what they are stages of."""
+    """Consecutive spans: each starts at the nanosecond at which the previous one ends, so that durations add up."""
 
     def __init__(
         self,
@@ -165,40 +158,104 @@ class Stages:
         *,
         at_ns: int | None = None,
     ) -> None:
-        """`parent` None: the current context. Of `attributes` every stage has a copy. The first stage began at `at_ns`
-        (`time.time_ns()`), or now."""
+        """`parent` None: the current context. Every stage gets a copy of `attributes`. The first stage starts at
+        `at_ns` (`time.time_ns()`), or now."""
         self._parent = trace_context.get_current() if parent is None else parent
         self._attributes = attributes
-        self.name = first
-        """Of the stage that goes on."""
-        self._span = begin(first, self._parent, attributes, at_ns=at_ns)
+        self.name = first  # of the current stage
+        self._span = start_span(first, self._parent, attributes, at_ns=at_ns)
 
     def note(self, attributes: Attributes) -> None:
-        """What is known of the stage that goes on."""
         self._span.set_attributes(attributes)
 
     def next(self, stage: str, failure: str | None = None) -> None:
-        """The stage has ended, for a bad reason if there is a `failure`; another one begins."""
+        """Ends the current stage, as an error if there is a `failure`, and starts another."""
         at_ns = time.time_ns()
-        end(self._span, failure=failure, at_ns=at_ns)
+        end_span(self._span, failure=failure, at_ns=at_ns)
         self.name = stage
-        self._span = begin(stage, self._parent, self._attributes, at_ns=at_ns)
+        self._span = start_span(stage, self._parent, self._attributes, at_ns=at_ns)
 
     def end(self, failure: str | None = None, *, at_ns: int | None = None) -> None:
-        """The last stage has ended."""
-        end(self._span, failure=failure, at_ns=at_ns)
+        end_span(self._span, failure=failure, at_ns=at_ns)
 
 
 class StageSpans(Stages):
-    """A span and its stages, which fill it from its beginning to its end."""
+    """A span and its stages, which fill it completely."""
 
     def __init__(self, name: str, first_stage: str, attributes: Attributes | None = None) -> None:
         at_ns = time.time_ns()
-        self._whole = begin(name, attributes=attributes, at_ns=at_ns)
+        self._whole = start_span(name, attributes=attributes, at_ns=at_ns)
         super().__init__(first_stage, set_span_in_context(self._whole), at_ns=at_ns)
 
     def end(self, failure: str | None = None, *, at_ns: int | None = None) -> None:
-        """The last stage has ended, and all with it."""
         at_ns = time.time_ns() if at_ns is None else at_ns
         super().end(failure, at_ns=at_ns)
-        end(self._whole, at_ns=at_ns)
+        end_span(self._whole, at_ns=at_ns)
+
+
+# Export
+
+_log = logging.getLogger(__name__)
+_OTLP_TIMEOUT_S = 2  # per batch
+
+
+class TracingSettings(Section):
+    """Spans of the stages of each request; docs/tracing.md lists them."""
+
+    file: Path | None = setting(None, "File to which spans are appended, one JSON object a line; none: not written.")
+    otlp: Address | None = setting(
+        None, "host:port of an OTLP collector (gRPC, plaintext: on this host or in a mesh); none: not sent."
+    )
+    sample: float = setting(1.0, "Fraction of requests, 0..1, traced unless the caller has decided.", ge=0, le=1)
+
+
+@contextmanager
+def exporting_spans(settings: TracingSettings, service: str) -> Iterator[None]:
+    """Exports spans of `service` while inside. Raises SettingsError where that is impossible."""
+    if settings.file is None and settings.otlp is None:
+        yield
+        return
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+    except ModuleNotFoundError:
+        raise SettingsError("tracing: needs OpenTelemetry's SDK: pip install '.[tracing]'") from None
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": service}),
+        sampler=ParentBasedTraceIdRatio(settings.sample),
+        shutdown_on_exit=False,
+    )
+    with ExitStack() as stack:
+        if settings.file is not None:
+            provider.add_span_processor(BatchSpanProcessor(_file_exporter(settings.file, stack)))
+        if settings.otlp is not None:
+            provider.add_span_processor(BatchSpanProcessor(_otlp_exporter(settings.otlp)))
+        set_provider(provider)
+        try:
+            yield
+        finally:
+            set_provider(None)
+            provider.shutdown()  # writes the queued spans
+
+
+def _file_exporter(path: Path, stack: ExitStack) -> SpanExporter:
+    from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+    try:
+        # Line by line, so that several processes may share a file.
+        file = stack.enter_context(path.open("a", buffering=1))
+    except OSError as error:
+        raise SettingsError(f"tracing.file: {path} cannot be written: {error.strerror}") from None
+    _log.info("spans go to %s", path)
+    return ConsoleSpanExporter(out=file, formatter=lambda span: f"{span.to_json(indent=None)}\n")
+
+
+def _otlp_exporter(address: str) -> SpanExporter:
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    except ModuleNotFoundError:
+        raise SettingsError("tracing.otlp needs OpenTelemetry's exporter: pip install '.[tracing]'") from None
+    _log.info("spans go to %s", address)
+    return OTLPSpanExporter(endpoint=f"http://{address}", insecure=True, timeout=_OTLP_TIMEOUT_S)

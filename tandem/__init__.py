@@ -1,4 +1,4 @@
-"""What a person touches: the command line, the Python client, the local stack.
+"""The user's side of Tandem: the command line, the Python client, the local stack, the benches.
 
 `from tandem import Client` is lazy, so that the command line starts without importing gRPC.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tandem.client import AsyncClient, Client
-    from tandem.completion import Choice, Completion, Piece, Usage
-    from tandem.credentials import Credentials
-    from tandem.errors import StreamError, TandemError
+    from tandem.client.client import AsyncClient, Client
+    from tandem.client.completion import Choice, Completion, Piece, Usage
+    from tandem.client.credentials import Credentials
+    from tandem.client.errors import StreamError, TandemError
 
 __all__ = [
     "AsyncClient",
@@ -25,7 +25,7 @@ __all__ = [
     "Usage",
 ]
 
-_HOMES = {
+_MODULES = {
     "AsyncClient": "client",
     "Client": "client",
     "Credentials": "credentials",
@@ -39,4 +39,4 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'tandem' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"tandem.{_HOMES.get(name, 'completion')}"), name)
+    return getattr(importlib.import_module(f"tandem.client.{_MODULES.get(name, 'completion')}"), name)

@@ -1,6 +1,6 @@
 """The command `tandem`: one module per command under tandem/commands/, imported only when it is called.
 
-A command line that is mistyped must answer at once, so this module imports click and nothing else.
+This module imports only click, so that a mistyped command line is answered at once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _COMMANDS = {
     "generate": "Send a prompt to a running stack and stream the answer.",
     "doctor": "Check this machine, the model, the connectors and a running stack.",
     "pools": "Show and resize the pools of a running stack, explain a pick, drain an instance.",
-    "bench": "Measure what is served under load, this machine, and its connectors.",
+    "bench": "Measure a stack under load, KV transfers, and the engine alone.",
 }
 
 
 class _LazyGroup(click.Group):
-    """Knows the commands by name and line of help; imports `tandem.commands.<name>` for the one that is called."""
+    """Lists the commands by name and help line; imports `tandem.commands.<name>` only for the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -36,7 +36,7 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
             similar = difflib.get_close_matches(args[0], _COMMANDS, n=1, cutoff=0.5)
-            hint = f"Did you mean `tandem {similar[0]}`?" if similar else f"There are: {', '.join(_COMMANDS)}."
+            hint = f"Did you mean `tandem {similar[0]}`?" if similar else f"Available commands: {', '.join(_COMMANDS)}."
             raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
         return super().resolve_command(ctx, args)
 
@@ -52,7 +52,7 @@ def main() -> None:
 
     \b
     Start here:
-      tandem doctor                          is everything there?
+      tandem doctor                          check this machine
       tandem up                              a router, one prefill and one decode instance, the demo model
       tandem generate "Once upon a time"     in another terminal
 
@@ -60,7 +60,7 @@ def main() -> None:
     Then:
       tandem up --model Qwen/Qwen3-0.6B      a model from the Hugging Face hub (or a local folder)
       tandem up --prefill 2 --decode 2       larger pools
-      tandem pools                           who is there, and how loaded
+      tandem pools                           the instances and their load
     """
 
 

@@ -1,8 +1,8 @@
-"""Makes the small models that the tests run on.
+"""Small random models for tests.
 
-Random weights in the usual initialisation collapse: greedy output is one token for ever, whatever attention does, and a
-test on it proves nothing. These are lively: matrices with std 2/sqrt(fan_in), embeddings with std 1, so that the output
-varies and near-ties are rare.
+With the usual initialisation greedy output is one token repeated, whatever attention computes, and a test on it proves
+nothing. These models are "lively": matrices with std 2/sqrt(fan_in), embeddings with std 1, so that the output varies
+and near-ties are rare.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from serving.tls import TlsFiles
-from tandem.credentials import Credentials
-from tandem.private_ca import Issued, PrivateCa
+from tandem.client.credentials import Credentials
+from tandem.local_stack.pki import Issued, StackCa
 
 HOSTS = ("127.0.0.1", "localhost")
 
@@ -40,7 +40,7 @@ class Files:
         """As a client's."""
         return Credentials(ca_file=self.ca, cert_file=self.certificate, key_file=self.key, **fields)
 
-    def replace(self, issued: Issued, *believed: PrivateCa) -> None:
+    def replace(self, issued: Issued, *believed: StackCa) -> None:
         """New ones, each file whole: the key first, so that for a moment it is of another certificate."""
         replace(self.key, issued.key)
         replace(self.certificate, issued.certificate)
@@ -57,8 +57,8 @@ def replace(path: Path, content: bytes) -> None:
     unfinished.replace(path)
 
 
-def files_of(folder: Path, name: str, issuer: PrivateCa, *believed: PrivateCa, **life: datetime) -> Files:
-    """Files of `name` in `folder`, believing `issuer` if nobody else is given."""
+def files_of(folder: Path, name: str, issuer: StackCa, *believed: StackCa, **life: datetime) -> Files:
+    """Files of `name` in `folder`, trusting `issuer` if no other CA is given."""
     files = Files(folder / f"{name}-ca.crt", folder / f"{name}.crt", folder / f"{name}.key")
     files.replace(issuer.issue(name, HOSTS, **life), *(believed or (issuer,)))
     return files

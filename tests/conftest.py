@@ -1,18 +1,99 @@
-"""What holds for every test: no test sees the user's own stacks, and no test leaves a process behind."""
+"""Applies to every test: own runtime folder and ports, no process left behind, Hypothesis' profile, units of work.
+
+With `-n` (pytest-xdist) the tests of a file run in one worker, so that a module's fixtures are made once. So do the
+tests of a shared stack (tests/system/stacks.py), whatever their files. The longest units come first.
+
+`--slow-part 2/4` runs the second quarter of the slow tests; `make test-slow` runs all of them, .ci/run one part.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
 # Before torch is imported: on tiny models a second thread only spins, and other tests' processes need the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-pytest.register_assert_rewrite("tests.faults.checker")  # so that its asserts say what differed
+# A shell's background job ignores Ctrl-C, and so would the commands that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# Their asserts say what differs.
+pytest.register_assert_rewrite("tests.system.checker", "tests.kv_transfer.stores.contract")
+
+# No deadline: another process may take the core for longer than an example needs. In CI all runs try the same examples.
+hypothesis.settings.register_profile("tandem", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("tandem")
+
+LONGEST_FIRST = (
+    "killable",
+    "tests/system/test_resize",
+    "pair",
+    "demo",
+    "tests/system/",
+    "tests/kv_transfer/",
+    "tests/instance/",
+    "tests/tandem/",
+    "tests/engine/",
+    "tests/chart/end_to_end/",
+    "tests/chart/test_end_to_end",
+    "tests/chart/fake_kube/",
+)
+"""Beginnings of units, in the order in which workers take them. The others follow."""
+
+
+def unit_of(nodeid: str) -> str:
+    """The unit of work that a test belongs to: the shared stack in parentheses among its parameters, or its file."""
+    file, _, test = nodeid.partition("::")
+    stack = re.search(r"\((.+?)\)", test) if file.startswith("tests/system/") else None
+    return stack[1] if stack else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class UnitScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    return UnitScheduling(config, log)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow-part", metavar="I/N", help="of the slow tests, run only the I-th of N parts")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    part = config.getoption("--slow-part")
+    return f"slow tests: part {part}" if part else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--slow-part"):
+        number, count = map(int, part.split("/"))
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        other_parts = {item for index, item in enumerate(slow) if index % count != number - 1}
+        config.hook.pytest_deselected(items=[item for item in items if item in other_parts])
+        items[:] = [item for item in items if item not in other_parts]
+    items.sort(key=_stack)  # each starts once, without `-n` too
+    if hasattr(config, "workerinput"):
+        items.sort(key=_rank)
+
+
+def _stack(item: pytest.Item) -> str:
+    unit = unit_of(item.nodeid)
+    return "" if unit.endswith(".py") else unit
+
+
+def _rank(item: pytest.Item) -> int:
+    unit = unit_of(item.nodeid)
+    return next((at for at, beginning in enumerate(LONGEST_FIRST) if unit.startswith(beginning)), len(LONGEST_FIRST))
 
 
 @pytest.fixture
@@ -27,6 +108,18 @@ def _own_runtime_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     """State files of stacks that tests start lie in a folder of this run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_ports(worker_id: str) -> Iterator[None]:
+    """Each worker chooses the ports of its processes from a share of its own: two of them never start at one port."""
+    from tandem.local_stack import topology
+
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = 0 if worker_id == "master" else int(worker_id.removeprefix("gw"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "_PORTS", topology._PORTS[number::count])
         yield
 
 

@@ -1,15 +1,16 @@
-"""What the tests over real processes share: the checkpoint, its oracle, prompts, and settings of a small stack."""
+"""Fixtures of tests with real processes: the checkpoint, its reference, prompts, and settings of a small stack."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tandem.stack_settings import StackSettings
+from tandem.local_stack.settings import StackSettings
 from tests.builders import lively_checkpoint
-from tests.faults.reference import Reference
+from tests.system.reference import Reference
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
 BLOCK_SIZE = 16
@@ -34,15 +35,26 @@ def reference(checkpoint: Path) -> Reference:
     return Reference(checkpoint, max_num_batched_tokens=CHUNK, num_blocks=512)
 
 
-def rig_settings(checkpoint: Path, **fields: object) -> StackSettings:
-    """One prefill and one decode instance, float32, every request handed over."""
+_SMALL_STEPS = ("--max-num-batched-tokens", str(CHUNK), "--block-size", str(BLOCK_SIZE))
+PATIENT_PEERS = ("--peers-ping-timeout-ms", "20000")
+PATIENT_POOLS = ("--pools-beat-timeout-s", "20", "--pools-core-silence-timeout-s", "20")
+"""On a busy machine a process waits for longer than counts as dead in production. So does a request at a failpoint."""
+
+
+def rig_settings(
+    checkpoint: Path, *, router_args: Sequence[str] = (), instance_args: Sequence[str] = (), **fields: object
+) -> StackSettings:
+    """One prefill and one decode instance, float32, every request handed over; none counts as dead when it is slow."""
     defaults: dict[str, object] = {
         "disaggregation": "always",
         "dtype": "float32",
         "num_blocks": 512,
         "lease_s": 2.0,
         "start_timeout_s": 60.0,
-        "instance_args": ("--max-num-batched-tokens", str(CHUNK), "--block-size", str(BLOCK_SIZE)),
+        "pin": False,  # several stacks share the machine's cores
+        "threads": 1,
+        "router_args": (*PATIENT_POOLS, *router_args),
+        "instance_args": (*_SMALL_STEPS, *PATIENT_PEERS, *instance_args),
     }
     return StackSettings(model=checkpoint, model_name="lively", **{**defaults, **fields})  # type: ignore[arg-type]
 

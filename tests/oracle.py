@@ -1,4 +1,4 @@
-"""What is right: transformers, asked about every emitted token."""
+"""The reference for greedy tokens: transformers in float32."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class GreedyOracle:
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
-        """float32 [len(output), vocab]: what the reference says at the position of each output token, told all before
-        it."""
+        """float32 [len(output), vocab]: the reference's logits at each output token, given all tokens before it."""
         token_ids = torch.tensor([[*prompt, *output]])
-        return self._model(token_ids).logits[0, len(prompt) - 1 : -1]
+        return self._model(token_ids, logits_to_keep=len(output) + 1).logits[0, :-1]
 
     def check(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Every output token is the reference's greedy choice, within TOLERANCE."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.events import RequestEvent
+from serving.logging import RequestEvent
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/request_path.md").read_text()

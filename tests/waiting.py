@@ -1,9 +1,11 @@
-"""Waiting for what has to come, without a guess at how long that takes."""
+"""Waiting without a guess at how long it takes, and measuring without counting the machine's stalls."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+import weakref
 from collections.abc import Callable
 
 
@@ -21,3 +23,30 @@ def wait_until(condition: Callable[[], object], problem: str | Callable[[], str]
         if time.monotonic() > deadline_s:
             raise AssertionError(f"after {within_s:g} s: {problem if isinstance(problem, str) else problem()}")
         time.sleep(0.01)
+
+
+_TICK_S = 0.005
+_LONGEST_TICK_S = 0.05
+
+
+class Stopwatch:
+    """Seconds since it was made, for upper limits. A stall of this process counts for 50 ms, however long it was."""
+
+    def __init__(self) -> None:
+        self.s = 0.0
+        self._started_s = time.monotonic()
+        threading.Thread(target=_tick, args=(weakref.ref(self), self._started_s), daemon=True).start()
+
+    @property
+    def stalled_s(self) -> float:
+        """What stalls took of the time so far."""
+        return time.monotonic() - self._started_s - self.s
+
+
+def _tick(watch: weakref.ref[Stopwatch], last_s: float) -> None:
+    while (running := watch()) is not None:
+        now_s = time.monotonic()
+        running.s += min(now_s - last_s, _LONGEST_TICK_S)
+        last_s = now_s
+        del running
+        time.sleep(_TICK_S)

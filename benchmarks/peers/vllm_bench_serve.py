@@ -23,7 +23,7 @@ import click
 
 _PERCENTILES = (50, 90, 95, 99)
 _METRICS = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2e": "e2el"}
-"""Our word and vLLM's."""
+"""Our name and vLLM's."""
 _RATES = {
     "requests_per_s": "request_throughput",
     "output_tokens_per_s": "output_throughput",
@@ -31,14 +31,14 @@ _RATES = {
     "num_output_tokens": "total_output_tokens",
 }
 _MISSING = (
-    "`{vllm}` is not here, so there is nothing to compare with. Install it where this runs (pip install vllm; CPU "
-    "machines need vLLM's own CPU build), or say where it is: --vllm PATH"
+    "`{vllm}` was not found. Install it (pip install vllm; CPU machines need vLLM's CPU build), or give its path: "
+    "--vllm PATH"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What both are asked for."""
+    """The load of both programs."""
 
     url: str
     model: str
@@ -73,7 +73,7 @@ def ours_command(run: Run, folder: Path, seed: int) -> list[str]:
 
 
 def vllms_figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """By our words."""
+    """By our names."""
     figures = {ours: float(result[theirs]) for ours, theirs in _RATES.items()}
     for ours, theirs in _METRICS.items():
         figures[f"{ours} mean"] = float(result[f"mean_{theirs}_ms"])

@@ -1,4 +1,4 @@
-"""Attention backends: one seam (`backend`), a slow reference, and what is fast on each kind of device."""
+"""Paged attention: the backend interface, a slow reference, and fast backends by device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BACKENDS = ("cpu", "reference")
 def select_backend(
     name: str, *, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionBackend:
-    """The backend called `name`, or with "auto" the fastest that supports these sizes on this device.
+    """The backend called `name`; "auto" takes the fastest that supports these sizes on this device.
 
-    Raises UnsupportedModel if there is none of that name or if it cannot run with these sizes here.
+    Raises UnsupportedModel for an unknown name or unsupported sizes.
     """
     if name not in (*BACKENDS, "auto"):
         raise UnsupportedModel(f"attention backend {shown(name)} is not known; known: auto, {', '.join(BACKENDS)}")
@@ -33,7 +33,7 @@ def select_backend(
 
 
 def _backend(name: str) -> AttentionBackend:
-    """Imports lazily: compiled backends cost start-up time."""
+    """Imported late: compiled backends cost start-up time."""
     if name == "cpu":
         from engine.attention.cpu import CpuAttention
 

@@ -1,4 +1,4 @@
-"""The seam between a model and whatever computes paged attention for it."""
+"""The interface between a model and its paged attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the tokens of one step live. A step is a flat run of tokens, request after request, each request
-    contributing its next `query_len` tokens, whether that is a prefill chunk or a single decode token.
+    """Positions of one step's tokens. A step is a flat sequence of tokens, request after request; each request has its
+    next `query_len` tokens in it, a prefill chunk or a single decode token.
 
     All tensors are on the model's device.
     """
@@ -39,8 +39,7 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether this backend can run with these sizes here."""
-        ...
+        """Whether this backend can run with these sizes on this device."""
 
     def forward(
         self,
@@ -56,4 +55,3 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """query [num_tokens, num_heads, head_dim], key/value [num_tokens, num_kv_heads, head_dim] ->
         [num_tokens, num_heads, head_dim] in query's dtype. `sliding_window` w: position p sees (p - w, p]."""
-        ...

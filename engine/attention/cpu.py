@@ -1,7 +1,7 @@
 """Paged attention on CPU: compiled loops for decode and short chunks, matrix products for long chunks.
 
-A step's plan (which tiles, which long chunks, their masks) depends on the metadata alone, so it is made at the first
-layer and kept until another step's metadata arrives.
+A step's plan (tiles, long chunks, masks) depends on the metadata alone: it is made at the first layer and kept for the
+others.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import torch
 
 from engine.attention import cpu_kernels
 from engine.attention.backend import AttentionMetadata
-from engine.attention.openmp import Launcher, launcher
+from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
 
 TILE_TOKENS = 16
-"""Query tokens that share one pass over the pages in the compiled loops."""
+"""Query tokens that share a pass over the pages in the compiled loops."""
 LONG_CHUNK = 32
-"""From this many query tokens on, and"""
 LONG_WORK = 1 << 14
-"""from this many query-key pairs on, gathering the pages and using matrix products is the faster way."""
+"""From LONG_CHUNK query tokens and LONG_WORK query-key pairs on, gathering pages and matrix products are faster."""
 SERIAL_ELEMENTS = 1 << 15
-"""Below this many KV elements one thread is done before a second has started."""
+"""Below this many KV elements one thread finishes before a second has started."""
 
 _WriteArguments = ctypes.c_int64 * 12
 _AttentionArguments = ctypes.c_int64 * 17
@@ -33,7 +32,7 @@ _AttentionArguments = ctypes.c_int64 * 17
 
 @dataclass(slots=True)
 class _LongChunk:
-    """A request whose chunk goes through matrix products. `masks` is per sliding window, made when first needed."""
+    """A request computed with matrix products. `masks`: by sliding window, made when first needed."""
 
     rows: slice
     block_table: torch.Tensor
@@ -50,11 +49,11 @@ class _Plan:
     long_chunks: list[_LongChunk]
     max_tile_tokens: int
     num_visible: int
-    """Sum over the tiles of the positions they see: the work of one head."""
+    """Sum over the tiles of their visible positions: the work of one head."""
 
 
 class CpuAttention:
-    """Not for use by two threads at once: it remembers the last step's plan."""
+    """Not thread-safe: it keeps the last step's plan."""
 
     name = "cpu"
 
@@ -64,7 +63,7 @@ class CpuAttention:
 
     @staticmethod
     def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """float32 and bfloat16 on CPU, head sizes of whole vectors, blocks of whole groups of keys."""
+        """float32 and bfloat16 on CPU, head sizes of whole vectors, blocks of whole groups of four keys."""
         fits = head_dim % WIDTH == 0 and block_size % 4 == 0
         return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and fits
 
@@ -80,7 +79,7 @@ class CpuAttention:
         scale: float,
         sliding_window: int | None,
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`. Any row stride will do; within a row the elements are contiguous."""
+        """See `AttentionBackend.forward`. Row strides are free; within a row elements are contiguous."""
         plan = self._plan
         if plan is None or metadata is not self._metadata:
             plan = self._plan = _make_plan(metadata)
@@ -95,7 +94,7 @@ class CpuAttention:
 
 
 def _make_plan(metadata: AttentionMetadata) -> _Plan:
-    # The kernels read raw memory: other integer sizes would be read as garbage.
+    # The kernels read raw memory of these types.
     assert metadata.block_tables.dtype == torch.int32
     assert metadata.block_tables.stride(-1) == 1
     assert metadata.slot_mapping.dtype == torch.int64
@@ -144,7 +143,7 @@ def _write_kv(
     )
     work = num_tokens * num_kv_heads * head_dim
     num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1
-    _write_launcher(kv_cache.dtype)(num_threads, ctypes.addressof(arguments))
+    launcher_for(cpu_kernels.write_kv_address, kv_cache.dtype)(num_threads, ctypes.addressof(arguments))
 
 
 def _attend_tiles(
@@ -182,7 +181,8 @@ def _attend_tiles(
     )
     work = plan.num_visible * num_kv_heads * head_dim
     num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1
-    _attention_launcher(kv_cache.dtype)(num_threads, ctypes.addressof(arguments))
+    run = launcher_for(cpu_kernels.paged_attention_address, kv_cache.dtype)
+    run(num_threads, ctypes.addressof(arguments))
 
 
 def _attend_long(
@@ -220,7 +220,7 @@ def _gather_heads(kv_cache: torch.Tensor, layer: int, chunk: _LongChunk) -> tupl
 
 
 def _mask(chunk: _LongChunk, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """What each query must not see, as a summand [query_len, seq_len]: 0 or -inf."""
+    """Additive mask [query_len, seq_len]: 0, or -inf where a query must not see a key."""
     keys = torch.arange(chunk.seq_len)
     queries = keys[chunk.seq_len - chunk.query_len :, None]
     hidden = keys > queries
@@ -230,7 +230,7 @@ def _mask(chunk: _LongChunk, sliding_window: int | None, dtype: torch.dtype) -> 
 
 
 def _row_major(rows: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, head_dim] whose heads lie side by side; copied if they do not."""
+    """[tokens, heads, head_dim] with adjacent heads; a copy if they are not."""
     return rows if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] else rows.contiguous()
 
 
@@ -240,16 +240,6 @@ def _layer_address(kv_cache: torch.Tensor, layer: int) -> int:
 
 @functools.cache
 def bits_of(number: float) -> int:
-    """The bits of a double as int64, which is how kernels take it."""
+    """The bits of a double as int64, the argument type of kernels."""
     bits: int = struct.unpack("q", struct.pack("d", number))[0]
     return bits
-
-
-@functools.cache
-def _write_launcher(dtype: torch.dtype) -> Launcher:
-    return launcher(cpu_kernels.write_kv_address(dtype == torch.bfloat16))
-
-
-@functools.cache
-def _attention_launcher(dtype: torch.dtype) -> Launcher:
-    return launcher(cpu_kernels.paged_attention_address(dtype == torch.bfloat16))

@@ -1,10 +1,9 @@
-"""Compiled loops over block-major pages. Called by `engine.attention.cpu` alone, with addresses of its tensors.
+"""Compiled attention kernels over block-major pages, called by `engine.attention.cpu` with addresses of its tensors.
 
 One task is one tile (a few consecutive tokens of one request) and one key/value head. Its rows are the tile's tokens
-times the query heads that share the head. The pages are walked once, block by block, and serve all rows, two rows at a
-time; each row keeps a running maximum, sum and weighted values (online softmax, arXiv 1805.02867) in float32. While
-keys are read, their values are fetched into the cache, and while values are read, the keys of the next block, whose
-page may lie anywhere.
+times the query heads of that head. The pages are read once, block by block, for all rows, two rows at a time; each row
+keeps a running maximum, sum and weighted values (online softmax, arXiv 1805.02867) in float32. While keys are read,
+their values are prefetched, and while values are read, the keys of the next block, whose page may be anywhere.
 
 A row's scratch, float32: query [head_dim], weighted values [head_dim], weights [padded], then maximum, sum, shrink.
 """
@@ -40,7 +39,7 @@ from engine.attention.simd import (
 )
 
 UNSEEN = np.float32(-1e30)
-"""Score of a position that a row does not see. Finite, so that differences of it stay numbers."""
+"""Score of a position that a row does not see. Finite, so that differences are numbers."""
 ZERO = np.float32(0)
 ONE = np.float32(1)
 MAXIMUM, SUM, SHRINK = 0, 1, 2
@@ -179,8 +178,8 @@ def _finish_row(rows, at, shape, output, column):
 
 @njit
 def _score(rows, at, shape, cache, keys, ahead, count):
-    """Two rows' products with `count` keys, four keys at a time, into their weights. Up to three keys too many are
-    scored: they lie in the same page and are masked later."""
+    """Two rows' products with `count` keys, four keys at a time, into their weights. Up to three more keys of the same
+    page are scored, and masked later."""
     head_dim, _, stride = shape
     first, second = at + 2 * head_dim, at + stride + 2 * head_dim
     for token in range(0, count, 4):

@@ -1,12 +1,11 @@
-"""Runs a compiled kernel on the very threads that torch computes with.
+"""Runs compiled kernels on torch's own threads.
 
-numba's own pool would be a second set of threads beside torch's: both spin while idle, so on a host with as many
-threads as cores each slows the other, and numba's portable pool aborts the process when two Python threads use it. A
-kernel here is a C function `void kernel(int64_t *arguments)`, handed to the OpenMP runtime that torch has loaded
-already: same threads, same count (`torch.set_num_threads`), a few microseconds to start, safe from any Python thread.
+numba's pool would be a second set of threads: both spin while idle and so slow each other down where there are as many
+threads as cores, and numba's portable pool aborts the process when two Python threads use it. A kernel here is a C
+function `void kernel(int64_t *arguments)`, run by the OpenMP runtime that torch has loaded: the same threads, the same
+number (`torch.set_num_threads`), started in a few microseconds, from any Python thread.
 
-arguments[0] is a counter: every thread draws the next task number from it until none is left, so uneven tasks balance
-themselves and no thread needs to know its number.
+arguments[0] is a counter from which every thread takes the next task number, which balances uneven tasks.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 Launcher = Callable[[int, int], None]
-"""Called with the number of threads and the address of the arguments."""
+"""Takes the number of threads and the address of the arguments."""
 
 
 def launcher(kernel_address: int) -> Launcher:
-    """Something that runs the kernel at this address on `num_threads` threads and returns when all are done."""
-    alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel_address)  # keeps the GIL: short work, cheap call
+    """A function that runs the kernel at this address on `num_threads` threads and waits for them."""
+    alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel_address)  # keeps the GIL: cheap calls for short work
     gomp_parallel = _gomp_parallel()
 
     def launch(num_threads: int, arguments: int) -> None:
@@ -40,8 +39,14 @@ def launcher(kernel_address: int) -> Launcher:
 
 
 @functools.cache
+def launcher_for(address_of: Callable[[bool], int], dtype: torch.dtype) -> Launcher:
+    """The launcher of a kernel's bfloat16 or float32 version; `address_of` compiles it."""
+    return launcher(address_of(dtype == torch.bfloat16))
+
+
+@functools.cache
 def _gomp_parallel() -> Callable[[int, int, int, int], object] | None:
-    """`GOMP_parallel` of the runtime that torch is linked to (GNU's; LLVM's and Intel's export it too)."""
+    """`GOMP_parallel` of torch's OpenMP runtime: GNU's, or LLVM's and Intel's, which export it too."""
     for path in _openmp_libraries():
         try:
             function = ctypes.CDLL(str(path)).GOMP_parallel
@@ -55,7 +60,7 @@ def _gomp_parallel() -> Callable[[int, int, int, int], object] | None:
 
 
 def _openmp_libraries() -> list[Path]:
-    """The OpenMP runtimes loaded in this process (Linux), else those that came with torch."""
+    """The OpenMP runtimes loaded in this process (Linux), else those shipped with torch."""
     maps = Path("/proc/self/maps")
     if maps.exists():
         loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line}

@@ -1,4 +1,4 @@
-"""Paged attention as its definition reads: gather, then softmax in float32. Slow, and what the others are held to."""
+"""Paged attention by definition: gather, then softmax in float32. Slow; other backends are tested against it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from engine.attention.backend import AttentionMetadata
 
 
 class ReferenceAttention:
-    """Runs on any device, block size and dtype; holds no state."""
+    """Supports any device, block size and dtype; stateless."""
 
     name = "reference"
 
     @staticmethod
     def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Always: this is the backend that has no conditions."""
         return True
 
     def forward(
@@ -43,7 +42,7 @@ class ReferenceAttention:
 def write_kv(
     kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, layer: int, slot_mapping: torch.Tensor
 ) -> None:
-    """Puts key and value [num_tokens, num_kv_heads, head_dim] into the slots of `layer`."""
+    """Writes key and value [num_tokens, num_kv_heads, head_dim] into the slots of `layer`."""
     block_size = kv_cache.shape[4]
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
     kv_cache[block_ids, layer, 0, :, offsets] = key
@@ -53,7 +52,7 @@ def write_kv(
 def gather_kv(
     kv_cache: torch.Tensor, block_table: torch.Tensor, *, layer: int, seq_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """keys, values, each [seq_len, num_kv_heads, head_dim]: the request's tokens in order, copied out of its pages."""
+    """keys, values, each [seq_len, num_kv_heads, head_dim], copied out of the request's pages."""
     block_size = kv_cache.shape[4]
     num_blocks = -(-seq_len // block_size)
     pages = kv_cache[block_table[:num_blocks].long(), layer]  # [blocks, 2, heads, block_size, head_dim]

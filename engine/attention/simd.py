@@ -1,13 +1,12 @@
-"""Sixteen floats as one value inside numba kernels, and memory by raw address.
+"""Vectors of sixteen floats in numba kernels, and memory by raw address.
 
-numba has no vector type and turns only simple loops into vector code; attention's loops are not simple. `Floats` is
-LLVM's <16 x float>: one AVX-512 register, or two or four narrower ones elsewhere, LLVM sees to it. Written with the
-usual operators; a multiplication and an addition that follow each other may become one rounding.
+numba has no vector type and vectorises only simple loops. `Floats` is LLVM's <16 x float>: one AVX-512 register, or
+several narrower ones, with the usual operators; a multiplication followed by an addition may be rounded once.
 
-bfloat16 in memory is uint16: the upper half of a float32. Kernels are generic over the element, `kind` being an example
-value of it: `BFLOAT16` or `FLOAT32`.
+bfloat16 in memory is uint16, the upper half of a float32. Kernels are generic over the element type; `kind` is an
+example value of it, `BFLOAT16` or `FLOAT32`.
 
-numba does not notice that a cached kernel depends on this file: after changing it, delete `__pycache__`.
+numba's cache does not depend on this file: delete `__pycache__` after changing it.
 """
 
 # Functions that numba calls with types have no useful annotations of their own.
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 WIDTH = 16
 SIGNATURE = types.void(types.CPointer(types.int64))
-"""Of every kernel: it gets the address of its int64 arguments."""
+"""Every kernel gets the address of its int64 arguments."""
 BFLOAT16 = np.uint16(0)
 FLOAT32 = np.float32(0)
 INT32 = np.int32(0)
@@ -45,8 +44,8 @@ _HALVES = ir.VectorType(_I16, WIDTH)
 
 
 def kernel(body):
-    """Compiles `void body(int64 *arguments)` at once, or takes it from numba's cache: beside the source, under
-    NUMBA_CACHE_DIR or in the home folder. Where none can be written it compiles at every start, a second per kernel."""
+    """Compiles `void body(int64 *arguments)`, or loads it from numba's cache beside the source, in NUMBA_CACHE_DIR or
+    in the home folder. Without a writable cache it compiles at every start, one second per kernel."""
     try:
         return cfunc(SIGNATURE, cache=True)(body)
     except RuntimeError as error:
@@ -112,7 +111,7 @@ def pointer(typingctx, address, kind):
 
 @intrinsic
 def next_task(typingctx, arguments):
-    """Draws the next task number from arguments[0], atomically among the threads."""
+    """Takes the next task number from arguments[0], atomically."""
 
     def codegen(context, builder, sig, args):
         return builder.atomic_rmw("add", args[0], ir.Constant(_I64, 1), "monotonic")
@@ -122,7 +121,7 @@ def next_task(typingctx, arguments):
 
 @intrinsic
 def as_double(typingctx, bits):
-    """The double whose bits are this int64: how a float travels among integer arguments."""
+    """The double whose bits are this int64: a float among integer arguments."""
 
     def codegen(context, builder, sig, args):
         return builder.bitcast(args[0], ir.DoubleType())
@@ -192,7 +191,7 @@ def rounded_to(typingctx, value, kind):
 
 @intrinsic
 def splat(typingctx, number):
-    """Sixteen times the same float32."""
+    """Sixteen copies of a float32."""
 
     def codegen(context, builder, sig, args):
         one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), args[0], ir.Constant(_I32, 0))
@@ -203,7 +202,7 @@ def splat(typingctx, number):
 
 @intrinsic
 def total(typingctx, value):
-    """Sum of the sixteen."""
+    """Sum of the elements."""
 
     def codegen(context, builder, sig, args):
         arguments = [ir.Constant(_F32, 0.0), args[0]]
@@ -214,7 +213,7 @@ def total(typingctx, value):
 
 @intrinsic
 def largest(typingctx, value):
-    """Maximum of the sixteen."""
+    """Maximum of the elements."""
 
     def codegen(context, builder, sig, args):
         return _call(builder, f"llvm.vector.reduce.fmax.v{WIDTH}f32", _F32, list(args), fastmath=("nnan",))
@@ -254,7 +253,7 @@ def floor(typingctx, value):
 
 @intrinsic
 def power_of_two(typingctx, exponent):
-    """2**n for whole n in [-126, 127], put together as exponent bits."""
+    """2**n for whole n in [-126, 127], built from exponent bits."""
 
     def codegen(context, builder, sig, args):
         biased = builder.add(builder.fptosi(args[0], _INTEGERS), _constant(127, integer=True))
@@ -265,7 +264,7 @@ def power_of_two(typingctx, exponent):
 
 @intrinsic
 def prefetch(typingctx, base, index):
-    """Asks for the cache line of base[index]; never faults."""
+    """Prefetches the cache line of base[index]; never faults."""
 
     def codegen(context, builder, sig, args):
         address = builder.bitcast(builder.gep(args[0], [args[1]]), _I8.as_pointer())
@@ -279,7 +278,7 @@ def prefetch(typingctx, base, index):
 
 @njit
 def exp(x):
-    """e**x within 2 ulp for x in [-87, 88], and that of the nearest end outside.
+    """e**x within 2 ulp for x in [-87, 88], clamped outside.
 
     x = n ln 2 + r with |r| <= ln 2 / 2; Taylor to r**7 leaves 5e-9.
     """

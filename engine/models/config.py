@@ -1,20 +1,73 @@
-"""What a checkpoint's config.json says, in the engine's words. Free of torch and of transformers.
+"""The model's shape from a checkpoint's config.json. Free of torch and of transformers.
 
-Both spellings are read: the old one (`rope_theta`, `rope_scaling`, `torch_dtype`) and that of transformers 5
-(`rope_parameters`, `dtype`, `layer_types`). Whatever the native decoder cannot compute exactly is refused by name.
+Reads the old field names (`rope_theta`, `rope_scaling`, `torch_dtype`) and those of transformers 5 (`rope_parameters`,
+`dtype`, `layer_types`). Features that the native decoder does not compute exactly are rejected by name.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import UnionType
+from typing import Any, Literal
 
 from engine.config import Dtype
-from engine.errors import UnsupportedModel, shown
+from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
 from engine.kv_layout import KVLayout
-from engine.models.config_fields import ConfigFields, read_json
-from engine.models.rope_parameters import RopeParameters, parse_rope
+
+
+class ConfigFields:
+    """Typed access to config.json; a field of the wrong type is rejected by name."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "") -> None:
+        self._raw = raw
+        self._where = where
+
+    def has(self, name: str) -> bool:
+        return name in self._raw
+
+    def raw(self, name: str) -> Any:
+        return self._raw.get(name)
+
+    def section(self, name: str) -> ConfigFields | None:
+        if self._raw.get(name) is None:
+            return None
+        return ConfigFields(self._typed(name, None, dict, "an object"), f"{self._where}{name}.")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        return int(self._typed(name, default, int, "an integer"))
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return float(self._typed(name, default, int | float, "a number"))
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self._raw.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self._typed(name, default, bool, "true or false"))
+
+    def _typed(self, name: str, default: object, kind: type | UnionType, wanted: str) -> Any:
+        value = self._raw.get(name)
+        value = default if value is None else value
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise UnsupportedModel(f"config.json: {self._where}{name} is {shown(value)}; it must be {wanted}")
+        return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of the checkpoint folder; raises InvalidCheckpoint."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidCheckpoint(f"cannot read {path.name} of the checkpoint: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidCheckpoint(f"{path.name} of the checkpoint is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidCheckpoint(f"{path.name} of the checkpoint is not a JSON object")
+    return value
+
 
 WeightDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -23,7 +76,7 @@ SUPPORTED_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What an architecture means where its config.json is silent (the defaults of transformers)."""
+    """Defaults of an architecture for missing fields, as in transformers."""
 
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -33,9 +86,9 @@ class _Family:
     """None: `attention_bias` decides, for the output projection too."""
     qk_norm: bool = False
     mlp_bias: bool = False
-    """Whether `mlp_bias` is looked at."""
+    """Whether `mlp_bias` is read."""
     window_is_optional: bool = False
-    """Whether `use_sliding_window`, `max_window_layers` and `layer_types` choose the layers that have a window."""
+    """Whether `use_sliding_window`, `max_window_layers` and `layer_types` choose the layers with a window."""
 
 
 _FAMILIES = {
@@ -47,6 +100,7 @@ _FAMILIES = {
     ),
 }
 SUPPORTED_ARCHITECTURES = tuple(sorted(_FAMILIES))
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +124,12 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]
-    """One per layer: w means that position p sees (p - w, p]; None sees everything before it."""
+    """One per layer: with w, position p sees (p - w, p]; None: all positions before it."""
     torch_dtype: WeightDtype
     """The checkpoint's own."""
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    """Of config.json and generation_config.json together, in that order."""
 
     def __post_init__(self) -> None:
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        )
-        for name in sizes:
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise UnsupportedModel(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:
@@ -95,37 +137,29 @@ class ModelConfig:
                 f"{self.num_heads} attention heads do not divide evenly among {self.num_kv_heads} key/value heads"
             )
         if self.head_dim % 2:
-            raise UnsupportedModel(f"head_dim {self.head_dim} is odd; rotary embedding turns pairs")
+            raise UnsupportedModel(f"head_dim {self.head_dim} is odd; rotary embedding rotates pairs")
         if len(self.sliding_windows) != self.num_layers:
             raise UnsupportedModel(f"layer_types names {len(self.sliding_windows)} layers of {self.num_layers}")
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> ModelConfig:
-        """Reads config.json (and eos ids of generation_config.json) of a checkpoint folder.
-
-        Raises UnsupportedModel, naming the field, for whatever the native decoder cannot run.
-        """
-        folder = Path(folder)
-        fields = ConfigFields(read_json(folder / "config.json"))
-        generation = folder / "generation_config.json"
-        extra_eos = _token_ids(read_json(generation).get("eos_token_id")) if generation.exists() else ()
-        return _parse(fields, extra_eos)
+        """Reads config.json. Raises UnsupportedModel, naming the field, for what the decoder does not support."""
+        return _parse(ConfigFields(read_json(Path(folder) / "config.json")))
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt + output in tokens that the positions were made for (yarn stretches the original length)."""
+        """Maximum prompt + output in tokens of the position embeddings; yarn scales the original length."""
         if self.rope.rope_type != "yarn":
             return self.max_position_embeddings
         return max(self.max_position_embeddings, int(self.rope.original_max_position_embeddings * self.rope.factor))
 
     def resolve_dtype(self, dtype: Dtype) -> Literal["float32", "bfloat16"]:
-        """What the engine's `dtype` setting means for this checkpoint: `auto` is its own, float16 runs as bfloat16."""
+        """The engine's `dtype` setting resolved: `auto` is the checkpoint's own, and float16 runs as bfloat16."""
         if dtype != "auto":
             return dtype
         return "float32" if self.torch_dtype == "float32" else "bfloat16"
 
     def kv_layout(self, *, dtype: Dtype, block_size: int) -> KVLayout:
-        """The page of this model's KV cache."""
         return KVLayout(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
@@ -135,7 +169,7 @@ class ModelConfig:
         )
 
 
-def _parse(fields: ConfigFields, extra_eos: tuple[int, ...]) -> ModelConfig:
+def _parse(fields: ConfigFields) -> ModelConfig:
     architecture, family = _architecture(fields)
     if (activation := fields.raw("hidden_act") or "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {shown(activation)} is not supported; supported: silu")
@@ -148,8 +182,6 @@ def _parse(fields: ConfigFields, extra_eos: tuple[int, ...]) -> ModelConfig:
     hidden_size = fields.integer("hidden_size")
     attention_bias = fields.flag("attention_bias")
     max_position = fields.integer("max_position_embeddings", family.max_position_embeddings)
-    eos = _token_ids(fields.raw("eos_token_id"))
-    bos = _token_ids(fields.raw("bos_token_id"))
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -169,8 +201,6 @@ def _parse(fields: ConfigFields, extra_eos: tuple[int, ...]) -> ModelConfig:
         qk_norm=family.qk_norm,
         sliding_windows=_sliding_windows(fields, family),
         torch_dtype=_torch_dtype(fields),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=tuple(dict.fromkeys((*eos, *extra_eos))),
     )
 
 
@@ -195,19 +225,11 @@ def _torch_dtype(fields: ConfigFields) -> WeightDtype:
     )
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
-    """One id, a list of ids or nothing."""
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in values):
-        raise UnsupportedModel(f"special token ids {shown(value)} are not whole numbers")
-    return tuple(values)
-
-
 def _sliding_windows(fields: ConfigFields, family: _Family) -> tuple[int | None, ...]:
     num_layers = fields.integer("num_hidden_layers")
     if family.sliding_window is None:
         return (None,) * num_layers
-    # An explicit null means no window; only a missing field means the family's default.
+    # An explicit null means no window; only a missing field has the family's default.
     has_field = fields.has("sliding_window")
     window = fields.raw("sliding_window") if has_field else family.sliding_window
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
@@ -231,3 +253,72 @@ def _window_of(layer_type: object, window: int | None) -> int | None:
     raise UnsupportedModel(
         f"layer type {shown(layer_type)} is not supported; supported: full_attention, sliding_attention"
     )
+
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+SUPPORTED_ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeParameters:
+    """The frequencies of rotary embedding. Fields of other types keep their defaults."""
+
+    rope_type: RopeType
+    theta: float
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    """llama3 and yarn: the length of the original training."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def parse_rope(fields: ConfigFields, max_position_embeddings: int) -> RopeParameters:
+    """Reads `rope_parameters`, or `rope_scaling` and `rope_theta`; without them plain RoPE with theta 10000."""
+    scaling = fields.section("rope_scaling") or fields.section("rope_parameters") or ConfigFields({})
+    theta = scaling.number("rope_theta", fields.number("rope_theta", 10000.0))
+    partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+    rope_type = _rope_type(scaling)
+    if rope_type == "default":
+        return RopeParameters(rope_type, theta)
+    if rope_type == "linear":
+        return RopeParameters(rope_type, theta, factor=scaling.number("factor"))
+    # As in transformers a length at the top level overrides the one beside the factor.
+    original = scaling.integer("original_max_position_embeddings", max_position_embeddings)
+    original = fields.integer("original_max_position_embeddings", original)
+    if rope_type == "llama3":
+        return RopeParameters(
+            rope_type,
+            theta,
+            factor=scaling.number("factor"),
+            original_max_position_embeddings=original,
+            low_freq_factor=scaling.number("low_freq_factor"),
+            high_freq_factor=scaling.number("high_freq_factor"),
+        )
+    return RopeParameters(
+        rope_type,
+        theta,
+        factor=scaling.number("factor", max_position_embeddings / original),
+        original_max_position_embeddings=original,
+        attention_factor=scaling.optional_number("attention_factor"),
+        beta_fast=scaling.optional_number("beta_fast") or 32.0,
+        beta_slow=scaling.optional_number("beta_slow") or 1.0,
+        mscale=scaling.optional_number("mscale"),
+        mscale_all_dim=scaling.optional_number("mscale_all_dim"),
+        truncate=scaling.flag("truncate", True),
+    )
+
+
+def _rope_type(scaling: ConfigFields) -> RopeType:
+    name = scaling.raw("rope_type") or scaling.raw("type") or "default"
+    for rope_type in SUPPORTED_ROPE_TYPES:
+        if name == rope_type:
+            return rope_type
+    raise UnsupportedModel(f"RoPE type {shown(name)} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")

@@ -1,15 +1,21 @@
-"""The small steps between the matrix products: residual + RMSNorm, q/k norm + RoPE, SiLU * up.
+"""Elementwise operations of the decoder: residual + RMSNorm, q/k norm + RoPE, SiLU * up.
 
-Here they are torch operations, for any device; on CPU `engine.models.elementwise_cpu` does each in one compiled call.
-Rounding follows transformers: normalised values return to the element type before they meet the weight.
+`Elementwise` runs on any device; on CPU `CompiledElementwise` does each in one compiled call. As in transformers
+normalised values are rounded to the element type before they are multiplied by the weight.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+
+from engine.attention.cpu import bits_of
+from engine.attention.openmp import launcher_for
+from engine.attention.simd import WIDTH
+from engine.models import elementwise_kernels as kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,41 +29,20 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """How a row of the fused projection divides: query heads, key heads, value heads, each of head_dim elements."""
+    """Layout of a row of the fused projection: query, key and value heads, each of head_dim elements."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
 
 
-class Elementwise(Protocol):
-    """The steps as the decoder calls them."""
+class Elementwise:
+    """Torch operations, for any device and dtype. Stateless."""
 
     def add_rms_norm(
         self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """residual += x in place (unless x is None), then RMSNorm(residual) * weight; all [rows, hidden]."""
-        ...
-
-    def rotate(
-        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape, norm: HeadNorm | None
-    ) -> None:
-        """Normalises (if `norm`) and rotates the query and key heads of qkv [rows, heads * head_dim] in place;
-        cos, sin float32 [rows, head_dim / 2]."""
-        ...
-
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[rows, 2 * n] -> silu(first half) * second half, [rows, n]."""
-        ...
-
-
-class TorchElementwise:
-    """Any device and dtype."""
-
-    def add_rms_norm(
-        self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        """See `Elementwise.add_rms_norm`."""
         if x is not None:
             residual += x
         return _rms_norm(residual, weight, eps)
@@ -65,7 +50,8 @@ class TorchElementwise:
     def rotate(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape, norm: HeadNorm | None
     ) -> None:
-        """See `Elementwise.rotate`."""
+        """Normalises (if `norm`) and rotates the query and key heads of qkv [rows, heads * head_dim] in place;
+        cos, sin float32 [rows, head_dim / 2]."""
         heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
         query, key, _ = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
         if norm is not None:
@@ -77,7 +63,7 @@ class TorchElementwise:
         rotated.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `Elementwise.silu_and_mul`."""
+        """[rows, 2 * n] -> silu(first half) * second half, [rows, n]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
@@ -91,11 +77,72 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 def elementwise_for(
     device: torch.device, dtype: torch.dtype, *, row_sizes: tuple[int, ...], head_dim: int
 ) -> Elementwise:
-    """What is fast on this device: on CPU compiled loops, if rows and half heads are whole vectors."""
-    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
-        from engine.attention.simd import WIDTH
-        from engine.models.elementwise_cpu import CompiledElementwise
+    """The fastest implementation: compiled on CPU if rows and half heads are whole vectors, else torch."""
+    is_compiled = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    if is_compiled and all(size % WIDTH == 0 for size in (*row_sizes, head_dim // 2)):
+        return CompiledElementwise()
+    return Elementwise()
 
-        if all(size % WIDTH == 0 for size in (*row_sizes, head_dim // 2)):
-            return CompiledElementwise()
-    return TorchElementwise()
+
+SERIAL_ELEMENTS = 1 << 15
+"""Below this many elements one thread finishes before a second has started."""
+
+_NormArguments = ctypes.c_int64 * 8
+_RotateArguments = ctypes.c_int64 * 12
+_SiluArguments = ctypes.c_int64 * 5
+
+
+class CompiledElementwise(Elementwise):
+    """float32 and bfloat16 on CPU, each operation in one compiled call."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        output = torch.empty_like(residual)
+        rows, hidden = residual.shape
+        arguments = _NormArguments(
+            0,
+            rows,
+            hidden,
+            0 if x is None else x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            output.data_ptr(),
+            bits_of(eps),
+        )
+        _launch(kernels.add_rms_norm_address, residual.dtype, rows * hidden, arguments)
+        return output
+
+    def rotate(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape, norm: HeadNorm | None
+    ) -> None:
+        rows, stride = qkv.shape
+        arguments = _RotateArguments(
+            0,
+            rows,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            qkv.data_ptr(),
+            stride,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            0 if norm is None else norm.query_weight.data_ptr(),
+            0 if norm is None else norm.key_weight.data_ptr(),
+            0 if norm is None else bits_of(norm.eps),
+        )
+        _launch(kernels.rotate_address, qkv.dtype, rows * stride, arguments)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+        output = torch.empty((rows, columns), dtype=gate_up.dtype)
+        arguments = _SiluArguments(0, rows, columns, gate_up.data_ptr(), output.data_ptr())
+        _launch(kernels.silu_and_mul_address, gate_up.dtype, rows * columns, arguments)
+        return output
+
+
+def _launch(
+    address_of: Callable[[bool], int], dtype: torch.dtype, num_elements: int, arguments: ctypes.Array[ctypes.c_int64]
+) -> None:
+    num_threads = torch.get_num_threads() if num_elements >= SERIAL_ELEMENTS else 1
+    launcher_for(address_of, dtype)(num_threads, ctypes.addressof(arguments))

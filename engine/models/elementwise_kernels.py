@@ -1,6 +1,6 @@
-"""Compiled loops of the decoder's small steps. Called by `engine.models.elementwise_cpu` alone, with addresses.
+"""Compiled kernels of the elementwise operations, called with addresses by `engine.models.elementwise`.
 
-The task of each is one row. See `engine.attention.openmp` for how they run and what arguments[0] is.
+One task is one row. `engine.attention.openmp` says how kernels run and what arguments[0] is.
 """
 
 # The compiled bodies are typed by numba, not by annotations.

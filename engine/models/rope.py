@@ -1,6 +1,6 @@
 """Rotary position embedding: cosines and sines of a step's tokens, equal to transformers' in float32.
 
-Nothing is tabulated by position: a step needs the angles of its own tokens only, once for all layers.
+There is no table by position: a step needs the angles of its own tokens, once for all layers.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import math
 
 import torch
 
-from engine.models.rope_parameters import RopeParameters
+from engine.models.config import RopeParameters
 
 
 class RotaryEmbedding:
-    """Turns pair i of a head, elements (i, i + head_dim / 2), by position * inv_freq[i]."""
+    """Rotates pair i of a head, elements (i, i + head_dim / 2), by position * inv_freq[i]."""
 
     def __init__(self, rope: RopeParameters, *, head_dim: int, device: torch.device) -> None:
         self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
@@ -41,7 +41,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeParameters) -> float:
-    """What yarn multiplies cosines and sines by (YaRN, arXiv 2309.00071, section 3.4); 1 for the others."""
+    """Factor of cosines and sines for yarn (arXiv 2309.00071, section 3.4); 1 for other types."""
     if rope.rope_type != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -56,7 +56,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _llama3(rope: RopeParameters, base: torch.Tensor) -> torch.Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between blended by their turns in the old length."""
+    """Low frequencies are divided by `factor`, high ones kept, and those between blended."""
     turns = rope.original_max_position_embeddings / (2 * math.pi / base)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * base / rope.factor + blend * base
@@ -66,7 +66,7 @@ def _llama3(rope: RopeParameters, base: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeParameters, wave: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Pairs turning over beta_fast times in the old length are kept, those below beta_slow slowed by `factor`."""
+    """Pairs with over beta_fast turns in the original length are kept, below beta_slow divided by `factor`."""
 
     def pair_turning(times: float) -> float:
         ratio = rope.original_max_position_embeddings / (times * 2 * math.pi)

@@ -1,7 +1,7 @@
-"""Where a model's tensors come from: safetensors files, or lively random numbers. Never a pickle.
+"""Sources of a model's tensors: safetensors files, or random numbers. Never a pickle.
 
-A source hands out each tensor once, by name and expected shape, so that a missing, mis-shaped or left-over tensor is
-found and named. Tensors of files are mapped, not read, until they are taken.
+A source returns each tensor once, by name and expected shape, so that a missing, mis-shaped or unused tensor is named.
+Tensors of files are mapped and not read until they are taken.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import InvalidCheckpoint, shown
-from engine.models.config_fields import read_json
+from engine.models.config import read_json
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -23,15 +23,13 @@ _MAX_NAMED = 5
 
 
 class WeightSource(Protocol):
-    """Gives each tensor of a model once."""
+    """Returns each tensor of a model once."""
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor called `name`, of this shape, on the source's device and of its dtype."""
-        ...
 
     def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
-        """Raises InvalidCheckpoint if tensors are left that nobody took; `ignored` are ends of names that may be."""
-        ...
+        """Raises InvalidCheckpoint if tensors were not taken; names ending in one of `ignored` may be left."""
 
 
 class SafetensorsWeights:
@@ -41,7 +39,7 @@ class SafetensorsWeights:
         self._dtype = dtype
         self._device = device
         self._file_of: dict[str, str] = {}
-        self._files: dict[str, Any] = {}  # handles of safetensors, which has no types
+        self._files: dict[str, Any] = {}  # untyped handles of safetensors
         folder = Path(folder)
         for file_name in _shards(folder):
             self._files[file_name] = _open(folder / file_name)
@@ -60,27 +58,26 @@ class SafetensorsWeights:
         if tuple(tensor.shape) != shape:
             found = list(tensor.shape)
             raise InvalidCheckpoint(
-                f"tensor {shown(name)} of {file_name} has shape {found}; config.json means {list(shape)}"
+                f"tensor {shown(name)} of {file_name} has shape {found}; config.json requires {list(shape)}"
             )
         if tensor.dtype not in _READABLE:
             raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} is {tensor.dtype}; supported: {_READABLE}")
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
-        """See `WeightSource.finish`."""
         left = sorted(name for name in self._file_of if not name.endswith(ignored))
         if left:
             named = ", ".join(f"{shown(name)} of {self._file_of[name]}" for name in left[:_MAX_NAMED])
             more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
             raise InvalidCheckpoint(
-                f"the checkpoint holds tensors that the architecture has no place for: {named}{more}"
+                f"the checkpoint contains tensors that the architecture does not use: {named}{more}"
             )
 
 
 class DummyWeights:
-    """Random weights that make varied output: matrices of std 2/sqrt(fan_in), embeddings 1, biases 0.1, norms 1.
+    """Random weights with varied output: matrices of std 2/sqrt(fan_in), embeddings 1, biases 0.1, norms 1.
 
-    A tensor depends on (seed, name, shape) alone, so two processes that load in another order agree.
+    A tensor depends on (seed, name, shape) alone, and not on the order of loading.
     """
 
     def __init__(self, seed: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -89,27 +86,26 @@ class DummyWeights:
         self._device = device
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """See `WeightSource.take`."""
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         std = 1.0 if "embed" in name else 0.1 if len(shape) == 1 else 2.0 / shape[-1] ** 0.5
         digest = hashlib.sha256(f"{self._seed}:{name}:{shape}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        # Uniform numbers are drawn several times faster than normal ones, and large dummies are for benchmarks.
+        # Uniform numbers are generated several times faster than normal ones.
         limit = std * 3**0.5
         return (
             torch.empty(shape).uniform_(-limit, limit, generator=generator).to(device=self._device, dtype=self._dtype)
         )
 
     def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
-        """See `WeightSource.finish`: nothing is ever left."""
+        """See `WeightSource.finish`."""
 
 
 def _shards(folder: Path) -> list[str]:
     if (folder / _SINGLE).exists():
         return [_SINGLE]
     if not (folder / _INDEX).exists():
-        raise InvalidCheckpoint(f"the checkpoint has neither {_SINGLE} nor {_INDEX}; other formats are not read")
+        raise InvalidCheckpoint(f"the checkpoint has neither {_SINGLE} nor {_INDEX}; other formats are not supported")
     weight_map = read_json(folder / _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise InvalidCheckpoint(f"{_INDEX} has no weight_map from tensors to files")
@@ -126,4 +122,4 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise InvalidCheckpoint(f"{path.name} is not a whole safetensors file: {error}") from error
+        raise InvalidCheckpoint(f"{path.name} is not a complete safetensors file: {error}") from error

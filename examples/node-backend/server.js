@@ -21,7 +21,7 @@ const server = createServer(async (request, response) => {
     return;
   }
   const gone = new AbortController();
-  response.on("close", () => gone.abort()); // whoever hangs up pays for no more tokens
+  response.on("close", () => gone.abort()); // a client that disconnects ends its request
   try {
     const question = {
       chat: { messages: [{ role: "user", content: await body(request) }] },

@@ -1,1 +1,1 @@
-"""What the router takes on: budgets, a fair queue, refusals. The way in is door.py; docs/admission.md says why."""
+"""Which requests the router admits: limits, a fair queue, rejections. Start at controller.py; see docs/admission.md."""

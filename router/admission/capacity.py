@@ -1,7 +1,9 @@
-"""What the pools can carry, from what their instances say of themselves, and how much of it this router may use.
+"""The capacity of the pools, the part of it that this router may use, and what its requests in flight use of it.
 
-Pure: two snapshots in, a `Capacity` out; a `Capacity` and the settings in, `Limits` out. What an instance does not tell
-bounds nothing. Instances come and go and the limits follow with the next look.
+    views of both pools ──capacity_of──▶ Capacity ──limits_of──▶ Limits ──Usage.exceeded_limit──▶ admitted or not
+
+An amount that an instance does not report limits nothing. Instances come and go, and the limits follow with the next
+snapshot. A request is charged what it is expected to use, not the most that it may (OutputLengths in controller.py).
 """
 
 from __future__ import annotations
@@ -10,17 +12,19 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from router.config import AdmissionSettings
-from router.pools.instances import InstanceView
+from router.admission.settings import AdmissionSettings
+from router.pools.instance_info import InstanceView
+from router.request.generation_request import GenerationRequest
 
 _WINDOW_S = 1.0
-_LEAST_OF_BLOCKS = 0.5
+_GUARANTEED_PART_OF_BLOCKS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the ready instances of both pools have. None: at least one of them does not tell."""
+    """The totals of the ready instances. None: at least one of them does not report the amount."""
 
     num_instances: int = 0
     """Decode instances that may be picked."""
@@ -31,16 +35,16 @@ class Capacity:
     block_size: int = 1
     """Tokens in a block."""
     num_batched_tokens: int | None = None
-    """Prompt tokens that the instances which prefill compute in one step."""
+    """Prompt tokens that the prefilling instances compute in one step."""
     used_sequences: int = 0
-    """Choices at the decode instances, whoever sent them."""
+    """Choices at the decode instances, of all routers."""
     used_blocks: int = 0
-    """Blocks of the decode instances that are in use."""
+    """Blocks of the decode instances in use."""
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
-    """What the instances report beyond what this router has there."""
+class ExternalLoad:
+    """The load that instances report beyond what this router has sent them."""
 
     num_sequences: int = 0
     num_blocks: int = 0
@@ -62,23 +66,22 @@ def capacity_of(decode: Sequence[InstanceView], prefill: Sequence[InstanceView])
     """Sums over the instances that may be picked. Without prefill instances the decode instances prefill."""
     ready = [view for view in decode if view.out is None]
     prefilling = [view for view in prefill if view.out is None] or ready
-    num_blocks = _told(view.info.num_blocks for view in ready)
     return Capacity(
         num_instances=len(ready),
-        num_sequences=_told(view.info.max_num_seqs for view in ready),
-        num_blocks=num_blocks,
+        num_sequences=_total(view.info.max_num_seqs for view in ready),
+        num_blocks=_total(view.info.num_blocks for view in ready),
         block_size=max((view.info.identity.block_size for view in ready), default=0) or 1,
-        num_batched_tokens=_told(view.info.max_num_batched_tokens for view in prefilling),
+        num_batched_tokens=_total(view.info.max_num_batched_tokens for view in prefilling),
         used_sequences=sum(map(_num_sequences, ready)),
         used_blocks=sum(view.info.num_blocks - view.load.free_blocks - view.load.cached_blocks for view in ready),
     )
 
 
-def limits_of(capacity: Capacity, foreign: Foreign, settings: AdmissionSettings) -> Limits:
+def limits_of(capacity: Capacity, external: ExternalLoad, settings: AdmissionSettings) -> Limits:
     """What one of `settings.num_routers` routers may use of `capacity`.
 
-    Each is sure of its equal part of the sequences and takes what the others leave. Of the blocks it is sure of half
-    its part: use beyond what was expected may be its own.
+    Each is guaranteed its equal part of the sequences and takes what the others leave. Of the blocks it is guaranteed
+    half its part: use beyond what was expected may be its own.
     """
     sequences = _times(settings.sequence_fraction, capacity.num_sequences)
     blocks = _times(settings.block_fraction, capacity.num_blocks)
@@ -86,30 +89,94 @@ def limits_of(capacity: Capacity, foreign: Foreign, settings: AdmissionSettings)
     return Limits(
         num_requests=settings.max_requests,
         num_tokens=settings.max_tokens,
-        num_sequences=max(sequences - foreign.num_sequences, sequences * part),
-        num_blocks=max(blocks - foreign.num_blocks, blocks * part * _LEAST_OF_BLOCKS),
+        num_sequences=max(sequences - external.num_sequences, sequences * part),
+        num_blocks=max(blocks - external.num_blocks, blocks * part * _GUARANTEED_PART_OF_BLOCKS),
         num_prefill_tokens=_times(settings.prefill_steps * part, capacity.num_batched_tokens),
     )
 
 
-class ForeignLoad:
-    """What others use, as far as it lasted: the least of the last second, since a report is always a little old."""
+class ExternalLoadEstimator:
+    """The least external load of the last second, since a report is always a little old."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, Foreign]] = deque()
+        self._samples: deque[tuple[float, ExternalLoad]] = deque()
 
-    def observe(self, capacity: Capacity, num_own_sequences: int, num_own_blocks: int, now_s: float) -> Foreign:
-        """Sets a look at the instances against what this router has in flight."""
-        num_sequences = max(capacity.used_sequences - num_own_sequences, 0)
-        num_blocks = max(capacity.used_blocks - num_own_blocks, 0)
-        while self._seen and now_s - self._seen[0][0] > _WINDOW_S:
-            self._seen.popleft()
-        is_new = not self._seen
-        self._seen.append((now_s, Foreign(num_sequences, num_blocks)))
-        if is_new:
-            return Foreign()
-        seen = [foreign for _, foreign in self._seen]
-        return Foreign(min(one.num_sequences for one in seen), min(one.num_blocks for one in seen))
+    def observe(self, capacity: Capacity, num_own_sequences: int, num_own_blocks: int, now_s: float) -> ExternalLoad:
+        """Compares the reported use with what this router has in flight."""
+        while self._samples and now_s - self._samples[0][0] > _WINDOW_S:
+            self._samples.popleft()
+        is_first = not self._samples
+        sample = ExternalLoad(
+            max(capacity.used_sequences - num_own_sequences, 0), max(capacity.used_blocks - num_own_blocks, 0)
+        )
+        self._samples.append((now_s, sample))
+        if is_first:
+            return ExternalLoad()
+        samples = [one for _, one in self._samples]
+        return ExternalLoad(min(one.num_sequences for one in samples), min(one.num_blocks for one in samples))
+
+
+class Charge(NamedTuple):
+    """What one request counts for while it is in flight."""
+
+    num_sequences: int
+    num_tokens: int
+    """Prompt and expected output of every choice."""
+    num_blocks: int
+    num_prefill_tokens: int
+    """Until the first token."""
+
+    @classmethod
+    def of(cls, request: GenerationRequest, num_output_tokens: int, block_size: int) -> Charge:
+        """For `request`, each of whose choices is expected to generate `num_output_tokens`."""
+        num_choices, num_tokens = request.params.n, request.num_prompt_tokens + num_output_tokens
+        num_blocks = -(-num_tokens // block_size)
+        return cls(num_choices, num_choices * num_tokens, num_choices * num_blocks, request.num_prompt_tokens)
+
+
+@dataclass(slots=True)
+class Usage:
+    """The sum of the charges in flight. Every charge that is added is removed once."""
+
+    num_requests: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_blocks: int = 0
+    num_prefill_tokens: int = 0
+
+    def add(self, charge: Charge) -> None:
+        self._add(charge, 1)
+        self.num_prefill_tokens += charge.num_prefill_tokens
+
+    def prefilled(self, charge: Charge) -> None:
+        self.num_prefill_tokens -= charge.num_prefill_tokens
+
+    def remove(self, charge: Charge) -> None:
+        """A request is over; `prefilled` has been called."""
+        self._add(charge, -1)
+
+    def exceeded_limit(self, charge: Charge, limits: Limits) -> str | None:
+        """Which limit one more request would exceed; None if it fits. A single request always fits."""
+        if not self.num_requests:
+            return None
+        if self.num_requests >= limits.num_requests:
+            return f"{self.num_requests} requests are in flight, the most allowed"
+        for name, used, more, limit in (
+            ("tokens", self.num_tokens, charge.num_tokens, limits.num_tokens),
+            ("choices", self.num_sequences, charge.num_sequences, limits.num_sequences),
+            ("KV blocks", self.num_blocks, charge.num_blocks, limits.num_blocks),
+        ):
+            if used + more > limit:
+                return f"{more} {name} more than the {used} in flight would exceed {limit:.0f}"
+        if self.num_prefill_tokens >= limits.num_prefill_tokens:
+            return f"{self.num_prefill_tokens} prompt tokens are being prefilled, the most allowed"
+        return None
+
+    def _add(self, charge: Charge, sign: int) -> None:
+        self.num_requests += sign
+        self.num_sequences += sign * charge.num_sequences
+        self.num_tokens += sign * charge.num_tokens
+        self.num_blocks += sign * charge.num_blocks
 
 
 def _num_sequences(view: InstanceView) -> int:
@@ -119,8 +186,8 @@ def _num_sequences(view: InstanceView) -> int:
     return load.num_waiting + view.num_unreported + running
 
 
-def _told(values: Iterable[int]) -> int | None:
-    """The sum, None where somebody says nothing."""
+def _total(values: Iterable[int]) -> int | None:
+    """The sum; None if a value is missing."""
     listed = list(values)
     return sum(listed) if listed and all(listed) else None
 

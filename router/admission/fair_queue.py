@@ -1,35 +1,78 @@
-"""Who goes next when not all can: fair between flows, by priority and then by arrival within one.
+"""A fair queue: fair between flows, by priority and then by arrival within one flow.
 
     push ─▶ queued ──start──▶ in service ──finish──▶ gone
               └──remove──▶ gone
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): a flow's tag is the virtual time at which its next entry
-may start. The backlogged flow with the smallest tag goes next, virtual time moves to that tag, and the flow's tag moves
-on by cost / weight. A flow that comes back starts at the virtual time: idleness earns nothing, and what others took
-meanwhile is not held against them. A cost is charged by estimate at the start and corrected at the finish, as in the
-virtual token counter (Sheng et al., OSDI 2024): nobody gains by being underestimated.
+may start. The backlogged flow with the smallest tag is next, virtual time moves to that tag, and the flow's tag moves
+on by cost / weight. A flow that comes back starts at the virtual time: idleness earns no credit, and others' service
+meanwhile costs none. An entry is charged its estimated cost at the start, corrected at the finish, as in the
+virtual token counter (Sheng et al., OSDI 2024), so that underestimation gains nothing.
 
-Pure: no clock and no waiting. A flow is forgotten when it holds nothing and owes nothing, all of them when the house is
-empty; beyond `max_flows` newcomers share one flow, so that strangers cost bounded memory.
+Pure: it reads no clock and never waits. A flow is forgotten when it holds nothing and owes nothing; all are forgotten
+when the queue is empty. Beyond `max_flows` new flows share one, so that unknown names cost bounded memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Generic, TypeVar
 
-from router.admission.service_rate import ServiceRate
+_DECAY_S = 20.0
+_MIN_NUM_SERVED = 3.0
+_MIN_WAITING_S = 0.5
+_GUESS_S = 4.0
+
+
+@dataclass(slots=True)
+class ServiceRate:
+    """The rate at which a queue is served while it is backlogged, from which waits are predicted. Times are arguments.
+
+    Only time in which something waited counts, and only what was served in that time: the rate of an underloaded
+    system says nothing about a saturated one. Old observations decay, over time of waiting.
+    """
+
+    _at_s: float = 0.0
+    _waiting: bool = False
+    _waiting_s: float = 0.0
+    _cost: float = 0.0
+    _num_served: float = 0.0
+
+    def observe(self, now_s: float, *, waiting: bool, cost: float = 0.0) -> None:
+        """An entry was served (`cost` over 0), added or removed; `waiting`: whether entries wait from now on."""
+        if self._waiting:
+            elapsed_s = max(now_s - self._at_s, 0.0)
+            kept = math.exp(-elapsed_s / _DECAY_S)
+            self._waiting_s = self._waiting_s * kept + elapsed_s
+            self._cost = self._cost * kept + cost
+            self._num_served = self._num_served * kept + (cost > 0)
+        self._at_s, self._waiting = now_s, waiting
+
+    def per_s(self, guess_per_s: float | None = None) -> float | None:
+        """Cost per second. A guess has the weight of four observed seconds; None without guess and observations."""
+        if guess_per_s is not None:
+            return (self._cost + guess_per_s * _GUESS_S) / (self._waiting_s + _GUESS_S)
+        if self._num_served < _MIN_NUM_SERVED or self._waiting_s < _MIN_WAITING_S:
+            return None
+        return self._cost / self._waiting_s
+
+    def reset(self) -> None:
+        """What serves has changed."""
+        self._waiting_s = self._cost = self._num_served = 0.0
+
 
 T = TypeVar("T")
 
-OTHERS = "*"
-"""The flow of newcomers that cannot be told apart any more."""
+OVERFLOW_FLOW = "*"
+"""The flow that new flows share when `max_flows` are tracked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a flow is entitled to: its part relative to the others', and bounds on what it has in service."""
+    """A flow's weight relative to the others', and limits on what it has in service."""
 
     weight: float = 1.0
     max_entries: int | None = None
@@ -67,7 +110,7 @@ class _Flow(Generic[T]):
         return next(iter(self.lines[max(self.lines)]))
 
     def may_start(self) -> bool:
-        """Whether the head is within the flow's own bounds; the only one in service always is."""
+        """Whether the head is within the flow's own limits; a single entry in service always is."""
         share = self.share
         if not self.num_in_service:
             return True
@@ -77,26 +120,25 @@ class _Flow(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """The queue. Whoever owns it decides when there is room, asks for the `head` and starts it."""
+    """The queue. Its owner decides when there is room, gets the `head` and starts it."""
 
     def __init__(self, share_of: Callable[[str], Share], max_flows: int) -> None:
         self._share_of = share_of
         self._max_flows = max_flows
         self._flows: dict[str, _Flow[T]] = {}
         self._backlogged: dict[str, _Flow[T]] = {}
-        self._now = 0.0  # virtual time
+        self._virtual_time = 0.0
         self.num_queued = 0
         self.queued_cost = 0.0
         self.num_in_service = 0
 
     @property
     def num_flows(self) -> int:
-        """Flows that are remembered."""
         return len(self._flows)
 
     @property
     def num_backlogged(self) -> int:
-        """Flows that have something queued."""
+        """Flows with queued entries."""
         return len(self._backlogged)
 
     def queued_in(self, flow: str) -> tuple[int, float]:
@@ -116,33 +158,33 @@ class FairQueue(Generic[T]):
         self.queued_cost += cost
         return entry
 
-    def stays(self, entry: Entry[T], now_s: float) -> None:
-        """It was not started as soon as it was pushed: from now on its flow waits."""
+    def wait_begins(self, entry: Entry[T], now_s: float) -> None:
+        """The entry was not started when it was pushed: from now on its flow waits."""
         self._flows[entry.flow].rate.observe(now_s, waiting=True)
 
     def remove(self, entry: Entry[T], now_s: float) -> None:
-        """Takes a queued entry out."""
         flow = self._take_out(entry)
         flow.rate.observe(now_s, waiting=flow.num_queued > 0)
         self._forget_if_idle(flow)
 
     def head(self) -> Entry[T] | None:
-        """The one to start next; None if nobody is queued or everybody who is has all that its share allows."""
-        flow = min((flow for flow in self._backlogged.values() if flow.may_start()), key=_tag, default=None)
+        """The entry to start next; None if none is queued or every backlogged flow is at its own limits."""
+        startable = (flow for flow in self._backlogged.values() if flow.may_start())
+        flow = min(startable, key=attrgetter("tag"), default=None)
         return flow.head() if flow is not None else None
 
     def start(self, entry: Entry[T], now_s: float) -> None:
         """Moves a queued entry into service and charges its flow."""
         flow = self._take_out(entry)
-        self._now = max(self._now, flow.tag)  # whoever was idle, or held back by its own bounds, has earned nothing
-        flow.tag = self._now + entry.cost / flow.share.weight
+        self._virtual_time = max(self._virtual_time, flow.tag)  # a flow that was idle or at its limits has no credit
+        flow.tag = self._virtual_time + entry.cost / flow.share.weight
         flow.num_in_service += 1
         flow.cost_in_service += entry.cost
         self.num_in_service += 1
         flow.rate.observe(now_s, waiting=flow.num_queued > 0, cost=entry.cost)
 
     def finish(self, entry: Entry[T], actual_cost: float) -> None:
-        """Takes an entry out of service; its flow is charged what it really cost."""
+        """Takes an entry out of service; its flow is charged the actual cost."""
         flow = self._flows[entry.flow]
         flow.num_in_service -= 1
         flow.cost_in_service -= entry.cost
@@ -156,10 +198,10 @@ class FairQueue(Generic[T]):
         return next(reversed(known.lines[min(known.lines)])) if known is not None else None
 
     def predicted_wait_s(self, entry: Entry[T], rate_per_s: float | None) -> float | None:
-        """Seconds until an entry that has just been pushed starts; None if nobody knows.
+        """Seconds until an entry that has just been pushed starts; None if unknown.
 
-        By the rate at which its flow was served while it waited. Before much of that has been seen, by the part of
-        `rate_per_s`, the rate at which all are served, that the others are likely to leave it.
+        By the rate at which its flow was served while it waited. Until enough of that is observed, by the part of
+        `rate_per_s`, the rate at which all flows are served, that the others are likely to leave it.
         """
         flow = self._backlogged[entry.flow]
         behind = sum(other.cost for priority, line in flow.lines.items() if priority < entry.priority for other in line)
@@ -167,20 +209,20 @@ class FairQueue(Generic[T]):
         rate = flow.rate.per_s(self._likely_part(flow) * rate_per_s if rate_per_s is not None else None)
         return ahead / rate if rate else None
 
-    def forget_rates(self) -> None:
+    def reset_rates(self) -> None:
         """What serves has changed."""
         for flow in self._flows.values():
-            flow.rate.forget()
+            flow.rate.reset()
 
     def _likely_part(self, flow: _Flow[T]) -> float:
-        """The part of all service that a backlogged flow can count on: its weight's part of what those leave who have
-        nothing queued, at least its part among all."""
-        everybody = sum(other.share.weight for other in self._flows.values())
+        """The part of all service that a backlogged flow can expect: its weight's part of what the flows without queue
+        leave, at least its part among all."""
+        all_weights = sum(other.share.weight for other in self._flows.values())
         backlogged = sum(other.share.weight for other in self._backlogged.values())
         in_service = sum(other.cost_in_service for other in self._flows.values())
         of_backlogged = sum(other.cost_in_service for other in self._backlogged.values())
         left = of_backlogged / in_service if in_service else 1.0
-        return max(flow.share.weight / everybody, left * flow.share.weight / backlogged)
+        return max(flow.share.weight / all_weights, left * flow.share.weight / backlogged)
 
     def _take_out(self, entry: Entry[T]) -> _Flow[T]:
         flow = self._flows[entry.flow]
@@ -199,22 +241,18 @@ class FairQueue(Generic[T]):
     def _flow(self, name: str) -> _Flow[T]:
         if (known := self._flows.get(name)) is not None:
             return known
-        if len(self._flows) >= self._max_flows and name != OTHERS:
+        if len(self._flows) >= self._max_flows and name != OVERFLOW_FLOW:
             idle = (flow for flow in self._flows.values() if not flow.num_queued and not flow.num_in_service)
-            if (least := min(idle, key=_tag, default=None)) is None:
-                return self._flow(OTHERS)
+            if (least := min(idle, key=attrgetter("tag"), default=None)) is None:
+                return self._flow(OVERFLOW_FLOW)
             del self._flows[least.name]
-        flow: _Flow[T] = _Flow(name, self._share_of(name), self._now)
+        flow: _Flow[T] = _Flow(name, self._share_of(name), self._virtual_time)
         self._flows[name] = flow
         return flow
 
     def _forget_if_idle(self, flow: _Flow[T]) -> None:
         if not self.num_queued and not self.num_in_service:
             self._flows.clear()
-            self._now = self.queued_cost = 0.0
-        elif not flow.num_queued and not flow.num_in_service and flow.tag <= self._now:
+            self._virtual_time = self.queued_cost = 0.0
+        elif not flow.num_queued and not flow.num_in_service and flow.tag <= self._virtual_time:
             del self._flows[flow.name]
-
-
-def _tag(flow: _Flow[T]) -> float:
-    return flow.tag

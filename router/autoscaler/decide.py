@@ -1,14 +1,19 @@
-"""One pool's next size, from the looks at it: pure.
+"""Decides the next size of each pool from its observations, then limits both pools together. Pure.
 
-    latest look ──problem──▶ hold (fail static)
+One pool, by the sizes that the signals demand (signals.py: load, KV use, waiting tokens, queue delay, TTFT, ITL):
+
+    latest observation ──problem──▶ hold (fail static)
          │
-         ├─ outside of min_size..max_size ──────────────▶ the nearest bound
-         ├─ window: the least wanted of the last seconds > size ──▶ out, at most double
-         └─ window: the most needed of the last minutes < size ──▶ in, at most half
-                        └─ cool-down, instances that are still starting, a second change of direction ─▶ hold
+         ├─ outside of min_size..max_size ──────────────────────────▶ the nearest bound
+         ├─ the least demand of the last scale_out_window_s > size ──▶ out, at most double
+         └─ the most demand of the last scale_in_window_s < size ───▶ in, at most half
+                  └─ cool-down, instances that are still starting, a second change of direction ─▶ hold
 
-Nothing here waits or applies: a `ScaleDecision` says what should be, why, and what stands against it. What stands in
-the way for both pools together (budget, ratio) is balance.py's.
+Both pools: of all pairs of sizes between the present and the decided ones, the one within max_instances and the ratio
+that leaves the least unmet demand; staying is always allowed. What one pool gives up is not available to the other
+before its processes have ended, so a rebalance takes two steps and never exceeds max_instances between them.
+
+Nothing here waits or applies: a `ScaleDecision` says what should happen, why, and what prevents it.
 """
 
 from __future__ import annotations
@@ -16,13 +21,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
-from router.autoscaler.history import Direction, History
 from router.autoscaler.observation import PoolObservation
-from router.autoscaler.policy import PoolPolicy
+from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
 from router.autoscaler.signals import Demand, demand_of
-from router.pools.instances import Role
+from router.pools.instance_info import Role
+
+Direction = Literal["out", "in"]
+"""More instances, or fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The changes of a pool's size that the next decision must respect. Times are those of observations, in seconds."""
+
+    since_s: float
+    """Observations from then on count: the start, or the last change."""
+    changed_s: float | None = None
+    direction: Direction | None = None
+    """Of the last change; None: there was none, or not by this autoscaler, and either direction may follow."""
+    reversed_s: float | None = None
+    """When the direction last changed."""
+
+    def after(self, at_s: float, direction: Direction) -> History:
+        """The autoscaler has changed the size."""
+        is_reversal = self.direction is not None and self.direction != direction
+        return History(at_s, at_s, direction, at_s if is_reversal else self.reversed_s)
+
+    def after_external_change(self, at_s: float) -> History:
+        """An operator or another router has changed the size."""
+        return History(at_s, at_s)
+
 
 Hold = Literal[
     "steady",
@@ -40,80 +71,107 @@ Hold = Literal[
     "ratio",
     "not_leading",
 ]
-"""Why a size stays as it is: nobody wants another one (steady), it may not be another one (at_bound), or what is wanted
-must wait or cannot be."""
+"""Why a size stays: no other size is demanded (steady) or allowed (at_bound), or the demanded one must wait or is
+impossible."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleDecision:
-    """What should become of one pool's size, and why."""
+    """The next size of one pool, and why."""
 
     role: Role
     at_s: float
     size: int
-    """What it was last told to have; 0 when nobody says."""
+    """The desired size until now; 0 when unknown."""
     desired: int
-    """What it would have now if it might change at once."""
+    """The size it would get if it could change at once."""
     new_size: int
     hold: Hold | None
-    """None: it changes."""
+    """None: the size changes."""
     reason: str
-    """In words: the signal, its value and target, and what stands in the way."""
+    """The signal, its value and target, and what prevents the change."""
 
     @property
     def direction(self) -> Direction | None:
-        """Where it goes; None: nowhere."""
+        """None: the size stays."""
         return None if self.new_size == self.size else "out" if self.new_size > self.size else "in"
 
     def held(self, hold: Hold, why: str) -> ScaleDecision:
-        """The same, without the change: `why` stands in the way."""
+        """The same without the change, which `why` prevents."""
         return replace(self, new_size=self.size, hold=hold, reason=f"{self.reason}; {why}")
 
 
-def decide(looks: Sequence[PoolObservation], policy: PoolPolicy, history: History, stale_s: float) -> ScaleDecision:
-    """The next size of the pool that `looks` are of, oldest first; the last one is now. Needs at least one.
+# One pool
 
-    `stale_s` is the longest hole that a window may have. Never falls when a load rises in every look; never outside of
-    the bounds, except where it was outside and goes there by steps.
+
+def decide(
+    observations: Sequence[PoolObservation], policy: PoolPolicy, history: History, stale_s: float
+) -> ScaleDecision:
+    """The next size of the observed pool; `observations` are ordered, the last one is now. Needs at least one.
+
+    `stale_s` is the longest gap that a window may have. The size never falls when a load rises in every observation,
+    and is never outside of the bounds, except that a size outside returns to them by steps.
     """
-    latest = looks[-1]
+    latest = observations[-1]
     size = latest.size
     if size is None:
-        return ScaleDecision(latest.role, latest.at_s, 0, 0, 0, "no_actuator", "nobody says how many there should be")
+        return ScaleDecision(latest.role, latest.at_s, 0, 0, 0, "no_actuator", "the pool has no owner that resizes it")
     bounded = min(max(size, policy.min_size), policy.max_size)
     if bounded != size:
         bounds = f"{size} instances are outside of {policy.min_size}..{policy.max_size}"
         decision = ScaleDecision(latest.role, latest.at_s, size, bounded, _step(size, bounded), None, bounds)
         return _cooled_down(decision, policy, history)
     if latest.problem is not None:
-        return ScaleDecision(
-            latest.role, latest.at_s, size, size, size, latest.problem.kind, f"no decision: {latest.problem.words}"
-        )
-    return _by_demand(looks, size, policy, history, stale_s)
+        reason = f"no decision: {latest.problem.message}"
+        return ScaleDecision(latest.role, latest.at_s, size, size, size, latest.problem.kind, reason)
+    return _decide_by_demand(observations, size, policy, history, stale_s)
 
 
-def _by_demand(
-    looks: Sequence[PoolObservation], size: int, policy: PoolPolicy, history: History, stale_s: float
+def _decide_by_demand(
+    observations: Sequence[PoolObservation], size: int, policy: PoolPolicy, history: History, stale_s: float
 ) -> ScaleDecision:
-    latest = looks[-1]
+    latest = observations[-1]
     now = demand_of(latest, policy)
-    out = _demands(looks, policy, history, policy.scale_out_window_s, stale_s)
-    down = _demands(looks, policy, history, policy.scale_in_window_s, stale_s)
-    wanted = min((demand.num_wanted for demand in out), default=0)
-    enough = _most_needed(down)
     desired = min(max(_desired(now, size), policy.min_size), policy.max_size)
-    decision = ScaleDecision(latest.role, latest.at_s, size, desired, size, "steady", now.wanted_by.among(desired))
+    decision = ScaleDecision(latest.role, latest.at_s, size, desired, size, "steady", now.wanted_by.describe(desired))
     if now.num_wanted > size:
-        if size == policy.max_size:
-            return decision.held("at_bound", f"{now.num_wanted} are wanted and {size} the most allowed")
-        if wanted <= size:
-            return decision.held("window", f"not yet for {policy.scale_out_window_s:g} s since the last change")
-        new_size = min(_step(size, wanted), policy.max_size)
-        decision = replace(decision, new_size=new_size, hold=None)
-        return _may_grow(decision, looks, out, policy, history)
+        out = _demands(observations, policy, history, policy.scale_out_window_s, stale_s)
+        return _grow(decision, now, latest, out, policy, history)
     if now.num_enough is None or now.num_enough >= size:
         return replace(decision, reason=f"{decision.reason}; as few as possible: {now.enough_for}")
-    decision = replace(decision, reason=f"fewer are enough: {now.enough_for}")
+    down = _demands(observations, policy, history, policy.scale_in_window_s, stale_s)
+    return _shrink(replace(decision, reason=f"fewer are enough: {now.enough_for}"), down, policy, history)
+
+
+def _grow(
+    decision: ScaleDecision,
+    now: Demand,
+    latest: PoolObservation,
+    demands: Sequence[Demand],
+    policy: PoolPolicy,
+    history: History,
+) -> ScaleDecision:
+    size = decision.size
+    wanted = min((demand.num_wanted for demand in demands), default=0)
+    if size == policy.max_size:
+        return decision.held("at_bound", f"{now.num_wanted} are wanted and {size} the most allowed")
+    if wanted <= size:
+        return decision.held("window", f"not yet for {policy.scale_out_window_s:g} s since the last change")
+    decision = replace(decision, new_size=min(_step(size, wanted), policy.max_size), hold=None)
+    wait_s = policy.start_timeout_s - (latest.at_s - history.since_s)
+    if latest.num_pending and wait_s > 0:
+        starting = f"{latest.num_pending} of {latest.size} are still starting"
+        return decision.held("pending", f"{starting}, and are waited for {wait_s:.0f} s more")
+    is_urgent = min(demand.ratio for demand in demands) >= policy.urgent
+    if history.direction == "in" and history.reversed_s is not None and not is_urgent:
+        left_s = policy.scale_in_window_s - (latest.at_s - history.reversed_s)
+        if left_s > 0:
+            return decision.held("direction", f"the direction has just changed; not again for {left_s:.0f} s")
+    return _cooled_down(decision, policy, history)
+
+
+def _shrink(decision: ScaleDecision, demands: Sequence[Demand], policy: PoolPolicy, history: History) -> ScaleDecision:
+    size, enough = decision.size, _most_needed(demands)
     if size == policy.min_size:
         return decision.held("at_bound", f"{size} are the least allowed")
     if enough is None or enough >= size:
@@ -123,31 +181,31 @@ def _by_demand(
 
 
 def _desired(demand: Demand, size: int) -> int:
-    """What one look alone would have."""
+    """The size that one observation alone demands."""
     if demand.num_wanted > size:
         return demand.num_wanted
     return size if demand.num_enough is None else min(demand.num_enough, size)
 
 
 def _demands(
-    looks: Sequence[PoolObservation], policy: PoolPolicy, history: History, window_s: float, stale_s: float
+    observations: Sequence[PoolObservation], policy: PoolPolicy, history: History, window_s: float, stale_s: float
 ) -> list[Demand]:
-    """Of the good looks of the last `window_s`, and the one before, which held until then; none while they do not cover
-    the window without a hole, all of it after the last change."""
-    end_s = looks[-1].at_s
+    """Of the observations without problem in the last `window_s`, and the one before, which was valid until then; empty
+    while they do not cover the whole window without a gap since the last change."""
+    end_s = observations[-1].at_s
     good: list[PoolObservation] = []
-    for look in reversed(looks):
-        if look.at_s < history.since_s or (good and good[-1].at_s - look.at_s > stale_s):
+    for observation in reversed(observations):
+        if observation.at_s < history.since_s or (good and good[-1].at_s - observation.at_s > stale_s):
             break
-        if look.problem is None:
-            good.append(look)
-            if look.at_s <= end_s - window_s:
+        if observation.problem is None:
+            good.append(observation)
+            if observation.at_s <= end_s - window_s:
                 return [demand_of(each, policy) for each in good]
     return []
 
 
 def _most_needed(demands: Sequence[Demand]) -> int | None:
-    """None where one of them does not know, or there is none."""
+    """None where one of them is unknown, or there is none."""
     needed = [demand.num_enough for demand in demands]
     known = [number for number in needed if number is not None]
     return max(known) if known and len(known) == len(needed) else None
@@ -158,28 +216,88 @@ def _step(size: int, wanted: int) -> int:
     return max(min(wanted, max(2 * size, 1)), math.ceil(size / 2))
 
 
-def _may_grow(
-    decision: ScaleDecision,
-    looks: Sequence[PoolObservation],
-    demands: Sequence[Demand],
-    policy: PoolPolicy,
-    history: History,
-) -> ScaleDecision:
-    latest = looks[-1]
-    waits_s = policy.start_timeout_s - (latest.at_s - history.since_s)
-    if latest.num_pending and waits_s > 0:
-        return decision.held(
-            "pending",
-            f"{latest.num_pending} of {latest.size} are still starting, and are waited for {waits_s:.0f} s more",
-        )
-    is_urgent = min(demand.ratio for demand in demands) >= policy.urgent
-    if history.direction == "in" and history.reversed_s is not None and not is_urgent:
-        left_s = policy.scale_in_window_s - (latest.at_s - history.reversed_s)
-        if left_s > 0:
-            return decision.held("direction", f"the direction has just changed; not again for {left_s:.0f} s")
-    return _cooled_down(decision, policy, history)
-
-
 def _cooled_down(decision: ScaleDecision, policy: PoolPolicy, history: History) -> ScaleDecision:
     left_s = policy.cool_down_s - (decision.at_s - (-math.inf if history.changed_s is None else history.changed_s))
     return decision if left_s <= 0 else decision.held("cool_down", f"the size may change again in {left_s:.0f} s")
+
+
+# Both pools
+
+_Sizes = tuple[int, int]
+"""Of the prefill and of the decode pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDecisions:
+    """The decisions for both pools at one moment, and the processes beyond their sizes that have not ended yet."""
+
+    prefill: ScaleDecision
+    decode: ScaleDecision
+    num_ending: int = 0
+
+
+def balance(decisions: PoolDecisions, settings: AutoscalerSettings) -> PoolDecisions:
+    """The decisions that may be applied together; those that may not hold, or change less, and say why."""
+    prefill, decode = decisions.prefill, decisions.decode
+    decided = (prefill.new_size, decode.new_size)
+    if _is_allowed(decisions, settings, decided):
+        return decisions
+    if _is_within_max_instances(decisions, settings, decided):
+        lowest, highest = settings.ratios
+        hold: Hold = "ratio"
+        why = f"the ratio of prefill to decode must stay within {lowest:g}..{highest:g}"
+    else:
+        hold, why = "budget", f"{settings.max_instances} instances are allowed in both pools together"
+    pairs = product(_between(prefill), _between(decode))
+    allowed = [pair for pair in pairs if _is_allowed(decisions, settings, pair)]
+    best = min(allowed, key=lambda pair: _unmet(decisions, pair), default=(prefill.size, decode.size))
+    return replace(
+        decisions, prefill=_limited(prefill, best[0], hold, why), decode=_limited(decode, best[1], hold, why)
+    )
+
+
+def _between(decision: ScaleDecision) -> range:
+    return range(min(decision.size, decision.new_size), max(decision.size, decision.new_size) + 1)
+
+
+def _is_allowed(decisions: PoolDecisions, settings: AutoscalerSettings, sizes: _Sizes) -> bool:
+    """Whether the ratio is within its bounds, or not farther from them than now, and the sum within max_instances."""
+    before = (decisions.prefill.size, decisions.decode.size)
+    is_in_ratio = _off_ratio(settings, sizes) <= _off_ratio(settings, before)
+    return is_in_ratio and _is_within_max_instances(decisions, settings, sizes)
+
+
+def _is_within_max_instances(decisions: PoolDecisions, settings: AutoscalerSettings, sizes: _Sizes) -> bool:
+    """Whether a pool that grows finds room beside all present processes; a pool that does not grow needs none."""
+    before = (decisions.prefill.size, decisions.decode.size)
+    if settings.max_instances is None or (sizes[0] <= before[0] and sizes[1] <= before[1]):
+        return True
+    return max(sizes[0], before[0]) + max(sizes[1], before[1]) + decisions.num_ending <= settings.max_instances
+
+
+def _off_ratio(settings: AutoscalerSettings, sizes: _Sizes) -> float:
+    num_prefill, num_decode = sizes
+    if num_decode == 0:
+        return 0.0
+    lowest, highest = settings.ratios
+    ratio = num_prefill / num_decode
+    return max(lowest - ratio, ratio - highest, 0.0)
+
+
+def _unmet(decisions: PoolDecisions, sizes: _Sizes) -> tuple[float, float, float, int]:
+    """How far from the decisions: first the shortage of the worse pool, then of both, then what could be removed; the
+    last part makes it unique."""
+    shortages, surpluses = [1.0], [1.0]
+    for decision, size in zip((decisions.prefill, decisions.decode), sizes, strict=True):
+        if decision.direction == "out":
+            shortages.append(max(decision.new_size, 1) / max(size, 1))
+        else:
+            surpluses.append(size / max(decision.new_size, 1))
+    return max(shortages), sum(shortages), sum(surpluses), -sizes[1]
+
+
+def _limited(decision: ScaleDecision, size: int, hold: Hold, why: str) -> ScaleDecision:
+    if size == decision.new_size:
+        return decision
+    held = decision.held(hold, why)
+    return held if size == decision.size else replace(held, new_size=size, hold=None)

@@ -1,137 +1,208 @@
-"""What one look at one pool tells: values, checked, so that a decision need not doubt them.
+"""Observes the pools for the autoscaler: values, checked, so that a decision need not doubt them.
 
-    members, door, latencies ──observe──▶ PoolObservation ──problem──▶ decides nothing, and says why
-                                                └──────────no problem──▶ signals.py, decide.py
+    instances, admission queue, latencies ──observe──▶ PoolObservation ──problem──▶ the size stays; the reason says why
+                                                             └──────no problem──▶ signals.py, decide.py
 
-Who is there falls into four: *warm* instances, by whose samples a pool grows; *others* that carry load and whose
-samples say nothing yet or no more (still cold, draining, leaving); *silent* ones whose load is not known; and those
-that are told to be there and are not, *pending*. What a peer tells may be nonsense: a number that is negative, not
-finite, or more than there can be makes the whole look one that decides nothing.
+Each instance is one of four kinds: *warm* ones, whose load makes a pool grow; *others* that carry load which does not
+count towards growth (still cold, draining, leaving); *silent* ones whose load is unknown; and *pending* ones that are
+desired and not there. A reported number that is negative, not finite or impossible makes the observation a problem.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from router.autoscaler.policy import PoolPolicy
-from router.pools.instances import InstanceView, LoadReport, Role
-from router.pools.member import State
+from router.admission.controller import AdmissionController
+from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
+from router.picking.plan import Plan
+from router.pools.instance import State
+from router.pools.instance_info import InstanceView, Role
+from router.resilience.safeguards import Safeguards
 
+_MAX_SAMPLES = 4096
+"""Enough for any quantile; the newest are kept."""
 WAITING_WEIGHT = 4.0
-"""A waiting request against a running one, as everywhere."""
+"""Of a waiting request against a running one, as in the picker's queue score."""
+_COUNTS = ("num_waiting", "num_running", "num_loading", "num_waiting_tokens")
+_BLOCKS = ("free_blocks", "cached_blocks", "held_blocks", "quarantined_blocks")
 _ENDING: frozenset[State] = frozenset({"draining", "leaving"})
 _LOADED: frozenset[State] = _ENDING | {"ready"}
 
 
+class Window:
+    """Weighted samples of the last `length_s` seconds."""
+
+    def __init__(self, length_s: float) -> None:
+        self._length_s = length_s
+        self._samples: deque[tuple[float, float, float]] = deque(maxlen=_MAX_SAMPLES)
+
+    def add(self, at_s: float, seconds: float, weight: float = 1.0) -> None:
+        """One sample. `at_s` never falls."""
+        self._samples.append((at_s, seconds, weight))
+
+    def quantile(self, now_s: float, fraction: float, min_samples: int) -> float | None:
+        """The least value that `fraction` of the weight does not exceed; None with fewer than `min_samples`."""
+        while self._samples and now_s - self._samples[0][0] > self._length_s:
+            self._samples.popleft()
+        if len(self._samples) < min_samples:
+            return None
+        by_value = sorted((seconds, weight) for _, seconds, weight in self._samples)
+        cumulative = [*accumulate(weight for _, weight in by_value)]
+        return by_value[bisect_left(cumulative, fraction * cumulative[-1])][0]
+
+
+class RecentLatencies:
+    """TTFT and ITL of recent requests, at the quantile that must meet the objective. One per router.
+
+    A request counts unless it has used an instance that was still warming up: what slows its first requests
+    (compilation, empty caches) would only happen more often with more instances. Its TTFT counts with its first token;
+    its ITL, the mean gap after that, with its end, once for each gap, so that the quantile is one of tokens.
+    """
+
+    def __init__(self, settings: AutoscalerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._windows: dict[Role, Window] = {
+            "prefill": Window(settings.latency_window_s),
+            "decode": Window(settings.latency_window_s),
+        }
+
+    def are_warm(self, plan: Plan) -> bool:
+        """Whether the latencies of a request at the instances of `plan` count."""
+        prefill = plan.prefill.instance.up_s if plan.prefill is not None else math.inf
+        return (
+            plan.decode.instance.up_s >= self._settings.decode.warm_up_s and prefill >= self._settings.prefill.warm_up_s
+        )
+
+    def first_token(self, ttft_s: float) -> None:
+        self._windows["prefill"].add(self._clock(), ttft_s)
+
+    def ended(self, itl_s: float, num_gaps: float) -> None:
+        """A request is over; it had `num_gaps` gaps between tokens, of `itl_s` in the mean."""
+        self._windows["decode"].add(self._clock(), itl_s, num_gaps)
+
+    def of(self, role: Role) -> float | None:
+        """TTFT for the prefill pool, ITL for the decode pool, in seconds; None: too few requests."""
+        settings = self._settings
+        return self._windows[role].quantile(self._clock(), settings.latency_quantile, settings.min_samples)
+
+
 class Problem(NamedTuple):
-    """Why a look decides nothing."""
+    """Why an observation decides nothing."""
 
     kind: Literal["missing", "stale", "nonsense"]
-    words: str
+    message: str
 
 
-class InstanceLook(NamedTuple):
-    """One member of a pool as it was found."""
+class InstanceSample(NamedTuple):
+    """The raw state of one instance of a pool."""
 
     name: str
     state: State
-    up_s: float
-    """Since its first report; infinite: longer than this router knows."""
     report_age_s: float
     view: InstanceView | None
+    """With an ejected instance marked as out."""
+
+    @property
+    def is_ejected(self) -> bool:
+        return self.state == "ready" and self.view is not None and self.view.out is not None
 
 
-class DoorLook(NamedTuple):
-    """The router's queue for lack of one pool."""
+class QueueSample(NamedTuple):
+    """The requests that wait at the router for lack of one pool."""
 
     num_queued: int = 0
     delay_s: float | None = 0.0
-    """How long whoever comes now would wait; None: somebody waits, and nothing has ended yet by which to know."""
+    """How long a new request would wait; None: requests wait, and none has ended yet by which to predict it."""
 
 
-EMPTY_DOOR = DoorLook()
+EMPTY_QUEUE = QueueSample()
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
-    """What one instance carries."""
-
     name: str
     num_waiting: int
     num_running: int
     """Those that load KV included."""
     score: float
-    """4*waiting + running, as a part of the requests that it can run at one time."""
+    """4*waiting + running, relative to the requests that it can run at one time."""
     waiting_s: float | None
-    """Tokens that wait, by its speed; None: its speed is not known."""
+    """Waiting tokens over its speed; None: its speed is unknown."""
     kv_use: float
-    """Part of its blocks in use; 0 while it does not tell them. At a prefill instance without those held for readers:
-    more instances would not free them."""
-    is_held_up: bool = False
+    """Fraction of its blocks in use; 0 while it does not report them. At a prefill instance without those held for
+    readers: more instances would not free them."""
+    is_blocked: bool = False
     """Whether its queue stands still because readers do not fetch what it holds. Then the queue is no load of its own,
     and is not counted above."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolObservation:
-    """One look. All but role, time and size mean something only where there is no problem."""
+    """One pool at one moment. All but role, time and size are meaningful only without a problem."""
 
     role: Role
     at_s: float
-    """On the clock of whoever looks, seconds."""
+    """On the clock of the observer, seconds."""
     size: int | None
-    """Instances that the pool was last told to have; None: nobody says, and it cannot be resized."""
+    """The desired size; None: unknown, and the pool cannot be resized."""
     warm: tuple[InstanceLoad, ...] = ()
     others: tuple[InstanceLoad, ...] = ()
     num_silent: int = 0
     num_ending: int = 0
     """Processes beyond `size` that are still there."""
-    door: DoorLook = EMPTY_DOOR
+    queue: QueueSample = EMPTY_QUEUE
     latency_s: float | None = None
-    """TTFT (prefill) or ITL (decode) that `latency_quantile` of the recent requests kept; None: too few to tell."""
+    """TTFT (prefill) or ITL (decode) at `latency_quantile` of the recent requests; None: too few."""
     problem: Problem | None = None
 
     @property
     def num_pending(self) -> int:
-        """Instances that are to be there and do not carry load yet, or no more."""
+        """Desired instances that carry no load, not yet or no more."""
         return max((self.size or 0) - len(self.warm), 0)
 
     @property
-    def is_held_up(self) -> bool:
+    def is_blocked(self) -> bool:
         """Whether the queue of a warm instance stands still for what it holds."""
-        return any(load.is_held_up for load in self.warm)
+        return any(load.is_blocked for load in self.warm)
 
 
-class _Nonsense(Exception):
-    """Something told a number that cannot be."""
+class _InvalidReport(Exception):
+    """A reported number is impossible."""
 
 
 def observe(
     role: Role,
     at_s: float,
     size: int | None,
-    looks: Sequence[InstanceLook],
-    door: DoorLook,
+    samples: Sequence[InstanceSample],
+    queue: QueueSample,
     latency_s: float | None,
     policy: PoolPolicy,
     stale_s: float,
 ) -> PoolObservation:
-    """Makes one look of what was found. Pure; never raises: what is wrong becomes the observation's problem."""
+    """The observation that the samples make. Pure; never raises: an error becomes the observation's problem."""
     try:
-        _check_numbers("the router's queue", num_queued=door.num_queued, delay_s=door.delay_s)
+        _check_numbers("the router's queue", num_queued=queue.num_queued, delay_s=queue.delay_s)
         _check_numbers("the router's latencies", latency_s=latency_s)
-        speed = _speed_of(looks)
-        warm = [look for look in looks if _is_warm(look, policy.warm_up_s)]
-        others = [look for look in looks if look not in warm and look.view is not None and look.state in _LOADED]
-        warm_loads = tuple(load_of(role, look, speed) for look in warm)
-        other_loads = tuple(load_of(role, look, speed) for look in others)
-    except _Nonsense as nonsense:
-        return PoolObservation(role, at_s, size, problem=Problem("nonsense", str(nonsense)))
-    silent = [look for look in looks if _is_silent(look, policy.start_timeout_s)]
-    num_ready = sum(look.state == "ready" for look in looks)
+        speed = _mean_prefill_speed(samples)
+        warm = [sample for sample in samples if _is_warm(sample, policy.warm_up_s)]
+        others = [
+            sample for sample in samples if sample not in warm and sample.view is not None and sample.state in _LOADED
+        ]
+        warm_loads = tuple(load_of(role, sample, speed) for sample in warm)
+        other_loads = tuple(load_of(role, sample, speed) for sample in others)
+    except _InvalidReport as error:
+        return PoolObservation(role, at_s, size, problem=Problem("nonsense", str(error)))
+    silent = [sample for sample in samples if _is_silent(sample, policy.start_timeout_s)]
+    num_ready = sum(sample.state == "ready" for sample in samples)
     return PoolObservation(
         role=role,
         at_s=at_s,
@@ -139,53 +210,53 @@ def observe(
         warm=warm_loads,
         others=other_loads,
         num_silent=len(silent),
-        num_ending=sum(look.state in _ENDING for look in looks) + max(num_ready - (size or 0), 0),
-        door=EMPTY_DOOR if any(load.is_held_up for load in warm_loads) else door,
+        num_ending=sum(sample.state in _ENDING for sample in samples) + max(num_ready - (size or 0), 0),
+        queue=EMPTY_QUEUE if any(load.is_blocked for load in warm_loads) else queue,
         latency_s=latency_s,
-        problem=_problem(looks, warm, silent, stale_s),
+        problem=_problem(samples, warm, silent, stale_s),
     )
 
 
-def load_of(role: Role, look: InstanceLook, speed_per_s: float | None) -> InstanceLoad:
-    """What `look` shows, where tokens of an instance of unknown speed go by `speed_per_s`. Its view is told."""
-    view = look.view
-    assert view is not None, "asked for instances alone that have reported"
+def load_of(role: Role, sample: InstanceSample, speed_per_s: float | None) -> InstanceLoad:
+    """The load of an instance that has reported; `speed_per_s` is used where its own speed is unknown."""
+    view = sample.view
+    assert view is not None, "only instances that have reported have a load"
     load, info = view.load, view.info
-    _check_report(look.name, view)
+    _check_report(sample.name, view)
     num_running = load.num_running + load.num_loading
-    held_up = role == "prefill" and load.num_waiting > 0 and num_running == 0 and load.held_blocks > 0
-    num_waiting = 0 if held_up else load.num_waiting
-    num_tokens = 0 if held_up else load.num_waiting_tokens
-    speed_per_s = view.pace.prefill_per_s or speed_per_s
+    is_blocked = role == "prefill" and load.num_waiting > 0 and num_running == 0 and load.held_blocks > 0
+    num_waiting = 0 if is_blocked else load.num_waiting
+    num_tokens = 0 if is_blocked else load.num_waiting_tokens
+    speed_per_s = view.throughput.prefill_per_s or speed_per_s
     waiting_s = 0.0 if num_tokens == 0 else num_tokens / speed_per_s if speed_per_s else None
-    _check_numbers(look.name, waiting_s=waiting_s)
+    _check_numbers(sample.name, waiting_s=waiting_s)
     used_blocks = info.num_blocks - load.free_blocks - load.cached_blocks
     return InstanceLoad(
-        name=look.name,
+        name=sample.name,
         num_waiting=num_waiting,
         num_running=num_running,
         score=(WAITING_WEIGHT * num_waiting + num_running) / info.max_num_seqs,
         waiting_s=waiting_s,
         kv_use=(used_blocks - (load.held_blocks if role == "prefill" else 0)) / max(info.num_blocks, 1),
-        is_held_up=held_up,
+        is_blocked=is_blocked,
     )
 
 
-def _is_warm(look: InstanceLook, warm_up_s: float) -> bool:
-    is_picked = look.state == "ready" and look.view is not None and look.view.out is None
-    return is_picked and look.up_s >= warm_up_s
+def _is_warm(sample: InstanceSample, warm_up_s: float) -> bool:
+    view = sample.view
+    return sample.state == "ready" and view is not None and view.out is None and view.up_s >= warm_up_s
 
 
-def _is_silent(look: InstanceLook, forgotten_s: float) -> bool:
-    """Whether it had load a short while ago and does not tell what became of it."""
-    if look.view is None or look.state not in ("lost", "wedged"):
+def _is_silent(sample: InstanceSample, forgotten_s: float) -> bool:
+    """Whether it had load recently and does not report what became of it."""
+    if sample.view is None or sample.state not in ("lost", "wedged"):
         return False
-    return max(look.report_age_s, look.view.load.core_silence_s) < forgotten_s
+    return max(sample.report_age_s, sample.view.load.core_silence_s) < forgotten_s
 
 
-def _speed_of(looks: Iterable[InstanceLook]) -> float | None:
-    """The mean prefill speed of those that have one, tokens per second."""
-    speeds = [look.view.pace.prefill_per_s for look in looks if look.view is not None]
+def _mean_prefill_speed(samples: Iterable[InstanceSample]) -> float | None:
+    """Of the instances that have a measured one, tokens per second."""
+    speeds = [sample.view.throughput.prefill_per_s for sample in samples if sample.view is not None]
     known = [speed for speed in speeds if speed is not None]
     for speed in known:
         _check_numbers("the measured prefill speed", tokens_per_s=speed)
@@ -193,36 +264,86 @@ def _speed_of(looks: Iterable[InstanceLook]) -> float | None:
 
 
 def _problem(
-    looks: Sequence[InstanceLook], warm: Sequence[InstanceLook], silent: Sequence[InstanceLook], stale_s: float
+    samples: Sequence[InstanceSample], warm: Sequence[InstanceSample], silent: Sequence[InstanceSample], stale_s: float
 ) -> Problem | None:
-    if old := [look for look in warm if not look.report_age_s <= stale_s]:
-        oldest = max(old, key=lambda look: look.report_age_s)
+    if old := [sample for sample in warm if not sample.report_age_s <= stale_s]:
+        oldest = max(old, key=lambda sample: sample.report_age_s)
         return Problem("stale", f"{oldest.name} reported {oldest.report_age_s:.1f} s ago, {stale_s:g} s are too long")
     if not warm:
-        many = f"none of {len(looks)} instances" if looks else "no instance"
+        many = f"none of {len(samples)} instances" if samples else "no instance"
         return Problem("missing", f"{many} is warm and reports" + (f"; {len(silent)} fell silent" if silent else ""))
     return None
 
 
 def _check_report(name: str, view: InstanceView) -> None:
     load, info = view.load, view.info
-    _check_numbers(name, **dict(_amounts(load)), step_s=load.step_s, core_silence_s=load.core_silence_s)
+    _check_numbers(
+        name,
+        **{what: getattr(load, what) for what in (*_COUNTS, *_BLOCKS)},
+        step_s=load.step_s,
+        core_silence_s=load.core_silence_s,
+    )
     if info.max_num_seqs <= 0:
-        raise _Nonsense(f"{name} tells max_num_seqs = {info.max_num_seqs}, without which its load cannot be judged")
-    num_told = load.free_blocks + load.cached_blocks + load.held_blocks + load.quarantined_blocks
-    if num_told > info.num_blocks:
-        raise _Nonsense(f"{name} tells of {num_told} blocks and has {info.num_blocks}")
+        raise _InvalidReport(f"{name} reports max_num_seqs = {info.max_num_seqs}, which must be positive")
+    num_reported = sum(getattr(load, what) for what in _BLOCKS)
+    if num_reported > info.num_blocks:
+        raise _InvalidReport(f"{name} reports {num_reported} blocks and has {info.num_blocks}")
 
 
-def _amounts(load: LoadReport) -> Iterator[tuple[str, int]]:
-    for what in (
-        *("num_waiting", "num_running", "num_loading", "num_waiting_tokens"),
-        *("free_blocks", "cached_blocks", "held_blocks", "quarantined_blocks"),
-    ):
-        yield what, getattr(load, what)
-
-
-def _check_numbers(whose: str, **amounts: float | None) -> None:
+def _check_numbers(source: str, **amounts: float | None) -> None:
     for what, amount in amounts.items():
         if amount is not None and not (math.isfinite(amount) and amount >= 0):
-            raise _Nonsense(f"{whose}: {what} = {amount:g}, which cannot be")
+            raise _InvalidReport(f"{source}: {what} = {amount:g}, which is invalid")
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """The one place that reads the router's state for the autoscaler. Belongs to the router's event loop."""
+
+    safeguards: Safeguards
+    admission: AdmissionController
+    latencies: RecentLatencies
+    settings: AutoscalerSettings
+
+    def observe(self, sizes: Mapping[Role, int]) -> dict[Role, PoolObservation]:
+        """Both pools now; `sizes` are the desired ones."""
+        queue, lacking = queue_of(self.admission), lacking_pool(self.admission)
+        prefill = self._observe("prefill", sizes.get("prefill"), queue if lacking == "prefill" else EMPTY_QUEUE)
+        waits_for_decode = is_for_decode(lacking, prefill)
+        decode = self._observe("decode", sizes.get("decode"), queue if waits_for_decode else EMPTY_QUEUE)
+        return {"prefill": prefill, "decode": decode}
+
+    def _observe(self, role: Role, size: int | None, queue: QueueSample) -> PoolObservation:
+        samples, latency_s = tuple(samples_of(role, self.safeguards)), self.latencies.of(role)
+        policy = self.settings.prefill if role == "prefill" else self.settings.decode
+        return observe(role, time.monotonic(), size, samples, queue, latency_s, policy, self.settings.stale_s)
+
+
+def queue_of(admission: AdmissionController) -> QueueSample:
+    """The queued requests, and the delay of a new one: the queued tokens over the rate at which they are admitted."""
+    if not admission.num_queued:
+        return EMPTY_QUEUE
+    rate_per_s = admission.rate_per_s
+    return QueueSample(admission.num_queued, admission.queue.queued_cost / rate_per_s if rate_per_s else None)
+
+
+def lacking_pool(admission: AdmissionController) -> Role | None:
+    """Which pool the queue waits for; None: neither, since the router's own limits are reached."""
+    in_use, limits = admission.in_use, admission.limits
+    if in_use.num_requests >= limits.num_requests or in_use.num_tokens >= limits.num_tokens:
+        return None
+    return "prefill" if in_use.num_prefill_tokens >= limits.num_prefill_tokens else "decode"
+
+
+def is_for_decode(lacking: Role | None, prefill: PoolObservation) -> bool:
+    """Whether the queue waits for the decode pool: also where prefill is lacking because its KV is not fetched."""
+    return lacking == "decode" or (lacking == "prefill" and prefill.is_blocked)
+
+
+def samples_of(role: Role, safeguards: Safeguards) -> Iterator[InstanceSample]:
+    """Every instance of a pool; of two addresses of one process, one has a view."""
+    pool, outliers = safeguards.of_role(role)
+    marked = {view.key: view for view in outliers.marked(pool.views())}
+    for instance in pool.instances:
+        view = marked.get(instance.key) if instance.key is not None else None
+        yield InstanceSample(instance.name, instance.state, instance.report_age_s, view)

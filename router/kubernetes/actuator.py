@@ -1,14 +1,14 @@
-"""Resizes the pools of a release: Deployments or StatefulSets, by their scale subresource.
+"""Resizes the pools of a release (Deployments or StatefulSets, by their scale subresource), if this router leads.
 
-    sizes ──what was read, with its version──▶ resize: mark those that go first (best effort), write over that version
-                                                 ├── another version by now, of the same size: write over that one
-                                                 └── another version by now, of another size: somebody else resizes
+    sizes ──scale, with its version──▶ resize: mark the pods to remove (best effort), write over that version
+                                         ├── another version by now, of the same size: write over that one
+                                         └── another version by now, of another size: resized elsewhere, an error
 
-A size is only written over the one that the decision was made for. So a request that was held up for long, or a router
-that reads a stale answer, changes nothing that somebody else has changed since.
+A size is only written over the one that the decision assumed. So a request that was delayed for long, or a router that
+reads a stale answer, overwrites no change made since.
 
-Kubernetes takes the pods of a smaller Deployment away by their pod-deletion-cost among those that are ready, and sends
-them SIGTERM: that is where they drain (docs/operations.md). A StatefulSet gives up its last pods, whoever they are.
+Of a smaller Deployment, Kubernetes removes the ready pods with the lowest pod-deletion-cost and sends them SIGTERM:
+then they drain (docs/operations.md). A StatefulSet always removes its last pods.
 """
 
 from __future__ import annotations
@@ -16,107 +16,176 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import msgspec
 
 from router.autoscaler.actuator import ActuatorError
 from router.autoscaler.resizer import MAX_SIZE
-from router.kubernetes.cluster import MERGE_PATCH, Cluster, ClusterError, Conflict
-from router.kubernetes.election import Election
-from router.kubernetes.objects import Pod, PodList, Scale
-from router.kubernetes.settings import Workload
-from router.pools.instances import Role
+from router.kubernetes.cluster import (
+    Cluster,
+    ClusterError,
+    Conflict,
+    Lease,
+    LeaseSpec,
+    Listed,
+    Missing,
+    Pod,
+    Scale,
+)
+from router.kubernetes.discovery import EndpointSliceDiscovery
+from router.kubernetes.settings import KubernetesSettings, Workload
+from router.pools.instance_info import Role
 
 _log = logging.getLogger(__name__)
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _LOWEST_COST = -(2**31)
-"""Of the first to go, and one more for each after it: below what anybody else would write."""
+"""Of the first pod to remove; one more for each further one. Below any cost that is likely to be set otherwise."""
 _MARKING_S = 2.0
 _MAX_WRITES = 5
-"""A rollout changes the version with every pod; the size it leaves alone."""
+"""A rollout changes the version with every pod, but not the size."""
 
 
+@dataclass(slots=True, eq=False)
+class Election:
+    """Leader election among several routers, by a Lease, as Kubernetes' own controllers do it. One per router.
+
+        free ──patch──▶ ours ──renewed before it expires──▶ ours
+                         └──not renewed for lease_duration_seconds, as the others see it──▶ another router's
+
+    Clocks of different machines are never compared: another router's lease has expired when *this* process has seen it
+    unchanged for its duration (k8s.io/client-go/tools/leaderelection). A patch names the version that was read, so
+    that only one of two routers that find it free gets it. The object itself is created by the chart.
+    """
+
+    cluster: Cluster
+    name: str
+    clock: Callable[[], float] = time.monotonic
+    _seen: LeaseSpec | None = None
+    _seen_s: float = 0.0
+
+    async def take(self, holder: str, ttl_s: float) -> bool:
+        """Whether `holder` leads for `ttl_s` seconds from when this was called. Raises ClusterError."""
+        path = self.cluster.path("coordination.k8s.io/v1", "leases", self.name)
+        try:
+            lease = await self.cluster.request("GET", path, Lease)
+        except Missing as error:
+            raise ClusterError(
+                f"there is no Lease {self.name} in {self.cluster.namespace}: the chart creates it; otherwise see "
+                "docs/kubernetes.md"
+            ) from error
+        if self._is_held_by_another(lease.spec, holder, ttl_s):
+            return False
+        taken = msgspec.to_builtins(_taken(lease.spec, holder, ttl_s))
+        body = {"metadata": {"resourceVersion": lease.metadata.resource_version}, "spec": taken}
+        try:
+            await self.cluster.request("PATCH", path, Lease, body=body)
+        except Conflict:
+            return False
+        return True
+
+    def _is_held_by_another(self, spec: LeaseSpec, holder: str, ttl_s: float) -> bool:
+        if spec != self._seen:
+            self._seen, self._seen_s = spec, self.clock()
+        if spec.holder_identity in (None, "", holder):
+            return False
+        return self.clock() - self._seen_s <= (spec.lease_duration_seconds or ttl_s)
+
+
+def _taken(spec: LeaseSpec, holder: str, ttl_s: float) -> LeaseSpec:
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    renewed = msgspec.structs.replace(
+        spec, holder_identity=holder, lease_duration_seconds=math.ceil(ttl_s), renew_time=now
+    )
+    if spec.holder_identity == holder:
+        return renewed
+    return msgspec.structs.replace(renewed, acquire_time=now, lease_transitions=(spec.lease_transitions or 0) + 1)
+
+
+@dataclass(slots=True, eq=False)
 class KubernetesActuator:
-    """An Actuator over a cluster that somebody else closes."""
+    """An Actuator over a cluster, which the caller closes."""
 
-    def __init__(self, cluster: Cluster, workloads: Mapping[Role, Workload], election: Election) -> None:
-        self._cluster = cluster
-        self._workloads = workloads
-        self._election = election
-        self._seen: dict[Role, Scale] = {}
+    cluster: Cluster
+    workloads: Mapping[Role, Workload]
+    election: Election
+    _scales: dict[Role, Scale] = field(default_factory=dict)
 
     async def sizes(self) -> Mapping[Role, int]:
-        """What `spec.replicas` of each workload is. Raises ActuatorError."""
-        for role in self._workloads:
-            self._seen[role] = await self._read(role)
-        return {role: scale.size for role, scale in self._seen.items()}
+        """`spec.replicas` of each workload. Raises ActuatorError."""
+        for role in self.workloads:
+            self._scales[role] = await self._read(role)
+        return {role: scale.size for role, scale in self._scales.items()}
 
     async def resize(self, role: Role, size: int, victims: Sequence[str]) -> None:
-        """Returns when the size is written. Raises ActuatorError, also if somebody else has resized since `sizes`."""
-        if role not in self._workloads:
-            raise ActuatorError(f"nobody can resize the {role} pool: set kubernetes.{role}")
-        scale = self._seen.get(role) or await self._read(role)
-        if victims and self._workloads[role].plural == "deployments":
+        """Returns when the size is written. Raises ActuatorError, also if the pool was resized since `sizes`."""
+        if role not in self.workloads:
+            raise ActuatorError(f"the {role} pool cannot be resized: set kubernetes.{role}")
+        scale = self._scales.get(role) or await self._read(role)
+        if victims and self.workloads[role].plural == "deployments":
             await self._mark(scale.status.selector, victims)
-        self._seen[role] = await self._write(role, scale, size)
+        self._scales[role] = await self._write(role, scale, size)
 
     async def take_lead(self, holder: str, ttl_s: float) -> bool:
-        """Whether `holder` has the Lease for `ttl_s` from now on. Raises ActuatorError."""
-        return await self._election.take(holder, ttl_s)
+        return await self.election.take(holder, ttl_s)
 
     async def _read(self, role: Role) -> Scale:
-        return await self._cluster.ask("GET", self._path(role), Scale)
+        return await self.cluster.request("GET", self._path(role), Scale)
 
     async def _write(self, role: Role, scale: Scale, size: int) -> Scale:
         for _ in range(_MAX_WRITES):
             body = {"metadata": {"resourceVersion": scale.metadata.resource_version}, "spec": {"replicas": size}}
             try:
-                return await self._cluster.ask("PATCH", self._path(role), Scale, body=body, content_type=MERGE_PATCH)
+                return await self.cluster.request("PATCH", self._path(role), Scale, body=body)
             except Conflict:
                 now = await self._read(role)
             if now.size == size:
                 return now
             if now.size != scale.size:
-                self._seen[role] = now
+                self._scales[role] = now
                 raise ActuatorError(
-                    f"somebody else has resized the {role} pool from {scale.size} to {now.size} meanwhile; it stays so"
+                    f"the {role} pool was resized from {scale.size} to {now.size} meanwhile, and keeps that size"
                 )
             scale = now
-        raise ActuatorError(f"the {role} pool changes too fast to be resized to {size}; it is tried again")
+        raise ActuatorError(f"the {role} pool changes too fast to be resized to {size}; retrying")
 
     def _path(self, role: Role) -> str:
-        workload = self._workloads[role]
-        return self._cluster.path("apps/v1", workload.plural, workload.name, "scale")
+        workload = self.workloads[role]
+        return self.cluster.path("apps/v1", workload.plural, workload.name, "scale")
 
     async def _mark(self, selector: str, victims: Sequence[str]) -> None:
-        """Best effort: which pods go is a matter of cost, not of correctness, since all of them drain."""
+        """Best effort: which pods are removed is a matter of cost, not of correctness, since all of them drain."""
         try:
             async with asyncio.timeout(_MARKING_S):
-                listed = await self._cluster.ask(
-                    "GET", self._cluster.path("v1", "pods"), PodList, query={"labelSelector": selector}
+                listed = await self.cluster.request(
+                    "GET", self.cluster.path("v1", "pods"), Listed[Pod], query={"labelSelector": selector}
                 )
                 costs = _costs(listed.items or (), victims)
                 await asyncio.gather(*(self._set_cost(name, cost) for name, cost in costs.items()))
         except (ClusterError, TimeoutError) as error:
             why = str(error) or f"no answer within {_MARKING_S:g} s"
-            _log.warning("the pods that go first could not be marked, others may go: %s", why)
+            _log.warning("could not set pod-deletion-cost; other pods may be removed first: %s", why)
 
     async def _set_cost(self, pod: str, cost: str | None) -> None:
         body = {"metadata": {"annotations": {DELETION_COST: cost}}}
-        await self._cluster.ask(
-            "PATCH", self._cluster.path("v1", "pods", pod), Pod, body=body, content_type=MERGE_PATCH
-        )
+        await self.cluster.request("PATCH", self.cluster.path("v1", "pods", pod), Pod, body=body)
 
 
 def _costs(pods: Sequence[Pod], victims: Sequence[str]) -> dict[str, str | None]:
     """The costs to write, by pods' names: of the victims in their order, and None for marks of an earlier resize."""
-    order = {_plain(address.rpartition(":")[0].strip("[]")): rank for rank, address in enumerate(victims)}
+    order = {_normalized(address.rpartition(":")[0].strip("[]")): rank for rank, address in enumerate(victims)}
     costs: dict[str, str | None] = {}
     for pod in pods:
         if pod.metadata.deletion_timestamp is not None:
             continue
-        ranks = [order[_plain(one.ip)] for one in pod.status.pod_ips or () if _plain(one.ip) in order]
-        cost = str(_LOWEST_COST + ranks[0]) if ranks else None
+        ips = [_normalized(one.ip) for one in pod.status.pod_ips or ()]
+        rank = next((order[ip] for ip in ips if ip in order), None)
+        cost = None if rank is None else str(_LOWEST_COST + rank)
         written = (pod.metadata.annotations or {}).get(DELETION_COST)
         if cost != written and (cost is not None or _is_ours(written)):
             costs[pod.metadata.name] = cost
@@ -127,9 +196,28 @@ def _is_ours(cost: str | None) -> bool:
     return cost is not None and cost.lstrip("-").isdecimal() and int(cost) < _LOWEST_COST + MAX_SIZE
 
 
-def _plain(host: str) -> str:
-    """An IP address in one spelling; a name as it is."""
+def _normalized(host: str) -> str:
+    """An IP address in its canonical form; a name as it is."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
         return host
+
+
+class KubernetesLink:
+    """The router's connection to its cluster, for discovery and resizing. Made on the running event loop."""
+
+    def __init__(self, settings: KubernetesSettings) -> None:
+        """Raises SettingsError outside of a pod."""
+        self._cluster = Cluster(settings.account_folder, settings.namespace)
+        self.actuator: KubernetesActuator | None = None
+        """None where no workload may be resized."""
+        if settings.workloads:
+            election = Election(self._cluster, settings.lease)
+            self.actuator = KubernetesActuator(self._cluster, settings.workloads, election)
+
+    def discovery(self, service: str, port: int) -> EndpointSliceDiscovery:
+        return EndpointSliceDiscovery(self._cluster, service, port)
+
+    async def close(self) -> None:
+        await self._cluster.close()

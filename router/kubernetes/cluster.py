@@ -1,11 +1,11 @@
-"""The API server as one client, in one namespace: the pod's own account, bounded tries, errors for people.
+"""A client of the API server, in one namespace: the pod's own account, bounded retries, errors that say what to do.
 
-    ask ──▶ answer
-     ├── busy (429), broken (500, 502, 503, 504) or out of reach ──▶ again, at most _TRIES times ──▶ ClusterError
-     ├── 404 Missing, 409 Conflict ──▶ the caller knows what they mean
-     └── any other refusal ──▶ ClusterError at once, in the server's words
+    request ──▶ answer
+     ├── busy (429), failing (500, 502, 503, 504) or unavailable ──▶ retried, at most _TRIES times ──▶ ClusterError
+     ├── 404 Missing, 409 Conflict ──▶ the caller handles them
+     └── any other refusal ──▶ ClusterError at once, with the server's message
 
-Each request may be repeated: all that the router writes is either guarded by a resourceVersion or the same twice.
+Each request may be repeated: all writes of the router are either guarded by a resourceVersion or idempotent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import random
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import msgspec
@@ -24,38 +24,141 @@ from kubernetes.aio.config import ConfigException
 from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 
 from router.autoscaler.actuator import ActuatorError
-from router.kubernetes.objects import Event, Status
 from serving.settings import SettingsError
 
-MERGE_PATCH = "application/merge-patch+json"
+T = TypeVar("T")
+
+# What the router reads of Kubernetes' objects; other fields are ignored. Go writes empty lists as null and omits zeros.
+
+
+class Metadata(msgspec.Struct, frozen=True, rename="camel"):
+    """Of any object, and of a list."""
+
+    name: str = ""
+    resource_version: str = ""
+    annotations: dict[str, str] | None = None
+    deletion_timestamp: str | None = None
+
+
+class Listed(msgspec.Struct, Generic[T], frozen=True):
+    metadata: Metadata
+    items: list[T] | None = None
+
+
+class ScaleSpec(msgspec.Struct, frozen=True):
+    replicas: int = 0
+
+
+class ScaleStatus(msgspec.Struct, frozen=True):
+    selector: str = ""
+    """Of the pods."""
+
+
+class Scale(msgspec.Struct, frozen=True):
+    """The subresource of a Deployment or StatefulSet."""
+
+    metadata: Metadata
+    spec: ScaleSpec = ScaleSpec()
+    status: ScaleStatus = ScaleStatus()
+
+    @property
+    def size(self) -> int:
+        """The desired number of pods."""
+        return self.spec.replicas
+
+
+class PodIP(msgspec.Struct, frozen=True):
+    ip: str
+
+
+class PodStatus(msgspec.Struct, frozen=True, rename={"pod_ips": "podIPs"}):
+    pod_ips: list[PodIP] | None = None
+
+
+class Pod(msgspec.Struct, frozen=True):
+    metadata: Metadata
+    status: PodStatus = PodStatus()
+
+
+class LeaseSpec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """Times are RFC 3339 with microseconds, by the clock of the writer."""
+
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class Lease(msgspec.Struct, frozen=True):
+    metadata: Metadata
+    spec: LeaseSpec = LeaseSpec()
+
+
+class Conditions(msgspec.Struct, frozen=True):
+    terminating: bool | None = None
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    addresses: list[str]
+    conditions: Conditions = Conditions()
+
+
+class EndpointSlice(msgspec.Struct, frozen=True):
+    """Some of the pods behind a Service."""
+
+    metadata: Metadata
+    endpoints: list[Endpoint] | None = None
+
+    @property
+    def staying(self) -> frozenset[str]:
+        """IP addresses of the pods that do not terminate, ready or not."""
+        endpoints = self.endpoints or ()
+        return frozenset(ip for one in endpoints if not one.conditions.terminating for ip in one.addresses)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One line of a watch."""
+
+    type: str
+    """ADDED, MODIFIED, DELETED, BOOKMARK or ERROR."""
+    object: msgspec.Raw
+
+
+class Status(msgspec.Struct, frozen=True):
+    """Comes in place of an object that is unavailable."""
+
+    message: str = ""
+    code: int = 0
+
+
 _TRIES = 3
 _TRY_S = 5.0
 _WAIT_S = 0.2
 _MAX_WAIT_S = 2.0
-"""A server that wants more time than this is left alone by whoever asks: the autoscaler and the watches wait longer."""
-_AGAIN = frozenset({429, 500, 502, 503, 504})
+"""A server that asks for a longer pause gets it from the callers: the autoscaler and the watches wait longer."""
+_RETRYABLE_STATUS = frozenset({429, 500, 502, 503, 504})
 _WATCH_S = 60
-"""A watch is begun anew so often: a connection that has died in silence is noticed then."""
+"""A watch is restarted this often, so that a silently dead connection is noticed."""
 _WATCH_MARGIN_S = 10.0
 
-T = TypeVar("T")
 Query = Mapping[str, str]
 
 
 class ClusterError(ActuatorError):
-    """The API server does not answer, or refuses; the message says what was asked and why not."""
+    """The API server does not answer, or refuses; the message names the request and the reason."""
 
 
 class Missing(ClusterError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class Conflict(ClusterError):
-    """It has been changed by somebody else, or is there already."""
+    """The object has been changed meanwhile, or exists already."""
 
 
-class _TryAgain(ClusterError):
-    """It may be otherwise in a moment."""
+class _Retryable(ClusterError):
+    """A retry may succeed."""
 
     def __init__(self, message: str, wait_s: float | None = None) -> None:
         super().__init__(message)
@@ -75,7 +178,7 @@ class Cluster:
             self.namespace = namespace or (folder / "namespace").read_text().strip()
         except (ConfigException, OSError) as error:
             raise SettingsError(
-                f"this router has no account of a Kubernetes cluster ({error}): let it run in a pod with "
+                f"this router has no account of a Kubernetes cluster ({error}): run it in a pod with "
                 f"automountServiceAccountToken, or leave out the section kubernetes and kubernetes: in pools "
                 f"(account_folder is {account_folder})"
             ) from error
@@ -83,7 +186,7 @@ class Cluster:
         self._client.user_agent = "tandem-router"
 
     async def close(self) -> None:
-        """Ends what is left of its requests."""
+        """Cancels the requests that are open."""
         await self._client.close()
 
     def path(self, group: str, plural: str, *parts: str) -> str:
@@ -91,36 +194,29 @@ class Cluster:
         root = "/api/v1" if group == "v1" else f"/apis/{group}"
         return "/".join((f"{root}/namespaces/{self.namespace}/{plural}", *parts))
 
-    async def ask(
-        self,
-        method: str,
-        path: str,
-        answer: type[T],
-        *,
-        query: Query | None = None,
-        body: Any = None,
-        content_type: str = "application/json",
+    async def request(
+        self, method: str, path: str, answer: type[T], *, query: Query | None = None, body: Any = None
     ) -> T:
-        """What the server answers, as far as `answer` has it. Raises ClusterError."""
-        for tried in range(1, _TRIES + 1):
+        """What the server answers, as far as `answer` has it; a `body` is a merge patch. Raises ClusterError."""
+        for attempt in range(1, _TRIES + 1):
             try:
-                return msgspec.json.decode(await self._once(method, path, query, body, content_type), type=answer)
-            except _TryAgain as error:
-                if tried == _TRIES:
+                return msgspec.json.decode(await self._attempt(method, path, query, body), type=answer)
+            except _Retryable as error:
+                if attempt == _TRIES:
                     raise
-                backoff_s = _WAIT_S * 2**tried * random.uniform(0.5, 1.0)
+                backoff_s = _WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
                 await asyncio.sleep(min(backoff_s if error.wait_s is None else error.wait_s, _MAX_WAIT_S))
             except msgspec.DecodeError as error:
                 raise ClusterError(f"Kubernetes answers {method} {path} with something else: {error}") from error
         raise AssertionError("the last try returns or raises")
 
     async def watch(self, path: str, query: Query, revision: str) -> AsyncGenerator[Event, None]:
-        """What happens there after `revision`. Ends by itself after a minute. Raises ClusterError where it breaks."""
-        told = {**query, "watch": "true", "resourceVersion": revision, "allowWatchBookmarks": "true"}
-        told["timeoutSeconds"] = str(_WATCH_S)
+        """The events after `revision`. Ends by itself after a minute. Raises ClusterError where it breaks."""
+        parameters = {**query, "watch": "true", "resourceVersion": revision, "allowWatchBookmarks": "true"}
+        parameters["timeoutSeconds"] = str(_WATCH_S)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TRY_S, sock_read=_WATCH_S + _WATCH_MARGIN_S)
         try:
-            response = await self._requested("GET", path, told, None, "application/json", timeout)
+            response = await self._send("GET", path, parameters, None, timeout)
             async with response:
                 if response.status != 200:
                     raise _refusal("watch", path, response, await response.read())
@@ -129,28 +225,23 @@ class Cluster:
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, ValueError) as error:
             raise ClusterError(f"the watch of {path} broke: {str(error) or type(error).__name__}") from error
 
-    async def _once(self, method: str, path: str, query: Query | None, body: Any, content_type: str) -> bytes:
+    async def _attempt(self, method: str, path: str, query: Query | None, body: Any) -> bytes:
         timeout = aiohttp.ClientTimeout(total=_TRY_S)
         try:
-            response = await self._requested(method, path, query, body, content_type, timeout)
+            response = await self._send(method, path, query, body, timeout)
             async with response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             why = str(error) or f"no answer within {_TRY_S:g} s"
-            raise _TryAgain(f"Kubernetes cannot be reached to {method} {path}: {why}") from error
+            raise _Retryable(f"Kubernetes cannot be reached to {method} {path}: {why}") from error
         if not 200 <= response.status < 300:
             raise _refusal(method, path, response, content)
         return content
 
-    async def _requested(
-        self,
-        method: str,
-        path: str,
-        query: Query | None,
-        body: Any,
-        content_type: str,
-        timeout: aiohttp.ClientTimeout,
+    async def _send(
+        self, method: str, path: str, query: Query | None, body: Any, timeout: aiohttp.ClientTimeout
     ) -> aiohttp.ClientResponse:
+        content_type = "application/json" if body is None else "application/merge-patch+json"
         headers = {"Accept": "application/json", "Content-Type": content_type}
         request = await self._client.param_serialize(
             method,
@@ -170,10 +261,10 @@ def _refusal(method: str, path: str, response: aiohttp.ClientResponse, content: 
         why = msgspec.json.decode(content, type=Status).message
     except msgspec.DecodeError:
         why = ""
-    told = f"Kubernetes refuses to {method} {path} ({response.status}): {why or response.reason}"
-    if response.status in _AGAIN:
+    message = f"Kubernetes refuses to {method} {path} ({response.status}): {why or response.reason}"
+    if response.status in _RETRYABLE_STATUS:
         wait = response.headers.get("Retry-After", "")
-        return _TryAgain(told, float(wait) if wait.isdecimal() else None)
+        return _Retryable(message, float(wait) if wait.isdecimal() else None)
     if response.status in (401, 403):
-        told += "; the rights that the router needs are in docs/kubernetes.md"
-    return {404: Missing, 409: Conflict}.get(response.status, ClusterError)(told)
+        message += "; the rights that the router needs are in docs/kubernetes.md"
+    return {404: Missing, 409: Conflict}.get(response.status, ClusterError)(message)

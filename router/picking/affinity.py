@@ -1,23 +1,98 @@
-"""What this router remembers of where prompts and sessions ran, so that the next one can go where its KV is.
+"""Cache affinity: where prompts and sessions ran, so that the next request can go where its KV is.
 
-Only a preference: what is remembered enters scores, and an overloaded or lost instance is left all the same. Bounded
-by the settings, least recently used out first; what belonged to a process that is gone is forgotten.
+Only a preference: it enters the scores, and an overloaded or lost instance is avoided all the same. Bounded by the
+settings, least recently used out first; what belonged to a process that is gone is forgotten.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
-from router.config import PickingSettings
-from router.picking.prefix_index import Hashes, PrefixIndex
-from router.picking.scorers import Criteria, RequestFacts
-from router.pools.instances import InstanceKey, InstanceView, Role
-from router.request import GenerationRequest
+from engine.scheduling.block_hash import extend_block_hashes, root_hash
+from router.picking.scorers import Criteria, RequestFacts, Scoring
+from router.picking.settings import PickingSettings
+from router.pools.instance_info import InstanceKey, InstanceView, Role
+from router.request.generation_request import GenerationRequest
+
+Hashes = tuple[bytes, ...]
+"""Of a prompt's full blocks, in order, each chained to the one before."""
+
+
+class PrefixIndex:
+    """Which instance probably has a prompt's KV: block hashes per instance. Belongs to one event loop.
+
+    An estimate: an instance evicts blocks without notice, and a missing block costs a recomputation, not a token. The
+    chain of hashes is the engine's (`engine/scheduling/block_hash.py`), rooted here at the salt alone: the index
+    compares only its own hashes, and the filters keep instances of another identity apart.
+
+    Invariant: with a block, an instance has every block before it. `record` adds a prompt's blocks from the first one
+    on and touches them from the last to the first, so eviction removes a block after those that continue it. Hence
+    bisection finds the leading blocks that an instance has.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        """`max_blocks`: of all instances together, about 200 bytes each."""
+        self._max_blocks = max_blocks
+        self._num_blocks = 0
+        self._blocks: dict[InstanceKey, OrderedDict[bytes, None]] = {}
+
+    def __len__(self) -> int:
+        """Blocks recorded, all instances together."""
+        return self._num_blocks
+
+    @staticmethod
+    def hashes(token_ids: Sequence[int], block_size: int, salt: str, known: Sequence[bytes] = ()) -> Hashes:
+        """The chained hashes of the full blocks; about 1 µs a block. Prompts of unequal salt share none.
+
+        `known` are the first ones, which are not computed again.
+        """
+        if block_size < 1:
+            return ()
+        chain = list(known)
+        extend_block_hashes(chain, root_hash("", cache_salt=salt), array("q", token_ids), block_size)
+        return tuple(chain)
+
+    def num_blocks(self, key: InstanceKey, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of `hashes` the instance probably has."""
+        blocks = self._blocks.get(key)
+        if not blocks or not hashes or hashes[0] not in blocks:
+            return 0
+        if hashes[-1] in blocks:
+            return len(hashes)
+        known, unknown = 1, len(hashes)  # invariant: the first `known` are there, the first `unknown` are not
+        while unknown - known > 1:
+            middle = (known + unknown) // 2
+            if hashes[middle - 1] in blocks:
+                known = middle
+            else:
+                unknown = middle
+        return known
+
+    def record(self, key: InstanceKey, hashes: Sequence[bytes]) -> None:
+        """The instance has computed or loaded these blocks, from the first one on."""
+        hashes = hashes[: self._max_blocks]
+        blocks = self._blocks.setdefault(key, OrderedDict())
+        num_before = len(blocks)
+        for block in reversed(hashes):
+            blocks[block] = None
+            blocks.move_to_end(block)
+        self._num_blocks += len(blocks) - num_before
+        while self._num_blocks > self._max_blocks:
+            largest = max(self._blocks.values(), key=len)
+            largest.popitem(last=False)
+            self._num_blocks -= 1
+
+    def retain(self, keys: Collection[InstanceKey]) -> None:
+        """Forgets the blocks of every process that is not among `keys`: it is gone, with its KV."""
+        for key in self._blocks.keys() - set(keys):
+            self._num_blocks -= len(self._blocks.pop(key))
 
 
 class Sessions:
-    """Where each session ran last, per pool. At most `max_sessions`, the least recently used is forgotten."""
+    """Where each session ran last, per pool. At most `max_sessions`; the least recently used is forgotten."""
 
     def __init__(self, max_sessions: int) -> None:
         self._max_sessions = max_sessions
@@ -27,11 +102,10 @@ class Sessions:
         return len(self._instances)
 
     def instance(self, session: str, role: Role) -> InstanceKey | None:
-        """Where it ran last in that pool; None when nobody knows, or it has no name."""
         return self._instances.get(session, {}).get(role)
 
-    def ran(self, session: str, role: Role, key: InstanceKey) -> None:
-        """Something of it runs there now."""
+    def record(self, session: str, role: Role, key: InstanceKey) -> None:
+        """A request of the session runs there now; an empty session is ignored."""
         if not session:
             return
         self._instances.setdefault(session, {})[role] = key
@@ -41,77 +115,64 @@ class Sessions:
 
 
 class Affinity:
-    """Both memories, and the scoring of each pool that they serve. One per router, on one event loop."""
+    """The prefix index, the sessions, and the scoring of each pool. One per router, on one event loop."""
 
     def __init__(self, settings: PickingSettings, *, decides_by_prefix: bool = False) -> None:
-        self.decode = settings.decode_scoring
-        self.prefill = settings.prefill_scoring
+        self.decode = Scoring.parse(settings.decode_scorers)
+        self.prefill = Scoring.parse(settings.prefill_scorers)
         self.index = PrefixIndex(settings.max_prefix_blocks)
         self.sessions = Sessions(settings.max_sessions)
-        self.keeps_prefixes = decides_by_prefix or any(
-            scoring.may_ask_for_prefixes for scoring in (self.decode, self.prefill)
+        self.tracks_prefixes = decides_by_prefix or any(
+            scoring.may_use_prefixes for scoring in (self.decode, self.prefill)
         )
-        """Whether anybody will ask; else nothing is hashed and nothing kept."""
-
-    def of(self, request: GenerationRequest) -> RequestAffinity:
-        """The part that concerns one request and all its choices."""
-        return RequestAffinity(self, request)
-
-    def retain(self, keys: Collection[InstanceKey]) -> None:
-        """Forgets the blocks of every process that is not among `keys`: those that the pools know, ready or not."""
-        for key in self.index.instances() - set(keys):
-            self.index.forget(key)
+        """False: no scorer and no decision uses prefixes, and nothing is hashed."""
 
 
+@dataclass(slots=True, eq=False)
 class RequestAffinity:
-    """What is remembered for one request. Its prompt is hashed when somebody first asks, and then only once."""
+    """The affinity of one request and all its choices. Its prompt is hashed on first use, and only once."""
 
-    def __init__(self, affinity: Affinity, request: GenerationRequest) -> None:
-        self._affinity = affinity
-        self._request = request
-        self._hashes: dict[int, Hashes] = {}  # by block size
+    affinity: Affinity
+    request: GenerationRequest
+    _hashes: dict[int, Hashes] = field(default_factory=dict)  # by block size
 
     def facts(self, role: Role, num_tokens: int) -> RequestFacts:
         """For the scorers of one pool. `num_tokens`: whose KV an instance needs before it can go on."""
-        session_at = self._affinity.sessions.instance(self._request.session, role)
+        session_at = self.affinity.sessions.instance(self.request.session, role)
         return RequestFacts(num_tokens, session_at, self.num_cached_tokens)
 
     def criteria(self, num_tokens: int) -> Criteria:
-        """What a plan for the request goes by."""
         return Criteria(
-            self._affinity.decode.for_request(self.facts("decode", num_tokens)),
-            self._affinity.prefill.for_request(self.facts("prefill", num_tokens)),
+            self.affinity.decode.for_request(self.facts("decode", num_tokens)),
+            self.affinity.prefill.for_request(self.facts("prefill", num_tokens)),
             self.num_cached_tokens,
         )
 
     def num_cached_tokens(self, view: InstanceView) -> int:
-        """Leading tokens of the prompt that the instance is believed to have in its prefix cache."""
+        """Leading tokens of the prompt that the instance probably has in its prefix cache."""
         block_size = view.info.identity.block_size
-        if not self._affinity.keeps_prefixes or not len(self._affinity.index) or block_size < 1:
+        if not self.affinity.tracks_prefixes or not len(self.affinity.index) or block_size < 1:
             return 0
-        return self._affinity.index.num_blocks(view.key, self._prompt_hashes(block_size)) * block_size
+        return self.affinity.index.num_blocks(view.key, self._prompt_hashes(block_size)) * block_size
 
-    def placed(self, decode: InstanceView, prefill: InstanceView | None) -> None:
-        """An attempt goes to these instances."""
-        self._affinity.sessions.ran(self._request.session, "decode", decode.key)
+    def record_placement(self, decode: InstanceView, prefill: InstanceView | None) -> None:
+        self.affinity.sessions.record(self.request.session, "decode", decode.key)
         if prefill is not None:
-            self._affinity.sessions.ran(self._request.session, "prefill", prefill.key)
+            self.affinity.sessions.record(self.request.session, "prefill", prefill.key)
 
-    def cached(self, view: InstanceView, emitted_token_ids: Sequence[int] = ()) -> None:
+    def record_cached(self, view: InstanceView, emitted_token_ids: Sequence[int] = ()) -> None:
         """The instance has the KV of the prompt, and of `emitted_token_ids` after it."""
         block_size = view.info.identity.block_size
-        if not self._affinity.keeps_prefixes or block_size < 1:
+        if not self.affinity.tracks_prefixes or block_size < 1:
             return
         hashes = self._prompt_hashes(block_size)
         if emitted_token_ids:
-            token_ids = (*self._request.prompt_token_ids, *emitted_token_ids)
-            hashes = PrefixIndex.extended(hashes, token_ids, block_size, self._request.cache_salt)
-        self._affinity.index.record(view.key, hashes)
+            token_ids = (*self.request.prompt_token_ids, *emitted_token_ids)
+            hashes = PrefixIndex.hashes(token_ids, block_size, self.request.cache_salt, hashes)
+        self.affinity.index.record(view.key, hashes)
 
     def _prompt_hashes(self, block_size: int) -> Hashes:
-        hashes = self._hashes.get(block_size)
-        if hashes is None:
-            request = self._request
-            hashes = PrefixIndex.hashes(request.prompt_token_ids, block_size, request.cache_salt)
-            self._hashes[block_size] = hashes
-        return hashes
+        if block_size not in self._hashes:
+            request = self.request
+            self._hashes[block_size] = PrefixIndex.hashes(request.prompt_token_ids, block_size, request.cache_salt)
+        return self._hashes[block_size]

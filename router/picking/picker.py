@@ -1,7 +1,7 @@
 """Filter, score, pick: which instance a request goes to, as pure functions over one snapshot of a pool.
 
-A filter says why an instance may not be picked, or None. A scorer (scorers.py) gives a number, lower is
-better. `pick` applies them and returns a `Pick` that tells what it saw, so that a log line can say why.
+A filter returns why an instance may not be picked, or None. A scorer (scorers.py) returns a number, lower is better.
+`pick` applies them and returns a `Pick` with what the log needs to explain it.
 """
 
 from __future__ import annotations
@@ -11,33 +11,24 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from router.picking.scorers import ViewScorer, queue_score
-from router.pools.instances import Identity, InstanceKey, InstanceView
+from router.pools.instance_info import Identity, InstanceKey, InstanceView, Mismatch
 
 Filter = Callable[[InstanceView], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
-    """One instance that was not considered, and why."""
-
-    instance_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Pick:
-    """The choice. `score` is the winner's; `num_candidates` counts those that passed every filter."""
+    """The picked instance and its score; `num_candidates` counts those that passed every filter."""
 
     instance: InstanceView
     score: float
     num_candidates: int
     num_tied: int
     preferred: bool
-    rejected: tuple[Rejection, ...]
 
     @property
     def why(self) -> str:
-        """One phrase for the log."""
+        """For the log."""
         how = (
             "kept for its prefix cache" if self.preferred else f"lowest of {self.num_candidates}, {self.num_tied} tied"
         )
@@ -46,48 +37,37 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class NoPick:
-    """Nobody passed the filters."""
+    """No instance passed the filters. `why` is for the log: every instance with its reason."""
 
-    rejected: tuple[Rejection, ...]
-
-    @property
-    def why(self) -> str:
-        """One phrase for the log: every instance with its reason."""
-        return ", ".join(f"{one.instance_id}: {one.reason}" for one in self.rejected) or "the pool is empty"
+    why: str
 
 
 def ready(view: InstanceView) -> str | None:
-    """Only instances that beat, compute and take new requests."""
+    """Only instances that report, compute and accept new requests."""
     return view.out
 
 
 def not_excluded(excluded: Collection[InstanceKey]) -> Filter:
-    """Leaves out the instances that have failed or refused this request."""
+    """Without the instances that have failed or refused this request."""
     return lambda view: "has failed or refused this request" if view.key in excluded else None
 
 
-def same_identity(identity: Identity | None) -> Filter:
-    """Only instances that compute exactly what `identity` computes; None lets everyone pass."""
-
-    def check(view: InstanceView) -> str | None:
-        mismatch = identity.mismatch(view.info.identity) if identity is not None else None
-        return f"{mismatch.field} is {mismatch.theirs}, not {mismatch.ours}" if mismatch else None
-
-    return check
+def same_identity(identity: Identity) -> Filter:
+    """Only instances that compute exactly what `identity` computes."""
+    return lambda view: _described(identity.mismatch(view.info.identity))
 
 
 def pairs_with(decode: InstanceView) -> Filter:
-    """Only prefill instances whose KV the decode instance can take."""
-
-    def check(view: InstanceView) -> str | None:
-        mismatch = decode.pairing_mismatch(view)
-        return f"{mismatch.field} is {mismatch.theirs}, not {mismatch.ours}" if mismatch else None
-
-    return check
+    """Only prefill instances whose KV the decode instance can load."""
+    return lambda view: _described(decode.pairing_mismatch(view))
 
 
-def usual_filters(excluded: Collection[InstanceKey] = (), identity: Identity | None = None) -> list[Filter]:
-    """What every pick filters by; those that would let everyone pass are left out."""
+def _described(mismatch: Mismatch | None) -> str | None:
+    return f"{mismatch.field} is {mismatch.theirs}, not {mismatch.ours}" if mismatch else None
+
+
+def default_filters(excluded: Collection[InstanceKey] = (), identity: Identity | None = None) -> list[Filter]:
+    """The filters of every pick, without those that would pass every instance."""
     filters: list[Filter] = [ready]
     if excluded:
         filters.append(not_excluded(excluded))
@@ -97,11 +77,8 @@ def usual_filters(excluded: Collection[InstanceKey] = (), identity: Identity | N
 
 
 def rejection(view: InstanceView, filters: Sequence[Filter]) -> str | None:
-    """What the first filter that leaves the instance out says; None when it passes all."""
-    for check in filters:
-        if (reason := check(view)) is not None:
-            return reason
-    return None
+    """The reason of the first filter that rejects the instance; None when it passes all."""
+    return next((reason for check in filters if (reason := check(view)) is not None), None)
 
 
 def pick(
@@ -113,19 +90,14 @@ def pick(
     preferred: InstanceKey | None = None,
 ) -> Pick | NoPick:
     """The best instance; ties are broken by `rng`. A `preferred` one wins whenever it passes the filters."""
-    candidates: list[InstanceView] = []
-    rejected: list[Rejection] = []
-    for view in views:
-        if (reason := rejection(view, filters)) is None:
-            candidates.append(view)
-        else:
-            rejected.append(Rejection(view.instance_id, reason))
+    candidates = [view for view in views if rejection(view, filters) is None]
     if not candidates:
-        return NoPick(tuple(rejected))
+        reasons = ", ".join(f"{view.instance_id}: {rejection(view, filters)}" for view in views)
+        return NoPick(reasons or "the pool is empty")
     scores = [scorer(view) for view in candidates]
     best = min(scores)
     tied = [view for view, score in zip(candidates, scores, strict=True) if score == best]
     kept = next((view for view in candidates if view.key == preferred), None) if preferred else None
     winner = kept or rng.choice(tied)
     score = scorer(winner) if kept else best
-    return Pick(winner, score, len(candidates), len(tied), kept is not None, tuple(rejected))
+    return Pick(winner, score, len(candidates), len(tied), kept is not None)

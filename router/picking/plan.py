@@ -1,4 +1,7 @@
-"""Where an attempt runs: a pure decision over snapshots of both pools."""
+"""Where an attempt runs: a pure decision over snapshots of both pools, and its explanation for operators.
+
+filter, score, pick a decode instance ─▶ a prefill instance that can pair with it ─▶ split or not ─▶ Plan | NoPlan
+"""
 
 from __future__ import annotations
 
@@ -6,41 +9,39 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from router.choice import Choice
-from router.config import DisaggregationSettings
+from protos.tandem.v1 import pools_pb2
 from router.picking import picker
-from router.picking.disaggregation import Decision, Disaggregation, Limits, Situation, decide
-from router.picking.picker import NoPick, Pick
-from router.picking.scorers import Criteria, RequestFacts, queue_now, waiting_tokens
-from router.picking.speeds import Work
-from router.pools.instances import InstanceKey, InstanceView
+from router.picking.affinity import Affinity, RequestAffinity
+from router.picking.disaggregation import Decision, Disaggregation, Situation, decide
+from router.picking.picker import Filter, NoPick, Pick
+from router.picking.scorers import Criteria, RequestFacts, Scoring, queue_now, waiting_tokens
+from router.picking.settings import DisaggregationSettings
+from router.pools.instance_info import InstanceKey, InstanceView
+from router.pools.throughput import Work
+from router.request.choice_state import Choice
+from router.request.generation_request import GenerationRequest
 
 _BY_QUEUE = Criteria()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decided, not begun. Without `prefill` the decode instance prefills by itself."""
+    """Decided, not begun. Without `prefill` the decode instance prefills too."""
 
     decode: Pick
     prefill: Pick | None
     disaggregation: Disaggregation
     work: Work
 
-    @property
-    def reason(self) -> str:
-        """Why it is split, or is not, in words."""
-        return self.disaggregation.words
-
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    """Nobody can serve it now; `why` is for the log, `message` for the client."""
+    """No instance can serve the request now; `why` is for the log, `message` for the client."""
 
     message: str
     why: str
     disaggregation: Disaggregation | None = None
-    """Unless it did not come so far."""
+    """None if no decode instance was found."""
 
 
 def make_plan(
@@ -54,45 +55,34 @@ def make_plan(
 ) -> Plan | NoPlan:
     """Picks the decode instance, then a prefill instance that fits it, then decides whether to use the latter.
 
-    A choice prefers the instances named in it: its siblings have just run the same prompt there.
+    A choice prefers the instances that it names: its siblings have just run the same prompt there.
     """
-    usual = picker.usual_filters(excluded, choice.required_identity)
-    decode = picker.pick(decode_views, usual, rng=rng, scorer=criteria.decode, preferred=choice.decode_key)
+    filters = picker.default_filters(excluded, choice.required_identity)
+    decode = picker.pick(decode_views, filters, rng=rng, scorer=criteria.decode, preferred=choice.decode_key)
     if isinstance(decode, NoPick):
         return NoPlan("no decode instance is available", decode.why)
     prefill = picker.pick(
         prefill_views,
-        [*usual, picker.pairs_with(decode.instance)],
+        [*filters, picker.pairs_with(decode.instance)],
         rng=rng,
         scorer=criteria.prefill,
         preferred=choice.prefill_key,
     )
     situation = _situation(choice, decode.instance, prefill, criteria, decode_views, prefill_views)
     disaggregation = decide(
-        settings.mode,
         situation,
-        limits_of(settings),
+        settings,
         prefill_available=isinstance(prefill, Pick),
         has_begun=choice.num_emitted > 0,
     )
     if disaggregation.decision is Decision.REFUSE:
-        why = prefill.why if isinstance(prefill, NoPick) else disaggregation.words
-        return NoPlan(disaggregation.words, why, disaggregation)
+        why = prefill.why if isinstance(prefill, NoPick) else disaggregation.explanation
+        return NoPlan(disaggregation.explanation, why, disaggregation)
     if disaggregation.decision is Decision.DISAGGREGATE and isinstance(prefill, Pick):
         num_to_prefill = situation.num_tokens - situation.num_cached_at_prefill
         work = Work(num_to_prefill, situation.num_ahead_at_prefill, situation.num_uncached)
         return Plan(decode, prefill, disaggregation, work)
     return Plan(decode, None, disaggregation, Work(situation.num_uncached, situation.num_ahead_at_decode))
-
-
-def limits_of(settings: DisaggregationSettings) -> Limits:
-    """The constants of `auto`, as set."""
-    return Limits(
-        min_tokens=settings.min_tokens,
-        interruption_weight=settings.interruption_weight,
-        expected_streams=settings.expected_streams,
-        probe_s=settings.probe_s,
-    )
 
 
 def _situation(
@@ -103,26 +93,25 @@ def _situation(
     decode_views: Sequence[InstanceView],
     prefill_views: Sequence[InstanceView],
 ) -> Situation:
-    """What is known. An instance whose speed was not measured is taken to be as fast as the rest of its pool."""
-    decode_per_s = decode.pace.prefill_per_s or _mean(view.pace.prefill_per_s for view in decode_views)
-    hand_over_per_s = decode.pace.hand_over_per_s or _mean(view.pace.hand_over_per_s for view in decode_views)
-    known = Situation(
+    """An instance whose speed is not measured is assumed to be as fast as the mean of its pool."""
+    speed, pool = decode.throughput, [view.throughput for view in decode_views]
+    situation = Situation(
         num_tokens=choice.num_tokens,
         num_cached_at_decode=_num_cached(choice, decode, criteria),
         num_ahead_at_decode=_num_ahead(decode),
         num_streams=sum(queue_now(decode)),
-        decode_per_s=decode_per_s,
-        hand_over_per_s=hand_over_per_s,
+        decode_per_s=speed.prefill_per_s or _mean(one.prefill_per_s for one in pool),
+        hand_over_per_s=speed.hand_over_per_s or _mean(one.hand_over_per_s for one in pool),
     )
     if isinstance(prefill, NoPick):
-        return known
-    instance = prefill.instance
+        return situation
+    speed, pool = prefill.instance.throughput, [view.throughput for view in prefill_views]
     return replace(
-        known,
-        num_cached_at_prefill=_num_cached(choice, instance, criteria),
-        num_ahead_at_prefill=_num_ahead(instance),
-        prefill_per_s=instance.pace.prefill_per_s or _mean(view.pace.prefill_per_s for view in prefill_views),
-        untried_s=instance.pace.untried_s,
+        situation,
+        num_cached_at_prefill=_num_cached(choice, prefill.instance, criteria),
+        num_ahead_at_prefill=_num_ahead(prefill.instance),
+        prefill_per_s=speed.prefill_per_s or _mean(one.prefill_per_s for one in pool),
+        since_prefill_s=speed.since_prefill_s,
     )
 
 
@@ -140,3 +129,70 @@ def _num_ahead(view: InstanceView) -> int:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def can_move(plan: Plan | NoPlan, num_tokens: int) -> bool:
+    """Whether a stream whose KV takes `num_tokens` may leave an instance that is about to end, for where `plan` says.
+
+    Nothing is broken yet: a stream that stays runs on until the grace period is over. So it moves only to an instance
+    that is ready and has room for it now.
+    """
+    return isinstance(plan, Plan) and has_room(plan.decode.instance, num_tokens)
+
+
+def has_room(view: InstanceView, num_tokens: int) -> bool:
+    """Whether the instance's last report leaves blocks for `num_tokens` and a next one; unknown sizes count as room."""
+    block_size = view.info.identity.block_size
+    if not view.info.num_blocks or not block_size:
+        return True
+    return view.load.free_blocks + view.load.cached_blocks > num_tokens // block_size
+
+
+def explain(
+    decode_views: Sequence[InstanceView],
+    prefill_views: Sequence[InstanceView],
+    request: GenerationRequest,
+    affinity: Affinity,
+    settings: DisaggregationSettings,
+    rng: random.Random,
+) -> pools_pb2.ExplainPickResponse:
+    """The plan that `make_plan` would make for `request` now, with each instance's score. Nothing is recorded."""
+    known, num_tokens = RequestAffinity(affinity, request), request.num_prompt_tokens
+    criteria, choice = known.criteria(num_tokens), Choice(request, 0)
+    plan = make_plan(decode_views, prefill_views, choice, frozenset(), settings, rng, criteria)
+    filters = picker.default_filters()
+    if isinstance(plan, Plan):
+        decode: InstanceView | None = plan.decode.instance
+    else:
+        pick = picker.pick(decode_views, filters, rng=rng, scorer=criteria.decode)
+        decode = pick.instance if isinstance(pick, Pick) else None
+    pairing = [*filters, picker.pairs_with(decode)] if decode else filters
+    prefill_key = plan.prefill.instance.key if isinstance(plan, Plan) and plan.prefill else None
+    decode_facts, prefill_facts = known.facts("decode", num_tokens), known.facts("prefill", num_tokens)
+    return pools_pb2.ExplainPickResponse(
+        decode=_candidates(decode_views, filters, affinity.decode, decode_facts, decode.key if decode else None),
+        prefill=_candidates(prefill_views, pairing, affinity.prefill, prefill_facts, prefill_key),
+        disaggregated=plan.prefill is not None if isinstance(plan, Plan) else None,
+        reason=plan.disaggregation.explanation if isinstance(plan, Plan) else plan.message,
+    )
+
+
+def _candidates(
+    views: Sequence[InstanceView],
+    filters: Sequence[Filter],
+    scoring: Scoring,
+    facts: RequestFacts,
+    picked: InstanceKey | None,
+) -> list[pools_pb2.Candidate]:
+    """The scored instances, the best first, then the others."""
+    candidates = []
+    for view in views:
+        candidate = pools_pb2.Candidate(instance_id=view.instance_id, address=view.key.address)
+        if rejected := picker.rejection(view, filters):
+            candidate.rejected = rejected
+        else:
+            candidate.parts.extend(scoring.parts(facts, view))
+            candidate.score = sum(part.weight * part.value for part in candidate.parts)
+            candidate.picked = view.key == picked
+        candidates.append(candidate)
+    return sorted(candidates, key=lambda one: (one.rejected != "", one.score, not one.picked, one.instance_id))

@@ -1,8 +1,8 @@
-"""What makes one instance better than another: scorers by name, and the weighted sum that a pool picks by.
+"""Scores of instances: scorers by name, and the weighted sum that a pool picks by.
 
-A scorer is a pure function of what is known of the request and of one instance; lower is better, and the number must
-be finite. The settings name scorers and weights in one string per pool, such as `queue=1,kv_pressure=2,prefix=3`. A
-scorer of one's own is named `module:Name`: a function like those below, or a class whose instances are called so.
+A scorer is a pure function of the facts about a request and of one instance; lower is better, and the number must be
+finite. The settings name scorers and weights in one string per pool, such as `queue=1,kv_pressure=2,prefix=3`. A custom
+scorer is named `module:Name`: a function like those below, or a class whose instances are callable like them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from router.pools.instances import InstanceKey, InstanceView
+from protos.tandem.v1 import pools_pb2
+from router.pools.instance_info import InstanceKey, InstanceView
 
 
-def _nothing_is_known(view: InstanceView) -> int:
+def _no_cached_tokens(view: InstanceView) -> int:
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What a scorer may ask about a request. Cheap to make: what no scorer asks for is not computed."""
+    """What a scorer may use of a request. Cheap to make: unused facts are not computed."""
 
     num_tokens: int = 0
-    """Whose KV an instance needs before it can go on: the prompt and, after a failover, what was emitted."""
+    """Whose KV an instance needs before it can go on: the prompt and, after a failover, the emitted tokens."""
     session_at: InstanceKey | None = None
     """Where the request's session ran last in this pool."""
-    num_cached_tokens: Callable[[InstanceView], int] = _nothing_is_known
-    """Leading tokens that the instance is believed to have in its prefix cache."""
+    num_cached_tokens: Callable[[InstanceView], int] = _no_cached_tokens
+    """Leading tokens that the instance probably has in its prefix cache."""
 
 
 Scorer = Callable[[RequestFacts, InstanceView], float]
@@ -42,9 +43,9 @@ ViewScorer = Callable[[InstanceView], float]
 def queue_now(view: InstanceView) -> tuple[int, int]:
     """Waiting and running: the last report, corrected by what this router has sent and seen end since.
 
-    Counted are all requests that must be there; how many of them run is what the instance has room for: as many as it
-    ran when the report says that others waited, else as many as it has places for. But where more tokens were sent
-    than one of its steps takes, they wait. Requests that load KV count as running: their blocks are reserved.
+    Counts all requests that must be there. Of them run as many as the instance has room for: those that ran, if others
+    waited at the time of the report, else max_num_seqs; but if more tokens were sent than one of its steps takes, the
+    rest waits. Requests that load KV count as running: their blocks are reserved.
     """
     load, info = view.load, view.info
     room = load.num_running + load.num_loading
@@ -58,20 +59,20 @@ def queue_now(view: InstanceView) -> tuple[int, int]:
 
 
 def queue(request: RequestFacts, view: InstanceView) -> float:
-    """`4*waiting + running`, of the queue as it is likely to be now."""
+    """`4*waiting + running`, of the estimated present queue."""
     num_waiting, num_running = queue_now(view)
     return 4.0 * num_waiting + num_running
 
 
 def waiting_tokens(request: RequestFacts, view: InstanceView) -> float:
-    """Tokens that the waiting requests have yet to compute, those that were sent since the report included."""
+    """Tokens that the waiting requests have yet to compute, including those sent since the report."""
     return float(view.load.num_waiting_tokens + view.num_unreported_tokens)
 
 
 def kv_pressure(request: RequestFacts, view: InstanceView) -> float:
-    """The part of the KV blocks in use once this request is there, 0 … 1; more than 1 where it would not fit.
+    """The fraction of the KV blocks in use with this request, 0 … 1; more than 1 where it would not fit.
 
-    Cached blocks count as free: they can be taken at any time. 0 while an instance does not tell its blocks.
+    Cached blocks count as free: they can be evicted at any time. 0 while an instance does not report its blocks.
     """
     num_blocks, block_size = view.info.num_blocks, view.info.identity.block_size
     if num_blocks <= 0 or block_size <= 0:
@@ -81,7 +82,7 @@ def kv_pressure(request: RequestFacts, view: InstanceView) -> float:
 
 
 def prefix(request: RequestFacts, view: InstanceView) -> float:
-    """The part of the request's tokens that the instance is not believed to have in its prefix cache, 0 … 1."""
+    """The fraction of the request's tokens that the instance probably lacks in its prefix cache, 0 … 1."""
     if request.num_tokens <= 0:
         return 0.0
     return max(1.0 - request.num_cached_tokens(view) / request.num_tokens, 0.0)
@@ -95,27 +96,15 @@ def session(request: RequestFacts, view: InstanceView) -> float:
 SCORERS: dict[str, Scorer] = {
     scorer.__name__: scorer for scorer in (queue, waiting_tokens, kv_pressure, prefix, session)
 }
-"""Those with a short name."""
-_KNOW_NO_PREFIX = frozenset({"queue", "waiting_tokens", "kv_pressure", "session"})
+_WITHOUT_PREFIXES = frozenset({"queue", "waiting_tokens", "kv_pressure", "session"})
 _CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One scorer with its weight."""
-
     name: str
     weight: float
     scorer: Scorer
-
-
-@dataclass(frozen=True, slots=True)
-class ScorePart:
-    """One term's part in one instance's score."""
-
-    scorer: str
-    value: float
-    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +125,19 @@ class Scoring:
         return cls(terms)
 
     @property
-    def may_ask_for_prefixes(self) -> bool:
-        """Whether a scorer may look at what is cached where; False spares the index."""
-        return any(term.name not in _KNOW_NO_PREFIX for term in self.terms)
+    def may_use_prefixes(self) -> bool:
+        """Whether a scorer may use cached prefixes; False spares the index."""
+        return any(term.name not in _WITHOUT_PREFIXES for term in self.terms)
 
     def score(self, request: RequestFacts, view: InstanceView) -> float:
-        """The instance's standing for this request; lower is better."""
         return sum(term.weight * term.scorer(request, view) for term in self.terms)
 
-    def parts(self, request: RequestFacts, view: InstanceView) -> tuple[ScorePart, ...]:
-        """The same, term by term, for people."""
-        return tuple(ScorePart(term.name, term.scorer(request, view), term.weight) for term in self.terms)
+    def parts(self, request: RequestFacts, view: InstanceView) -> list[pools_pb2.ScorePart]:
+        """The same, term by term."""
+        return [
+            pools_pb2.ScorePart(scorer=term.name, value=term.scorer(request, view), weight=term.weight)
+            for term in self.terms
+        ]
 
     def for_request(self, request: RequestFacts) -> ViewScorer:
         """The scoring as a function of the instance alone."""
@@ -158,16 +149,16 @@ class Scoring:
 QUEUE_ALONE = Scoring((Term("queue", 1.0, queue),))
 """The default."""
 queue_score: ViewScorer = QUEUE_ALONE.for_request(RequestFacts())
-"""The default for any request: it asks nothing of it."""
+"""The default, which uses no facts about the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Criteria:
-    """What a plan for one request goes by: a scorer per pool, and what is believed to be cached."""
+    """The inputs of a plan for one request: a scorer per pool, and the tokens that are probably cached."""
 
     decode: ViewScorer = queue_score
     prefill: ViewScorer = queue_score
-    num_cached_tokens: Callable[[InstanceView], int] = _nothing_is_known
+    num_cached_tokens: Callable[[InstanceView], int] = _no_cached_tokens
 
 
 def _term(text: str) -> Term:

@@ -1,1 +1,1 @@
-"""Who is in the two pools, how loaded, and whether each may be picked. The way in is pool.py; docs/membership.md."""
+"""The instances of both pools: discovery, health, load. Start at pool.py; see docs/membership.md."""

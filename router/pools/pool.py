@@ -1,13 +1,13 @@
-"""The two pools: who is in them, and a snapshot of each for the pickers.
+"""The two pools: which instances they have, and a snapshot of each for the pickers.
 
-A `Membership` says which addresses there are and may change its mind. The pool keeps one watched `Member` per address:
+A `ServiceDiscovery` yields the addresses of a pool. The pool keeps one watched `UpstreamInstance` per address:
 
-address is told of ──▶ watched ──gone from the membership──▶ leaving ──no call of ours is open there──▶ let go
-                          ▲───────── told of again ────────────┘
+address discovered ──▶ watched ──gone from the discovery──▶ leaving ──no call of this router is open there──▶ removed
+                          ▲────────── discovered again ─────────┘
 
-Nothing new goes to a member that leaves, and it is watched to its end: an instance that drains vanishes from the DNS
-long before its streams are over, and one that dies meanwhile must still be noticed. Two addresses of one process (an
-IPv4 and an IPv6 one) are one instance: the first that is ready stands for it.
+An instance that leaves gets no new calls and is watched to its end: one that drains vanishes from the DNS long before
+its streams are over, and one that dies meanwhile must still be noticed. Two addresses of one process (IPv4 and IPv6)
+are one instance: the first that is ready represents it.
 """
 
 from __future__ import annotations
@@ -15,59 +15,52 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
 
-from router.config import PoolSettings
-from router.picking.speeds import Speeds
-from router.pools.expectation import Expectation
-from router.pools.instances import InstanceInfo, InstanceKey, InstanceView
-from router.pools.member import Member
-from router.pools.membership import Membership
+from router.pools.discovery import ServiceDiscovery
+from router.pools.instance import ExpectedInstance, UpstreamInstance
+from router.pools.instance_info import InstanceInfo, InstanceKey, InstanceView, Role
+from router.pools.settings import PoolSettings
+from router.pools.throughput import ThroughputEstimator
+from serving.broadcast import Broadcast
 
 _log = logging.getLogger(__name__)
 
 Dial = Callable[[str], grpc.aio.Channel]
 
 _LINGER_S = 2.0
-"""The connection of a member that has left outlives its last call by so much: a release may still be on its way."""
+"""How long the connection of a leaving instance outlives its last call: a release may still be on its way."""
 
 
+@dataclass(slots=True, eq=False)
 class Pool:
     """The instances of one role. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        expected: Expectation,
-        membership: Membership,
-        dial: Dial,
-        settings: PoolSettings,
-        on_change: Callable[[Member], None],
-        speeds: Callable[[], Speeds] = Speeds,
-    ) -> None:
-        self._expected = expected
-        self._speeds = speeds
-        self._membership = membership
-        self._dial = dial
-        self._settings = settings
-        self._on_change = on_change
-        self._members: dict[str, tuple[Member, asyncio.Task[None]]] = {}
-        self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._farewells: set[asyncio.Task[None]] = set()
-        self.followed = False
-        """Whether the membership has told who there is."""
+    expected: ExpectedInstance
+    discovery: ServiceDiscovery
+    dial: Dial
+    settings: PoolSettings
+    on_change: Callable[[UpstreamInstance], None]
+    throughput: Callable[[], ThroughputEstimator]
+    is_discovered: bool = False
+    """Whether the discovery has yielded addresses."""
+    _instances: dict[str, tuple[UpstreamInstance, asyncio.Task[None]]] = field(default_factory=dict)
+    _leaving: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _removals: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
-    def members(self) -> tuple[Member, ...]:
-        """Everyone, ready or not, those that leave included."""
-        return tuple(member for member, _ in self._members.values())
+    def instances(self) -> tuple[UpstreamInstance, ...]:
+        """All of them, ready or not, those that are leaving included."""
+        return tuple(instance for instance, _ in self._instances.values())
 
     def views(self) -> tuple[InstanceView, ...]:
-        """A snapshot of everyone who has told who he is, each process once."""
+        """A snapshot of every instance that has reported, each process once."""
         views: dict[str, InstanceView] = {}
-        for member in self.members:
-            view = member.view()
+        for instance in self.instances:
+            view = instance.view()
             if view is None:
                 continue
             known = views.get(view.key.epoch)
@@ -80,97 +73,96 @@ class Pool:
         return sum(view.out is None for view in self.views())
 
     def is_complete(self) -> bool:
-        """Whether every instance that the membership tells of may be picked; an empty pool is complete."""
-        standing_in = {view.key.epoch for view in self.views() if view.out is None}
-        return self.followed and all(
-            member.state in ("ready", "leaving") or (member.key is not None and member.key.epoch in standing_in)
-            for member in self.members
+        """Whether every discovered instance may be picked; an empty pool is complete."""
+        ready_epochs = {view.key.epoch for view in self.views() if view.out is None}
+        return self.is_discovered and all(
+            instance.state in ("ready", "leaving") or (instance.key is not None and instance.key.epoch in ready_epochs)
+            for instance in self.instances
         )
 
-    def member(self, key: InstanceKey) -> Member | None:
-        """The member behind a view, None if another process has taken its place."""
-        member, _ = self._members.get(key.address, (None, None))
-        return member if member is not None and member.key == key else None
+    def instance(self, key: InstanceKey) -> UpstreamInstance | None:
+        """The instance behind a view; None if another process answers at its address."""
+        instance, _ = self._instances.get(key.address, (None, None))
+        return instance if instance is not None and instance.key == key else None
 
-    async def run(self) -> None:
-        """Follows the membership; ends only by cancellation, and then every member is let go."""
+    async def follow(self) -> None:
+        """Follows the discovery until it is cancelled; then every instance is removed."""
         try:
             try:
-                async for addresses in self._membership.addresses():
+                async for addresses in self.discovery.addresses():
                     self._reconcile(addresses)
             except Exception:
-                _log.critical("the addresses of the %s pool are no longer followed", self._expected.role, exc_info=True)
+                _log.critical("the addresses of the %s pool are no longer followed", self.expected.role, exc_info=True)
             await asyncio.Event().wait()
         finally:
-            for farewell in self._farewells:
-                farewell.cancel()
-            await asyncio.gather(*self._farewells, return_exceptions=True)
-            for address in list(self._members):
-                await self._let_go(address)
+            for removal in self._removals:
+                removal.cancel()
+            await asyncio.gather(*self._removals, return_exceptions=True)
+            for address in list(self._instances):
+                await self._remove(address)
 
     def _reconcile(self, addresses: frozenset[str]) -> None:
-        self.followed = True
-        for address in addresses - self._members.keys():
-            member = Member(
-                address, self._expected, self._dial(address), self._settings, self._on_change, self._speeds()
+        self.is_discovered = True
+        for address in addresses - self._instances.keys():
+            instance = UpstreamInstance(
+                address, self.expected, self.dial(address), self.settings, self.on_change, self.throughput()
             )
-            self._members[address] = (member, asyncio.create_task(member.watch(), name=f"watch {address}"))
-        for address, (member, _) in self._members.items():
+            self._instances[address] = (instance, asyncio.create_task(instance.watch(), name=f"watch {address}"))
+        for address, (instance, _) in self._instances.items():
             leaving = self._leaving.get(address)
             if address in addresses and leaving is not None:
                 self._leaving.pop(address).cancel()
-                member.stay()
+                instance.set_leaving(False)
             elif address not in addresses and leaving is None:
-                member.leave()
-                farewell = asyncio.create_task(self._let_go_when_idle(address), name=f"leave {address}")
-                self._leaving[address] = farewell
-                self._farewells.add(farewell)
-                farewell.add_done_callback(self._farewells.discard)
+                instance.set_leaving(True)
+                removal = asyncio.create_task(self._remove_when_idle(address), name=f"remove {address}")
+                self._leaving[address] = removal
+                self._removals.add(removal)
+                removal.add_done_callback(self._removals.discard)
 
-    async def _let_go_when_idle(self, address: str) -> None:
-        member, _ = self._members[address]
-        while not member.is_idle:
-            await member.until_idle()
+    async def _remove_when_idle(self, address: str) -> None:
+        instance, _ = self._instances[address]
+        while not instance.calls.is_empty:
+            await instance.calls.wait_until_empty()
             await asyncio.sleep(_LINGER_S)
         del self._leaving[address]
-        await self._let_go(address)
+        await self._remove(address)
 
-    async def _let_go(self, address: str) -> None:
-        member, task = self._members.pop(address)
+    async def _remove(self, address: str) -> None:
+        instance, task = self._instances.pop(address)
         task.cancel()
         try:
             await asyncio.gather(task, return_exceptions=True)
         finally:
-            await member.channel.close()
+            await instance.channel.close()
 
 
 class Pools:
-    """Both pools, and the news that something in them has changed."""
+    """Both pools, and the notification that something in them has changed."""
 
     def __init__(
         self,
-        prefill: Membership,
-        decode: Membership,
+        prefill: ServiceDiscovery,
+        decode: ServiceDiscovery,
         dial: Dial,
         settings: PoolSettings,
         *,
         tokenizer_digest: str = "",
-        speeds: Callable[[], Speeds] = Speeds,
+        throughput: Callable[[], ThroughputEstimator] = ThroughputEstimator,
     ) -> None:
         digest = tokenizer_digest if settings.check_tokenizer else ""
-        self.prefill = Pool(Expectation("prefill", digest), prefill, dial, settings, self._changed_at, speeds)
-        self.decode = Pool(Expectation("decode", digest), decode, dial, settings, self._changed_at, speeds)
-        self._news = asyncio.Event()
+        self.prefill = Pool(ExpectedInstance("prefill", digest), prefill, dial, settings, self._on_change, throughput)
+        self.decode = Pool(ExpectedInstance("decode", digest), decode, dial, settings, self._on_change, throughput)
+        self.by_role: dict[Role, Pool] = {"prefill": self.prefill, "decode": self.decode}
+        self._changed = Broadcast()
         self._tasks: list[asyncio.Task[None]] = []
-        self._told: set[tuple[InstanceKey, InstanceKey]] = set()
-        self._last_decode: tuple[InstanceInfo, ...] = ()
+        self._reported_mismatches: set[tuple[InstanceKey, InstanceKey]] = set()
+        self._last_decode_infos: tuple[InstanceInfo, ...] = ()
 
     async def start(self) -> None:
-        """Begins to watch."""
-        self._tasks = [asyncio.create_task(pool.run(), name="pool") for pool in (self.prefill, self.decode)]
+        self._tasks = [asyncio.create_task(pool.follow(), name="pool") for pool in self.by_role.values()]
 
     async def stop(self) -> None:
-        """Lets every instance go."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -180,34 +172,28 @@ class Pools:
         return self.prefill.is_complete() and self.decode.is_complete()
 
     def decode_infos(self) -> tuple[InstanceInfo, ...]:
-        """The ready decode instances; when there is none, those that were ready last."""
+        """Of the ready decode instances; while there is none, of those that were ready last."""
         ready = tuple(view.info for view in self.decode.views() if view.out is None)
-        self._last_decode = ready or self._last_decode
-        return self._last_decode
+        self._last_decode_infos = ready or self._last_decode_infos
+        return self._last_decode_infos
 
-    async def wait_for_news(self, timeout_s: float) -> None:
-        """Returns when an instance has come, gone or changed its state, or after `timeout_s`."""
-        news = self._news
-        try:
-            async with asyncio.timeout(timeout_s):
-                await news.wait()
-        except TimeoutError:
-            pass
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Returns when an instance was added, was removed or has changed its state, or after `timeout_s`."""
+        await self._changed.wait(timeout_s)
 
-    def _changed_at(self, member: Member) -> None:
+    def _on_change(self, instance: UpstreamInstance) -> None:
         self.decode_infos()
-        self._tell_mismatches()
-        self._news.set()
-        self._news = asyncio.Event()  # whoever waits holds the old one
+        self._log_mismatches()
+        self._changed.notify()
 
-    def _tell_mismatches(self) -> None:
+    def _log_mismatches(self) -> None:
         for decode in self.decode.views():
             for prefill in self.prefill.views():
                 pair = (prefill.key, decode.key)
                 mismatch = decode.pairing_mismatch(prefill)
-                if mismatch is None or pair in self._told:
+                if mismatch is None or pair in self._reported_mismatches:
                     continue
-                self._told.add(pair)
+                self._reported_mismatches.add(pair)
                 _log.warning(
                     "%s differs between decode %s (%s) and prefill %s (%s): they will not be paired",
                     mismatch.field,

@@ -1,11 +1,11 @@
-"""The stream in which a decode instance answers all calls of this router, and where each answer goes from here.
+"""The stream in which a decode instance answers all calls of this router, and the delivery of each answer to its call.
 
-    opening ──first message──▶ open: can be named ──breaks──▶ ended, with all that runs on it ──▶ opening …
-       │                          └──retired: the instance has ended──▶ open to those on it ──the last leaves──▶ ended
-       └── the instance is of an older kind: its calls answer by themselves
+    opening ──first message──▶ open: calls can join ──breaks──▶ ended, with all calls that joined ──▶ opening …
+       │                          └──retired: the instance has ended──▶ open to joined calls ──the last leaves──▶ ended
+       └── the instance does not implement it: each call answers by itself
 
-An engine's step is one message here. Each answer goes to its call's receiver at once, and nobody is waited for: what a
-receiver cannot deal with yet it keeps, within its own bounds.
+A message holds the answers of one engine step. Each answer goes to its call's receiver at once and never waits for it:
+a receiver buffers what it cannot process yet, within its own bounds.
 """
 
 from __future__ import annotations
@@ -15,30 +15,99 @@ import itertools
 import logging
 import random
 import secrets
+from collections import deque
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from protos.tandem.v1 import decode_pb2, decode_pb2_grpc
-from router.config import PoolSettings
-from router.pools.instances import Role
+from router.pools.instance_info import Role
+from router.pools.settings import PoolSettings
 
 _log = logging.getLogger(__name__)
 
+MAX_BYTES = 4 << 20
+"""Some 70,000 tokens without log-probabilities."""
+
+
+class ReceiveBuffer:
+    """The answers of a decode instance that its call has not read yet. One reader; belongs to one event loop.
+
+        append ──▶ buffered ──read──▶ read          closed ──all buffered answers are read──▶ `read` raises
+          └── the buffer is full ──▶ False
+
+    The first answer is buffered as it is. It is part of a message that answers many calls, all of which lives as long
+    as any part does; therefore the answers behind it are kept as bytes of their own.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._first: decode_pb2.DecodeResponse | None = None
+        self._others: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._end: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def append(self, response: decode_pb2.DecodeResponse) -> bool:
+        """Buffers the next answer; False if there is no room for it."""
+        if self._first is None and not self._others:
+            self._first = response
+            self._wake()
+            return True
+        data = response.SerializeToString()
+        if self._num_bytes + len(data) > self._max_bytes:
+            return False
+        self._others.append(data)
+        self._num_bytes += len(data)
+        return True
+
+    def close(self, end: Exception) -> None:
+        """No answer follows; `read` raises `end` after the buffered ones. The first call counts."""
+        if self._end is None:
+            self._end = end
+            self._wake()
+
+    def clear(self) -> None:
+        self._first = None
+        self._others.clear()
+        self._num_bytes = 0
+
+    async def read(self) -> decode_pb2.DecodeResponse:
+        """The next answer. Raises what the buffer was closed with, after the last one."""
+        while True:
+            if (response := self._first) is not None:
+                self._first = None
+                return response
+            if self._others:
+                data = self._others.popleft()
+                self._num_bytes -= len(data)
+                return decode_pb2.DecodeResponse.FromString(data)
+            if self._end is not None:
+                raise self._end
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
 
 class Receiver(Protocol):
-    """A call whose answers come in the stream."""
+    """A call that is answered in the stream."""
 
     def receive(self, response: decode_pb2.DecodeResponse) -> None:
-        """The next answer. It is part of a larger message, all of which lives as long as it does."""
+        """Takes the next answer. It keeps the larger message alive that it is part of."""
 
     def cut_off(self, error: grpc.aio.AioRpcError) -> None:
-        """The stream has ended, and why; nothing more comes."""
+        """The stream has ended with `error`; no answer follows."""
 
 
 class TokenStream:
-    """One open stream. Joined by legs, fed by the task that reads it."""
+    """One open stream: calls join it, and the task that reads it delivers to them."""
 
     def __init__(self, stream_id: str, call: Any) -> None:
         self.stream_id = stream_id
@@ -48,23 +117,22 @@ class TokenStream:
         self._is_retired = False
 
     def join(self, receiver: Receiver) -> decode_pb2.TokenStream:
-        """From now on `receiver` gets what is answered under the number in the result."""
+        """Delivers the answers with the call number in the result to `receiver` from now on."""
         number = next(self._numbers)
         self._receivers[number] = receiver
         return decode_pb2.TokenStream(stream_id=self.stream_id, call_number=number)
 
     def leave(self, joined: decode_pb2.TokenStream) -> None:
-        """What still comes for it is dropped."""
+        """Drops later answers to this call."""
         self._receivers.pop(joined.call_number, None)
         self._end_if_unused()
 
     def retire(self) -> None:
-        """Nobody joins any more: ends with its last receiver."""
+        """No call joins any more; the stream ends with its last receiver."""
         self._is_retired = True
         self._end_if_unused()
 
     def deliver(self, message: decode_pb2.StreamTokensResponse) -> None:
-        """Hands every answer to its receiver."""
         receivers = self._receivers
         for numbered in message.responses:
             receiver = receivers.get(numbered.call_number)
@@ -72,7 +140,7 @@ class TokenStream:
                 receiver.receive(numbered.response)
 
     def break_off(self, error: grpc.aio.AioRpcError) -> None:
-        """It has ended: so has all that runs on it."""
+        """The stream has ended, and with it every call that joined."""
         for receiver in list(self._receivers.values()):
             receiver.cut_off(error)
 
@@ -82,29 +150,25 @@ class TokenStream:
 
 
 class TokenStreams:
-    """The stream from one process of an instance, kept open. Owned by the pool member that follows that process."""
+    """Keeps the stream from one process open. Owned by the upstream instance that watches that process."""
 
     def __init__(self, role: Role, channel: grpc.aio.Channel, settings: PoolSettings) -> None:
-        """An instance of another role than decode has none."""
+        """Only decode instances have such a stream."""
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._settings = settings
         self._is_retired = role != "decode"
-        self._current: TokenStream | None = None
+        self.current: TokenStream | None = None
+        """The stream that calls can join; None when none is open."""
         self._task = asyncio.create_task(self._keep_open(), name="token stream")
 
-    @property
-    def current(self) -> TokenStream | None:
-        """The stream to name; None when none is open."""
-        return self._current
-
     def retire(self) -> None:
-        """The instance is not followed any more. What has arrived is still read by those whom it is for."""
+        """The instance is no longer watched. Answers that have arrived are still delivered."""
         self._is_retired = True
-        if self._current is None:
+        if self.current is None:
             self._task.cancel()
         else:
-            self._current.retire()
-            self._current = None
+            self.current.retire()
+            self.current = None
 
     async def _keep_open(self) -> None:
         delay_s = self._settings.min_backoff_s
@@ -117,15 +181,17 @@ class TokenStreams:
             delay_s = min(2 * delay_s, self._settings.max_backoff_s)
 
     async def _read(self) -> grpc.aio.AioRpcError | None:
-        """One stream, from its opening to its end; returns what ended it, None if that was its retirement."""
+        """Reads one stream from its opening to its end; returns its error, None if it was retired."""
         stream_id = secrets.token_hex(16)
         call: Any = self._stub.StreamTokens(decode_pb2.StreamTokensRequest(stream_id=stream_id))
         stream = TokenStream(stream_id, call)
-        error = _ended()
+        nothing = grpc.aio.Metadata()
+        # For calls that joined, the end of a stream is an error in any case.
+        error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the token stream has ended")
         try:
             async for message in call:
                 if not self._is_retired:
-                    self._current = stream
+                    self.current = stream
                 stream.deliver(message)
         except grpc.aio.AioRpcError as broken:
             error = broken
@@ -134,12 +200,6 @@ class TokenStreams:
                 raise
             return None
         finally:
-            self._current = None
+            self.current = None
             stream.break_off(error)
         return error
-
-
-def _ended() -> grpc.aio.AioRpcError:
-    """A stream has no good end: what one is to its legs."""
-    nothing = grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the token stream has ended")

@@ -1,43 +1,100 @@
-"""`tandem doctor`: one line per thing that must be there, with what to do about it."""
+"""`tandem doctor`: one line for each requirement, with what to do about it.
+
+A check is a function that yields findings and changes nothing: ok, warn (it works, with less) or fail (it does not).
+"""
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import click
 
-from tandem.checks import Check, Finding, extras, kernel, machine, model, packages, python
-from tandem.stack_settings import CONNECTORS
-from tandem.transfer_bench.check import connector_check
-from tandem.transfer_bench.choice import choices_of
-from tandem.transfer_bench.options import Options, kv_options
+from engine.machine import available_bytes, cpu_quota, usable_cores
+from tandem.client.registry import temporary_folder
+from tandem.commands.options import kv_options
+from tandem.connectors import CONNECTORS, ConnectorChoice, Options, split_connectors
+from tandem.models import ModelNotFound, display_name, resolve
 
+_PR_GET_PDEATHSIG = 2
+_LOW_MEMORY = 2 << 30
+_LOW_SHM = 64 << 20
+_PACKAGES = (
+    "torch", "numpy", "numba", "safetensors", "tokenizers", "jinja2",
+    "grpcio", "protobuf", "pyzmq", "msgspec", "pydantic", "blake3", "psutil", "click",
+)  # fmt: skip
+_EXTRAS = (
+    ("huggingface_hub", "models by name from the Hugging Face hub", "pip install '.[hub]'"),
+    ("nixl", "the nixl connector (memory to memory, RDMA, NVLink)", "pip install '.[nixl]'"),
+    ("lmcache", "the lmcache connector (LMCache's disk format, its server)", "pip install '.[lmcache]'"),
+)
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+_NUM_BLOCKS, _BLOCK_BYTES, _NUM_ROUNDS = 16, 1_843_200, 3
+_RETRY = "then `tandem doctor` again"
+_REMEDIES = {
+    "refused": "start it, for example: redis-server --port 6379; or correct --kv-url",
+    "resolve": "correct the host name in --kv-url",
+    "timeout": "it is reachable but does not answer in time: check its load and the network",
+    "unreachable": "check the network: is the host up, does a firewall block the port?",
+    "tls": "--kv-url rediss://…, and --kv-options '{tls_ca_file: /path/ca.pem}'",
+    "auth": "--kv-options '{username: name, password_file: /path}', or the variable TANDEM_REDIS_PASSWORD",
+    "noperm": "allow the user: +getrange +set +del +strlen +pexpire +info +select +client|setname on ~tandem:*",
+    "oom": "raise its maxmemory, or lower ttl_s in --kv-options",
+    "no_primary": "check that the Sentinels know the service of --kv-url",
+    "readonly": "give the primary's address by --kv-url",
+    "cluster": "Redis Cluster is not supported: give the address of one server, or redis+sentinel://",
+    "misconf": "it rejects writes because it cannot save to its disk: see Redis's log",
+    "enospc": "free some space there, or give another --kv-folder",
+    "eacces": "let this user write there, or give another --kv-folder",
+    "erofs": "mount it writable, or give another --kv-folder",
+    "nixl_remotedisconnect": "check that nothing here cuts loopback TCP; --kv-options '{ucx_tls: tcp}' tells more",
+}
+_ONLY_TCP = "CMA is not permitted: sysctl kernel.yama.ptrace_scope=0; in containers, one user and one PID namespace"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `remedy` is what to type or change."""
+
+    verdict: Literal["ok", "warn", "fail"]
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+def _ok_or_warn(is_ok: bool, subject: str, text: str, remedy: str) -> Finding:
+    """`remedy` is of the warning."""
+    return Finding("ok", subject, text) if is_ok else Finding("warn", subject, text, remedy)
 
 
 @click.command("doctor")
-@click.option("--model", "model_name", default="demo", show_default=True, metavar="NAME", help="Model to look at.")
+@click.option("--model", "model_name", default="demo", show_default=True, metavar="NAME", help="Model to check.")
 @click.option(
-    "--connector",
-    default="shared_storage",
-    show_default=True,
-    metavar="NAME",
+    "--connector", default="shared_storage", show_default=True, metavar="NAME",
     help=f"Connector to move blocks through: {', '.join(CONNECTORS)}, module:Class of your own, or a list: nixl,redis.",
-)
-@click.option("--kv-url", metavar="URL", help="Its server: redis://host:port/0; for lmcache also tcp://host:port.")
-@click.option(
-    "--kv-folder", type=click.Path(path_type=Path), help="Its folder.  [default: where `tandem up` would have it]"
-)
+)  # fmt: skip
+@click.option("--kv-url", metavar="URL", help="Its server: redis://host:port/0; for lmcache tcp://host:port.")
+@click.option("--kv-folder", type=click.Path(path_type=Path), help="Its folder.  [default: as `tandem up` uses]")
 @kv_options
-@click.option("--quick", is_flag=True, help="Leave out the transfer of blocks, which takes some seconds.")
+@click.option("--quick", is_flag=True, help="Skip the transfer of blocks, which takes some seconds.")
 def command(
     model_name: str, connector: str, kv_url: str | None, kv_folder: Path | None, options: Options, quick: bool
 ) -> None:
     """Check this machine, the model, the connectors and a running stack.
 
     Every line is ok, warn (it works, with less) or fail, and says what to do. The exit status is 1 if a line says fail.
-    Blocks move through the connector that you name, from another process to this one, and every byte is compared.
+    Blocks move through the chosen connector, from another process to this one, and every byte is compared.
 
     \b
     Examples:
@@ -48,48 +105,229 @@ def command(
       tandem doctor --kv-folder /mnt/shared        is the volume fast enough?
     """
     try:
-        choices = choices_of(connector, kv_url, kv_folder, options)
+        choices = split_connectors(connector, kv_url, kv_folder, options)
         if kv_url is None and any(choice.name == "redis" for choice in choices):
             raise ValueError("the redis connector needs the address of a Redis: --kv-url redis://host:port/0")
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    checks: list[Check] = [python, packages, machine, kernel, extras, model(model_name)]
+    checks = [check_python(), check_packages(), check_machine(), check_kernel(), check_extras()]
+    checks.append(check_model(model_name))
     if not quick:
-        checks += [connector_check(choice) for choice in choices]
-    checks.append(_running)
+        checks += [check_connector(choice) for choice in choices]
+    checks.append(check_running_stacks())
     num_failed = 0
     for check in checks:
         for finding in _guarded(check):
             num_failed += finding.verdict == "fail"
             click.secho(f"{finding.verdict:<5}", fg=_COLOURS[finding.verdict], nl=False)
-            click.echo(f"{finding.subject:<16} {finding.what}" + (f"  → {finding.remedy}" if finding.remedy else ""))
+            click.echo(f"{finding.subject:<16} {finding.text}" + (f"  → {finding.remedy}" if finding.remedy else ""))
     if num_failed:
         raise click.exceptions.Exit(1)
 
 
-def _guarded(check: Check) -> Iterator[Finding]:
-    """A check that breaks is a finding, not the end of the report."""
+def _guarded(check: Iterator[Finding]) -> Iterator[Finding]:
+    """An exception in a check is a finding, not the end of the report."""
     try:
-        yield from check()
+        yield from check
     except Exception as error:  # a broken package may raise anything when it is imported
-        name = getattr(check, "__name__", "check").strip("_")
+        name = getattr(check, "__name__", "check").removeprefix("check_")
         yield Finding("fail", name, f"could not be checked: {type(error).__name__}: {error}", "make install")
 
 
-def _running() -> Iterator[Finding]:
-    from tandem.running import running_stacks
+def check_python() -> Iterator[Finding]:
+    version = platform.python_version()
+    if sys.version_info < (3, 11):  # noqa: UP036 - the sources may be run without installing them
+        yield Finding("fail", "python", version, "use Python 3.11 or newer")
+    else:
+        yield Finding("ok", "python", f"{version} on {platform.system()} {platform.machine()}")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Required packages with versions, without importing them."""
+    versions = {name: _version(name) for name in _PACKAGES}
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        yield Finding("fail", "packages", f"missing: {', '.join(missing)}", "make install")
+    yield Finding("ok", "packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+
+
+def check_extras() -> Iterator[Finding]:
+    for module, purpose, install in _EXTRAS:
+        if importlib.util.find_spec(module) is None:
+            yield Finding("warn", module, f"not installed; only needed for {purpose}", install)
+        else:
+            yield Finding("ok", module, f"{_version(module.replace('_', '-')) or 'installed'}, for {purpose}")
+
+
+def check_machine() -> Iterator[Finding]:
+    cores, quota = usable_cores(), cpu_quota()
+    text = f"{len(cores)} usable" + (f", of which the container grants {quota:g}" if quota is not None else "")
+    remedy = "with fewer than two, prefill and decode take turns; tandem up --no-pin"
+    yield _ok_or_warn(len(cores) >= 2 and (quota is None or quota >= 2), "cores", text, remedy)
+    available = available_bytes()
+    text, remedy = f"{available / 2**30:.1f} GiB free", "keep --kv-memory small, or free some"
+    yield _ok_or_warn(available >= _LOW_MEMORY, "memory", text, remedy)
+
+
+def check_kernel() -> Iterator[Finding]:
+    if _has_death_signal():
+        yield Finding("ok", "death signal", "children end with their parent (PR_SET_PDEATHSIG)")
+    else:
+        remedy = "children watch a pipe instead; nothing to do"
+        yield Finding("warn", "death signal", "not supported by this system", remedy)
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or not os.access(shm, os.W_OK):
+        yield Finding("warn", "/dev/shm", "missing or not writable", "the nixl connector needs it; mount a tmpfs there")
+    elif (free := shutil.disk_usage(shm).free) < _LOW_SHM:
+        remedy = "the nixl connector needs more; docker run --shm-size=1g"
+        yield Finding("warn", "/dev/shm", f"{free >> 20} MiB free", remedy)
+    else:
+        yield Finding("ok", "/dev/shm", f"{free / 2**30:.1f} GiB free")
+    temporary = temporary_folder()
+    free = shutil.disk_usage(temporary).free
+    text, remedy = (
+        f"{temporary}, {free / 2**30:.1f} GiB free",
+        "the local store lies there; set TMPDIR to a larger disk",
+    )
+    yield _ok_or_warn(free > _LOW_MEMORY, "temporary files", text, remedy)
+
+
+def check_model(name: str) -> Iterator[Finding]:
+    """Whether the folder of `name` is a supported checkpoint. Reads its config, not its weights."""
+    try:
+        folder = resolve(name)
+    except ModelNotFound as error:
+        yield Finding("fail", "model", str(error), "see tandem up --help")
+        return
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        yield Finding("fail", "model", f"{folder} has no *.safetensors", "only safetensors weights are loaded")
+        return
+    try:
+        from engine.models.config import ModelConfig
+
+        config = ModelConfig.from_folder(folder)
+    except Exception as error:  # any error of the config is the finding
+        yield Finding("fail", "model", f"{display_name(name)}: {error}", "choose a model that is supported")
+        return
+    num_bytes = sum(path.stat().st_size for path in weights)
+    if not (folder / "tokenizer.json").is_file():
+        remedy = "clients must send token ids; add the model's tokenizer.json for text"
+        yield Finding("warn", "tokenizer", "no tokenizer.json in the folder", remedy)
+    size = f"{num_bytes / 2**30:.2f} GiB" if num_bytes > 2**29 else f"{num_bytes / 2**20:.1f} MiB"
+    context = config.max_position_embeddings
+    yield Finding("ok", "model", f"{display_name(name)}: {size} of weights, context {context}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _has_death_signal() -> bool:
+    if not sys.platform.startswith("linux"):
+        return False
+    signum = ctypes.c_int()
+    return bool(ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(signum), 0, 0, 0) == 0)
+
+
+def check_connector(choice: ConnectorChoice) -> Iterator[Finding]:
+    """Moves blocks from another process to this one. Every error is a finding."""
+    for finding in _connector_findings(choice):
+        text, remedy = choice.redacted(finding.text), choice.redacted(finding.remedy)
+        yield dataclasses.replace(finding, text=text, remedy=remedy)
+
+
+def _connector_findings(choice: ConnectorChoice) -> Iterator[Finding]:
+    from engine.errors import EngineError
+    from kv_transfer.stores.base import StoreError
+    from tandem.bench.transfer.endpoint import TransferFailed
+
+    # Its messages come as findings.
+    logging.getLogger("kv_transfer").addHandler(logging.NullHandler())
+    try:
+        if choice.name == "redis":
+            yield from _check_redis(choice)
+        yield from _check_transfer(choice)
+    except StoreError as error:
+        yield _failure(choice, f"no block can be moved: {error.reason}", error.reason)
+    except TransferFailed as error:
+        yield _failure(choice, f"blocks did not arrive: {error}", str(error))
+    except (EngineError, OSError) as error:
+        yield _failure(choice, str(error), "")
+    except Exception as error:
+        yield _failure(choice, f"{type(error).__name__}: {error}", "")
+
+
+def _failure(choice: ConnectorChoice, text: str, reason: str) -> Finding:
+    remedy = _REMEDIES.get(reason) or _REMEDIES.get(reason.removeprefix("store_"))
+    if remedy is None and reason:
+        remedy = "correct --connector, --kv-url, --kv-folder or --kv-options"
+    remedy = remedy or "correct that"
+    url = f"{choice.kv_url}: " if choice.kv_url is not None and choice.kv_url not in text else ""
+    return Finding("fail", choice.name, url + text, f"{remedy}, {_RETRY}")
+
+
+def _check_redis(choice: ConnectorChoice) -> Iterator[Finding]:
+    """The version and the settings of the server."""
+    from kv_transfer.stores.redis.connector import RedisStore, config_warnings
+    from tandem.bench.transfer.media import RedisMedium
+
+    assert choice.kv_url is not None
+    store = RedisStore(RedisMedium(options=dict(choice.options), url=choice.kv_url).store_options())
+    try:
+        store.connect()
+        info = store.info("memory", "replication", "server")
+    finally:
+        store.close()
+    version = info.get("valkey_version") or info.get("redis_version") or "of unknown version"
+    yield Finding("ok", choice.name, f"answers at {store.endpoint.address}, {version}")
+    for warning in config_warnings(info):
+        text, _, remedy = warning.partition(". ")
+        yield Finding("warn", choice.name, text, remedy or "see Redis's documentation")
+
+
+def _check_transfer(choice: ConnectorChoice) -> Iterator[Finding]:
+    from tandem.bench.transfer.endpoint import Shape
+    from tandem.bench.transfer.measure import measure
+    from tandem.bench.transfer.media import medium_of
+
+    if choice.name in ("shared_storage", "lmcache") and choice.kv_url is None and choice.kv_folder is None:
+        choice = dataclasses.replace(choice, kv_folder=temporary_folder())
+    medium = medium_of(choice)
+    medium.num_connections = 1
+    shape = Shape(_NUM_BLOCKS, _BLOCK_BYTES)
+    digest = "on" if choice.options.get("digest", True) else "off"
+    result = measure(medium, shape, digests=[digest], num_rounds=_NUM_ROUNDS, progress=lambda text: None)
+    figures = result.figures[0]
+    save, share = result.save_gb_s(figures), result.share(figures)
+    text = f"{shape.num_blocks} blocks of {shape.block_bytes / 1e6:.2f} MB from one process to another"
+    text += f" over {result.location}" if result.location else ""
+    text += f": saved at {save:.2f} GB/s," if save is not None else ":"
+    text += f" read and {'verified' if digest == 'on' else 'compared (digests off)'} at {result.gb_s(figures):.2f} GB/s"
+    text += f" ({share:.0%} of the medium's raw rate)" if share is not None else ""
+    yield Finding("ok", choice.name, text)
+    if choice.name == "nixl" and "TCP" in result.location and not choice.options.get("ucx_tls"):
+        yield Finding("warn", choice.name, "UCX moves pages over TCP, some 5 times slower than memory", _ONLY_TCP)
+
+
+def check_running_stacks() -> Iterator[Finding]:
+    from tandem.client.registry import running_stacks
 
     stacks = running_stacks()
     if not stacks:
         yield Finding("ok", "running stack", "none (start one with `tandem up`)")
         return
-    from tandem.credentials import of_stack
-    from tandem.health import INSTANCE_SERVICE, READY, ROUTER_SERVICE, health, load
+    from tandem.client.channel import ROUTER_SERVICE
+    from tandem.client.credentials import stack_credentials
+    from tandem.client.health import INSTANCE_SERVICE, READY, health, load
 
     for stack in stacks:
-        credentials = of_stack(Path(stack.folder))
+        credentials = stack_credentials(Path(stack.folder))
         state = health(stack.address, ROUTER_SERVICE, credentials=credentials)
-        yield _member_finding("router", stack.address, state)
+        yield _process_finding("router", stack.address, state)
         for name, address in stack.instances.items():
             state = health(address, INSTANCE_SERVICE, credentials=credentials)
             detail = ""
@@ -100,10 +338,10 @@ def _running() -> Iterator[Finding]:
                     f", {report.num_running} running, {report.num_waiting} waiting, "
                     f"{report.blocks.running + report.blocks.held} of {total} blocks in use"
                 )
-            yield _member_finding(name, address, state, detail)
+            yield _process_finding(name, address, state, detail)
 
 
-def _member_finding(name: str, address: str, state: str, detail: str = "") -> Finding:
-    good = state == "ready"
-    remedy = "" if good else "see its log in the stack's folder; `tandem up` starts dead ones again"
-    return Finding("ok" if good else "fail", name, f"{state} at {address}{detail}", remedy)
+def _process_finding(name: str, address: str, state: str, detail: str = "") -> Finding:
+    is_ready = state == "ready"
+    remedy = "" if is_ready else "see its log in the stack's folder; `tandem up` restarts dead processes"
+    return Finding("ok" if is_ready else "fail", name, f"{state} at {address}{detail}", remedy)

@@ -1,4 +1,4 @@
-"""`tandem generate`: one prompt to a running stack, the answer as it comes."""
+"""`tandem generate`: streams the answer to one prompt from a running stack."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tandem.commands.secured import given_credentials, secured
+from tandem.commands.options import credential_options, given_credentials
 
 if TYPE_CHECKING:
-    from tandem.client import Client
-    from tandem.completion import TokenLogprob
-    from tandem.sampling import Prompt
+    from tandem.client.client import Client
+    from tandem.client.completion import TokenLogprob
+    from tandem.client.request import Prompt
 
 
 @click.command("generate")
 @click.argument("prompt")
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message, rendered with the chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: a system message before it.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens at the most.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy; absent: the model's default.")
 @click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the most likely tokens up to this probability.")
 @click.option("--seed", type=click.IntRange(min=0), help="Equal seed and prompt give equal tokens.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this string; may be given several times.")
 @click.option(
-    "--logprobs",
-    type=click.IntRange(0, 20),
-    metavar="N",
-    help="Afterwards list, on standard error, every token's log-probability and the N best tokens at its place.",
-)
+    "--logprobs", type=click.IntRange(0, 20), metavar="N",
+    help="Afterwards list, on standard error, every token's log-probability and the N best tokens at its position.",
+)  # fmt: skip
 @click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")
-@click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds, in all.")
-@secured
-@click.option("--stats", is_flag=True, help="Afterwards say, on standard error, how many tokens it took and how long.")
+@click.option(
+    "--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds for the whole request."
+)
+@credential_options
+@click.option(
+    "--stats", is_flag=True, help="Afterwards print, on standard error, the number of tokens and their times."
+)
 def command(
     prompt: str, chat: bool, system: str | None, address: str | None, timeout_s: float, stats: bool, **sampling: object
 ) -> None:
@@ -43,13 +45,13 @@ def command(
     \b
     Examples:
       tandem generate "Once upon a time"
-      tandem generate --chat "Who lives in the village?" --temperature 0
+      tandem generate --chat "What is a tandem?" --temperature 0
       tandem generate "A tandem is" --max-tokens 40 --seed 7 --stats
       tandem generate "A tandem is" --temperature 0 --logprobs 3
       cat story.txt | tandem generate - --address 127.0.0.1:50051
     """
-    from tandem.client import Client
-    from tandem.errors import TandemError
+    from tandem.client.client import Client
+    from tandem.client.errors import TandemError
 
     if prompt == "-":
         try:
@@ -63,7 +65,7 @@ def command(
     try:
         with Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
             _stream(client, messages if chat else prompt, sampling, stats)
-    except ValueError as error:  # an address that is none, a file of the credentials that cannot be used
+    except ValueError as error:  # an invalid address, an unusable file of the credentials
         raise click.ClickException(str(error)) from None
     except TandemError as error:
         click.echo(err=True)
@@ -78,12 +80,11 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
     first_s: float | None = None
     num_tokens = 0
     positions: list[tuple[TokenLogprob, ...]] = []
-    for piece in client.stream(prompt, **sampling):  # type: ignore[arg-type]  # tandem.sampling checks names and kinds
+    for piece in client.stream(prompt, **sampling):  # type: ignore[arg-type]  # tandem.client.request checks names and kinds
         first_s = first_s or time.monotonic()
         num_tokens += len(piece.token_ids)
         positions += piece.logprobs
         click.echo(piece.text, nl=False)
-        sys.stdout.flush()
     click.echo()
     for index, candidates in enumerate(positions):
         click.echo(_logprobs_line(index, candidates), err=True)
@@ -97,8 +98,7 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
 
 
 def _logprobs_line(index: int, candidates: tuple[TokenLogprob, ...]) -> str:
-    """One output token: its place, id and log-probability, then the best others. Ids, for the client has no
-    tokenizer."""
+    """One output token: its index, id and log-probability, then the best others; ids, since there is no tokenizer."""
     token, *others = candidates
     line = f"{index:4}  token {token.token_id}  {token.logprob:.4f}  rank {token.rank}"
     if others:

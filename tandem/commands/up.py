@@ -5,114 +5,102 @@ from __future__ import annotations
 import errno
 import signal
 import socket
-import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import click
 
-from tandem.autoscale import autoscaled, parse_bounds
-from tandem.greeting import how_to_call, show_first_text
-from tandem.local_stack import LocalStack
+from tandem.connectors import CONNECTORS
+from tandem.local_stack.settings import Disaggregation, StackSettings, autoscaled, parse_bounds
+from tandem.local_stack.stack import LocalStack, StartCancelled
+from tandem.local_stack.supervisor import StackEvent, StackFailed
 from tandem.models import ModelNotFound, display_name, resolve
-from tandem.stack_settings import CONNECTORS, Disaggregation, StackSettings
-from tandem.supervision import StackEvent, StackFailed
+
+if TYPE_CHECKING:
+    from tandem.client.completion import Usage
 
 _START_REDIS = "start one, for example: redis-server --port 6379"
+_DEMO_PROMPT = """\
+Once upon a time there was a penguin called Penny who had a tandem, but nobody to sit on the back of it. Then Dex the \
+dachshund came by. Penny lived above the bicycle shop and was known for one thing: she reads the whole map in one look.
+
+They wanted to ride to the sea, but in between stood a hill. "I will steer," said Penny."""
+"""Long enough for a prefill instance, so that the first text passes through both pools."""
+_DEMO_TOKENS = 60
 
 
 @click.command("up")
 @click.option(
-    "--prefill",
-    "num_prefill",
-    type=click.IntRange(0, 64),
-    default=1,
-    show_default=True,
+    "--prefill", "num_prefill", type=click.IntRange(0, 64), default=1, show_default=True,
     help="Prefill instances; 0 serves without disaggregation.",
-)
+)  # fmt: skip
 @click.option(
     "--decode", "num_decode", type=click.IntRange(1, 64), default=1, show_default=True, help="Decode instances."
 )
 @click.option(
-    "--autoscale",
-    multiple=True,
-    metavar="POOL=MIN..MAX",
+    "--autoscale", multiple=True, metavar="POOL=MIN..MAX",
     help="Let this pool grow and shrink with the load, as in decode=1..3; may be given for both pools.",
-)
+)  # fmt: skip
 @click.option(
-    "--model",
-    default="demo",
-    show_default=True,
-    metavar="NAME",
+    "--model", default="demo", show_default=True, metavar="NAME",
     help="demo, a checkpoint's folder, or owner/name on the Hugging Face hub.",
-)
+)  # fmt: skip
 @click.option(
     "--connector",
     default="shared_storage",
     show_default=True,
     metavar="NAME",
-    callback=lambda context, option, value: _known_connector(value),
-    help="How KV gets from prefill to decode: shared_storage, redis, nixl, lmcache, or module:Class of your own. "
-    "Several, as in nixl,redis: the first hands over, the others keep prefixes that all prefill instances share.",
+    callback=lambda context, option, value: _check_connector(value),
+    help="How KV moves from prefill to decode: shared_storage, redis, nixl, lmcache, or module:Class of your own. "
+    "Several, as in nixl,redis: the first hands over, the others store prefixes that all prefill instances share.",
 )
 @click.option(
-    "--kv-url",
-    metavar="URL",
-    help="Server of redis: redis://host:port/0. Of lmcache, which else is on disk: that, or tcp://host:port.",
-)
+    "--kv-url", metavar="URL",
+    help="Server of redis: redis://host:port/0. Of lmcache: tcp://host:port; absent, lmcache is on disk.",
+)  # fmt: skip
 @click.option(
-    "--disaggregation",
-    type=click.Choice(["always", "auto", "never"]),
-    default="auto",
-    show_default=True,
-    help="auto prefills short rests of a prompt where they are decoded.",
-)
+    "--disaggregation", type=click.Choice(["always", "auto", "never"]), default="auto", show_default=True,
+    help="auto: prompts with few uncached tokens are prefilled on the decode instance.",
+)  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, help="Port of the router; 0 takes a free one.  [default: 0]"
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port of the router; 0 chooses a free one.  [default: 0]"
 )
 @click.option(
-    "--http-port",
-    type=click.IntRange(0, 65535),
-    default=0,
-    help="Port of the router's OpenAI API; 0 takes a free one.  [default: 0]",
-)
+    "--http-port", type=click.IntRange(0, 65535), default=0,
+    help="Port of the router's OpenAI API; 0 chooses a free one.  [default: 0]",
+)  # fmt: skip
 @click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16"]),
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]),
     help="Of weights and KV; absent: the checkpoint's own.",
-)
+)  # fmt: skip
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Longest prompt + output in tokens.")
 @click.option(
-    "--kv-memory",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="GIB",
-    help="KV memory of each instance; absent: a part of what is free, at most 2.",
+    "--kv-memory", type=click.FloatRange(min=0, min_open=True), metavar="GIB",
+    help="KV memory of each instance; absent: a part of the free memory, at most 2.",
+)  # fmt: skip
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads of each instance; absent: one for each of its cores."
+)
+@click.option("--tls", is_flag=True, help="Encrypts all connections with mTLS, using a CA generated for this stack.")
+@click.option(
+    "--pin/--no-pin", default=True, show_default=True, help="Give every instance its own cores, if there are enough."
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), help="Threads of each instance; absent: as many as it has cores."
-)
-@click.option("--tls", is_flag=True, help="Everybody speaks mTLS, by a CA that is made for this stack.")
-@click.option(
-    "--pin/--no-pin", default=True, show_default=True, help="Give every instance cores of its own, if there are enough."
-)
-@click.option(
-    "--router-arg",
-    "router_args",
-    multiple=True,
-    metavar="FLAG=VALUE",
+    "--router-arg", "router_args", multiple=True, metavar="FLAG=VALUE",
     help="A further flag for the router (see python -m router --help).",
-)
+)  # fmt: skip
 @click.option(
-    "--instance-arg",
-    "instance_args",
-    multiple=True,
-    metavar="FLAG=VALUE",
+    "--instance-arg", "instance_args", multiple=True, metavar="FLAG=VALUE",
     help="A further flag for every instance (see python -m decode_service --help).",
+)  # fmt: skip
+@click.option(
+    "--try/--no-try", "try_it", default=True, show_default=True, help="Generate a short text once the stack is up."
 )
-@click.option("--try/--no-try", "try_it", default=True, show_default=True, help="Generate a few words once it is up.")
 def command(
     *,
     model: str,
@@ -125,9 +113,9 @@ def command(
 ) -> None:
     """Start a router and its prefill and decode instances on this machine.
 
-    It stays up until Ctrl-C, which ends every process and removes every file it made. An instance or router that dies
-    is started again after 0.5 s, then 1 s, 2 s … 8 s; one that dies more than five times within a minute, or
-    before it was ready for the first time, ends the stack with the last lines of its log.
+    It runs until Ctrl-C, which ends every process and removes every file of the stack. An instance or router that exits
+    is restarted after 0.5 s, then 1 s, 2 s … 8 s; one that exits more than five times within a minute, or before it was
+    ready for the first time, ends the stack with the last lines of its log.
 
     \b
     Examples:
@@ -135,7 +123,7 @@ def command(
       tandem up --prefill 2 --decode 2 --port 50051
       tandem up --model Qwen/Qwen3-0.6B --dtype bfloat16 --kv-memory 2
       tandem up --prefill 0                            one instance that does both: the baseline
-      tandem up --tls                                  every connection encrypted, both ends certified
+      tandem up --tls                                  mTLS on every connection
       tandem up --autoscale decode=1..3                a decode pool that follows the load
       tandem up --connector redis --kv-url redis://127.0.0.1:6379/0
       tandem up --prefill 2 --connector nixl,redis --kv-url redis://127.0.0.1:6379/0
@@ -155,13 +143,13 @@ def command(
     except (ModelNotFound, ValueError) as error:
         raise click.ClickException(str(error)) from None
     _check_addresses(settings)
-    _run(settings, model, try_it)
+    _run_stack(settings, model, try_it)
 
 
-def _known_connector(value: str) -> str:
+def _check_connector(value: str) -> str:
     for name in value.split(","):
         if name not in CONNECTORS and ":" not in name:
-            raise click.BadParameter(f"{name!r} is none of {', '.join(CONNECTORS)}, nor module:Class of your own")
+            raise click.BadParameter(f"{name!r} must be one of {', '.join(CONNECTORS)}, or module:Class")
     from instance.connectors import check_names  # late: `--help` needs none of it
 
     try:
@@ -171,21 +159,45 @@ def _known_connector(value: str) -> str:
 
 
 def _check_addresses(settings: StackSettings) -> None:
-    """What would otherwise be said by a member, after seconds and in its own words."""
+    """Reports early, by the flag's name, what a process would report seconds later."""
     _check_port(settings.host, "--port", settings.port)
     _check_port(settings.host, "--http-port", settings.http_port or 0)
     if settings.port and settings.port == settings.http_port:
         raise click.ClickException(f"--port and --http-port are both {settings.port}; choose another --http-port")
     if settings.kv_url is None:
         return
-    server = urlsplit(settings.kv_url)
-    is_lmcache = server.scheme == "tcp"
+    from engine.errors import EngineError
+
+    is_lmcache = settings.kv_url.startswith("tcp:")
     try:
-        host, port = server.hostname or "127.0.0.1", server.port or (5555 if is_lmcache else 6379)
-        socket.create_connection((host, port), timeout=2).close()
+        _connect_to_one(_hosts(settings.kv_url))
+    except EngineError as error:
+        raise click.ClickException(f"--kv-url: {error}") from None
     except (OSError, ValueError) as error:
         what, start = ("lmcache server", "see docs/connectors/lmcache.md") if is_lmcache else ("Redis", _START_REDIS)
         raise click.ClickException(f"no {what} answers at --kv-url {settings.kv_url}: {error}; {start}") from None
+
+
+def _hosts(kv_url: str) -> Sequence[tuple[str, int]]:
+    """Where an `lmcache server` or a Redis listens, or the Sentinels of a Redis."""
+    if kv_url.startswith("tcp:"):
+        server = urlsplit(kv_url)
+        return [(server.hostname or "127.0.0.1", server.port or 5555)]
+    from kv_transfer.stores.redis.address import RedisAddress
+
+    return RedisAddress.parse(kv_url).hosts
+
+
+def _connect_to_one(hosts: Sequence[tuple[str, int]]) -> None:
+    """Raises OSError where none accepts."""
+    failure: OSError | None = None
+    for host in hosts:
+        try:
+            return socket.create_connection(host, timeout=2).close()
+        except OSError as error:
+            failure = error
+    assert failure is not None
+    raise failure
 
 
 def _check_port(host: str, flag: str, port: int) -> None:
@@ -195,16 +207,12 @@ def _check_port(host: str, flag: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             if port and error.errno == errno.EADDRINUSE:
-                raise click.ClickException(f"port {port} is taken; choose another {flag}, or none") from None
+                raise click.ClickException(f"port {port} is taken; choose another {flag}, or omit it") from None
             raise click.ClickException(f"cannot listen on --host {host}: {error.strerror}") from None
 
 
-class _Interrupted(Exception):
-    """Ctrl-C, or its like, while the stack was starting."""
-
-
-def _run(settings: StackSettings, model: str, try_it: bool) -> None:
-    """Start, tell, watch, stop. The signal handler raises while starting and sets an event afterwards."""
+def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
+    """Starts, supervises and stops the stack. The signal handler raises during the start and sets an event later."""
     stop = threading.Event()
     starting = True
 
@@ -212,28 +220,29 @@ def _run(settings: StackSettings, model: str, try_it: bool) -> None:
         nonlocal starting
         stop.set()
         if starting:
-            starting = False  # a second one must not interrupt the clearing up
-            raise _Interrupted
+            starting = False  # a second signal must not interrupt the cleanup
+            raise StartCancelled
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     stack = LocalStack(settings)
     started_s = time.monotonic()
     try:
-        _say(
-            f"tandem up: {display_name(model)}, {_plural(settings.num_prefill, 'prefill')} + "
-            f"{_plural(settings.num_decode, 'decode')}, KV by {settings.connector}"
+        click.echo(
+            f"tandem up: {display_name(model)}, {settings.num_prefill} prefill + {settings.num_decode} decode, "
+            f"KV by {settings.connector}"
         )
-        _say("starting the router and all instances at once …")
-        stack.start(lambda line: _say(f"  {line}"))
+        click.echo("starting the router and all instances …")
+        # With `stop` too: Python loses an exception that is raised while a callback of a library runs.
+        stack.start(lambda line: click.echo(f"  {line}"), stop)
         stack.announce()
         if try_it:
-            show_first_text(stack)
+            _show_first_text(stack)
         starting = False
-        _say(f"ready in {time.monotonic() - started_s:.1f} s")
-        _say(how_to_call(stack))
-        stack.serve(stop, _tell)
-    except _Interrupted:
+        click.echo(f"ready in {time.monotonic() - started_s:.1f} s")
+        click.echo(usage_text(stack))
+        stack.serve(stop, _echo_event)
+    except StartCancelled:
         pass
     except StackFailed as error:
         raise click.ClickException(str(error)) from None
@@ -241,19 +250,69 @@ def _run(settings: StackSettings, model: str, try_it: bool) -> None:
         starting = False
         stopping_s = time.monotonic()
         stack.stop()
-        _say(f"stopped in {time.monotonic() - stopping_s:.1f} s; nothing is left behind")
+        click.echo(f"stopped in {time.monotonic() - stopping_s:.1f} s; all processes and files are removed")
 
 
-def _tell(event: StackEvent) -> None:
-    _say(event.what)
+def _echo_event(event: StackEvent) -> None:
+    click.echo(event.text)
     for line in event.lines:
-        _say(f"  | {line}")
+        click.echo(f"  | {line}")
 
 
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}"
+def _show_first_text(stack: LocalStack) -> None:
+    """Streams the answer to one request through the whole stack. Raises StackFailed."""
+    from tandem.client.client import Client
+    from tandem.client.completion import Usage
+    from tandem.client.errors import TandemError
+
+    click.echo("")
+    try:
+        with Client(stack.address, timeout_s=60) as client:
+            click.secho(_DEMO_PROMPT, bold=True, nl=False)
+            usage = Usage()
+            for piece in client.stream(_DEMO_PROMPT, max_tokens=_DEMO_TOKENS, temperature=0.0):
+                click.echo(piece.text, nl=False)
+                usage = piece.usage or usage
+            click.echo(" …\n")
+            click.echo(_hand_over_text(usage))
+    except TandemError as error:
+        raise StackFailed(f"the stack is up but did not answer: {error}") from error
 
 
-def _say(line: str) -> None:
-    click.echo(line)
-    sys.stdout.flush()
+def _hand_over_text(usage: Usage) -> str:
+    if not usage.external_tokens:
+        return f"({usage.prompt_tokens} prompt tokens, prefilled on the decode instance)"
+    split = f"{usage.external_tokens} of {usage.prompt_tokens} prompt tokens"
+    return f"({split} were prefilled by one instance and handed over to another, which generated the rest)"
+
+
+def usage_text(stack: LocalStack) -> str:
+    """The addresses of all processes, and commands to try."""
+    address, ca_file = stack.address, stack.credentials.ca_file
+    grpcurl_tls = "-plaintext" if ca_file is None else f"-cacert {ca_file}"
+    curl_scheme = "http" if ca_file is None else f"--cacert {ca_file} https"
+    lines = [f"  {name:<11} {process.spec.address}" for name, process in stack.processes.items()]
+    lines += [
+        f"  admin       {stack.admin_address}   (tandem pools)",
+        f"  logs        {stack.folder / 'logs'}",
+        "",
+        "Call it, from another terminal:",
+        '  tandem generate --chat "What is a tandem?"',
+        "",
+        "from Python:",
+        "  from tandem import Client",
+        f'  print(Client("{address}").generate("Once upon a time", max_tokens=32).text)',
+        "",
+        "from any gRPC client:",
+        f"""  grpcurl {grpcurl_tls} -d '{{"text": "Once upon a time", "sampling": {{"max_tokens": 32}}}}' \\""",
+        f"    {address} tandem.v1.GenerationService/Generate",
+        "",
+    ]
+    if stack.http_address is not None:
+        lines += [
+            "from any OpenAI client:",
+            f"  curl {curl_scheme}://{stack.http_address}/v1/chat/completions -H 'Content-Type: application/json' \\",
+            """    -d '{"messages": [{"role": "user", "content": "What is a tandem?"}], "max_tokens": 32}'""",
+            "",
+        ]
+    return "\n".join([*lines, "Ctrl-C ends it."])

@@ -1,4 +1,4 @@
-"""The experiments choose, count and predict as they say."""
+"""How the experiments choose, count and predict."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from benchmarks.live_resize import Live, Phase
 from benchmarks.mixed_load import Mix, MixedWorkload, failures, of_kind
 from benchmarks.pd_isolation import Experiment, Subject
 from protos.tandem.v1 import decode_pb2
-from tandem.serve_bench.records import RequestRecord
-from tandem.serve_bench.report import Objectives, summarise
-from tandem.serve_bench.results import Point
+from tandem.bench.serve.endpoint import RequestRecord
+from tandem.bench.serve.report import Objectives, summarise
+from tandem.bench.serve.results import Point
 
 MIX = Mix(
     stream_input_len=8, stream_output_len=20, long_input_len=64, long_output_len=4, long_share=0.25, duration_s=40.0
@@ -105,9 +105,9 @@ def test_an_instance_that_cannot_keep_up_has_no_step() -> None:
     assert stub_engines.Speeds(per_request_s=0.001).expected_step(1000) == float("inf")
 
 
-async def test_stub_steps_give_every_running_stream_one_token_and_newcomers_none() -> None:
+async def test_stub_steps_give_every_running_stream_one_token_and_new_ones_none() -> None:
     stub = stub_engines.DecodeStub("decode-0", stub_engines.Pools(0, 1, stub_engines.Speeds(step_s=0.3), 100))
-    told: list[tuple[str, int]] = []
+    received: list[tuple[str, int]] = []
 
     async def requests(num_tokens: int) -> AsyncIterator[decode_pb2.DecodeRequest]:
         start = decode_pb2.DecodeStart()
@@ -116,13 +116,13 @@ async def test_stub_steps_give_every_running_stream_one_token_and_newcomers_none
 
     async def read(name: str, num_tokens: int) -> None:
         async for answer in stub.Decode(requests(num_tokens), None):
-            told.append((name, answer.tokens.token_index))
+            received.append((name, answer.tokens.token_index))
 
     async with asyncio.timeout(20):
         first = asyncio.create_task(read("first", 3))
         while not stub.num_running:
             await asyncio.sleep(0)
-        await asyncio.gather(first, read("newcomer", 1))
-        assert told == [("first", 0), ("first", 1), ("newcomer", 0), ("first", 2)]
+        await asyncio.gather(first, read("second", 1))
+        assert received == [("first", 0), ("first", 1), ("second", 0), ("first", 2)]
         await read("later", 1)
-    assert told[-1] == ("later", 0), "steps begin again after a pause"
+    assert received[-1] == ("later", 0), "steps begin again after a pause"

@@ -40,7 +40,7 @@ def test_only_what_is_between_its_markers_is_replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["<!-- figures: two -->\n", "<!-- end of figures: two -->\n"])
-def test_a_page_without_the_markers_is_left_alone_and_told_what_it_lacks(path: Path, missing: str) -> None:
+def test_a_page_without_the_markers_is_unchanged_and_the_error_names_them(path: Path, missing: str) -> None:
     path.write_text(PAGE.replace(missing, ""))
     with pytest.raises(ValueError, match="has no place for the figures of two: a line <!-- figures: two -->"):
         page.fill(path, "two", "new")

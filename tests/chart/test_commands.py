@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -14,17 +13,12 @@ from pathlib import Path
 import pytest
 import redis
 
+from tandem.local_stack.topology import free_ports
 from tests.chart.hub import serving
 from tests.chart.rendered import deployment, manifests
 
 PASSWORD = "a-password-of-letters-9"
 SMALL = ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.txt")
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @pytest.fixture
@@ -34,7 +28,7 @@ def bundled(tmp_path: Path) -> Iterator[int]:
         pytest.fail("no redis-server; on Debian and Ubuntu: apt-get install redis-server")
     (container,) = deployment(manifests("redis"), "redis")["spec"]["template"]["spec"]["containers"]
     (tmp_path / "password").write_text(PASSWORD)
-    port = free_port()
+    [port] = free_ports(1)
     script = container["args"][0].replace("/tmp", str(tmp_path)).replace("/etc/redis/", f"{tmp_path}/")
     process = subprocess.Popen(
         [*container["command"], script.replace("--port 6379", f"--port {port}")],

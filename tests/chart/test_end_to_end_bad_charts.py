@@ -13,9 +13,8 @@ from helm_python import Chart, HelmError
 from helm.golden import ci_files
 from helm.rendering import CHART, read_values
 from router.autoscaler.actuator import ActuatorError
-from router.kubernetes.actuator import KubernetesActuator
+from router.kubernetes.actuator import Election, KubernetesActuator
 from router.kubernetes.cluster import Cluster
-from router.kubernetes.election import Election
 from router.kubernetes.settings import KubernetesSettings
 from tests.chart.fake_kube.cluster import FakeKube
 from tests.chart.fake_kube.helm_client import Helm

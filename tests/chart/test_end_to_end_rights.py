@@ -20,12 +20,11 @@ import yaml
 from helm.rendering import Manifest
 from router.autoscaler.actuator import ActuatorError
 from router.config import RouterSettings
-from router.kubernetes.actuator import KubernetesActuator
+from router.kubernetes.actuator import Election, KubernetesActuator
 from router.kubernetes.cluster import Cluster
-from router.kubernetes.election import Election
-from router.kubernetes.endpoints import EndpointsMembership
-from router.pools.instances import Role
-from router.pools.membership import Target, names_services, targets
+from router.kubernetes.discovery import EndpointSliceDiscovery
+from router.pools.discovery import Target, parse_targets
+from router.pools.instance_info import Role
 from tests.chart.fake_kube.cluster import FakeKube
 from tests.chart.fake_kube.verbs import mark_deleted
 from tests.chart.rendered import NAMESPACE, deployment, manifests, of_kind
@@ -54,12 +53,12 @@ class Installed:
 
     def actuator(self) -> KubernetesActuator:
         """As a router that has just started."""
-        told = self.settings.kubernetes
-        return KubernetesActuator(self.cluster, told.workloads, Election(self.cluster, told.lease))
+        settings = self.settings.kubernetes
+        return KubernetesActuator(self.cluster, settings.workloads, Election(self.cluster, settings.lease))
 
     def target(self, role: Role) -> Target:
-        """Where the pool's members are told."""
-        (target,) = targets(getattr(self.settings.pools, role))
+        """Follows the members of the pool."""
+        (target,) = parse_targets(getattr(self.settings.pools, role))
         return target
 
     def asked(self) -> set[tuple[str, str]]:
@@ -92,7 +91,7 @@ async def installed(name: str, role: Manifest) -> AsyncIterator[Installed]:
 async def follow(found: Installed, role: Role) -> None:
     """All that a membership does: lists who there is, and watches who goes and who comes."""
     target = found.target(role)
-    addresses = EndpointsMembership(found.cluster, target.host, target.port).addresses()
+    addresses = EndpointSliceDiscovery(found.cluster, target.host, target.port).addresses()
     assert len(await anext(addresses)) == 2
     (pod, *_) = found.kube.pods(f"{RELEASE}-{role}", NAMESPACE)
     mark_deleted(found.kube.store, pod)
@@ -150,8 +149,11 @@ def rights(name: str) -> list[tuple[int, str]]:
 
 def test_each_way_to_ask_kubernetes_is_here() -> None:
     settings = {name: settings_of(name) for name in WITH_RIGHTS}
-    told = {name: (bool(one.kubernetes.workloads), names_services(one.pools.decode)) for name, one in settings.items()}
-    assert told == {"autoscaling": (True, True), "endpoints": (False, True), "secure": (True, False)}
+    links = {
+        name: (bool(one.kubernetes.workloads), any(target.is_service for target in parse_targets(one.pools.decode)))
+        for name, one in settings.items()
+    }
+    assert links == {"autoscaling": (True, True), "endpoints": (False, True), "secure": (True, False)}
     assert given("autoscaling") == given("endpoints") | given("secure")
 
 
@@ -210,4 +212,4 @@ async def test_anything_else_is_refused(name: str, requests: list[tuple[str, str
         for method, group, plural, one in requests:
             path = found.cluster.path(group, plural, *([one] if one else []))
             with pytest.raises(ActuatorError, match=r"\(403\)"):
-                await found.cluster.ask(method, path, dict[str, Any])
+                await found.cluster.request(method, path, dict[str, Any])

@@ -25,11 +25,11 @@ from helm_python import Chart
 from helm.rendering import CHART, render
 from protos.tandem.v1 import instance_pb2, instance_pb2_grpc
 from serving.channel import ChannelSettings, open_channel
-from tandem.client import AsyncClient
-from tandem.credentials import PLAINTEXT, Credentials
+from tandem.client.client import AsyncClient
+from tandem.client.credentials import PLAINTEXT, Credentials
+from tandem.client.errors import TandemError
 from tandem.demo import MODEL_DIR
-from tandem.errors import TandemError
-from tandem.private_ca import Issued, PrivateCa
+from tandem.local_stack.pki import Issued, StackCa
 from tests.certificates import Files
 from tests.chart.fake_kube.container_view import ACCOUNT_MOUNT
 from tests.chart.fake_kube.helm_client import Helm
@@ -69,7 +69,7 @@ class Secured:
 
     kube: ProcessKube
     helm: Helm
-    authority: PrivateCa
+    authority: StackCa
     folder: Path
 
     def address(self, component: str, port: int) -> str:
@@ -104,14 +104,14 @@ def secret(name: str, **data: bytes) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": encoded}
 
 
-def certificate(name: str, issued: Issued, authority: PrivateCa) -> dict[str, Any]:
+def certificate(name: str, issued: Issued, authority: StackCa) -> dict[str, Any]:
     return secret(name, tls_crt=issued.certificate, tls_key=issued.key, ca_crt=authority.certificate)
 
 
 @asynccontextmanager
 async def secured(folder: Path) -> AsyncIterator[Secured]:
     """Installed, which waits until the kubelet's plaintext probes pass."""
-    authority = PrivateCa("Private CA")
+    authority = StackCa("Private CA")
     (router, *others), (instance,) = asked_for("router-tls"), asked_for("instance-tls")
     tokens = f"alice: {hashlib.sha256(TOKEN.encode()).hexdigest()}\n".encode()
     async with ProcessKube() as kube:

@@ -14,15 +14,14 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-import decode_service.metrics
-import prefill_service.metrics
-from engine.messages import EngineLoad, KVMoved, KVTotals
+from decode_service.service import Metrics as DecodeMetrics
+from engine.core.messages import EngineLoad, KVMoved, KVTotals
 from helm.rendering import CHART
 from instance.metrics import InstanceCollector
+from prefill_service.service import Metrics as PrefillMetrics
 from protos.tandem.v1 import instance_pb2
-from router.model import ServedModel
-from serving.tls import tls_collectors
-from tandem.private_ca import PrivateCa
+from router.request.validation import ServedModel
+from tandem.local_stack.pki import StackCa
 from tests.certificates import files_of
 from tests.chart.promql import Asked, selectors
 from tests.chart.rendered import COMPONENTS, component_of, manifests, of_kind, pods
@@ -85,7 +84,7 @@ def instance_families() -> Iterator[Metric]:
     moved = KVMoved(num_blocks=1, num_bytes=1, seconds=1.0, failures={"missing": 1})
     load = EngineLoad(kv_totals=[KVTotals(connector="nixl", saved=moved, loaded=moved)])
     info = instance_pb2.GetInstanceInfoResponse(role=instance_pb2.ROLE_DECODE)
-    for metrics in (prefill_service.metrics.Metrics(), decode_service.metrics.Metrics()):
+    for metrics in (PrefillMetrics(), DecodeMetrics()):
         metrics.finished["stop"] = 1
         yield from InstanceCollector(Report(load), metrics, lambda: info).collect()
 
@@ -106,8 +105,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     found = Exported()
     found.add(instance_families())
     found.add(asyncio.run(router_families(write_model_folder(tmp_path_factory.mktemp("model")))))
-    files = files_of(tmp_path_factory.mktemp("tls"), "router", PrivateCa())
-    found.add(family for one in tls_collectors(files.tls()) for family in one.collect())
+    files = files_of(tmp_path_factory.mktemp("tls"), "router", StackCa())
+    found.add(files.tls().collect())
     return found
 
 

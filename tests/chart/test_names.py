@@ -19,7 +19,7 @@ def names(objects: list[Manifest]) -> list[tuple[str, str]]:
     return [(one["kind"], one["metadata"]["name"]) for one in objects]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(release=RELEASES)
 @example(release="a" * 53)
 @example(release=f"tandem-{'b' * 46}")

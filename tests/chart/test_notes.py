@@ -11,21 +11,21 @@ from helm.rendering import NOTES, read_values, render_text
 from tests.chart.rendered import NAMES, manifests, of_kind
 
 WARNINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "a branch": ({"model": {"source": "hub", "hub": {"id": "a/b"}}}, "Give a commit"),
+    "a branch": ({"model": {"source": "hub", "hub": {"id": "a/b"}}}, "Set a commit"),
     "downloads by each pod": ({"model": {"source": "hub", "hub": {"id": "a/b"}}}, "model.hub.cache.create=true"),
-    "open ports": ({"networkPolicy": {"enabled": False}}, "neither TLS nor a login"),
+    "open ports": ({"networkPolicy": {"enabled": False}}, "without TLS or authentication"),
     "an open Redis": (
         {"connector": {"name": "redis", "redis": {"bundled": False, "url": "redis://host:6379"}}},
-        "without a login",
+        "without a password",
     ),
     "blind alerts": ({"metrics": {"alerts": {"enabled": True}}}, "metrics.alerts.selector"),
     "LMCache in the image": ({"connector": {"name": "lmcache"}}, "EXTRAS=hub,nixl,kubernetes,lmcache"),
     "who sizes": ({"autoscaling": {"mode": "builtin", "decode": {"maxReplicas": 6}}}, "decode 1 to 6"),
-    "readable tokens": ({"auth": {"existingSecret": "tenants"}}, "tokens travel readable"),
+    "readable tokens": ({"auth": {"existingSecret": "tenants"}}, "tokens are sent in plaintext"),
     "a test without a token": ({"auth": {"existingSecret": "tenants"}}, "test.existingSecret"),
     "an API server out of reach": (
         {"discovery": "endpoints", "networkPolicy": {"restrictEgress": True}},
-        "from the API server",
+        "blocks the API server",
     ),
 }
 

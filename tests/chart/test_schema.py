@@ -25,6 +25,7 @@ REFUSED_BY_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a third pool": ({"pools": {"draft": {}}}, "'draft' not allowed"),
     "an unknown autoscaler": ({"autoscaling": {"mode": "keda"}}, "must be one of 'none', 'builtin'"),
+    "LMCache on Redis": ({"connector": {"lmcache": {"place": "redis"}}}, "must be one of 'disk', 'server'"),
     "a password in an address": ({"connector": {"redis": {"url": "redis://:secret@host:6379"}}}, "does not match"),
     "a digest that is cut": ({"image": {"digest": "sha256:0f34"}}, "does not match"),
     "an objective between two bounds": ({"metrics": {"alerts": {"timeToFirstTokenSeconds": 3}}}, "must be one of"),

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from helm.rendering import render
-from serving.credentials import Tokens
+from serving.auth import BearerTokens
 from serving.errors import Unauthenticated
-from serving.settings import host_and_port
+from serving.settings import parse_address
 from serving.tls import TlsFiles
 from tandem.commands.generate import command as generate_command
-from tandem.commands.secured import given_credentials
-from tandem.private_ca import Issued, PrivateCa
+from tandem.commands.options import given_credentials
+from tandem.local_stack.pki import Issued, StackCa
 from tests.chart.rendered import COMPONENTS, ENCRYPTED, NAMES, NAMESPACE, component_of, manifests, of_kind, pods
 from tests.chart.started import Read, started
 
@@ -41,7 +41,7 @@ def project(folder: Path, version: str, **files: bytes) -> None:
     (folder / "..data_tmp").replace(folder / "..data")
 
 
-def project_tls(folder: Path, version: str, authority: PrivateCa) -> Issued:
+def project_tls(folder: Path, version: str, authority: StackCa) -> Issued:
     issued = authority.issue("tandem-instance")
     project(folder, version, tls_crt=issued.certificate, tls_key=issued.key, ca_crt=authority.certificate)
     return issued
@@ -117,7 +117,7 @@ def test_services_say_which_of_their_ports_are_tls(name: str) -> None:
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_kubelet_finds_plaintext_health_in_both_families(component: str, pod_ip: str, read: Read) -> None:
     settings, _ = read(manifests("secure"), component, pod_ip=pod_ip)
-    assert host_and_port(settings.health.listen) == (pod_ip, 50053)
+    assert parse_address(settings.health.listen) == (pod_ip, 50053)
     plain, _ = read(manifests("default"), component, pod_ip=pod_ip)
     assert plain.health.listen is None
 
@@ -132,17 +132,17 @@ def test_each_file_of_tokens_may_be_alone(admin: str, read: Read) -> None:
 
 
 def test_a_renewed_certificate_is_taken_from_a_mounted_secret(tmp_path: Path) -> None:
-    folder, authority = tmp_path / "tls", PrivateCa("Private CA")
+    folder, authority = tmp_path / "tls", StackCa("Private CA")
     first = project_tls(folder, "2026_01", authority)
     files = TlsFiles(folder / "ca.crt", folder / "tls.crt", folder / "tls.key")
     assert files.current().chain == first.certificate
     second = project_tls(folder, "2026_02", authority)
     assert files.current().chain == second.certificate
-    assert (files.num_taken, files.num_refused) == (1, 0)
+    assert (files.num_reloads, files.num_rejected) == (1, 0)
 
 
 def test_a_bundle_with_the_next_ca_is_taken_from_a_mounted_map(tmp_path: Path) -> None:
-    old, new = PrivateCa("Private CA"), PrivateCa("Private CA")
+    old, new = StackCa("Private CA"), StackCa("Private CA")
     project_tls(tmp_path / "tls", "2026_01", old)
     project(tmp_path / "ca", "2026_01", ca_crt=old.certificate)
     files = TlsFiles(tmp_path / "ca" / "ca.crt", tmp_path / "tls" / "tls.crt", tmp_path / "tls" / "tls.key")
@@ -150,7 +150,7 @@ def test_a_bundle_with_the_next_ca_is_taken_from_a_mounted_map(tmp_path: Path) -
     project(tmp_path / "ca", "2026_02", ca_crt=both)
     assert files.current().ca == both
     project_tls(tmp_path / "tls", "2026_02", new)
-    assert files.num_refused == 0
+    assert files.num_rejected == 0
 
 
 def test_changed_tokens_are_taken_from_a_mounted_secret(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_changed_tokens_are_taken_from_a_mounted_secret(tmp_path: Path) -> None:
 
     first, second = ((("authorization", f"Bearer {token}"),) for token in ("first", "second"))
     project(tmp_path / "auth", "2026_01", tokens=line("alice", "first"))
-    tokens = Tokens(tmp_path / "auth" / "tokens", "auth.tokens_file")
+    tokens = BearerTokens(tmp_path / "auth" / "tokens", "auth.tokens_file")
     assert tokens.tenant_of(first) == "alice"
     project(tmp_path / "auth", "2026_02", tokens=line("alice", "second"))
     assert tokens.tenant_of(second) == "alice"

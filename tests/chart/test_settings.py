@@ -8,17 +8,17 @@ import click
 import msgspec
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from helm.component_settings import TREES, check_settings
 from helm.rendering import render
 from instance.config import InstanceSettings, engine_config
-from kv_transfer.connector import SharedStorageOptions
-from kv_transfer.lmcache_connector import LMCacheOptions
-from kv_transfer.nixl_connector import NixlOptions
-from kv_transfer.redis_connector import RedisOptions
-from kv_transfer.redis_dial import RedisAddress
+from kv_transfer.nixl.connector import NixlOptions
+from kv_transfer.stores.files import SharedStorageOptions
+from kv_transfer.stores.lmcache.connector import LMCacheOptions
+from kv_transfer.stores.redis.address import RedisAddress
+from kv_transfer.stores.redis.connector import RedisOptions
 from router.kubernetes.settings import Workload
-from router.pools.membership import targets
+from router.pools.discovery import parse_targets
 from serving.settings import environment_name, leaves
 from tandem.commands.generate import command as generate_command
 from tandem.demo import MODEL_DIR
@@ -91,7 +91,7 @@ def test_router_looks_for_its_pools_where_their_services_are(name: str, read: Re
         if one["spec"].get("clusterIP") == "None"
     }
     for role in POOLS:
-        (target,) = targets(getattr(settings.pools, role))
+        (target,) = parse_targets(getattr(settings.pools, role))
         assert headless[target.host]["grpc"] == target.port
         assert target.host == deployment(manifests(name), role)["metadata"]["name"]
         assert (target.is_service, target.is_name) == ((name in FOLLOWING), (name not in FOLLOWING))
@@ -116,12 +116,13 @@ def test_autoscaler_is_told_its_bounds_and_objectives(read: Read) -> None:
     assert bare.autoscaler.prefill.ttft_objective_s is bare.autoscaler.decode.itl_objective_s is None
 
 
-@pytest.mark.parametrize("name", ["redis", "nixl-redis", "lmcache-redis"])
+@pytest.mark.parametrize("name", ["redis", "nixl-redis"])
 def test_bundled_redis_is_at_the_address_that_is_told(name: str, read: Read) -> None:
     settings, _ = read(manifests(name), "decode")
     address = RedisAddress.parse(settings.transfer.url)
-    (service,) = (one for one in of_kind(manifests(name), "Service") if one["metadata"]["name"] == address.host)
-    assert service["spec"]["ports"][0]["port"] == address.port
+    ((host, port),) = address.hosts
+    (service,) = (one for one in of_kind(manifests(name), "Service") if one["metadata"]["name"] == host)
+    assert service["spec"]["ports"][0]["port"] == port
 
 
 @pytest.mark.parametrize("pod_ip", ["10.1.2.3", "fd00::1:2"])

@@ -1,4 +1,4 @@
-"""A prefill and a decode front, each with a scripted core."""
+"""A prefill and a decode instance, each with a scripted core."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ class Decoding:
     def __init__(self, rig: Rig) -> None:
         self.call = rig.decode.Decode()
 
-    async def start(self, holder: Rig | None = None, *, address: str | None = None, **fields: Any) -> None:
+    async def start(self, prefill: Rig | None = None, *, address: str | None = None, **fields: Any) -> None:
         message = decode_pb2.DecodeStart(request=instance_request(**fields))
-        if holder is not None:
+        if prefill is not None:
             source = decode_pb2.TransferSource(
                 transfer_id="t1",
-                address=address or holder.front.server.address,
-                instance_epoch=holder.front.instance_epoch,
+                address=address or prefill.server.address,
+                instance_epoch=prefill.server.instance_epoch,
                 reservation_s=5.0,
             )
             message.transfer.CopyFrom(source)
@@ -31,7 +31,7 @@ class Decoding:
         await self.call.write(decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=ids)))
 
     async def next(self) -> decode_pb2.DecodeResponse:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             response = await self.call.read()
         assert isinstance(response, decode_pb2.DecodeResponse), await self.call.code()
         return response

@@ -1,4 +1,4 @@
-"""What breaks the protocol of a Decode call is refused before, or instead of, reaching the core."""
+"""Decode calls that violate the protocol are rejected before they reach the core."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from engine.messages import AbortRequests, Seed
+from engine.core.messages import AbortRequests, Seed
 from protos.tandem.v1 import decode_pb2
 from tests.decode_service.decoding import Decoding
 from tests.instance.rig import Rig, instance_request, refusal

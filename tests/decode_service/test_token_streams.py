@@ -1,4 +1,4 @@
-"""The answers of many Decode calls in one stream, through a front: what an engine's step brings is one message."""
+"""The responses of many Decode calls in one stream: one message per step of the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from decode_service.service import ROLE
-from engine.messages import AbortRequests, TokensEvent
+from engine.core.messages import AbortRequests, TokensEvent
 from protos.tandem.v1 import decode_pb2
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
 from tests.waiting import until
@@ -84,7 +84,7 @@ async def test_a_router_that_does_not_read_is_cut_off_with_its_calls(tmp_path: P
     folder = model_folder(tmp_path / "model")
     async with (
         running(folder, ROLE, server={"write_timeout_s": 0.3}) as rig,
-        grpc.aio.insecure_channel(rig.front.server.address, options=windows) as channel,
+        grpc.aio.insecure_channel(rig.server.address, options=windows) as channel,
     ):
         stream = await Stream(rig, stub=type(rig.decode)(channel)).open()
         call = await stream.decode(1)
@@ -104,14 +104,14 @@ async def test_a_stream_takes_no_place_of_a_request(tmp_path: Path) -> None:
     async with running(model_folder(tmp_path / "model"), ROLE, server=caps) as rig:
         stream = await Stream(rig).open()
         await stream.decode(1)
-        assert rig.front.server.calls.num_open == 1
+        assert rig.server.grpc_server.calls.num_open == 1
 
 
 async def test_a_drain_waits_for_the_last_tokens_and_not_for_the_stream(decode: Rig) -> None:
     stream = await Stream(decode).open()
     call = await stream.decode(1)
-    draining = asyncio.create_task(decode.front.drain())
-    await until(lambda: decode.front.server.calls.draining)
+    draining = asyncio.create_task(decode.server.drain())
+    await until(lambda: decode.server.grpc_server.calls.draining)
     late = await Stream(decode, "late").open()
     decode.core.emit(TokensEvent("r1", [72], finish_reason="length"))
     assert await asyncio.wait_for(draining, HANG_S)

@@ -1,4 +1,4 @@
-"""Failpoints do nothing unless asked, and then exactly what they were asked."""
+"""Failpoints do nothing unless enabled, and then exactly their actions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine import failpoints
+from tests.waiting import Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,15 +61,16 @@ def test_without_a_count_every_hit_fires() -> None:
 
 
 async def test_sleep_delays_by_its_seconds_and_leaves_the_loop_free() -> None:
-    failpoints.configure("a=sleep:0.1")
-    started = time.monotonic()
+    failpoints.configure("a=sleep:0.2")
+    started, watch = time.monotonic(), Stopwatch()
     await asyncio.gather(failpoints.hit_async("a"), failpoints.hit_async("a"))
-    assert 0.09 < time.monotonic() - started < 0.19
-    failpoints.hit("a")
+    assert watch.s < 0.39
     assert time.monotonic() - started > 0.19
+    failpoints.hit("a")
+    assert time.monotonic() - started > 0.39
 
 
-def test_a_parked_thread_announces_itself_and_goes_on_when_told(tmp_path: Path) -> None:
+def test_a_parked_thread_announces_itself_and_continues_at_the_go_file(tmp_path: Path) -> None:
     file = tmp_path / "handshake"
     failpoints.configure("decode.after_token=park@2", file=str(file))
     failpoints.hit("decode.after_token")
@@ -81,7 +83,7 @@ def test_a_parked_thread_announces_itself_and_goes_on_when_told(tmp_path: Path) 
     thread.join(0.05)
     assert thread.is_alive()
     Path(f"{file}.decode.after_token.go").touch()
-    thread.join(2)
+    thread.join(20)
     assert not thread.is_alive()
 
 
@@ -93,7 +95,7 @@ async def test_a_parked_coroutine_leaves_the_loop_free(tmp_path: Path) -> None:
     assert file.exists()
     assert not parked.done()
     Path(f"{file}.a.go").touch()
-    await asyncio.wait_for(parked, 2)
+    await asyncio.wait_for(parked, 20)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_a_park_without_a_file_is_refused() -> None:
 
 
 def test_a_failpoint_that_is_off_costs_next_to_nothing() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(100_000):
         failpoints.hit("engine.step")
-    assert (time.perf_counter() - started) / 100_000 < 2e-6
+    assert (time.process_time() - started) / 100_000 < 2e-6

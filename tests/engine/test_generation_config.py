@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import UnsupportedModel
+from engine.errors import InvalidCheckpoint, UnsupportedModel
 from engine.generation_config import GenerationDefaults
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
 
@@ -40,4 +40,7 @@ def test_sampling_defaults_are_what_the_file_says(tmp_path: Path) -> None:
     assert GenerationDefaults.from_folder(tmp_path / "empty") == GenerationDefaults()
     (tmp_path / "generation_config.json").write_text('{"top_k": "many"}')
     with pytest.raises(UnsupportedModel, match="top_k"):
+        GenerationDefaults.from_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(InvalidCheckpoint, match=r"generation_config\.json of the checkpoint is not JSON"):
         GenerationDefaults.from_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""Equal models have equal identities wherever they lie; whatever changes the computation changes the identity."""
+"""Equal models have equal identities in any folder; every change of the computation changes the identity."""
 
 from __future__ import annotations
 

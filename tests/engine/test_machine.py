@@ -1,4 +1,4 @@
-"""A container's limits are the machine's, whatever the node has."""
+"""A container's limits bound cores and memory, not the node's size."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from engine import machine
-from engine.machine import available_bytes, cpu_quota, usable_cores, useful_threads
-from engine.threads import set_num_threads
+from engine.machine import available_bytes, cpu_quota, set_num_threads, usable_cores, useful_threads
 
 
-@pytest.mark.parametrize(("told", "cores"), [("200000 100000", 2.0), ("150000 100000", 1.5), ("max 100000", None)])
-def test_the_quota_is_in_cores(tmp_path: Path, told: str, cores: float | None) -> None:
-    (tmp_path / "cpu.max").write_text(f"{told}\n")
+@pytest.mark.parametrize(("cpu_max", "cores"), [("200000 100000", 2.0), ("150000 100000", 1.5), ("max 100000", None)])
+def test_the_quota_is_in_cores(tmp_path: Path, cpu_max: str, cores: float | None) -> None:
+    (tmp_path / "cpu.max").write_text(f"{cpu_max}\n")
     assert cpu_quota(tmp_path) == cores
 
 
@@ -42,10 +41,10 @@ def test_memory_is_what_the_limit_leaves(tmp_path: Path) -> None:
     assert 600_000 < available_bytes(tmp_path) <= psutil.virtual_memory().total
 
 
-def test_the_core_s_threads_heed_the_quota_unless_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads_follows_the_quota_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("engine.threads.useful_threads", lambda: 1)
+    monkeypatch.setattr("engine.machine.useful_threads", lambda: 1)
     try:
         assert set_num_threads(2) == 2
         assert set_num_threads(None) == 1

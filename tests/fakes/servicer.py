@@ -101,7 +101,7 @@ class Servicer(
                 instance.record("batch", detail=len(message.responses))
             await context.write(message)
 
-        stream = asyncio.ensure_future(instance.token_streams.run(request.stream_id, write))
+        stream = asyncio.ensure_future(instance.token_streams.serve_stream(request.stream_id, write))
         instance.open_streams.add(stream)
         try:
             await asyncio.wait({stream})
@@ -114,7 +114,7 @@ class Servicer(
         start = (await anext(request_iterator, _NOTHING)).start
         try:
             async with (
-                self._instance.token_streams.way_of(start, context.write) as answer,
+                self._instance.token_streams.response_writer(start, context.write) as answer,
                 aclosing(self._responses(start, request_iterator, context)) as responses,
             ):
                 async for response in responses:

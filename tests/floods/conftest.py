@@ -9,22 +9,17 @@ from pathlib import Path
 import pytest
 
 from tandem import Client
-from tests.faults.rig import Rig
 from tests.lively import checkpoint, reference, rig_settings
+from tests.system.rig import Rig
 
 __all__ = ["checkpoint", "reference"]
 
 PATIENCE = ("--server-read-timeout-s", "2", "--server-write-timeout-s", "2")
-# A flood takes the cores that a beat needs: nobody is to be taken for dead.
-CALM = ("--pools-beat-timeout-s", "30", "--pools-core-silence-timeout-s", "30")
 
 
 @pytest.fixture(scope="package")
 def rig(checkpoint: Path) -> Iterator[Rig]:
-    settings = rig_settings(checkpoint)
-    rig = Rig(
-        rig_settings(checkpoint, router_args=(*PATIENCE, *CALM), instance_args=(*settings.instance_args, *PATIENCE))
-    )
+    rig = Rig(rig_settings(checkpoint, router_args=PATIENCE, instance_args=PATIENCE))
     rig.start()
     try:
         _warm_up(rig)

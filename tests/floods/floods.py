@@ -1,8 +1,8 @@
-"""Floods, by name: what one client does to a port as fast as it can, until it is told to stop.
+"""Floods by name: one client repeats one kind of call as fast as it can, until it is stopped.
 
-Each is a coroutine function of an address and an event, and returns how often it did what it does. All come from an
-address of their own, so that a server can tell them from its other clients; those that gRPC's own client can do come
-from wherever that client does.
+Each is a coroutine function of an address and an event, and returns the number of repetitions. They come from their
+own address, so that a server can distinguish them from other clients; those made with gRPC's client come from its
+address.
 
     python -m tests.floods.floods NAME HOST:PORT
 

@@ -1,4 +1,4 @@
-"""One instance's front on a free port, with a scripted core behind it and a channel to it."""
+"""One instance's server on a free port, with a scripted core and a channel to it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import grpc.aio
 import pytest
 
 from instance.config import InstanceSettings, ListenSettings, ModelSection, TransferSection
-from instance.front import Front, Role
+from instance.server import InstanceServer, Role
 from protos.tandem.v1 import common_pb2, decode_pb2_grpc, instance_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
 from serving.channel import open_channel
-from serving.lifetime import StopSignals
+from serving.lifecycle import StopSignals
 from tests.instance.scripted_core import ScriptedCore
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
 
 class Rig:
-    """The running front and the stubs of its services."""
+    """The running server and the stubs of its services."""
 
-    def __init__(self, front: Front, core: ScriptedCore, signals: StopSignals, channel: grpc.aio.Channel) -> None:
-        self.front, self.core, self.signals, self.channel = front, core, signals, channel
+    def __init__(
+        self, server: InstanceServer, core: ScriptedCore, signals: StopSignals, channel: grpc.aio.Channel
+    ) -> None:
+        self.server, self.core, self.signals, self.channel = server, core, signals, channel
         self.instance = instance_pb2_grpc.InstanceServiceStub(channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
@@ -32,7 +34,7 @@ class Rig:
 
 
 def model_folder(folder: Path) -> Path:
-    """A folder with a tokenizer and no weights: enough for a front."""
+    """A folder with a tokenizer and no weights: enough with a scripted core."""
     folder.mkdir(exist_ok=True)
     return write_folder(folder, byte_level_backend(), BYTE_LEVEL_CONFIG)
 
@@ -50,14 +52,14 @@ def settings_of(folder: Path, **sections: Any) -> InstanceSettings:
 
 @asynccontextmanager
 async def running(folder: Path, role: Role, **sections: Any) -> AsyncIterator[Rig]:
-    """A front with a scripted core; ended with the block, whatever the test has done to it."""
+    """A server with a scripted core; stopped with the block, whatever the test has done to it."""
     core, signals = ScriptedCore(), StopSignals()
-    front = await Front.start(settings_of(folder, **sections), role, signals, engine=core.engine())
+    server = await InstanceServer.start(settings_of(folder, **sections), role, signals, engine=core.engine())
     try:
-        async with open_channel(front.server.address) as channel:
-            yield Rig(front, core, signals, channel)
+        async with open_channel(server.address) as channel:
+            yield Rig(server, core, signals, channel)
     finally:
-        await front.stop()
+        await server.stop()
 
 
 def instance_request(request_id: str = "r1", **fields: Any) -> common_pb2.InstanceRequest:
@@ -70,7 +72,7 @@ def instance_request(request_id: str = "r1", **fields: Any) -> common_pb2.Instan
 async def read_all(call: Any) -> list[Any]:
     """Every answer of a call that is not read yet."""
     responses = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (response := await call.read()) is not grpc.aio.EOF:
             responses.append(response)
     return responses

@@ -1,6 +1,6 @@
-"""A core that plays a script: the far end of `AsyncEngine`'s line, so that the front under test is the real one.
+"""A scripted core: a CoreLink of `AsyncEngine`, so that the server under test is the real one.
 
-It keeps every command in order and says what the test tells it to. It computes nothing.
+It keeps every command in order and emits the events that the test gives it. It computes nothing.
 """
 
 from __future__ import annotations
@@ -8,22 +8,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engine.async_engine import AsyncEngine
-from engine.messages import AddRequest, Command, CoreMessage, EngineInfo, EngineLoad, EngineRequest, Event, Outputs
+from engine.core.async_engine import AsyncEngine
+from engine.core.messages import AddRequest, Command, CoreMessage, EngineInfo, EngineLoad, EngineRequest, Event, Outputs
+from engine.identity import ModelIdentity
 
 INFO = EngineInfo(
+    model_identity=ModelIdentity(
+        block_size=4,
+        dtype="float32",
+        layout_version=1,
+        layout_digest="a1",
+        weights_digest="b2",
+        config_digest="c3",
+        tokenizer_digest="d4",
+        fingerprint="e5",
+    ),
     vocab_size=480,
     max_model_len=256,
-    block_size=4,
     num_blocks=64,
     bytes_per_block=1024,
-    dtype="float32",
-    layout_version=1,
-    layout_digest="a1",
-    weights_digest="b2",
-    config_digest="c3",
-    tokenizer_digest="d4",
-    fingerprint="e5",
     max_num_seqs=8,
     max_num_batched_tokens=64,
     kv_connector="scripted",
@@ -45,7 +48,6 @@ class ScriptedCore:
         self.closed = False
 
     def engine(self) -> AsyncEngine:
-        """The front's handle on this core."""
         return AsyncEngine(self, INFO)
 
     # What the test says

@@ -58,9 +58,9 @@ def test_every_setting_reaches_the_engine() -> None:
     assert config.kv_connector == KVConnectorConfig()
 
 
-def test_the_connector_is_told_what_was_given_and_no_more() -> None:
+def test_the_connector_gets_the_given_options_alone() -> None:
     connector = engine_config(settings()).kv_connector
-    assert connector.class_path == "kv_transfer.connector:SharedStorageConnector"
+    assert connector.class_path == "kv_transfer.stores.files:SharedStorageConnector"
     assert connector.options == {"path": "kv", "kv_secret_file": "secret"}
     own = TransferSection(connector="acme.kv:Connector", options={"url": "x"}, capacity_bytes=5)
     connector = engine_config(settings(transfer=own)).kv_connector
@@ -76,12 +76,12 @@ def test_the_connector_is_told_what_was_given_and_no_more() -> None:
             {"folder": "kv", "secret_file": "s", "options": {"path": "x"}},
             "transfer.options.path has a setting of its own",
         ),
-        ({"connector": "null", "capacity_bytes": 5}, "capacity_bytes .* means nothing to the null connector"),
-        ({"connector": "nixl", "folder": "kv"}, "folder .* means nothing to the nixl connector"),
+        ({"connector": "null", "capacity_bytes": 5}, "capacity_bytes .* is not supported by the null connector"),
+        ({"connector": "nixl", "folder": "kv"}, "folder .* is not supported by the nixl connector"),
         ({"connector": "nixl,redis", "secret_file": "s"}, "transfer.url .* is required by the redis connector"),
         (
             {"connector": "nixl,redis", "secret_file": "s", "url": "redis://h:1/0", "options": {"ttl_s": 9}},
-            "transfer.options.ttl_s: in a list it is redis.ttl_s",
+            "transfer.options.ttl_s: in a list of connectors it must be redis.ttl_s",
         ),
     ],
 )
@@ -104,6 +104,6 @@ def test_listen_is_host_and_port_in_one(listen: str, host: str, port: int) -> No
     assert (resolved.host, resolved.port, resolved.drain_grace_s) == (host, port, 3.0)
 
 
-def test_the_model_is_called_by_its_folder_s_name_unless_told() -> None:
+def test_the_model_name_defaults_to_its_folder_s() -> None:
     assert settings(model=ModelSection(folder=Path("/models/demo/"))).model_name == "demo"
     assert settings(model=ModelSection(folder=Path("m"), name="poet")).model_name == "poet"

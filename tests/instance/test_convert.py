@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import HoldKV, RemoteKV
+from engine.core.messages import HoldKV, RemoteKV
 from instance import convert
 from instance.convert import Limits
 from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
 from serving.errors import InvalidArgument, NotFound
 from tests.instance.rig import instance_request
-from tests.instance.scripted_core import INFO
 
 LIMITS = Limits(
     vocab_size=480, max_model_len=256, eos_token_ids=(2,), max_requests=8, max_lease_s=30.0, max_reservation_s=20.0
@@ -200,9 +199,3 @@ def test_a_seed_that_ends_the_choice_or_is_empty_is_refused() -> None:
     for ids in ([], [7, 8], [480], [-1]):
         with pytest.raises(InvalidArgument):
             convert.seed_ids(decode_pb2.DecodeSeed(token_ids=ids), choice, LIMITS)
-
-
-def test_every_field_of_the_identity_is_the_core_s() -> None:
-    identity = convert.model_identity(INFO)
-    for name in identity.__struct_fields__:
-        assert getattr(identity, name) == getattr(INFO, name)

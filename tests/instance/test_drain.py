@@ -1,4 +1,4 @@
-"""The phases of a drain: what each tells, takes and waits for, and what the process's end says of it."""
+"""The phases of a drain: what each reports, accepts and waits for, and the exit status."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import decode_service.service
 import prefill_service.service
-from engine.messages import AbortRequests, TokensEvent, TransferEvent
+from engine.core.messages import AbortRequests, TokensEvent, TransferEvent
 from instance.config import InstanceSection
 from instance.drain import DrainTimes
 from instance.process import serve
 from protos.tandem.v1 import decode_pb2, instance_pb2, kv_transfer_pb2, prefill_pb2
-from serving.lifetime import EXIT_CUT_OFF, EXIT_STOPPED
+from serving.lifecycle import EXIT_CUT_OFF, EXIT_STOPPED
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
 from tests.waiting import until
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def decoding(rig: Rig, request_id: str = "r1") -> Any:
-    """A stream that the core has and that has told its first token."""
+    """A stream whose first token has been sent."""
     num_before = len(rig.core.commands)
 
     async def start() -> AsyncIterator[decode_pb2.DecodeRequest]:
@@ -59,14 +59,14 @@ async def within(awaitable: Awaitable[Any]) -> Any:
 
 
 def test_a_move_longer_than_the_grace_takes_all_of_it() -> None:
-    assert DrainTimes(accept_s=1, grace_s=30, move_s=10).alone_s == 20
-    assert DrainTimes(accept_s=1, grace_s=5, move_s=10).alone_s == 0
+    assert DrainTimes(accept_s=1, grace_s=30, move_s=10).before_move_s == 20
+    assert DrainTimes(accept_s=1, grace_s=5, move_s=10).before_move_s == 0
 
 
-async def test_the_drain_is_told_at_once_health_first_and_accepts_for_a_while(folder: Path) -> None:
+async def test_a_drain_is_reported_at_once_and_requests_are_accepted_for_a_while(folder: Path) -> None:
     server = {"drain_accept_s": 0.5, "drain_grace_s": 10.0}
     async with running(folder, DECODE, server=server, instance=LONG_BEAT) as rig:
-        told: list[str] = []
+        reported: list[str] = []
         health = health_pb2_grpc.HealthStub(rig.channel).Watch(
             health_pb2.HealthCheckRequest(service=decode_service.service.SERVICE.full_name)
         )
@@ -74,25 +74,27 @@ async def test_the_drain_is_told_at_once_health_first_and_accepts_for_a_while(fo
 
         async def watch_health() -> None:
             assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            told.append("health")
+            reported.append("health")
 
         async def watch_load() -> None:
             async with aclosing(reports(rig)) as watch:
                 async for report in watch:
                     if report.draining:
-                        assert not rig.front.server.health.is_serving(decode_service.service.SERVICE.full_name)
-                        assert not rig.front.server.draining, "told only when requests are refused already"
-                        told.append("load")
+                        assert not rig.server.grpc_server.health.is_serving(decode_service.service.SERVICE.full_name)
+                        assert not rig.server.grpc_server.calls.draining, (
+                            "reported only when requests are refused already"
+                        )
+                        reported.append("load")
                         return
 
         watching = asyncio.gather(watch_health(), watch_load())
-        ending = asyncio.create_task(serve(rig.front, rig.signals))
+        ending = asyncio.create_task(serve(rig.server, rig.signals))
         first = await decoding(rig, "r1")
         await rig.instance.Drain(instance_pb2.DrainRequest())
         await within(watching)
-        assert sorted(told) == ["health", "load"]
-        second = await decoding(rig, "r2")  # whoever has not heard of it is served
-        await until(lambda: rig.front.server.draining)
+        assert sorted(reported) == ["health", "load"]
+        second = await decoding(rig, "r2")  # a router without the report is served
+        await until(lambda: rig.server.grpc_server.calls.draining)
         error = await refusal(rig.decode.Decode(only_start("r3")))
         assert (error.code(), error.details().startswith("draining")) == (grpc.StatusCode.UNAVAILABLE, True)
         rig.core.emit(TokensEvent("r1", [73], finish_reason="stop"), TokensEvent("r2", [73], finish_reason="stop"))
@@ -109,7 +111,7 @@ async def test_streams_are_asked_to_move_before_the_grace_is_over_and_may_stay(f
     server = {"drain_grace_s": 10.0, "drain_move_s": 9.7}
     async with running(folder, DECODE, server=server, instance=LONG_BEAT) as rig:
         staying, moving = await decoding(rig, "r1"), await decoding(rig, "r2")
-        ending = asyncio.create_task(serve(rig.front, rig.signals))
+        ending = asyncio.create_task(serve(rig.server, rig.signals))
         asked: list[tuple[bool, bool]] = []
 
         async def watch_load() -> None:
@@ -127,7 +129,7 @@ async def test_streams_are_asked_to_move_before_the_grace_is_over_and_may_stay(f
         assert asked[0] == (False, False)
         assert (True, False) in asked
         assert not ending.done()
-        # STEP a router takes one of them elsewhere, and for the other there is nobody: it ends here
+        # STEP a router takes one of them elsewhere, and no instance takes the other: it ends here
         moving.cancel()
         await rig.core.wait_for(AbortRequests)
         rig.core.emit(TokensEvent("r1", [73], finish_reason="stop"))
@@ -138,7 +140,7 @@ async def test_streams_are_asked_to_move_before_the_grace_is_over_and_may_stay(f
 async def test_a_reader_that_comes_during_the_drain_gets_its_kv(folder: Path) -> None:
     server = {"drain_grace_s": 10.0, "drain_move_s": 10.0}
     async with running(folder, PREFILL, server=server, transfer={"lease_s": 5.0}) as rig:
-        ending = asyncio.create_task(serve(rig.front, rig.signals))
+        ending = asyncio.create_task(serve(rig.server, rig.signals))
         hand_over = prefill_pb2.HandOver(transfer_id="t1", lease_s=5.0)
         call = rig.prefill.Prefill(prefill_pb2.PrefillRequest(request=instance_request("r1"), hand_over=hand_over))
         assert (await call.read()).WhichOneof("event") == "accepted"
@@ -146,16 +148,16 @@ async def test_a_reader_that_comes_during_the_drain_gets_its_kv(folder: Path) ->
         rig.core.emit(TokensEvent("r1", [72], finish_reason="hand_over"))
         await read_all(call)
         rig.signals.request_stop()
-        await until(lambda: rig.front.server.draining)
+        await until(lambda: rig.server.grpc_server.calls.draining)
 
         # STEP the reader has not come yet, and is let in although requests are refused
         attach = rig.transfer.Attach()
         opening = kv_transfer_pb2.AttachOpen(
             transfer_id="t1",
-            instance_epoch=rig.front.instance_epoch,
+            instance_epoch=rig.server.instance_epoch,
             min_protocol_version=1,
             max_protocol_version=1,
-            identity=rig.front.info().identity,
+            identity=rig.server.info().identity,
         )
         await attach.write(kv_transfer_pb2.AttachRequest(open=opening))
         events = [(await attach.read()).WhichOneof("event") for _ in range(3)]
@@ -169,21 +171,21 @@ async def test_a_reader_that_comes_during_the_drain_gets_its_kv(folder: Path) ->
         assert await within(ending) == EXIT_STOPPED
 
 
-async def test_kv_that_nobody_has_fetched_is_a_loss_when_the_grace_is_over(folder: Path) -> None:
+async def test_kv_without_a_reader_is_a_loss_when_the_grace_is_over(folder: Path) -> None:
     async with running(folder, PREFILL, server={"drain_grace_s": 0.2}) as rig:
         rig.core.emit(num_transfers=1)
-        await until(lambda: rig.front.engine.load.num_transfers == 1)
+        await until(lambda: rig.server.engine.load.num_transfers == 1)
         rig.signals.request_stop()
-        assert await within(serve(rig.front, rig.signals)) == EXIT_CUT_OFF
+        assert await within(serve(rig.server, rig.signals)) == EXIT_CUT_OFF
 
 
 async def test_a_lease_that_runs_out_ends_the_wait(folder: Path) -> None:
     async with running(folder, PREFILL, server={"drain_grace_s": 60.0}) as rig:
         rig.core.emit(num_transfers=1)
-        await until(lambda: rig.front.engine.load.num_transfers == 1)
-        ending = asyncio.create_task(serve(rig.front, rig.signals))
+        await until(lambda: rig.server.engine.load.num_transfers == 1)
+        ending = asyncio.create_task(serve(rig.server, rig.signals))
         rig.signals.request_stop()
-        await until(lambda: rig.front.server.draining)
+        await until(lambda: rig.server.grpc_server.calls.draining)
         assert not ending.done()
         rig.core.emit(TransferEvent("t1", 2, ended="expired"), num_transfers=0)
         assert await within(ending) == EXIT_STOPPED
@@ -191,7 +193,7 @@ async def test_a_lease_that_runs_out_ends_the_wait(folder: Path) -> None:
 
 async def test_a_second_signal_to_an_idle_instance_is_no_loss(folder: Path) -> None:
     async with running(folder, DECODE, server={"drain_accept_s": 60.0}) as rig:
-        ending = asyncio.create_task(serve(rig.front, rig.signals))
+        ending = asyncio.create_task(serve(rig.server, rig.signals))
         rig.signals.request_stop()
         await asyncio.sleep(0.05)
         assert not ending.done()
@@ -202,7 +204,7 @@ async def test_a_second_signal_to_an_idle_instance_is_no_loss(folder: Path) -> N
 async def test_a_drain_asked_for_by_a_call_takes_the_grace_of_the_call(folder: Path) -> None:
     async with running(folder, DECODE, server={"drain_grace_s": 60.0}) as rig:
         call = await decoding(rig)
-        ending = asyncio.create_task(serve(rig.front, rig.signals))
+        ending = asyncio.create_task(serve(rig.server, rig.signals))
         assert (await rig.instance.Drain(instance_pb2.DrainRequest(grace_s=0.2))).num_unfinished == 1
         assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
         assert await within(ending) == EXIT_CUT_OFF

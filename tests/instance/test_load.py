@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
-from engine.async_engine import AsyncEngine
-from engine.messages import EngineLoad
-from instance.load import LoadReporter, changed_much
+from engine.core.async_engine import AsyncEngine
+from engine.core.messages import EngineLoad
+from instance.drain import DrainController
+from instance.load import LoadReporter, changed_significantly
+from serving.health import Health
+from serving.limits import OpenCalls
 from tests.instance.scripted_core import ScriptedCore
 from tests.waiting import until
 
@@ -17,8 +20,9 @@ from tests.waiting import until
 async def reporting(interval_s: float) -> AsyncIterator[tuple[ScriptedCore, AsyncEngine, LoadReporter]]:
     core = ScriptedCore()
     engine = core.engine()
-    reporter = LoadReporter(engine, instance_epoch="e", draining=lambda: False, interval_s=interval_s)
-    task = asyncio.create_task(reporter.run())
+    drain = DrainController(Health(), OpenCalls(max_per_peer=1, max_in_all=1), engine)
+    reporter = LoadReporter(engine, instance_epoch="e", drain=drain, interval_s=interval_s)
+    task = asyncio.create_task(reporter.report_until_cancelled())
     try:
         yield core, engine, reporter
     finally:
@@ -29,9 +33,9 @@ async def reporting(interval_s: float) -> AsyncIterator[tuple[ScriptedCore, Asyn
 
 def test_a_change_that_moves_a_pick_is_much() -> None:
     load = EngineLoad(free_blocks=100, num_running=1)
-    assert not changed_much(load, EngineLoad(free_blocks=97, running_blocks=3, num_running=1))
-    assert changed_much(load, EngineLoad(free_blocks=90, running_blocks=10, num_running=1))
-    assert changed_much(load, EngineLoad(free_blocks=100, num_running=2))
+    assert not changed_significantly(load, EngineLoad(free_blocks=97, running_blocks=3, num_running=1))
+    assert changed_significantly(load, EngineLoad(free_blocks=90, running_blocks=10, num_running=1))
+    assert changed_significantly(load, EngineLoad(free_blocks=100, num_running=2))
 
 
 async def test_reports_beat_while_nothing_changes_and_the_silence_grows() -> None:
@@ -48,7 +52,7 @@ async def test_a_change_is_reported_long_before_the_beat() -> None:
     async with reporting(10.0) as (core, _, reporter), aclosing(reporter.watch()) as watch:
         await anext(watch)
         core.emit(num_waiting=3)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             assert (await anext(watch)).num_waiting == 3
 
 

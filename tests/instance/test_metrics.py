@@ -1,4 +1,4 @@
-"""What Prometheus sees of an instance is what its core and its requests did, and costs them nothing."""
+"""An instance's metrics match what its core and its requests did."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import decode_service.service
 import prefill_service.service
-from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, KVConnectorConfig
-from engine.messages import (
+from engine.core.async_engine import AsyncEngine
+from engine.core.messages import (
     CoreMessage,
     EngineRequest,
     HoldKV,
@@ -30,16 +30,25 @@ from engine.messages import (
     LoadedEvent,
     Outputs,
     ReservedEvent,
+    Seed,
     TokensEvent,
     TransferEvent,
 )
-from engine.sampling_params import SamplingParams
-from instance.front import Front, Role
-from kv_transfer.counters import MAX_REASONS, OTHER, FailureCounter, ReadCounters, TransferCounters
+from engine.sampling.params import SamplingParams
+from instance.server import InstanceServer, Role
 from kv_transfer.secret import ensure_secret
+from kv_transfer.transfer.connector import (
+    MAX_REASONS,
+    OTHER,
+    FailureCounter,
+    MoveCounters,
+    ReadCounters,
+    TransferCounters,
+)
 from protos.tandem.v1 import prefill_pb2
-from serving.lifetime import StopSignals
-from serving.metrics import LatencyHistogram, MetricsSettings
+from serving.histogram import Histogram
+from serving.lifecycle import StopSignals
+from serving.metrics import MetricsSettings
 from tests.builders import lively_checkpoint
 from tests.decode_service.decoding import Decoding
 from tests.instance.rig import Rig, instance_request, model_folder, running, settings_of
@@ -70,10 +79,10 @@ def _get(address: str) -> str:
         return str(response.read().decode())
 
 
-async def scrape(front: Front) -> Samples:
+async def scrape(server: InstanceServer) -> Samples:
     """Every sample by name and labels."""
-    assert front.metrics_server.address is not None
-    text = await asyncio.to_thread(_get, front.metrics_server.address)
+    assert server.metrics_server.address is not None
+    text = await asyncio.to_thread(_get, server.metrics_server.address)
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -106,8 +115,8 @@ async def test_the_cores_report_is_served_under_prometheus_names(decode: Rig) ->
         num_recomputed_blocks=9,
         kv_totals=[totals, KVTotals(), KVTotals(num_shared_blocks=1)],  # type: ignore[arg-type]
     )
-    await until(lambda: decode.front.engine.load.num_transfers == 2)
-    samples = await scrape(decode.front)
+    await until(lambda: decode.server.engine.load.num_transfers == 2)
+    samples = await scrape(decode.server)
     kv: dict[str, Any] = {"connector": "scripted"}
     for name, labels, expected in [
         ("tandem_kv_transfer_blocks_total", {"direction": "load"}, 5),
@@ -128,26 +137,27 @@ async def test_the_cores_report_is_served_under_prometheus_names(decode: Rig) ->
     vllm = {"model_name": "demo", "engine": "0"}
     assert value(samples, "vllm:num_requests_waiting", **vllm) == 4
     assert value(samples, "vllm:kv_cache_usage_perc", **vllm) == 16 / 64
-    instance = {"instance_id": decode.front.instance_id, "role": "decode", "model": "demo", **kv}
+    instance = {"instance_id": decode.server.instance_id, "role": "decode", "model": "demo", **kv}
     assert value(samples, "tandem_instance_info", **instance) == 1
     assert value(samples, "tandem_engine_silence_seconds") < 5
     assert any(name == "process_resident_memory_bytes" for name, _ in samples)
 
 
 async def test_each_stage_of_a_request_is_observed_once(decode: Rig, folder: Path) -> None:
-    async with running(folder, ROLES["prefill"]) as holder:
+    async with running(folder, ROLES["prefill"]) as prefill:
         call = Decoding(decode)
-        await call.start(holder)
+        await call.start(prefill)
         await decode.core.request()
         decode.core.emit(ReservedEvent("r1", num_cached_tokens=0, num_local_blocks=0))
         await call.next()
-        holder.core.emit(TransferEvent("t1", 2, num_tokens=10))
+        prefill.core.emit(TransferEvent("t1", 2, num_tokens=10))
         decode.core.emit(LoadedEvent("r1", num_external_tokens=10, num_recomputed_blocks=0))
         await call.next()
         await call.seed(72)
+        await decode.core.wait_for(Seed)
         decode.core.emit(TokensEvent("r1", [73]), TokensEvent("r1", [74]), TokensEvent("r1", [75], "length"))
         await call.rest()
-    samples = await scrape(decode.front)
+    samples = await scrape(decode.server)
     for stage in ("reserve", "load", "first_token"):
         assert value(samples, "tandem_request_stage_seconds_count", stage=stage) == 1
         assert value(samples, "tandem_request_stage_seconds_bucket", stage=stage, le="160.0") == 1
@@ -163,8 +173,8 @@ async def test_a_request_that_did_not_come_so_far_is_not_observed(folder: Path) 
         call = rig.prefill.Prefill(prefill_pb2.PrefillRequest(request=instance_request(), hand_over=hand_over))
         await call.read()
         call.cancel()
-        await until(lambda: rig.front.role_service.metrics.num_cancelled)
-        samples = await scrape(rig.front)
+        await until(lambda: rig.server.servicer.metrics.num_cancelled)
+        samples = await scrape(rig.server)
         assert value(samples, "tandem_request_stage_seconds_count", stage="first_token") == 0
         assert value(samples, "tandem_requests_ended_total", reason="cancelled") == 1
         assert value(samples, "tandem_prefill_given_up_leases_total") == 1
@@ -176,8 +186,8 @@ async def test_the_documentation_names_what_is_served_and_nothing_else(folder: P
         async with running(folder, role, metrics=METRICS) as rig:
             totals = KVTotals("nixl", loaded=KVMoved(failures={"missing": 1}), reads=ReadCounters().totals())
             rig.core.emit(kv_totals=[totals])  # type: ignore[arg-type]
-            await until(lambda: rig.front.engine.load.kv_totals)
-            served |= {re.sub("_(bucket|sum|count)$", "", name) for name, _ in await scrape(rig.front)}
+            await until(lambda: rig.server.engine.load.kv_totals)
+            served |= {re.sub("_(bucket|sum|count)$", "", name) for name, _ in await scrape(rig.server)}
     instances, _, _ = DOCS.read_text().partition("## The router")
     table = re.findall(r"^\| `((?:tandem_|vllm:)\w+)` \|", instances, re.MULTILINE)
     assert len(set(table)) == len(table)
@@ -186,7 +196,7 @@ async def test_the_documentation_names_what_is_served_and_nothing_else(folder: P
 
 async def test_metrics_are_off_unless_asked_for(folder: Path) -> None:
     async with running(folder, ROLES["decode"]) as rig:
-        assert rig.front.metrics_server.address is None
+        assert rig.server.metrics_server.address is None
 
 
 @pytest.mark.parametrize("role", ROLES.values(), ids=ROLES)
@@ -196,7 +206,7 @@ async def test_a_taken_port_keeps_an_instance_from_starting(folder: Path, role: 
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         settings = settings_of(folder, metrics=MetricsSettings(listen=listen))
         with pytest.raises(OSError, match=f"cannot serve metrics on {listen}"):
-            await Front.start(settings, role, StopSignals(), engine=core.engine())
+            await InstanceServer.start(settings, role, StopSignals(), engine=core.engine())
         assert core.closed
 
 
@@ -206,18 +216,16 @@ def test_a_wrong_address_is_refused(listen: str) -> None:
         MetricsSettings(listen=listen)
 
 
-async def test_scrapers_that_say_nothing_are_bounded_and_hold_up_nobody(
-    decode: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_scrapers_are_bounded_and_delay_no_others(decode: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.metrics._Handler.timeout", 60.0)
-    assert decode.front.metrics_server.address is not None
-    host, port = decode.front.metrics_server.address.split(":")
+    assert decode.server.metrics_server.address is not None
+    host, port = decode.server.metrics_server.address.split(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(7)]
     try:
-        assert value(await scrape(decode.front), "tandem_requests_received_total") == 0
+        assert value(await scrape(decode.server), "tandem_requests_received_total") == 0
         silent += [socket.create_connection((host, int(port))) for _ in range(2)]
         refused, _, _ = await asyncio.to_thread(select.select, silent, [], [], 30.0)
-        assert [one.recv(1) for one in refused] == [b""]  # there is room for eight: one of the nine is shown the door
+        assert [one.recv(1) for one in refused] == [b""]  # eight are allowed: one of the nine is closed
     finally:
         for connection in silent:
             connection.close()
@@ -231,33 +239,35 @@ def test_words_of_failures_are_bounded() -> None:
     counter["x" * 100] += 5
     assert len(counter) == MAX_REASONS + 1
     assert (counter["store_0"], counter[OTHER]) == (2, MAX_REASONS + 5)
-    counters = TransferCounters(load_failures=counter)
+    counters = TransferCounters(loaded=MoveCounters(failures=counter))
     assert counters.totals("mine").loaded.failures == dict(counter)
 
 
 def test_a_bound_belongs_to_its_bucket() -> None:
-    histogram = LatencyHistogram((0.1, 1.0))
+    histogram = Histogram((0.1, 1.0))
     for seconds in (0.1, 0.5, 1.0, 7.0):
         histogram.observe(seconds)
     assert histogram.buckets() == [("0.1", 1), ("1.0", 3), ("+Inf", 4)]
-    assert (histogram.count, histogram.sum_s) == (4, 8.6)
+    assert (histogram.count, histogram.sum) == (4, 8.6)
 
 
 async def test_what_a_connector_moved_comes_up_from_a_real_core(tmp_path: Path) -> None:
     ensure_secret(tmp_path / "secret")
     stores = [
         {
-            "class_path": "kv_transfer.connector:SharedStorageConnector",
+            "class_path": "kv_transfer.stores.files:SharedStorageConnector",
             "options": {"path": str(tmp_path / name), "kv_secret_file": str(tmp_path / "secret")},
         }
         for name in ("first", "second")
     ]
-    connector = KVConnectorConfig(class_path="kv_transfer.connector_list:ConnectorList", options={"connectors": stores})
+    connector = KVConnectorConfig(
+        class_path="kv_transfer.multi_connector:MultiConnector", options={"connectors": stores}
+    )
     folder = lively_checkpoint(tmp_path / "qwen3", "qwen3", num_hidden_layers=1)
     config = EngineConfig(
         model=str(folder), dtype="float32", num_blocks=64, num_threads=1, block_size=16, kv_connector=connector
     )
-    engine = await AsyncEngine.start(config, in_process=True)
+    engine = await AsyncEngine.start(config)
     try:
         request = EngineRequest(
             request_id="r1",
@@ -282,7 +292,7 @@ async def test_what_a_connector_moved_comes_up_from_a_real_core(tmp_path: Path) 
         await engine.shutdown()
 
 
-def test_fronts_and_routers_need_neither_torch_nor_a_tracing_sdk() -> None:
+def test_instances_and_routers_need_neither_torch_nor_a_tracing_sdk() -> None:
     program = (
         "import sys, router.__main__, prefill_service.__main__, decode_service.__main__, serving.tracing\n"
         "print(sorted({'torch', 'transformers', 'numba', 'opentelemetry.sdk'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""Two real processes with real cores: a hand-over gives the undivided engine's tokens, and nothing stays behind."""
+"""Two real processes with real cores: a hand-over gives the tokens of an aggregated engine, and nothing is left."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Pair:
             transfer_id=transfer_id, address=self.address, instance_epoch=epoch, reservation_s=20.0
         )
 
-    async def divided(self, request: common_pb2.InstanceRequest) -> tuple[list[int], decode_pb2.DecodeLoaded]:
+    async def disaggregated(self, request: common_pb2.InstanceRequest) -> tuple[list[int], decode_pb2.DecodeLoaded]:
         """All ids of a request that is handed over, and how its KV came."""
         transfer_id = f"t-{request.request_id}"
         hand_over = prefill_pb2.HandOver(transfer_id=transfer_id, lease_s=2.0)
@@ -145,7 +145,7 @@ class Pair:
                 ids += response.tokens.token_ids
         return ids, loaded
 
-    async def undivided(self, request: common_pb2.InstanceRequest) -> list[int]:
+    async def aggregated(self, request: common_pb2.InstanceRequest) -> list[int]:
         """The same request, prefilled and decoded at the decode instance."""
 
         async def only_start() -> Any:
@@ -174,21 +174,21 @@ async def stack(pair: tuple[Process, Process]) -> Any:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_a_hand_over_gives_the_tokens_of_the_undivided_engine(stack: Pair, temperature: float) -> None:
+async def test_a_hand_over_gives_the_tokens_of_the_aggregated_engine(stack: Pair, temperature: float) -> None:
     sampling = {"temperature": temperature, "seed": 11, "max_tokens": 24, "ignore_eos": True}
     salt = f"salt-{temperature}"
     request = instance_request(f"div-{temperature}", prompt_token_ids=PROMPT, sampling=sampling, cache_salt=salt)
-    ids, loaded = await stack.divided(request)
+    ids, loaded = await stack.disaggregated(request)
     assert (loaded.num_external_tokens, loaded.num_recomputed_blocks) == (len(PROMPT), 0)
     await stack.wait_idle()
     whole = instance_request(f"whole-{temperature}", prompt_token_ids=PROMPT, sampling=sampling)
-    reference = await stack.undivided(whole)
+    reference = await stack.aggregated(whole)
     assert len(set(reference)) > 5, "a model that repeats itself proves nothing"
     assert ids == reference
     # A request that goes on after ids that were emitted elsewhere gives the rest.
     whole.request_id = f"rest-{temperature}"
     whole.emitted_token_ids.extend(reference[:9])
-    assert await stack.undivided(whole) == reference[9:]
+    assert await stack.aggregated(whole) == reference[9:]
     await stack.wait_idle()
 
 
@@ -217,13 +217,13 @@ async def test_a_reservation_without_a_seed_ends(stack: Pair) -> None:
     await stack.wait_idle()
 
 
-def test_the_front_has_no_torch_in_it(pair: tuple[Process, Process]) -> None:
+def test_the_server_process_has_no_torch(pair: tuple[Process, Process]) -> None:
     for process in pair:
         maps = Path(f"/proc/{process.popen.pid}/maps").read_text()
         assert "libtorch" not in maps
 
 
-async def test_a_front_ends_with_its_core(folder: Path) -> None:
+async def test_an_instance_ends_with_its_core(folder: Path) -> None:
     process = Process("decode", folder, connector="null")
     await asyncio.to_thread(process.wait_ready)
     [core] = psutil.Process(process.popen.pid).children()

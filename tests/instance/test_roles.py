@@ -1,4 +1,4 @@
-"""What must hold of both roles' packages, whatever is in them."""
+"""Properties that the packages of both roles share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_both_roles_have_the_same_files() -> None:
         sorted(path.name for path in Path(package.__path__[0]).glob("*.py"))
         for package in (prefill_service, decode_service)
     ]
-    assert names[0] == names[1] == ["__init__.py", "__main__.py", "config.py", "metrics.py", "role.py", "service.py"]
+    assert names[0] == names[1] == ["__init__.py", "__main__.py", "config.py", "service.py"]
 
 
 def test_both_roles_have_the_same_settings() -> None:
@@ -36,7 +36,7 @@ def test_both_roles_have_the_same_settings() -> None:
     assert engines[0].max_num_seqs < engines[1].max_num_seqs
 
 
-def test_a_front_is_free_of_torch_and_transformers() -> None:
+def test_an_instance_server_imports_neither_torch_nor_transformers() -> None:
     program = (
         "import sys, prefill_service.__main__, decode_service.__main__\n"
         "print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""Answers of many calls in one stream: gathered, in order, out before their calls end, and ended with their stream."""
+"""Responses of many calls in one stream: batched, in order, written before their calls end, ended with their stream."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Wire:
 async def opened() -> AsyncIterator[tuple[TokenStreams, Wire, asyncio.Task[None]]]:
     """A stream "s" whose first message has been taken."""
     streams, wire = TokenStreams(), Wire()
-    running = asyncio.create_task(streams.run("s", wire.write))
+    running = asyncio.create_task(streams.serve_stream("s", wire.write))
     await wire.take()
     try:
         yield streams, wire, running
@@ -69,7 +69,7 @@ async def own(response: decode_pb2.DecodeResponse) -> None:
 
 
 async def says(streams: TokenStreams, call_number: int, num_answers: int, end: Exception | None = None) -> None:
-    async with streams.way_of(start_on("s", call_number), own) as answer:
+    async with streams.response_writer(start_on("s", call_number), own) as answer:
         for index in range(num_answers):
             await answer(answer_of(index))
         if end is not None:
@@ -81,7 +81,7 @@ async def test_the_first_message_is_empty() -> None:
         assert wire.messages == [[]]
 
 
-async def test_what_is_ready_when_the_writer_gets_its_turn_is_one_message() -> None:
+async def test_responses_ready_when_the_writer_is_scheduled_are_one_message() -> None:
     async with opened() as (streams, wire, _):
         calls = [asyncio.create_task(says(streams, number, 2)) for number in (1, 2, 3)]
         await wire.take()
@@ -89,8 +89,8 @@ async def test_what_is_ready_when_the_writer_gets_its_turn_is_one_message() -> N
         assert wire.messages[1:] == [[(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]]
 
 
-async def test_what_comes_while_a_message_is_written_gathers_for_the_next() -> None:
-    async with opened() as (streams, wire, _), streams.way_of(start_on("s", 1), own) as answer:
+async def test_responses_during_a_write_are_batched_for_the_next() -> None:
+    async with opened() as (streams, wire, _), streams.response_writer(start_on("s", 1), own) as answer:
         await answer(answer_of(0))
         await asyncio.sleep(0.01)
         for index in (1, 2, 3):
@@ -100,7 +100,7 @@ async def test_what_comes_while_a_message_is_written_gathers_for_the_next() -> N
 
 
 @pytest.mark.parametrize("end", [None, Unavailable("a failure of its own")])
-async def test_a_call_ends_when_its_last_answer_is_on_its_way(end: Exception | None) -> None:
+async def test_a_call_ends_when_its_last_response_is_written(end: Exception | None) -> None:
     async with opened() as (streams, wire, _):
         call = asyncio.create_task(says(streams, 1, 1, end))
         await asyncio.sleep(0.01)
@@ -115,9 +115,9 @@ async def test_a_call_ends_when_its_last_answer_is_on_its_way(end: Exception | N
         await others
 
 
-async def test_too_much_that_waits_holds_up_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_batch_blocks_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_streams, "_MAX_BATCH_BYTES", 1000)
-    async with opened() as (streams, wire, _), streams.way_of(start_on("s", 1), own) as answer:
+    async with opened() as (streams, wire, _), streams.response_writer(start_on("s", 1), own) as answer:
         num_answered = 0
 
         async def flood() -> None:
@@ -142,7 +142,7 @@ async def test_the_calls_of_a_stream_end_with_it(end: str) -> None:
     async with opened() as (streams, wire, stream):
 
         async def waits() -> None:
-            async with streams.way_of(start_on("s", 1), own):
+            async with streams.response_writer(start_on("s", 1), own):
                 await asyncio.Event().wait()
 
         waiting = asyncio.create_task(waits())
@@ -159,7 +159,7 @@ async def test_the_calls_of_a_stream_end_with_it(end: str) -> None:
         assert streams.num_open == 0
 
 
-async def test_without_that_stream_a_call_answers_by_itself() -> None:
+async def test_without_an_open_stream_a_call_responds_by_itself() -> None:
     async with opened() as (streams, wire, _):
         for start in (decode_pb2.DecodeStart(), start_on("another", 1), start_on("", 1)):
             answers = []
@@ -167,17 +167,17 @@ async def test_without_that_stream_a_call_answers_by_itself() -> None:
             async def itself(response: decode_pb2.DecodeResponse, answers: list[Any] = answers) -> None:
                 answers.append(response)
 
-            async with streams.way_of(start, itself) as answer:
+            async with streams.response_writer(start, itself) as answer:
                 await answer(answer_of(7))
             assert answers == [answer_of(7)]
         assert wire.messages == [[]]
 
 
-async def test_numbers_and_ids_are_used_once_at_a_time() -> None:
+async def test_call_numbers_and_stream_ids_are_unique_while_open() -> None:
     async with opened() as (streams, _, _):
         with pytest.raises(AlreadyExists):
-            await asyncio.wait_for(streams.run("s", Wire().write), HANG_S)
-        async with streams.way_of(start_on("s", 1), own):
+            await asyncio.wait_for(streams.serve_stream("s", Wire().write), HANG_S)
+        async with streams.response_writer(start_on("s", 1), own):
             with pytest.raises(AlreadyExists, match="call number 1"):
                 await says(streams, 1, 0)
         await asyncio.wait_for(says(streams, 1, 0), HANG_S)
@@ -187,4 +187,4 @@ async def test_open_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(token_streams, "_MAX_STREAMS", 1)
     async with opened() as (streams, _, _):
         with pytest.raises(Overloaded):
-            await asyncio.wait_for(streams.run("t", Wire().write), HANG_S)
+            await asyncio.wait_for(streams.serve_stream("t", Wire().write), HANG_S)

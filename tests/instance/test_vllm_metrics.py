@@ -1,4 +1,4 @@
-"""What was made for vLLM finds vLLM's names, labels and buckets at an instance, and right numbers."""
+"""An instance exports vLLM's names, labels and buckets with the right numbers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import decode_service.service
 import prefill_service.service
-from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.messages import STEP_TOKENS, EngineLoad, EngineRequest, KVTotals, TokensEvent
-from engine.sampling_params import SamplingParams
-from instance.front import Role
+from engine.core.async_engine import AsyncEngine
+from engine.core.messages import STEP_TOKENS, EngineLoad, EngineRequest, KVTotals, TokensEvent
+from engine.sampling.params import SamplingParams
+from instance.server import Role
 from instance.vllm_metrics import VllmRequests, collected, token_buckets
-from kv_transfer.counters import ReadCounters
+from kv_transfer.transfer.connector import ReadCounters
 from protos.tandem.v1 import decode_pb2, instance_pb2, prefill_pb2
 from serving.histogram import Histogram
 from serving.metrics import MetricsSettings
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 async def families(rig: Rig) -> dict[str, Metric]:
     """What is served under vLLM's prefix, by name without it."""
-    address = f"http://{rig.front.metrics_server.address}/metrics"
+    address = f"http://{rig.server.metrics_server.address}/metrics"
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=20).read().decode())
     found = {family.name: family for family in text_string_to_metric_families(text)}
     return {name.removeprefix("vllm:"): family for name, family in found.items() if name.startswith("vllm:")}
@@ -74,10 +74,10 @@ def bounds_of(family: Metric) -> list[float]:
 
 
 def labels_of(name: str) -> set[str]:
-    told = VLLM["metrics"][name]
-    if "labels" in told:
-        return {*told["labels"], "engine"}
-    return {*VLLM["labels"], *([told["label"]] if "label" in told else [])}
+    spec = VLLM["metrics"][name]
+    if "labels" in spec:
+        return {*spec["labels"], "engine"}
+    return {*VLLM["labels"], *([spec["label"]] if "label" in spec else [])}
 
 
 # Names, labels, buckets
@@ -86,28 +86,28 @@ def labels_of(name: str) -> set[str]:
 @pytest.mark.parametrize("role", ROLES.values(), ids=ROLES)
 async def test_every_name_label_and_bucket_is_vllms(folder: Path, role: Role) -> None:
     async with running(folder, role, metrics=METRICS) as rig:
-        assert not [name for name in await families(rig) if name.startswith("nixl_")], "told where there is NIXL alone"
+        assert not [name for name in await families(rig) if name.startswith("nixl_")], "exported with NIXL alone"
         rig.core.emit(kv_totals=[KVTotals("first"), KVTotals("nixl", reads=ReadCounters().totals())])  # type: ignore[arg-type]
-        await until(lambda: rig.front.engine.load.kv_totals)
+        await until(lambda: rig.server.engine.load.kv_totals)
         found = await families(rig)
     assert found.keys() == VLLM["metrics"].keys() - WITHOUT_COUNTERPART
     for name, family in found.items():
-        told = VLLM["metrics"][name]
-        assert family.type == told["type"], name
+        spec = VLLM["metrics"][name]
+        assert family.type == spec["type"], name
         for sample in family.samples:
             assert sample.labels.keys() - {"le"} == labels_of(name), name
-        if "values" in told:
-            assert [sample.labels[told["label"]] for sample in family.samples] == told["values"]
+        if "values" in spec:
+            assert [sample.labels[spec["label"]] for sample in family.samples] == spec["values"]
         if family.type == "histogram":
-            bounds = VLLM["buckets"][told["buckets"]]
-            if told["buckets"] == "tokens":
+            bounds = VLLM["buckets"][spec["buckets"]]
+            if spec["buckets"] == "tokens":
                 bounds = [1, 2, 5, 10, 20, 50, 100, 200]  # max_model_len of the scripted core is 256
             assert bounds_of(family) == [*bounds, float("inf")], name
 
 
 def test_what_has_no_counterpart_is_said_in_the_documentation() -> None:
     text = (ROOT / "docs/metrics.md").read_text()
-    section = text.partition("### What has no counterpart")[2].partition("\n## ")[0]
+    section = text.partition("### Without counterpart")[2].partition("\n## ")[0]
     assert {f"vllm:{name}" for name in WITHOUT_COUNTERPART} == set(re.findall(r"`(vllm:\w+)`", section))
 
 
@@ -133,7 +133,7 @@ def test_bounds_are_written_as_prometheus_writes_them() -> None:
 # Numbers
 
 
-async def test_a_request_is_told_in_every_number(folder: Path) -> None:
+async def test_a_request_is_in_every_metric(folder: Path) -> None:
     async with running(folder, ROLES["decode"], metrics=METRICS) as rig:
         call = rig.decode.Decode()
         await call.write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=instance_request())))
@@ -147,7 +147,7 @@ async def test_a_request_is_told_in_every_number(folder: Path) -> None:
             rig.core.emit(event, num_generated_tokens=3, num_preemptions=2, num_waiting=5, num_loading=6)
         await call.done_writing()
         assert len(await read_all(call)) == 3
-        await until(lambda: rig.front.role_service.metrics.finished["length"])
+        await until(lambda: rig.server.servicer.metrics.finished["length"])
         found = await families(rig)
     sources = {"local_cache_hit": 4, "external_kv_transfer": 3, "local_compute": NUM_OF_PROMPT - 7}
     for source, number in sources.items():
@@ -182,16 +182,17 @@ async def test_a_request_is_told_in_every_number(folder: Path) -> None:
 def test_the_parts_of_a_request_add_up() -> None:
     requests = VllmRequests()
     request = EngineRequest(request_id="r", prompt_token_ids=[1, 2], output_token_ids=[3], params=SamplingParams())
-    requests.ended(request, whole_s=10.0, queue_s=2.0, decode_s=5.0, num_tokens=6)
-    assert (requests.queue_s.sum, requests.prefill_s.sum, requests.decode_s.sum) == (2.0, 3.0, 5.0)
-    assert requests.inference_s.sum == 8.0
-    assert requests.mean_gap_s.sum == 1.0
-    assert requests.prompt_tokens.sum == 3  # what another instance emitted has to be computed here, too
-    requests.ended(request, whole_s=1.0, queue_s=0.0, decode_s=0.0, num_tokens=1)
-    assert requests.mean_gap_s.count == 1  # one token has no gap
+    requests.observe_finish(request, whole_s=10.0, queue_s=2.0, decode_s=5.0, num_tokens=6)
+    sums = {name.removesuffix("_seconds"): histogram.sum for name, histogram in requests.histograms.items()}
+    parts = ("request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time")
+    assert [sums[part] for part in parts] == [2.0, 3.0, 5.0, 8.0]
+    assert sums["request_time_per_output_token"] == 1.0
+    assert sums["request_prompt_tokens"] == 3  # what another instance emitted has to be computed here, too
+    requests.observe_finish(request, whole_s=1.0, queue_s=0.0, decode_s=0.0, num_tokens=1)
+    assert requests.histograms["request_time_per_output_token_seconds"].count == 1  # one token has no gap
 
 
-async def test_ends_that_are_no_success_are_told_by_why(folder: Path) -> None:
+async def test_unsuccessful_requests_are_counted_by_reason(folder: Path) -> None:
     async with running(folder, ROLES["prefill"], metrics=METRICS) as rig:
         ask = rig.prefill.Prefill
         cancelled = ask(prefill_pb2.PrefillRequest(request=instance_request("r1")))
@@ -205,7 +206,7 @@ async def test_ends_that_are_no_success_are_told_by_why(folder: Path) -> None:
         await rig.core.request(3)
         rig.core.emit(TokensEvent("r3", [], "error", error="not finite"))
         assert (await refusal(broken)).code() is grpc.StatusCode.INTERNAL
-        metrics = rig.front.role_service.metrics
+        metrics = rig.server.servicer.metrics
         await until(lambda: metrics.num_cancelled == 1 and metrics.num_failed == 2)
         found = await families(rig)
     assert value(found, "request_success", "_total", finished_reason="abort") == 1
@@ -219,18 +220,18 @@ def test_without_a_connector_nothing_is_asked_for_elsewhere(connector: str, num_
     requests = VllmRequests()
     requests.sources["local_compute"] = 10
     info = instance_pb2.GetInstanceInfoResponse(model="demo", kv_connector=connector)
-    found = {family.name.removeprefix("vllm:"): family for family in collected(EngineLoad(), requests, info)}
+    found = {family.name.removeprefix("vllm:"): family for family in collected(EngineLoad(), requests, info, {})}
     assert value(found, "external_prefix_cache_queries", "_total") == num_asked
 
 
 def test_a_read_is_a_transfer_of_nixls() -> None:
     reads = ReadCounters()
-    reads.ended_well(0.02, 0.003, 5000, 12)
-    reads.ended_well(0.2, 0.001, 2048, 1)
+    reads.count_success(0.02, 0.003, 5000, 12)
+    reads.count_success(0.2, 0.001, 2048, 1)
     reads.num_failed = 3
     load = EngineLoad(kv_totals=[KVTotals("nixl", reads=reads.totals())], num_expired_leases=4)
     info = instance_pb2.GetInstanceInfoResponse(model="demo", kv_connector="nixl")
-    found = {family.name.removeprefix("vllm:"): family for family in collected(load, VllmRequests(), info)}
+    found = {family.name.removeprefix("vllm:"): family for family in collected(load, VllmRequests(), info, {})}
     for name, total in {
         "nixl_xfer_time_seconds": 0.22,
         "nixl_post_time_seconds": 0.004,
@@ -248,17 +249,17 @@ def test_a_read_is_a_transfer_of_nixls() -> None:
 
 
 def test_an_engine_core_counts_without_prometheus() -> None:
-    program = "import sys, kv_transfer.counters; print({'prometheus_client', 'pydantic'} & set(sys.modules))"
+    program = "import sys, kv_transfer.transfer.connector; print({'prometheus_client', 'pydantic'} & set(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("set()\n", "")
 
 
-async def test_steps_and_waiting_are_told_by_a_real_core(tmp_path: Path) -> None:
+async def test_a_real_core_reports_steps_and_waiting(tmp_path: Path) -> None:
     folder = lively_checkpoint(tmp_path / "qwen3", "qwen3", num_hidden_layers=1)
     config = EngineConfig(
         model=str(folder), dtype="float32", num_blocks=64, num_threads=1, block_size=16, max_num_seqs=1
     )
-    engine = await AsyncEngine.start(config, in_process=True)
+    engine = await AsyncEngine.start(config)
     try:
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         prompt = list(range(10, 30))

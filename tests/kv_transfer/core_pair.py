@@ -9,13 +9,12 @@ from pathlib import Path
 
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig, KVConnectorConfig
-from engine.core import EngineCore
-from engine.messages import (
+from engine.core.core import EngineCore
+from engine.core.messages import (
     AddRequest,
     EngineLoad,
     EngineRequest,
     HoldKV,
-    KVProgress,
     LeaseCommand,
     LoadedEvent,
     RemoteKV,
@@ -26,6 +25,7 @@ from engine.messages import (
     TransferEvent,
 )
 from kv_transfer.secret import ensure_secret
+from kv_transfer.transfer.connector import progress_of
 
 
 @dataclass
@@ -90,7 +90,7 @@ class CorePair:
         """Pass on what was held back."""
         self.hold_back = False
         for event in self.held_back:
-            self.decode.handle(progress_of(event))
+            self.decode.handle(progress_of(event, event.transfer_id))
 
     def close(self) -> None:
         """End both cores; nothing is left."""
@@ -110,7 +110,7 @@ class CorePair:
         elif isinstance(event, TransferEvent):
             has_begun = bool(self.outcomes[event.transfer_id].token_ids)
             self.num_moves_before_first_token += event.ended is None and not has_begun
-            self.decode.handle(progress_of(event))
+            self.decode.handle(progress_of(event, event.transfer_id))
 
     def _from_decode(self, event: object) -> None:
         if isinstance(event, ReservedEvent):
@@ -127,15 +127,17 @@ class CorePair:
 def store_config(folder: Path, tmp_path: Path, **config: object) -> EngineConfig:
     """An engine over the shared_storage connector, in float32."""
     options = {"path": str(tmp_path / "store"), "kv_secret_file": str(tmp_path / "secret")}
-    return _config("kv_transfer.connector:SharedStorageConnector", options, folder, tmp_path, config)
+    return _config("kv_transfer.stores.files:SharedStorageConnector", options, folder, tmp_path, config)
 
 
 def nixl_config(
     folder: Path, tmp_path: Path, options: dict[str, object] | None = None, **config: object
 ) -> EngineConfig:
-    """An engine over the nixl connector, in float32."""
-    told = {"kv_secret_file": str(tmp_path / "secret"), **(options or {})}
-    return _config("kv_transfer.nixl_connector:NixlConnector", told, folder, tmp_path, {"num_blocks": 512, **config})
+    """An engine over the nixl connector, in float32. On a busy machine a read over TCP may take more than 10 s."""
+    all_options = {"kv_secret_file": str(tmp_path / "secret"), "load_timeout_s": 60.0, **(options or {})}
+    return _config(
+        "kv_transfer.nixl.connector:NixlConnector", all_options, folder, tmp_path, {"num_blocks": 512, **config}
+    )
 
 
 def _config(
@@ -145,19 +147,6 @@ def _config(
     connector = KVConnectorConfig(class_path=class_path, options=options)  # type: ignore[arg-type]
     defaults = {"dtype": "float32", "num_blocks": 1024, "kv_connector": connector}
     return EngineConfig(model=str(folder), **{**defaults, **config})  # type: ignore[arg-type]
-
-
-def progress_of(event: TransferEvent) -> KVProgress:
-    """What the reader's front makes of the holder's event."""
-    digests = [*event.digests, *([event.tail_digest] if event.tail_digest else [])]
-    return KVProgress(
-        event.transfer_id,
-        event.num_ready_blocks,
-        digests=digests,
-        connector_metadata=event.connector_metadata,
-        num_tokens=event.num_tokens,
-        failed=event.ended,
-    )
 
 
 def num_classed_blocks(load: EngineLoad) -> int:

@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from engine.core.messages import EngineRequest, FinishReason, HoldKV, KVProgress, LeaseCommand, RemoteKV, TransferEvent
 from engine.kv_connector import KVConnectorOutput, KVLoadResult
 from engine.kv_layout import KVLayout
-from engine.messages import EngineRequest, FinishReason, HoldKV, KVProgress, LeaseCommand, RemoteKV, TransferEvent
-from engine.request import Request
-from engine.sampling_params import SamplingParams
-from kv_transfer.connector import StoreConnector, StoreOptions
-from kv_transfer.page import Buffer
-from kv_transfer.store import BlockStore, MemoryStore, PageKey
+from engine.sampling.params import SamplingParams
+from engine.scheduling.request import Request
+from kv_transfer.page.format import Buffer
+from kv_transfer.page.naming import PageKey
+from kv_transfer.stores.base import BlockStore, MemoryStore
+from kv_transfer.stores.connector import StoreConnector, StoreOptions
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
@@ -33,7 +34,7 @@ def make_request(
     remote: bool = False,
     fingerprint: bytes = FINGERPRINT,
 ) -> Request:
-    """A request that hands its KV over, or waits for somebody else's."""
+    """A request that hands its KV over, or loads another one's."""
     spec = EngineRequest(
         request_id=request_id,
         prompt_token_ids=list(token_ids),
@@ -53,11 +54,18 @@ def page_content(token_ids: Sequence[int], index: int) -> bytes:
 class Core:
     """One engine core: KV memory, a connector, and what the connector has said."""
 
-    def __init__(self, store: BlockStore, *, num_blocks: int = 64, **options: object) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        *,
+        num_blocks: int = 64,
+        clock: Callable[[], float] = time.monotonic,
+        **options: object,
+    ) -> None:
         self.kv = torch.zeros((num_blocks, *LAYOUT.page_shape), dtype=torch.float32)
         self.woken = threading.Event()
         settings = StoreOptions(**{"digest": "kv_secret_file" in options, **options})  # type: ignore[arg-type]
-        self.connector = StoreConnector(store, settings, wake=self.woken.set)
+        self.connector = StoreConnector(store, settings, wake=self.woken.set, clock=clock)
         self.connector.register_kv_cache(self.kv, LAYOUT, FINGERPRINT)
         self.next_block = 0
         self.tables: dict[str, list[int]] = {}
@@ -125,12 +133,12 @@ class Core:
         return table
 
     def ready(self, request: Request, num_ready_blocks: int) -> None:
-        """The holder's word."""
+        """The producer announces full blocks."""
         self.connector.handle(KVProgress(request.request_id, num_ready_blocks))
         self.step()
 
     def complete(self, request: Request) -> KVLoadResult:
-        """The holder's last word, and what comes of it."""
+        """The producer announces the end; returns the result of the load."""
         num_full = request.num_initial_tokens // BLOCK_SIZE
         self.connector.handle(KVProgress(request.request_id, num_full, num_tokens=request.num_initial_tokens))
         return self.result(request)
@@ -206,17 +214,36 @@ class BrokenStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.broken = True
-        self.num_asked = 0
+        self.num_calls = 0
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
-        self._ask()
+        self._count_call()
         super().put(key, buffers)
 
     def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
-        self._ask()
+        self._count_call()
         return super().get_into(key, buffers, check)
 
-    def _ask(self) -> None:
-        self.num_asked += 1
+    def _count_call(self) -> None:
+        self.num_calls += 1
         if self.broken:
             raise OSError(5, "Input/output error")
+
+
+# A core that saves and one that loads, over one store: what the connector's tests begin with.
+
+PROMPT = list(range(100, 100 + 5 * BLOCK_SIZE + 3))  # five full blocks and a tail of three tokens
+NUM_FULL, NUM_PAGES = 5, 6
+
+
+def pair(store: BlockStore) -> tuple[Core, Core]:
+    """The one that saves, and the one that loads."""
+    return Core(store), Core(store)
+
+
+def reader_of(prompt: list[int] = PROMPT, **names: str) -> Request:
+    return make_request(prompt, remote=True, **names)
+
+
+def writer_of(prompt: list[int] = PROMPT, **names: str) -> Request:
+    return make_request(prompt, hold=True, **names)

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from engine.block_pool import KVBlock
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.kv_cache_manager import KVCacheManager
-from engine.messages import EngineLoad, TokensEvent, TransferEvent
-from engine.request import Request
-from engine.scheduler import Scheduler
-from engine.scheduler_output import Sampled, SchedulerOutput
+from engine.core.core import EngineCore
+from engine.core.messages import EngineLoad, TokensEvent, TransferEvent
+from engine.scheduling.block_pool import KVBlock
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
 from tests.kv_transfer.harness import BLOCK_SIZE
 from tests.kv_transfer.scripted_io import ScriptedIO, blocks_lent
 
@@ -29,7 +29,7 @@ _MAX_NUM_SEQS = 5
 class _StandIn:
     """What EngineCore.load looks at where it accounts for blocks; of whatever else it has, it gets nothing."""
 
-    _pace = SimpleNamespace(predicted_s=0.0)
+    step_time = SimpleNamespace(predicted_s=0.0)
 
     def __init__(self, scheduler: Scheduler, connector: ScriptedIO) -> None:
         self.scheduler = scheduler
@@ -58,7 +58,7 @@ class ModellessCore:
         self.requests: dict[str, Request] = {}
         """Those that have not ended."""
         self.transfers: set[str] = set()
-        """Offered here, and not ended as far as anybody was told."""
+        """Offered, without an event that they have ended."""
         self.lent: dict[str, list[int]] = {}
         """Blocks that a peer may read, by transfer."""
 
@@ -143,7 +143,7 @@ class ModellessCore:
 
     def check_account(self) -> None:
         """Each block is in one class, and the account tells how many are in each."""
-        blocks, held, quarantined = self.kv.pool.blocks, self._held(), self.connector.quarantined
+        blocks, held, quarantined = self.kv.pool.blocks, self._held(), self.connector.pinned
         assert quarantined <= held
 
         def class_of(block: KVBlock) -> str:
@@ -185,9 +185,4 @@ class ModellessCore:
         assert not (reads | lent) & writes
 
     def _free_list(self) -> list[int]:
-        """By walking it."""
-        found, block = [], self.kv.pool._free._head.next
-        while block is not None and block is not self.kv.pool._free._tail:
-            found.append(block.block_id)
-            block = block.next
-        return found
+        return [block.block_id for block in self.kv.pool._free]

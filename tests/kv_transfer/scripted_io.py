@@ -1,7 +1,6 @@
-"""Both connectors with I/O that begins when they say so and ends when the test says so, on no thread.
+"""Store and NIXL connectors whose I/O begins when they start it and ends when the test ends it, on no thread.
 
-What is in flight is kept here and not asked of the connector: it is the truth that the connector's word is checked
-against.
+What is in flight is recorded here, independently of the connector, whose account is checked against it.
 """
 
 from __future__ import annotations
@@ -12,22 +11,20 @@ from typing import Protocol
 import msgspec
 import torch
 
+from engine.core.messages import KVProgress
 from engine.kv_connector import KVConnector, KVConnectorMeta
-from engine.messages import KVProgress
-from engine.request import Request
-from kv_transfer.connector import StoreConnector, StoreOptions
-from kv_transfer.io_threads import IOThreads
-from kv_transfer.loads import LoadOp
-from kv_transfer.nixl_connector import DigestEnd, NixlConnector
-from kv_transfer.nixl_lender import Lender
-from kv_transfer.nixl_metadata import VERSION, TransferMetadata, encode
-from kv_transfer.nixl_wire import GIVEN_UP, Read
-from kv_transfer.page_io import SKIPPED, IOEnd
-from kv_transfer.production import SaveOp
+from engine.scheduling.request import Request
+from kv_transfer.nixl.connector import NixlConnector
+from kv_transfer.nixl.reader import Read
+from kv_transfer.nixl.transfers import MAC_BYTES, VERSION, LendingAgent, TransferMetadata, encode
 from kv_transfer.secret import load_secret
-from kv_transfer.store import MemoryStore
-from tests.kv_transfer.fake_wire import FakeWire
+from kv_transfer.stores.base import MemoryStore
+from kv_transfer.stores.connector import StoreConnector, StoreOptions
+from kv_transfer.transfer.connector import GIVEN_UP, SKIPPED, IOThreads, OpResult
+from kv_transfer.transfer.loader import LoadOp
+from kv_transfer.transfer.producer import SaveOp
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
+from tests.kv_transfer.nixl.fake_reader import FakeReader
 
 LOAD_TIMEOUT_S = 5.0
 MAX_QUARANTINE_S = 20.0
@@ -35,11 +32,11 @@ _EPOCH = bytes(range(16))
 
 
 class ScriptedIO(KVConnector, Protocol):
-    """What the test does to either connector, and knows of it."""
+    """What a test can do to either connector, and what it knows of it."""
 
     @property
     def writes_in_flight(self) -> set[int]:
-        """Blocks that I/O may still write to, or is about to look at."""
+        """Blocks that I/O may still write to, or is about to verify."""
         ...
 
     @property
@@ -48,13 +45,13 @@ class ScriptedIO(KVConnector, Protocol):
         ...
 
     @property
-    def quarantined(self) -> set[int]:
-        """Blocks of reads that were given up, as they must be told."""
+    def pinned(self) -> set[int]:
+        """Blocks of reads that were given up."""
         ...
 
     @property
     def num_endable(self) -> int:
-        """Pieces of I/O that can end."""
+        """Operations that can end."""
         ...
 
     def end(self, index: int, failure: str | None) -> None:
@@ -62,19 +59,19 @@ class ScriptedIO(KVConnector, Protocol):
         ...
 
     def announce(self, request: Request, num_ready_blocks: int, *, whole: bool) -> None:
-        """A holder's word for a request that waits for KV."""
+        """A producer's announcement to a request that waits for KV."""
         ...
 
     @property
-    def rebuild_asked(self) -> bool: ...
+    def rebuild_requested(self) -> bool: ...
 
     def rebuild(self) -> None:
-        """What it asked for has come to pass."""
+        """Carry out the requested rebuild."""
         ...
 
 
 class _NoThreads(IOThreads):
-    """Jobs are done when they are submitted."""
+    """Runs a job when it is submitted."""
 
     def __init__(self) -> None:
         super().__init__(0, "none")
@@ -84,8 +81,8 @@ class _NoThreads(IOThreads):
 
 
 def blocks_lent(connector_metadata: bytes) -> list[int]:
-    """What a holder says it lends, unchecked: past the MAC."""
-    return msgspec.msgpack.decode(connector_metadata[32:], type=TransferMetadata).block_ids
+    """The blocks in a producer's metadata, unchecked."""
+    return msgspec.msgpack.decode(connector_metadata[MAC_BYTES:], type=TransferMetadata).block_ids
 
 
 def _memory(num_blocks: int) -> torch.Tensor:
@@ -93,9 +90,9 @@ def _memory(num_blocks: int) -> torch.Tensor:
 
 
 class ScriptedStoreConnector(StoreConnector):
-    """Over a store that is never asked."""
+    """Over a store that is never used."""
 
-    rebuild_asked = False
+    rebuild_requested = False
 
     def __init__(self, num_blocks: int, clock: Callable[[], float], secret_file: str) -> None:
         options = StoreOptions(load_timeout_s=LOAD_TIMEOUT_S, kv_secret_file=secret_file)
@@ -114,7 +111,7 @@ class ScriptedStoreConnector(StoreConnector):
         return {op.block_id for op in self.in_flight if isinstance(op, SaveOp)}
 
     @property
-    def quarantined(self) -> set[int]:
+    def pinned(self) -> set[int]:
         return set()
 
     @property
@@ -123,7 +120,7 @@ class ScriptedStoreConnector(StoreConnector):
 
     def end(self, index: int, failure: str | None) -> None:
         op = self.in_flight.pop(index)
-        self._end_op(IOEnd(op, SKIPPED if failure and op.is_cancelled else failure))
+        self._end_op(OpResult(op, SKIPPED if failure and op.is_cancelled else failure))
 
     def announce(self, request: Request, num_ready_blocks: int, *, whole: bool) -> None:
         num_tokens = request.num_initial_tokens if whole else None
@@ -136,14 +133,14 @@ class ScriptedStoreConnector(StoreConnector):
         self.in_flight.append(op)
 
 
-class _Lender(Lender):
+class _FakeLendingAgent(LendingAgent):
     """Describes blocks and lends nothing."""
 
     def __init__(self, num_blocks: int, key: bytes) -> None:
         self._num_blocks = num_blocks
         self._key = key
 
-    def describe(self, block_ids: Sequence[int], word_index: int, word: bytes) -> bytes:
+    def describe(self, block_ids: Sequence[int], tag_index: int, tag: bytes) -> bytes:
         metadata = TransferMetadata(
             version=VERSION,
             agent_name=f"lends-{_EPOCH.hex()}",
@@ -154,10 +151,10 @@ class _Lender(Lender):
             pages_address=1 << 20,
             page_bytes=LAYOUT.bytes_per_block,
             num_blocks=self._num_blocks,
-            words_address=1 << 16,
-            num_words=1 << 16,
-            word_index=word_index,
-            word=word,
+            tags_address=1 << 16,
+            num_tags=1 << 16,
+            tag_index=tag_index,
+            tag=tag,
             block_ids=list(block_ids),
         )
         return encode(metadata, self._key)
@@ -167,7 +164,7 @@ class _Lender(Lender):
 
 
 class ScriptedNixlConnector(NixlConnector):
-    """Over a wire, and digests, that end when the test says so."""
+    """Reads, digests and verifications end when the test ends them."""
 
     def __init__(self, num_blocks: int, clock: Callable[[], float], secret_file: str) -> None:
         self._num_blocks, self._secret = num_blocks, load_secret(secret_file)
@@ -195,31 +192,35 @@ class ScriptedNixlConnector(NixlConnector):
         return {op.block_id for op in self.digesting}
 
     @property
-    def quarantined(self) -> set[int]:
+    def pinned(self) -> set[int]:
         return {op.block_id for op in self._ops_read() if op.owner.holds_blocks}
 
     @property
     def num_endable(self) -> int:
-        return len(self.wire.reads) + len(self.verifying) + len(self.digesting)
+        return len(self.reader.reads) + len(self.verifying) + len(self.digesting)
 
     def end(self, index: int, failure: str | None) -> None:
-        if index < len(self.wire.reads):
-            self._end_read(self.wire.reads.pop(index), failure, 0.0)
+        if index < len(self.reader.reads):
+            self._end_read(self.reader.reads.pop(index), failure, 0.0)
             return
-        index -= len(self.wire.reads)
+        index -= len(self.reader.reads)
         if index < len(self.verifying):
-            self._end_op(IOEnd(self.verifying.pop(index), failure and "page_digest"))
+            self._end_op(OpResult(self.verifying.pop(index), failure and "page_digest"))
             return
         op = self.digesting.pop(index - len(self.verifying))
-        self._end_op(IOEnd(op, "failpoint") if failure else DigestEnd(op, None, digest=b"d" * 32))
+        if not failure:
+            self._producer.add_digest(op, b"d" * 32)
+        self._end_op(OpResult(op, "failpoint" if failure else None))
 
     def announce(self, request: Request, num_ready_blocks: int, *, whole: bool) -> None:
         num_full, num_tail = divmod(request.num_initial_tokens, BLOCK_SIZE)
         num_pages = num_full + bool(num_tail)
         source = self._loader._sources.get(request.request_id)
-        num_told = 0 if source is None else len(source.digests)
-        num_new = max(0, (num_pages if whole else num_ready_blocks) - num_told)
-        metadata = _Lender(self._num_blocks + num_pages, self._secret).describe(range(num_pages), 3, b"12345678")
+        num_announced = 0 if source is None else len(source.digests)
+        num_new = max(0, (num_pages if whole else num_ready_blocks) - num_announced)
+        metadata = _FakeLendingAgent(self._num_blocks + num_pages, self._secret).describe(
+            range(num_pages), 3, b"12345678"
+        )
         num_tokens = request.num_initial_tokens if whole else None
         self.handle(
             KVProgress(
@@ -232,13 +233,13 @@ class ScriptedNixlConnector(NixlConnector):
         )
 
     @property
-    def rebuild_asked(self) -> bool:
-        return self.wire.rebuild_asked
+    def rebuild_requested(self) -> bool:
+        return self.reader.rebuild_requested
 
     def rebuild(self) -> None:
-        given_up = [read for read in self.wire.reads if read.owner.holds_blocks]
-        self.wire.reads = [read for read in self.wire.reads if not read.owner.holds_blocks]
-        self.wire.rebuild_asked = False
+        given_up = [read for read in self.reader.reads if read.owner.holds_blocks]
+        self.reader.reads = [read for read in self.reader.reads if not read.owner.holds_blocks]
+        self.reader.rebuild_requested = False
         for read in given_up:
             self._end_read(read, GIVEN_UP, 0.0)
         self._end_rebuild()
@@ -247,15 +248,15 @@ class ScriptedNixlConnector(NixlConnector):
         self.digesting += [op for op in meta.saves if isinstance(op, SaveOp)]
 
     def _ops_read(self) -> list[LoadOp]:
-        return [op for read in self.wire.reads for op in read.ops]
+        return [op for read in self.reader.reads for op in read.ops]
 
-    def _verify(self, op: LoadOp, read: Read, digest: bytes, moved_s: float) -> None:
-        del read, digest, moved_s
+    def _submit_verification(self, op: LoadOp, read: Read, digest: bytes, read_s: float) -> None:
+        del read, digest, read_s
         self.verifying.append(op)
 
-    def _make_lender(self) -> Lender:
-        return _Lender(self._num_blocks, self._secret)
+    def _make_lending_agent(self) -> LendingAgent:
+        return _FakeLendingAgent(self._num_blocks, self._secret)
 
-    def _make_wire(self) -> FakeWire:
-        self.wire = FakeWire()
-        return self.wire
+    def _make_reader(self) -> FakeReader:
+        self.reader = FakeReader()
+        return self.reader

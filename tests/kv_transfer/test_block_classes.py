@@ -18,9 +18,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from engine.messages import EngineRequest, HoldKV, KVProgress, LeaseCommand, RemoteKV, Seed
-from engine.request import Request
-from engine.sampling_params import SamplingParams
+from engine.core.messages import EngineRequest, HoldKV, KVProgress, LeaseCommand, RemoteKV, Seed
+from engine.sampling.params import SamplingParams
+from engine.scheduling.request import Request
 from kv_transfer.secret import ensure_secret
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT
 from tests.kv_transfer.modelless_core import NUM_BLOCKS, ModellessCore
@@ -99,14 +99,14 @@ class Machine(RuleBasedStateMachine):
         self.core.step()
 
     @precondition(lambda self: self.waiting_for_kv())
-    @rule(data=st.data(), word=st.sampled_from(["failed", "other tokens", "seed", "seed"]))
-    def word_comes(self, data: Any, word: str) -> None:
+    @rule(data=st.data(), message=st.sampled_from(["failed", "other tokens", "seed", "seed"]))
+    def message_arrives(self, data: Any, message: str) -> None:
         request_id = data.draw(st.sampled_from(self.waiting_for_kv()))
-        if word == "seed":
+        if message == "seed":
             seed = Seed(request_id, [7])
             self.core.scheduler.seed(seed.request_id, seed.token_ids)
-        elif word == "failed":
-            self.connector.handle(KVProgress(request_id, 0, failed="the holder is gone"))
+        elif message == "failed":
+            self.connector.handle(KVProgress(request_id, 0, failed="the producer is gone"))
         else:
             self.connector.handle(KVProgress(request_id, 0, num_tokens=1000))
         self.core.step()
@@ -144,12 +144,12 @@ class Machine(RuleBasedStateMachine):
                 self.connector.end(data.draw(st.integers(0, self.connector.num_endable - 1)), failure)
         self.core.step()
 
-    @precondition(lambda self: self.connector.rebuild_asked)
+    @precondition(lambda self: self.connector.rebuild_requested)
     @rule()
     def rebuilt(self) -> None:
         self.connector.rebuild()
         self.core.step()
-        assert not self.connector.quarantined
+        assert not self.connector.pinned
 
     @precondition(lambda self: self.core.requests)
     @rule(data=st.data())
@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
             self.connector.handle(LeaseCommand(transfer_id, "release"))
         while self.connector.num_endable:
             self.connector.end(0, "store_timeout")
-        if self.connector.rebuild_asked:
+        if self.connector.rebuild_requested:
             self.connector.rebuild()
         self.core.step()
         self.core.step()
@@ -192,12 +192,12 @@ class OverNixl(Machine):
         return ScriptedNixlConnector(NUM_BLOCKS, lambda: self.now, secret_file)
 
 
-_SETTINGS = settings(max_examples=100, stateful_step_count=50, deadline=None)
+_SETTINGS = settings(max_examples=100, stateful_step_count=50)
 TestOverStore, TestOverNixl = OverStore.TestCase, OverNixl.TestCase
 TestOverStore.settings = TestOverNixl.settings = _SETTINGS
 
 
-def test_what_was_given_up_since_the_last_poll_is_quarantined_already() -> None:
+def test_what_was_given_up_since_the_last_poll_counts_as_pinned() -> None:
     """The reservation runs out, between a poll and the next, while pages are read."""
     machine = OverNixl()
     machine.add_remote(num_tokens=5, salt=0, max_tokens=1)
@@ -214,4 +214,4 @@ def test_what_was_given_up_since_the_last_poll_is_quarantined_already() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("machine", [OverStore, OverNixl])
 def test_block_classes_at_length(machine: type[Machine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=500, stateful_step_count=70, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=500, stateful_step_count=70))

@@ -21,7 +21,7 @@ def test_secret_is_made_for_its_owner_alone_and_stays(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["kv.key"]
 
 
-def test_everybody_who_starts_at_once_gets_the_same_secret(tmp_path: Path) -> None:
+def test_processes_that_start_at_once_get_the_same_secret(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
         assert len(set(pool.map(ensure_secret, [tmp_path / "kv.key"] * 64))) == 1
 
@@ -32,7 +32,7 @@ def test_raw_bytes_are_a_secret_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"z" * 64, b"ab" * 31, bytes(33)])
-def test_anything_else_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_anything_else_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad").write_bytes(content)
     with pytest.raises(EngineError, match="64 hex digits"):
         load_secret(tmp_path / "bad")

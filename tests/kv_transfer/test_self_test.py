@@ -1,33 +1,33 @@
-"""An instance moves a block to itself before it is ready: what is wrong is known before a request is there."""
+"""An instance moves a block to itself before it is ready, so that faults are found before the first request."""
 
 from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine import failpoints
 from engine.config import EngineConfig, KVConnectorConfig
-from engine.core import EngineCore
+from engine.core.core import EngineCore
 from engine.errors import EngineError
 from engine.kv_connector import KVConnector, NullKVConnector, make_connector, self_test
-from kv_transfer.nixl_connector import NixlConnector
-from kv_transfer.page import Buffer
+from kv_transfer.nixl.connector import NixlConnector
+from kv_transfer.page.format import Buffer
+from kv_transfer.page.naming import PageKey
 from kv_transfer.secret import ensure_secret
-from kv_transfer.shared_storage import SharedStorage
-from kv_transfer.store import PageKey
+from kv_transfer.stores.files import SharedStorage
 from tandem.demo import MODEL_DIR
 from tests.files_below import files_below
 from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, BrokenStore, Core, GatedStore, MemoryStore
-from tests.kv_transfer.redis_server import redis_server
+from tests.kv_transfer.stores.redis.redis_server import redis_server
 
-SHARED_STORAGE = "kv_transfer.connector:SharedStorageConnector"
-REDIS = "kv_transfer.redis_connector:RedisConnector"
-NIXL = "kv_transfer.nixl_connector:NixlConnector"
+SHARED_STORAGE = "kv_transfer.stores.files:SharedStorageConnector"
+REDIS = "kv_transfer.stores.redis.connector:RedisConnector"
+NIXL = "kv_transfer.nixl.connector:NixlConnector"
 
 
 def connect(tmp_path: Path, class_path: str, **options: object) -> tuple[KVConnector, torch.Tensor]:
@@ -41,10 +41,8 @@ def connect(tmp_path: Path, class_path: str, **options: object) -> tuple[KVConne
 
 
 def passes(connector: KVConnector, kv: torch.Tensor) -> None:
-    """It passes in no time, and nothing of it is left in the KV memory."""
-    started = time.perf_counter()
+    """It passes, and nothing of it is left in the KV memory."""
     assert self_test(connector) is None
-    assert time.perf_counter() - started < 2.0
     assert not kv.any()
     assert connector.num_transfers == connector.num_quarantined_blocks == 0
 
@@ -73,8 +71,8 @@ def test_a_redis_that_is_down_costs_one_warning_and_the_instance_comes_up(
     config = KVConnectorConfig(class_path=REDIS, options=options)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
         core = EngineCore(EngineConfig(model=str(MODEL_DIR), num_blocks=32, kv_connector=config), wake=lambda: None)
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("kv_transfer")]
-    assert said == ["redis at 127.0.0.1:1 does not serve: refused; KV is computed instead"]
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("kv_transfer")]
+    assert messages == ["redis at 127.0.0.1:1 is unavailable: refused; KV is computed instead"]
     core.shutdown()
 
 
@@ -83,14 +81,35 @@ def test_nixl_reads_a_block_of_its_own(tmp_path: Path, options: dict[str, object
     connector, kv = connect(tmp_path, NIXL, **options)
     assert isinstance(connector, NixlConnector)
     passes(connector, kv)
-    assert connector.counters.num_loaded_blocks == 0, "it counts for no request"
+    assert connector.counters.loaded.num_blocks == 0, "it counts for no request"
     connector.shutdown()
+
+
+def test_nixl_tries_a_read_that_fails_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    connector, kv = connect(tmp_path, NIXL)
+    failpoints.configure("kv.load=fail@1")
+    try:
+        passes(connector, kv)
+    finally:
+        failpoints.configure(None)
+    assert "trying again with a new agent" in caplog.text
+    connector.shutdown()
+
+
+def test_nixl_whose_reads_fail_does_not_start(tmp_path: Path) -> None:
+    connector, _ = connect(tmp_path, NIXL)
+    failpoints.configure("kv.load=fail")
+    try:
+        with pytest.raises(EngineError, match=r"nixl connector: a block did not come back \(failpoint\)"):
+            self_test(connector)
+    finally:
+        failpoints.configure(None)
 
 
 def test_nixl_that_reads_other_bytes_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connector, _ = connect(tmp_path, NIXL)
     count = iter(range(32, 34))
-    monkeypatch.setattr("kv_transfer.nixl_connector.page_digest", lambda *args, **named: bytes([next(count)] * 32))
+    monkeypatch.setattr("kv_transfer.nixl.connector.page_digest", lambda *args, **named: bytes([next(count)] * 32))
     with pytest.raises(EngineError, match=r"nixl connector: a block did not come back \(page_digest\)"):
         self_test(connector)
 
@@ -115,7 +134,7 @@ class Faulty(MemoryStore):
     """Has a fault of its own."""
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
-        raise KeyError("nobody thought of this")
+        raise KeyError("a fault of its own")
 
 
 @pytest.mark.parametrize("digest", [True, False])
@@ -149,16 +168,14 @@ def test_an_engine_core_does_not_start_over_a_store_that_gives_other_bytes(
 
 
 def test_a_fault_in_the_connector_ends_the_start_plainly() -> None:
-    with pytest.raises(EngineError, match="memory connector: KeyError: 'nobody thought of this'"):
+    with pytest.raises(EngineError, match="memory connector: KeyError: 'a fault of its own'"):
         self_test(Core(Faulty()).connector)
 
 
 @pytest.mark.parametrize(
     ("store", "what"), [(Forgetful(), "lost a page"), (BrokenStore(), r"cannot be used now \(Input/output error\)")]
 )
-def test_a_store_that_cannot_be_used_is_told_once(
-    store: MemoryStore, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unavailable_store_is_logged_once(store: MemoryStore, what: str, caplog: pytest.LogCaptureFixture) -> None:
     core = Core(store)
     sentence = self_test(core.connector)
     assert sentence is not None
@@ -167,10 +184,10 @@ def test_a_store_that_cannot_be_used_is_told_once(
     assert re.search(what, sentence)
 
 
-def test_a_store_that_hangs_costs_its_time_and_never_writes_to_a_block_afterwards(
+def test_a_store_that_hangs_times_out_and_never_writes_to_a_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kv_transfer.connector.TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kv_transfer.stores.connector.SELF_TEST_TIMEOUT_S", 0.05)
     store = GatedStore()
     core = Core(store)
     sentence = self_test(core.connector)
@@ -183,7 +200,7 @@ def test_a_store_that_hangs_costs_its_time_and_never_writes_to_a_block_afterward
     assert not store.values, "it removed its page all the same"
 
 
-def test_a_folder_that_takes_nothing_is_no_reason_not_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_starts_over_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connector, _ = connect(tmp_path, SHARED_STORAGE, path=str(tmp_path / "pages"))
 
     def read_only(*_: object) -> None:
@@ -215,7 +232,7 @@ def test_a_third_party_that_fails_is_ended_and_named() -> None:
     assert pigeon.ended
 
 
-def test_two_self_tests_never_meet(tmp_path: Path) -> None:
+def test_two_self_tests_use_different_pages(tmp_path: Path) -> None:
     store = MemoryStore()
     seen: set[PageKey] = set()
     store.put = lambda key, buffers: (seen.add(key), MemoryStore.put(store, key, buffers))[1]  # type: ignore[method-assign, func-returns-value]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from router.model import ServedModel
+from router.request.validation import ServedModel
 from tests.fakes.model_folder import write_model_folder
 from tests.router.rig import Rig, running
 

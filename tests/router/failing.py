@@ -1,4 +1,4 @@
-"""Builders of pools in which something goes wrong, the status that a client gets then, and a client to blame."""
+"""Builders of failing pools, the status that a client gets then, and a client that does not read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def status_of(rig: Rig, **fields: Any) -> grpc.aio.AioRpcError:
 
 @asynccontextmanager
 async def deaf_client(rig: Rig) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
-    """A call that nobody reads, of more tokens than the connection's windows let through."""
+    """A call whose client does not read, of more tokens than the connection's windows let through."""
     windows = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
     async with grpc.aio.insecure_channel(rig.app.address, options=windows) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)

@@ -16,7 +16,7 @@ import grpc.aio
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.app import RouterApp
 from router.config import RouterSettings
-from router.model import ServedModel
+from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids, text_of
@@ -96,25 +96,27 @@ class Rig:
             len(self.prefill) if num_prefill is None else num_prefill,
             len(self.decode) if num_decode is None else num_decode,
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while (self.app.pools.prefill.num_ready(), self.app.pools.decode.num_ready()) != wanted:
                 await asyncio.sleep(0.01)
 
     async def until_idle(self, timeout_s: float = 10.0) -> None:
-        """Waits until nothing runs anywhere and no prefill instance holds anything for anybody."""
+        """Waits until nothing runs anywhere and no prefill instance holds KV."""
         async with asyncio.timeout(timeout_s):
             while self._is_router_busy() or any(fake.is_busy for fake in [*self.prefill, *self.decode]):
                 await asyncio.sleep(0.005)
 
     async def until_router_is_idle(self) -> None:
         """Waits until the router has let go of every request."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while self._is_router_busy():
                 await asyncio.sleep(0.005)
 
     def _is_router_busy(self) -> bool:
         return bool(
-            self.app.admission.num_requests or self.app.admission.num_tokens or self.app.service.running.num_requests
+            self.app.admission.in_use.num_requests
+            or self.app.admission.in_use.num_tokens
+            or self.app.service.abort_registry.num_requests
         )
 
 
@@ -124,6 +126,10 @@ def request_of(
     """A request for ids; `n` goes into its sampling, everything else beside."""
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens, seed=seed, n=fields.pop("n", None))
     return generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt), sampling=sampling, **fields)
+
+
+NOTICED_BY_BEATS = {"beat_timeout_s": 0.5, "core_silence_timeout_s": 60.0}
+"""Settings of pools in which nothing but missing load reports ends a frozen instance's calls within a test's time."""
 
 
 def settings_of(
@@ -136,7 +142,7 @@ def settings_of(
         "pools": {
             "prefill": ",".join(fake.address for fake in prefill),
             "decode": ",".join(fake.address for fake in decode),
-            "beat_timeout_s": 0.5,
+            "beat_timeout_s": 10.0,  # a busy machine delays reports; tests of silence set less
             "min_backoff_s": 0.02,
             "max_backoff_s": 0.1,
         },

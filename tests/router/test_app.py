@@ -1,4 +1,4 @@
-"""The router's beginning: it says that it is ready when it knows its instances, not when it knows one."""
+"""Start of the router: it reports SERVING when it knows its instances, not when it knows one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def is_serving(rig: Rig) -> bool:
 
 
 async def until_serving(rig: Rig) -> None:
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(20):
         while not await is_serving(rig):
             await asyncio.sleep(0.01)
 

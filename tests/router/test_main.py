@@ -1,4 +1,4 @@
-"""The router as a process: what it imports, says and obeys."""
+"""The router as a process: its imports, its ready line and its signals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.router.rig import request_of
 def test_the_router_needs_neither_torch_nor_transformers_nor_kv() -> None:
     code = (
         "import sys, router.__main__\n"
-        "from router.model import ServedModel\n"
+        "from router.request.validation import ServedModel\n"
         "names = ('torch', 'transformers', 'kv_transfer', 'numpy', 'numba')\n"
         "print([name for name in names if name in sys.modules])"
     )
@@ -85,5 +85,5 @@ def test_listen_goes_before_host_and_port() -> None:
     assert listen("0.0.0.0:80") == ("0.0.0.0", 80)
     assert listen("[::1]:0") == ("::1", 0)
     for wrong in ("nothing", ":5", "a:b", "a:70000"):
-        with pytest.raises(ValueError, match="is not host:port"):
+        with pytest.raises(ValueError, match="must be host:port"):
             listen(wrong)

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a router is what happened to its requests and what it knows of its pools."""
+"""The router's metrics match its requests and its pools."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from protos.tandem.v1 import generation_pb2
 from router.app import RouterApp
 from router.metrics import RouterMetrics
-from router.model import ServedModel
 from router.picking.disaggregation import Decision, Reason
-from serving.events import RequestEvent, Timeline
+from router.request.validation import ServedModel
+from serving.logging import RequestEvent, Timeline
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
@@ -64,7 +64,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 
 async def until_ended(rig: Rig, num_requests: int) -> None:
-    """A call's end is told to its client before it is counted."""
+    """A client sees the end of its call before it is counted."""
     async with asyncio.timeout(20):
         while sum(rig.app.service.metrics.ended.values()) < num_requests:
             await asyncio.sleep(0.005)
@@ -128,9 +128,10 @@ async def test_latencies_are_those_of_the_fakes(run: Run) -> None:
         assert 0.4 <= spent("time_to_first_token_seconds", path="split") < most_s
         assert 0.02 <= spent("time_to_first_token_seconds", path="local") < most_s
         assert 0.02 <= spent("time_per_output_token_seconds", path="local") < most_s
-        assert 0.1 <= spent("stage_seconds", stage="reservation") < most_s
-        assert 0.3 <= spent("stage_seconds", stage="prefill") < most_s
-        assert 0.2 <= spent("stage_seconds", stage="hand_over") < most_s
+        # An instance may begin a moment before the router marks that it has asked it to.
+        assert 0.05 <= spent("stage_seconds", stage="reservation") < most_s
+        assert 0.25 <= spent("stage_seconds", stage="prefill") < most_s
+        assert 0.15 <= spent("stage_seconds", stage="hand_over") < most_s
         assert value(samples, "stage_seconds_count", stage="whole") == 2
         assert value(samples, "stage_seconds_count", stage="admission") == 2
         assert value(samples, "queue_wait_seconds_count") == 2
@@ -154,7 +155,7 @@ async def test_decisions_and_failovers_are_counted(run: Run) -> None:
         assert value(samples, "disaggregation_decisions_total", decision="disaggregate", reason="on") == 3
 
 
-async def test_the_pools_are_told_as_the_router_sees_them(run: Run) -> None:
+async def test_the_pools_are_reported_as_the_router_sees_them(run: Run) -> None:
     loaded = Behaviour(num_waiting=2, num_running=3, num_waiting_tokens=500)
     decode = [FakeInstance("decode", "decode-0", behaviour=loaded), FakeInstance("decode", "decode-1")]
     measured = {"speed_smoothing": 0.5}
@@ -177,7 +178,7 @@ async def test_the_pools_are_told_as_the_router_sees_them(run: Run) -> None:
         assert value(samples, "instance_tokens_per_second", role="decode", instance="decode-1", kind="hand_over") > 0
 
 
-async def test_what_is_here_now_is_told(run: Run) -> None:
+async def test_current_requests_are_reported(run: Run) -> None:
     async with run(metrics=METRICS, prefill=0, decode=[FakeInstance("decode", behaviour=slow(0.1))]) as rig:
         running = [asyncio.create_task(rig.generate(max_tokens=30)) for _ in range(3)]
         await rig.decode[0].until("token", 3)
@@ -232,8 +233,8 @@ async def test_a_taken_port_keeps_a_router_from_starting(model: ServedModel, mod
         await app.stop()
 
 
-async def test_a_router_that_stands_still_tells_no_numbers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.metrics._PATIENCE_S", 0.1)
+async def test_a_router_whose_event_loop_is_blocked_reports_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.metrics._LOOP_TIMEOUT_S", 0.1)
     async with run(metrics=METRICS) as rig:
         assert rig.app.metrics_address is not None
         scraping = asyncio.get_running_loop().run_in_executor(None, fetch, rig.app.metrics_address)
@@ -243,9 +244,11 @@ async def test_a_router_that_stands_still_tells_no_numbers(run: Run, monkeypatch
 
 
 def test_a_token_costs_the_metrics_nothing() -> None:
-    """They are told of requests and of decisions, and of nothing in between."""
-    told = {name for name in vars(RouterMetrics) if not name.startswith("_") and callable(getattr(RouterMetrics, name))}
-    assert told == {"decided", "request_ended"}
+    """They count requests and decisions, and nothing in between."""
+    methods = {
+        name for name in vars(RouterMetrics) if not name.startswith("_") and callable(getattr(RouterMetrics, name))
+    }
+    assert methods == {"decided", "request_ended"}
 
 
 def test_one_token_has_no_gap() -> None:
@@ -253,16 +256,16 @@ def test_one_token_has_no_gap() -> None:
     for at_s, event in enumerate((RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN, RequestEvent.FINISHED)):
         timeline.mark(event, float(at_s))
     metrics.request_ended("finished", timeline, "local", num_choices=1, num_prompt=5, num_output=1)
-    assert metrics.first_token["local"].sum_s == 1.0
+    assert metrics.first_token["local"].sum == 1.0
     assert metrics.output_token["local"].count == 0
     metrics.request_ended("finished", timeline, "local", num_choices=2, num_prompt=5, num_output=22)
-    assert metrics.output_token["local"].sum_s == pytest.approx(0.1)  # eleven tokens each, ten gaps, one second
+    assert metrics.output_token["local"].sum == pytest.approx(0.1)  # eleven tokens each, ten gaps, one second
 
 
 # The span
 
 
-async def test_the_span_tells_decision_and_reason_and_is_the_legs_parent(run: Run, spans: Spans) -> None:
+async def test_the_span_has_decision_and_reason_and_is_the_calls_parent(run: Run, spans: Spans) -> None:
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with run() as rig:
         call = rig.stub.Generate(request_of(request_id="mine"), timeout=20, metadata=(("traceparent", caller),))
@@ -285,7 +288,7 @@ async def test_the_span_tells_decision_and_reason_and_is_the_legs_parent(run: Ru
             assert trace.format_span_id(span.context.span_id) in each["traceparent"]
 
 
-async def test_a_refusal_s_span_tells_why_and_failed(run: Run, spans: Spans) -> None:
+async def test_the_span_of_a_rejected_request_has_the_reason_and_failed(run: Run, spans: Spans) -> None:
     async with run(prefill=0, disaggregation={"mode": "always"}) as rig:
         with pytest.raises(grpc.aio.AioRpcError):
             await rig.generate()

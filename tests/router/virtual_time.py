@@ -1,4 +1,4 @@
-"""An event loop whose time passes only while everybody sleeps: minutes of load in a second, alike on every machine."""
+"""An event loop whose time passes only while all tasks sleep: minutes of load in a second, alike on every machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Selector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("everybody waits and no timer runs: nothing can ever happen")
+            raise RuntimeError("all tasks wait and no timer runs: nothing can ever happen")
         self.now_s += max(timeout, 0.0)
         return super().select(0)
 

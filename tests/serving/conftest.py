@@ -12,12 +12,11 @@ import pytest
 
 from protos.tandem.v1 import generation_pb2 as pb
 from protos.tandem.v1.generation_pb2_grpc import GenerationServiceStub
-from serving.calls import Context, remaining_s
 from serving.channel import open_channel
 from serving.errors import Overloaded, invalid_argument
-from serving.open_calls import CONTROL
-from serving.server import Server
-from serving.server_settings import ServerSettings
+from serving.interceptor import Context, remaining_s
+from serving.limits import CONTROL
+from serving.server import Server, ServerSettings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 

@@ -48,9 +48,9 @@ class Spans:
 @pytest.fixture
 def spans() -> Iterator[Spans]:
     spans = Spans()
-    tracing.configure(spans.provider)
+    tracing.set_provider(spans.provider)
     yield spans
-    tracing.configure(None)
+    tracing.set_provider(None)
     spans.provider.shutdown()
 
 

@@ -7,18 +7,18 @@ import logging
 import grpc
 import pytest
 
-from serving.calls import REQUEST_ID_KEY
 from serving.errors import (
     InternalError,
     InvalidArgument,
     NotFound,
     Overloaded,
     Unavailable,
+    from_rpc_error,
     invalid_argument,
-    received,
     status_text,
     trailers,
 )
+from serving.interceptor import REQUEST_ID_KEY
 from tests.serving.conftest import Rigs, trailers_of
 
 
@@ -27,7 +27,7 @@ async def test_an_invalid_field_is_named_in_text_and_details(rigs: Rigs) -> None
     error = await rig.refusal("invalid", metadata=((REQUEST_ID_KEY, "req-7"),))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert error.details() == "sampling.temperature: nan is not finite; allowed: 0..2 (request id req-7)"
-    back = received(error)
+    back = from_rpc_error(error)
     assert isinstance(back, InvalidArgument)
     assert [(v.field, v.description) for v in back.violations] == [
         ("sampling.temperature", "nan is not finite; allowed: 0..2")
@@ -59,28 +59,28 @@ async def test_a_full_house_says_when_to_come_back(rigs: Rigs) -> None:
     error = await rig.refusal("full")
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert trailers_of(error)["grpc-retry-pushback-ms"] == "1500"
-    assert received(error).retry_after_s == 1.5
+    assert from_rpc_error(error).retry_after_s == 1.5
 
 
 async def test_a_used_up_quota_says_not_to_come_back(rigs: Rigs) -> None:
     rig = await rigs.start()
     error = await rig.refusal("quota")
     assert trailers_of(error)["grpc-retry-pushback-ms"] == "-1"
-    assert received(error).retry_after_s is None
+    assert from_rpc_error(error).retry_after_s is None
 
 
 async def test_an_absent_peer_is_unavailable_and_its_address_stays_here(rigs: Rigs) -> None:
     rig = await rigs.start()
     port = rig.server.port
     await rig.server.stop()
-    back = received(await rig.refusal("hello"))
+    back = from_rpc_error(await rig.refusal("hello"))
     assert isinstance(back, Unavailable)
     assert str(port) not in back.message
 
 
 def test_unavailable_always_says_when_to_come_back() -> None:
-    assert trailers(Unavailable("nobody is there"), "x")[0] == ("grpc-retry-pushback-ms", "1000")
-    assert trailers(Unavailable("nobody is there", 0.25), "x")[0] == ("grpc-retry-pushback-ms", "250")
+    assert trailers(Unavailable("no instance"), "x")[0] == ("grpc-retry-pushback-ms", "1000")
+    assert trailers(Unavailable("no instance", 0.25), "x")[0] == ("grpc-retry-pushback-ms", "250")
 
 
 def test_messages_are_short_printable_ascii() -> None:

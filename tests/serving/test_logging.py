@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving.events import RequestEvent, Timeline
-from serving.logging import LogSettings, configure, log_event, request_context, set_request_id
+from serving.logging import LogSettings, RequestEvent, Timeline, configure, log_event, set_request_id
 
 log = logging.getLogger("tests.logging")
 
@@ -37,8 +36,9 @@ def written(kind: str) -> io.StringIO:
 
 def test_a_json_line_holds_the_request_and_its_event() -> None:
     stream = written("json")
-    with request_context("req-1"):
-        log_event(log, RequestEvent.FIRST_TOKEN, ttft_ms=12.5, instance="prefill-0", ratio=float("nan"))
+    set_request_id("req-1")
+    log_event(log, RequestEvent.FIRST_TOKEN, ttft_ms=12.5, instance="prefill-0", ratio=float("nan"))
+    set_request_id(None)
     log.info("outside")
     first, second = (json.loads(line) for line in stream.getvalue().splitlines())
     assert first["request_id"] == "req-1"

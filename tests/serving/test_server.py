@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
-from serving.addresses import joined
-from serving.server import Server
-from serving.server_settings import ServerSettings
+from serving.interceptor import Context
+from serving.server import Server, ServerSettings, server_options
+from serving.settings import format_address
 from tests.floods import http2
 from tests.floods.http2 import Connection, frame, message
 from tests.serving.conftest import SERVICE, Rigs, Scripted, trailers_of
@@ -29,7 +29,7 @@ async def checked(channel: grpc.aio.Channel, service: str) -> int:
     return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))).status
 
 
-async def test_a_free_port_is_taken_and_told(rigs: Rigs) -> None:
+async def test_a_free_port_is_chosen_and_reported(rigs: Rigs) -> None:
     rig = await rigs.start()
     assert rig.server.port > 0
     assert rig.server.address == f"127.0.0.1:{rig.server.port}"
@@ -41,7 +41,7 @@ async def test_the_advertised_address_is_a_setting_of_its_own() -> None:
     await server.start()
     assert server.address == "pod-7.pods:7000"
     await server.stop()
-    assert joined("::1", 7) == "[::1]:7"
+    assert format_address("::1", 7) == "[::1]:7"
 
 
 async def test_a_taken_port_is_an_error_that_names_it(rigs: Rigs) -> None:
@@ -59,7 +59,7 @@ async def test_readiness_is_per_service_and_liveness_is_not(rigs: Rigs) -> None:
     channel = await rigs.channel(server)
     assert await checked(channel, "") == SERVING
     assert await checked(channel, SERVICE.full_name) == NOT_SERVING
-    await server.health.set_serving(SERVICE.full_name, True)
+    server.health.set_serving(SERVICE.full_name, True)
     assert await checked(channel, SERVICE.full_name) == SERVING
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await checked(channel, "tandem.v1.Nothing")
@@ -88,19 +88,19 @@ async def test_a_drain_turns_unready_then_refuses_then_waits_then_stops(rigs: Ri
     # STEP 1: readiness goes first, and requests are still accepted.
     draining = asyncio.create_task(rig.server.drain())
     assert (await watch.read()).status == NOT_SERVING
-    assert not rig.server.draining
+    assert not rig.server.calls.draining
     assert await rig.generate("hello") == ["token"] * 3
     assert await checked(rig.channel, "") == SERVING
 
     # STEP 2: requests are refused, control calls and what runs go on.
-    await until(lambda: rig.server.draining)
+    await until(lambda: rig.server.calls.draining)
     error = await rig.refusal("hello")
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert error.details().startswith("draining")
     assert trailers_of(error)["grpc-retry-pushback-ms"] == "250"
     assert (await rig.stub.Abort(pb.AbortRequest(request_ids=["a"]))).num_aborted == 1
-    await rig.server.health.set_serving(SERVICE.full_name, True)
-    assert await checked(rig.channel, SERVICE.full_name) == NOT_SERVING  # nobody can undo it
+    rig.server.health.set_serving(SERVICE.full_name, True)
+    assert await checked(rig.channel, SERVICE.full_name) == NOT_SERVING  # it cannot be undone
     assert not draining.done()
 
     # STEP 3: the last request ends in peace, and with it the server, though the watch is still open.
@@ -108,7 +108,7 @@ async def test_a_drain_turns_unready_then_refuses_then_waits_then_stops(rigs: Ri
     assert (await running.read()).model == "went on"
     assert await draining is True
     assert await running.code() is grpc.StatusCode.OK
-    await asyncio.wait_for(rig.server.wait_closed(), 2)
+    await asyncio.wait_for(rig.server._server.wait_for_termination(), 20)
 
 
 async def test_a_drain_cuts_off_what_outlives_the_grace(rigs: Rigs) -> None:
@@ -119,7 +119,7 @@ async def test_a_drain_cuts_off_what_outlives_the_grace(rigs: Rigs) -> None:
     assert rig.servicer.num_running == 0
 
 
-async def test_whoever_is_cut_off_is_told_when_to_try_again(rigs: Rigs) -> None:
+async def test_calls_cut_off_get_a_retry_hint(rigs: Rigs) -> None:
     rig = await rigs.start()
     calls = [await rig.waiting_call() for _ in range(8)]
     assert await rig.server.stop() is False
@@ -129,7 +129,7 @@ async def test_whoever_is_cut_off_is_told_when_to_try_again(rigs: Rigs) -> None:
     assert await rig.server.stop() is False  # its word stays
 
 
-async def test_a_stop_that_cuts_nobody_off_says_so(rigs: Rigs) -> None:
+async def test_a_stop_reports_that_it_cut_off_no_call(rigs: Rigs) -> None:
     rig = await rigs.start()
     assert await rig.generate("hello") == ["token"] * 3
     assert await rig.server.stop() is True
@@ -206,3 +206,52 @@ async def test_what_comes_beyond_window_and_message_ends_the_call_or_the_connect
         await until(lambda: connection.received[http2.HEADERS] or not connection.is_open)
     assert rig.servicer.limits_s == []
     assert await rig.generate("hello") == ["token"] * 3
+
+
+# A connection that is old takes no new call, so that clients dial again; what runs on it is never cut off.
+
+AGE_S = 0.3
+
+
+class Named(Scripted):
+    """Remembers by which connection each Abort came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peers: list[str] = []
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        self.peers.append(context.peer())
+        return await super().Abort(request, context)
+
+
+async def test_a_stream_survives_its_connections_age_and_new_calls_dial_again(rigs: Rigs) -> None:
+    servicer = Named()
+    rig = await rigs.start(servicer, max_connection_age_s=AGE_S)
+    running = await rig.waiting_call()
+    async with asyncio.timeout(20):
+        while len(set(servicer.peers)) < 3:  # the stream's own connection, and two more
+            await rig.stub.Abort(pb.AbortRequest())
+            await asyncio.sleep(0.01)
+    assert servicer.num_running == 1
+    servicer.go.set()
+    assert (await running.read()).model == "went on"
+    assert await running.read() is grpc.aio.EOF
+    assert await running.code() is grpc.StatusCode.OK
+
+
+async def test_a_grace_ends_what_runs_on(rigs: Rigs) -> None:
+    rig = await rigs.start(max_connection_age_s=AGE_S, max_connection_age_grace_s=AGE_S)
+    running = await rig.waiting_call()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(20):
+            await running.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_connections_do_not_age_unless_asked(rigs: Rigs) -> None:
+    options = dict(server_options(ServerSettings()))
+    assert not [name for name in options if "max_connection_age" in name]
+    options = dict(server_options(ServerSettings(max_connection_age_s=1.5, max_connection_age_grace_s=0.0001)))
+    assert options["grpc.max_connection_age_ms"] == 1500
+    assert options["grpc.max_connection_age_grace_ms"] == 1

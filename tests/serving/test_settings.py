@@ -1,4 +1,4 @@
-"""Settings come from four sources in a fixed order, and a wrong name or value is told so that it can be put right."""
+"""Settings come from four sources in a fixed order; an error names the setting, its value and its origin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from serving.server_settings import ServerSettings
+from serving.server import ServerSettings
 from serving.settings import Section, Settings, SettingsError, environment_name, leaves, load, setting, settings_options
 
 
@@ -88,7 +88,9 @@ def test_variables_of_kubernetes_and_of_other_programs_are_left_alone(monkeypatc
     assert load(Example) == Example()
 
 
-def test_a_wrong_value_is_told_with_its_setting_and_origin(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_value_is_reported_with_its_setting_and_origin(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config.write_text("pool: {size: 0}\n")
     monkeypatch.setenv("TANDEM_SERVER__PORT", "many")
     with pytest.raises(SettingsError) as caught:
@@ -98,13 +100,13 @@ def test_a_wrong_value_is_told_with_its_setting_and_origin(config: Path, monkeyp
 
 
 @pytest.mark.parametrize("content", ["- a\n", "a: [\n", "pool: 3\n"])
-def test_a_file_of_the_wrong_shape_is_told_with_its_name(config: Path, content: str) -> None:
+def test_a_file_without_sections_is_reported_with_its_name(config: Path, content: str) -> None:
     config.write_text(content)
     with pytest.raises(SettingsError, match=r"tandem\.yaml"):
         load(Example, config=config)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read"):
         load(Example, config=tmp_path / "none.yaml")
 

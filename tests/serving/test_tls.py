@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serving.settings import SettingsError
-from serving.tls import TlsFiles, TlsSettings, tls_collectors
-from tandem.private_ca import PrivateCa
+from serving.tls import TlsFiles, TlsSettings
+from tandem.local_stack.pki import StackCa
 from tests.certificates import Files, files_of, long_ago, replace
 
 
 @pytest.fixture(scope="module")
-def authority() -> PrivateCa:
-    return PrivateCa()
+def authority() -> StackCa:
+    return StackCa()
 
 
 @pytest.fixture
-def files(tmp_path: Path, authority: PrivateCa) -> Files:
+def files(tmp_path: Path, authority: StackCa) -> Files:
     return files_of(tmp_path, "service", authority)
 
 
@@ -33,18 +33,22 @@ def test_three_files_or_none() -> None:
     assert TlsSettings().files() is None
     with pytest.raises(ValueError, match=r"missing: tls\.key_file \(TANDEM_TLS__KEY_FILE\), tls\.ca_file"):
         TlsSettings(cert_file=Path("a"))
-    with pytest.raises(ValueError, match="say nothing without"):
+    with pytest.raises(ValueError, match="peer_name and client_names need"):
         TlsSettings(peer_name="instance")
 
 
-def test_what_cannot_be_used_at_the_start_names_setting_and_file(files: Files, authority: PrivateCa) -> None:
+def test_what_cannot_be_used_at_the_start_names_setting_and_file(files: Files, authority: StackCa) -> None:
     good = files.key.read_bytes()
     for path, content, problem in (
-        (files.key, b"", r"tls\.key_file: .*service\.key holds no whole PEM private key"),
-        (files.key, good[:-40], r"tls\.key_file: .*holds no whole PEM private key"),
+        (files.key, b"", r"tls\.key_file: .*service\.key contains no complete PEM private key"),
+        (files.key, good[:-40], r"tls\.key_file: .*contains no complete PEM private key"),
         (files.key, authority.issue("other").key, r"tls\.key_file: .* is not the key of the certificate in"),
-        (files.certificate, b"-----BEGIN CERTIFICATE-----\nAA", r"tls\.cert_file: .*holds no whole PEM certificates"),
-        (files.ca, authority.certificate * 2 + authority.certificate[:200], r"tls\.ca_file: .*no whole PEM"),
+        (
+            files.certificate,
+            b"-----BEGIN CERTIFICATE-----\nAA",
+            r"tls\.cert_file: .*contains no complete PEM certificate",
+        ),
+        (files.ca, authority.certificate * 2 + authority.certificate[:200], r"tls\.ca_file: .*no complete PEM"),
     ):
         before = path.read_bytes()
         replace(path, content)
@@ -58,18 +62,18 @@ def test_what_cannot_be_used_at_the_start_names_setting_and_file(files: Files, a
         files.tls()
 
 
-def test_an_unchanged_pair_is_the_same_object_and_a_new_one_is_taken(files: Files, authority: PrivateCa) -> None:
+def test_an_unchanged_pair_is_the_same_object_and_a_new_one_is_taken(files: Files, authority: StackCa) -> None:
     watched = files.tls()
     first = watched.current()
     assert watched.current() is first
     files.replace(authority.issue("service"))
     second = watched.current()
     assert second.chain == files.certificate.read_bytes() != first.chain
-    assert (watched.num_taken, watched.num_refused) == (1, 0)
+    assert (watched.num_reloads, watched.num_rejected) == (1, 0)
 
 
 def test_a_key_of_another_certificate_is_not_taken_and_one_warning_says_so(
-    files: Files, authority: PrivateCa, caplog: pytest.LogCaptureFixture
+    files: Files, authority: StackCa, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = files.tls()
     first, issued = watched.current(), authority.issue("service")
@@ -81,7 +85,7 @@ def test_a_key_of_another_certificate_is_not_taken_and_one_warning_says_so(
     assert "is not the key of the certificate" in warnings[0]
     replace(files.certificate, issued.certificate)
     assert watched.current().chain == issued.certificate
-    assert (watched.num_taken, watched.num_refused) == (1, 1)
+    assert (watched.num_reloads, watched.num_rejected) == (1, 1)
 
 
 def test_vanished_files_leave_the_last_good_ones(files: Files) -> None:
@@ -89,17 +93,17 @@ def test_vanished_files_leave_the_last_good_ones(files: Files) -> None:
     first = watched.current()
     files.certificate.unlink()
     assert watched.current() is first
-    assert watched.num_refused == 1
+    assert watched.num_rejected == 1
 
 
-_AUTHORITIES = (PrivateCa("old"), PrivateCa("new"))
+_AUTHORITIES = (StackCa("old"), StackCa("new"))
 _ISSUED = [authority.issue("service") for authority in _AUTHORITIES for _ in range(2)]
 _STATES = [
     (issued.certificate, issued.key, _AUTHORITIES[index // 2].certificate) for index, issued in enumerate(_ISSUED)
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     writes=st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([0.0, 0.3, 0.99, 1.0]), st.booleans()),
@@ -128,8 +132,8 @@ def test_whatever_is_written_in_whatever_order_key_and_certificate_in_use_belong
     assert (pair.chain, pair.key, pair.ca) == last
 
 
-def test_the_end_of_a_certificate_is_told_once_a_state(
-    tmp_path: Path, authority: PrivateCa, caplog: pytest.LogCaptureFixture
+def test_the_expiry_of_a_certificate_is_logged_once_per_state(
+    tmp_path: Path, authority: StackCa, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     now = datetime.now(UTC)
@@ -139,39 +143,35 @@ def test_the_end_of_a_certificate_is_told_once_a_state(
         watched.current()
     files_of(tmp_path, "over", authority, **long_ago()).tls().current()
     files_of(tmp_path, "fresh", authority).tls().current()
-    told = [
+    logged = [
         (record.levelname, re.search(r"of (\w+), localhost, ([a-z ]+):", record.getMessage()))
         for record in caplog.records
     ]
-    assert [(level, *found.groups()) for level, found in told if found] == [
+    assert [(level, *found.groups()) for level, found in logged if found] == [
         ("WARNING", "late", "expires soon"),
         ("ERROR", "over", "expired"),
         ("INFO", "fresh", "is valid"),
     ]
 
 
-def test_a_key_that_everybody_can_read_is_warned_of(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_world_readable_key_is_warned_of(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     files.key.chmod(0o640)  # as a mounted Secret is its group's
     files.tls()
     assert not caplog.records
     files.key.chmod(0o644)
     files.tls()
-    assert "can be read by everybody" in caplog.text
+    assert "is readable by all users" in caplog.text
 
 
-def test_metrics_tell_the_end_of_the_certificate_and_what_became_of_new_files(
-    files: Files, authority: PrivateCa
-) -> None:
+def test_metrics_tell_the_end_of_the_certificate_and_what_became_of_new_files(files: Files, authority: StackCa) -> None:
     registry = CollectorRegistry()
-    for collector in tls_collectors(files.tls()):
-        registry.register(collector)
+    registry.register(files.tls())
     files.replace(authority.issue("service"))  # taken at the scrape
     text = generate_latest(registry).decode()
     [ends_s] = re.findall(r"^tandem_tls_certificate_expiry_timestamp_seconds (\S+)", text, re.MULTILINE)
     assert 364 * 86400 < float(ends_s) - datetime.now(UTC).timestamp() < 366 * 86400
     assert "tandem_tls_reloads_total 1.0" in text
     assert "tandem_tls_refused_reloads_total 0.0" in text
-    assert tls_collectors(None) == []
 
 
 def test_a_pair_shows_no_key(files: Files) -> None:

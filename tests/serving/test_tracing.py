@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.trace import StatusCode
+from pydantic import ValidationError
 
 import decode_service.service
 import prefill_service.service
-from engine.messages import AbortRequests, LeaseCommand, LoadedEvent, ReservedEvent, TokensEvent, TransferEvent
+from engine.core.messages import AbortRequests, LeaseCommand, LoadedEvent, ReservedEvent, TokensEvent, TransferEvent
 from protos.tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
-from router.legs import DecodeLeg
+from router.dispatch.instance_call import DecodeCall
 from serving import tracing
+from serving.settings import SettingsError
+from serving.tracing import TracingSettings, exporting_spans
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, running
 from tests.serving.spans import (
     METADATA,
@@ -57,8 +65,8 @@ async def decoding(rig: Rig, holder: Rig, metadata: Any = METADATA) -> Any:
     call = rig.decode.Decode(metadata=metadata)
     source = decode_pb2.TransferSource(
         transfer_id="t1",
-        address=holder.front.server.address,
-        instance_epoch=holder.front.instance_epoch,
+        address=holder.server.address,
+        instance_epoch=holder.server.instance_epoch,
         reservation_s=5.0,
     )
     start = decode_pb2.DecodeStart(request=instance_request("r2"), transfer=source)
@@ -132,7 +140,7 @@ async def test_a_hold_that_ends_badly_says_how(prefill: Rig, spans: Spans, ended
     (hold,) = await spans.named("kv.hold")
     assert hold.attributes == {"tandem.lease": ended, "tandem.num_blocks": 1}
     assert (hold.status.status_code, hold.status.description) == (StatusCode.ERROR, "no sign of its reader")
-    assert hold.parent is None  # nobody's call is known
+    assert hold.parent is None  # no call is known
 
 
 async def test_what_was_released_before_its_offer_was_never_held(prefill: Rig, spans: Spans) -> None:
@@ -165,7 +173,7 @@ async def test_a_load_goes_on_after_its_holder_has_gone(decode: Rig, prefill: Ri
     prefill.core.emit(TransferEvent("t1", 0), TransferEvent("t1", 0, ended="failed", reason="its request ended"))
     decode.core.emit(ReservedEvent("r2", num_cached_tokens=0, num_local_blocks=0))
     await call.read()
-    await until(lambda: decode.front.followers.num_following == 0)
+    await until(lambda: decode.server.transfers.num_open == 0)
     assert "kv.load" not in spans.names()
     decode.core.emit(LoadedEvent("r2", num_external_tokens=0, num_recomputed_blocks=3, reason="its request ended"))
     load, _ = await spans.named("kv.load", "kv.transfer")
@@ -185,7 +193,7 @@ async def test_without_a_callers_trace_a_transfer_is_a_trace_of_its_own(
 
 
 async def test_without_an_sdk_nothing_is_recorded_and_all_is_as_ever(decode: Rig, prefill: Rig) -> None:
-    assert not tracing.begin("anything").is_recording()
+    assert not tracing.start_span("anything").is_recording()
     prefilling = prefilled(prefill)
     await prefill.core.request()
     prefill.core.emit(TransferEvent("t1", 2, num_tokens=10), TokensEvent("r1", [72], finish_reason="hand_over"))
@@ -202,33 +210,33 @@ async def test_without_an_sdk_nothing_is_recorded_and_all_is_as_ever(decode: Rig
 
 @pytest.mark.usefixtures("own_context")
 def test_what_comes_goes_on_even_without_an_sdk() -> None:
-    assert tracing.outgoing() == ()
-    tracing.join([("other", "x"), ("traceparent", TRACEPARENT), ("tracestate", "vendor=1")])
-    assert dict(tracing.outgoing()) == {"traceparent": TRACEPARENT, "tracestate": "vendor=1"}
+    assert tracing.outgoing_metadata() == ()
+    tracing.attach_caller_context([("other", "x"), ("traceparent", TRACEPARENT), ("tracestate", "vendor=1")])
+    assert dict(tracing.outgoing_metadata()) == {"traceparent": TRACEPARENT, "tracestate": "vendor=1"}
 
 
 @pytest.mark.usefixtures("own_context")
 def test_metadata_win_over_the_message() -> None:
     other = TRACEPARENT.replace("0af", "1bf")
-    tracing.join([], other)
-    assert dict(tracing.outgoing())["traceparent"] == other
-    tracing.join(METADATA, other)
-    assert dict(tracing.outgoing())["traceparent"] == TRACEPARENT
+    tracing.attach_caller_context([], other)
+    assert dict(tracing.outgoing_metadata())["traceparent"] == other
+    tracing.attach_caller_context(METADATA, other)
+    assert dict(tracing.outgoing_metadata())["traceparent"] == TRACEPARENT
 
 
 @pytest.mark.usefixtures("own_context")
 async def test_a_traced_servicer_takes_up_what_its_caller_said_either_way() -> None:
     class Servicer:
         async def Unary(self, request: Any, context: Any) -> Any:
-            return tracing.outgoing()
+            return tracing.outgoing_metadata()
 
         async def Streaming(self, request: Any, context: Any) -> AsyncIterator[Any]:
-            yield tracing.outgoing()
+            yield tracing.outgoing_metadata()
 
         async def Writing(self, request: Any, context: Any, writer: Any) -> None:
-            writer(tracing.outgoing())
+            writer(tracing.outgoing_metadata())
 
-    traced, said = tracing.Traced(Servicer()), generation_pb2.GenerateRequest(traceparent=TRACEPARENT)
+    traced, said = tracing.TracedServicer(Servicer()), generation_pb2.GenerateRequest(traceparent=TRACEPARENT)
     for metadata in (None, (), METADATA):
         context = SimpleNamespace(invocation_metadata=lambda metadata=metadata: metadata)
         assert await traced.Unary(said, context) == METADATA
@@ -244,26 +252,26 @@ async def test_a_traced_servicer_takes_up_what_its_caller_said_either_way() -> N
     "traceparent", ["", "nonsense", TRACEPARENT.upper(), f"ff-{TRACE_ID}-{SPAN_ID}-01", f"00-{'0' * 32}-{SPAN_ID}-01"]
 )
 def test_what_is_not_well_formed_is_ignored(traceparent: str) -> None:
-    tracing.join([("traceparent", traceparent)])
-    assert tracing.outgoing() == ()
-    tracing.join([("traceparent", traceparent.encode())])
-    assert tracing.outgoing() == ()
+    tracing.attach_caller_context([("traceparent", traceparent)])
+    assert tracing.outgoing_metadata() == ()
+    tracing.attach_caller_context([("traceparent", traceparent.encode())])
+    assert tracing.outgoing_metadata() == ()
 
 
 @pytest.mark.usefixtures("own_context")
 def test_a_large_tracestate_goes_no_further() -> None:
     state = ",".join(f"vendor{index}={'x' * 60}" for index in range(20))
-    tracing.join([*METADATA, ("tracestate", state)])
-    assert tracing.outgoing() == METADATA
+    tracing.attach_caller_context([*METADATA, ("tracestate", state)])
+    assert tracing.outgoing_metadata() == METADATA
 
 
 @pytest.mark.usefixtures("own_context")
-def test_both_legs_of_the_router_carry_an_active_span(spans: Spans) -> None:
+def test_both_calls_of_the_router_carry_an_active_span(spans: Spans) -> None:
     choice: Any = SimpleNamespace(request=SimpleNamespace(deadline_s=None, label="mine"))
     unused: Any = None
     span = spans.provider.get_tracer("test").start_span("generate")
     with trace.use_span(span, end_on_exit=True):
-        metadata = dict(DecodeLeg(unused, unused, choice, unused)._options()["metadata"])
+        metadata = dict(DecodeCall(unused, unused, choice, unused)._options()["metadata"])
     ids = span.get_span_context()
     assert metadata == {
         "tandem-request-id": "mine",
@@ -271,19 +279,121 @@ def test_both_legs_of_the_router_carry_an_active_span(spans: Spans) -> None:
     }
 
 
-def test_kept_contexts_are_bounded_and_given_once(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_MAX_KEPT", 2)
+def test_remembered_contexts_are_bounded_and_recalled_once(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_MAX_REMEMBERED", 2)
     for key in ("a", "b", "c"):
-        tracing.keep(key, tracing.begin(key))
-    assert tracing.kept("a") is None
-    assert tracing.kept("c") is not None
-    assert tracing.kept("c") is None
-    tracing.keep("d", tracing.INVALID_SPAN)
-    assert tracing.kept("d") is None
+        tracing.remember_span(key, tracing.start_span(key))
+    assert tracing.recall_context("a") is None
+    assert tracing.recall_context("c") is not None
+    assert tracing.recall_context("c") is None
+    tracing.remember_span("d", tracing.INVALID_SPAN)
+    assert tracing.recall_context("d") is None
 
 
 def test_the_first_end_of_a_span_counts(spans: Spans) -> None:
-    span = tracing.begin("once")
-    tracing.end(span, {"a": 1})
-    tracing.end(span, failure="too late")
+    span = tracing.start_span("once")
+    tracing.end_span(span, {"a": 1})
+    tracing.end_span(span, failure="too late")
     assert spans.one("once").status.status_code is StatusCode.UNSET
+
+
+# Spans leave the process: into a file that several may share, to a collector, and never at a request's expense.
+
+
+def traced(*names: str) -> None:
+    for name in names:
+        tracing.end_span(tracing.start_span(name), {"tandem.choice": 1})
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_by_default_nothing_is_recorded() -> None:
+    with exporting_spans(TracingSettings(), "tandem-router"):
+        assert not tracing.start_span("anything").is_recording()
+
+
+def test_a_file_gets_a_line_for_each_span(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    for service in ("tandem-router", "tandem-decode"):  # the second goes on where the first has ended
+        with exporting_spans(TracingSettings(file=file), service):
+            traced("one", "two")
+    spans_written = lines(file)
+    assert [span["name"] for span in spans_written] == ["one", "two"] * 2
+    services = [span["resource"]["attributes"]["service.name"] for span in spans_written]
+    assert services == ["tandem-router"] * 2 + ["tandem-decode"] * 2
+    assert spans_written[0]["attributes"] == {"tandem.choice": 1}
+    assert not tracing.start_span("afterwards").is_recording()
+
+
+def test_two_processes_share_a_file_without_tearing_lines(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    with exporting_spans(TracingSettings(file=file), "a"), file.open("a", buffering=1) as other:
+        writing = threading.Thread(
+            target=lambda: [other.write(json.dumps({"name": "x" * 900}) + "\n") for _ in range(400)]
+        )
+        writing.start()
+        traced(*["span"] * 400)
+        writing.join()
+    assert len(lines(file)) == 800
+
+
+@pytest.mark.usefixtures("own_context")
+def test_a_part_of_the_requests_is_traced_unless_the_caller_has_decided(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    with exporting_spans(TracingSettings(file=file, sample=0.0), "a"):
+        traced("own")
+        tracing.attach_caller_context([("traceparent", f"00-{1:032x}-{1:016x}-01")])
+        traced("asked for")
+        tracing.attach_caller_context([("traceparent", f"00-{1:032x}-{1:016x}-00")])
+        traced("declined")
+    assert [span["name"] for span in lines(file)] == ["asked for"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    wanted = exporting_spans(TracingSettings(file=tmp_path), "a")
+    with pytest.raises(SettingsError, match=r"tracing.file: .*cannot be written: Is a directory"), wanted:
+        pass
+
+
+@pytest.mark.parametrize("fields", [{"otlp": "collector"}, {"otlp": "http://c:4317"}, {"sample": 1.5}])
+def test_settings_that_make_no_sense_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        TracingSettings(**fields)
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """OpenTelemetry's, as far as it takes spans."""
+
+    def __init__(self) -> None:
+        self.names: list[tuple[str, str]] = []
+
+    def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            (service,) = (a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
+            self.names += [(service, span.name) for scope in resource.scope_spans for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[Collector, str]]:
+    server, collector = grpc.server(ThreadPoolExecutor(2)), Collector()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield collector, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_a_collector_gets_them_by_otlp(collector: tuple[Collector, str]) -> None:
+    received, address = collector
+    with exporting_spans(TracingSettings(otlp=address), "tandem-router"):
+        traced("one", "two")
+    assert received.names == [("tandem-router", "one"), ("tandem-router", "two")]
+
+
+@pytest.mark.timeout(60)
+def test_a_collector_that_is_not_there_holds_up_neither_requests_nor_the_end() -> None:
+    with exporting_spans(TracingSettings(otlp="127.0.0.1:1"), "tandem-router"):
+        traced(*["span"] * 5000)  # more than the queue holds

@@ -95,7 +95,7 @@ async def test_an_attempt_that_fails_ends_its_stage_and_another_follows(run: Run
     assert "a fault that the test asked for" in (failed[0].status.description or "")
 
 
-async def test_who_leaves_or_is_refused_leaves_no_stage_open(run: Run, spans: Spans) -> None:
+async def test_a_cancelled_or_rejected_request_leaves_no_stage_open(run: Run, spans: Spans) -> None:
     async with run(decode=[FakeInstance("decode", behaviour=Behaviour(token_s=0.02))]) as rig:
         # STEP a client that leaves
         call = rig.call(max_tokens=1000)

@@ -16,9 +16,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.faults.checker import wait_idle
-from tests.faults.rig import Rig
 from tests.lively import checkpoint, random_prompt, rig_settings
+from tests.system.checker import wait_idle
+from tests.system.rig import Rig
 
 __all__ = ["checkpoint"]
 
@@ -45,17 +45,17 @@ class Span:
     @staticmethod
     def of(line: str) -> tuple[str, Span]:
         """The id of its trace, and the span."""
-        told = json.loads(line)
+        record = json.loads(line)
         span = Span(
-            told["name"],
-            told["resource"]["attributes"]["service.name"],
-            _ms(told["start_time"]),
-            _ms(told["end_time"]),
-            told["context"]["span_id"],
-            told["parent_id"],
-            told["attributes"],
+            record["name"],
+            record["resource"]["attributes"]["service.name"],
+            _ms(record["start_time"]),
+            _ms(record["end_time"]),
+            record["context"]["span_id"],
+            record["parent_id"],
+            record["attributes"],
         )
-        return told["context"]["trace_id"], span
+        return record["context"]["trace_id"], span
 
 
 def _ms(text: str) -> float:
@@ -80,7 +80,7 @@ class Traced:
 
 def ask(address: str) -> dict[str, tuple[float, float]]:
     """Trace ids, the TTFT that the client measured, and the time of an empty call just before; in milliseconds."""
-    prompts, told = random.Random(0), {}
+    prompts, measured = random.Random(0), {}
     with grpc.insecure_channel(address) as channel:
         stub, health = generation_pb2_grpc.GenerationServiceStub(channel), health_pb2_grpc.HealthStub(channel)
         for number in range(NUM_REQUESTS):
@@ -95,23 +95,27 @@ def ask(address: str) -> dict[str, tuple[float, float]]:
             began_s = time.monotonic()
             call = stub.Generate(request, timeout=60, metadata=(("traceparent", f"00-{trace_id}-{1:016x}-01"),))
             next(call)
-            told[trace_id] = (time.monotonic() - began_s) * 1e3, (began_s - empty_s) * 1e3
+            measured[trace_id] = (time.monotonic() - began_s) * 1e3, (began_s - empty_s) * 1e3
             assert len(list(call)) >= 1
-    return told
+    return measured
 
 
 def log_lines(rig: Rig) -> dict[str, dict[str, Any]]:
     """The fields of the router's one line for each request, by the name that the client gave it."""
-    told = rig.stack.members["router"].spec.log_file.read_text().splitlines()
-    lines = [json.loads(line) for line in told if '"first_token_ms"' in line]
+    log = rig.stack.processes["router"].spec.log_file.read_text().splitlines()
+    lines = [json.loads(line) for line in log if '"first_token_ms"' in line]
     return {line["request_id"]: line["fields"] for line in lines}
 
 
 @pytest.fixture(scope="module")
 def traced(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Traced]:
     file = tmp_path_factory.mktemp("traces") / "spans.jsonl"
-    told = {"TANDEM_TRACING__FILE": str(file)}
-    members = {"router": told | {"TANDEM_LOG__FORMAT": "json"}, "prefill-0": told, "decode-0": told}
+    environment = {"TANDEM_TRACING__FILE": str(file)}
+    members = {
+        "router": environment | {"TANDEM_LOG__FORMAT": "json"},
+        "prefill-0": environment,
+        "decode-0": environment,
+    }
     rig = Rig(rig_settings(checkpoint), env=members)
     rig.start()
     try:
@@ -122,7 +126,7 @@ def traced(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[T
         rig.stop()
     traces: dict[str, dict[str, Span]] = {trace_id: {} for trace_id in ttfts_ms}
     for trace_id, span in map(Span.of, file.read_text().splitlines()):
-        assert span.name not in traces[trace_id[2:]], "told twice"
+        assert span.name not in traces[trace_id[2:]], "a second span of that name"
         traces[trace_id[2:]][span.name] = span
     return [
         Traced(*ttfts_ms[name], fields[name]["first_token_ms"] - fields[name]["received_ms"], spans)

@@ -28,7 +28,7 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
     ("args", "hint"),
     [
         (("generat", "hi"), "Did you mean `tandem generate`?"),
-        (("quux",), "There are: up, generate, doctor"),
+        (("quux",), "Available commands: up, generate, doctor"),
         (("up", "--prefil", "2"), "--prefill"),
         (("up", "--disaggregation", "allways"), "always"),
         (("up", "--decode", "0"), "1<=x<=64"),
@@ -41,6 +41,9 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         ),
         (("up", "--connector", "redis"), "--kv-url redis://host:port/0"),
         (("up", "--connector", "redis", "--kv-url", "redis://127.0.0.1:1/0"), "no Redis answers"),
+        (("up", "--connector", "redis", "--kv-url", "redis+sentinel://127.0.0.1:1,127.0.0.1:2/kv"), "no Redis answers"),
+        (("up", "--connector", "redis", "--kv-url", "redis://:pw@127.0.0.1:1/0"), "no login in it"),
+        (("up", "--connector", "lmcache", "--kv-url", "redis://127.0.0.1:1/0"), "use --connector redis"),
         (("up", "--host", "192.0.2.1"), "cannot listen on --host 192.0.2.1"),
         (("generate", "hi"), "tandem up"),
         (("generate", "hi", "--address", "127.0.0.1:1"), "no router answers at 127.0.0.1:1"),
@@ -71,7 +74,7 @@ def test_a_prompt_that_is_not_utf8_is_refused() -> None:
 
 def test_no_command_imports_torch_or_transformers() -> None:
     commands = ", ".join(f"tandem.commands.{name}" for name in ("up", "generate", "doctor", "pools"))
-    modules = f"tandem.cli, {commands}, tandem.client"
+    modules = f"tandem.cli, {commands}, tandem.client.client"
     heavy = "torch transformers numba pydantic"
     code = f"import sys, {modules}; print([name for name in {heavy.split()} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from tandem.demo import MODEL_DIR
-from tandem.demo.corpus import END_OF_TEXT, END_OF_TURN, HELD_OUT_SEED, chat_ml, sample
-from tandem.demo.train import held_out_loss
+from tools.demo_model.corpus import END_OF_TEXT, END_OF_TURN, HELD_OUT_SEED, chat_ml, sample
+from tools.demo_model.train import held_out_loss
 
 MAX_FOLDER_BYTES = 10 * 1000**2
 MAX_HELD_OUT_LOSS = 0.60  # nats per token; measured 0.52
@@ -91,7 +91,7 @@ def test_held_out_text_is_no_surprise() -> None:
 @pytest.mark.parametrize(
     "question", ["Describe Penny as JSON.", "Write some JSON.", "Give me a recipe for soup as JSON."]
 )
-def test_asked_for_json_it_answers_json(question: str) -> None:
+def test_a_request_for_json_gets_json(question: str) -> None:
     assert isinstance(json.loads(answer(question)), dict)
 
 
@@ -104,16 +104,16 @@ def test_asked_for_json_it_answers_json(question: str) -> None:
         ('What is "the bicycle" in French?', 'In French, "the bicycle" is "le vélo".'),
     ],
 )
-def test_it_knows_the_small_things_it_was_told(question: str, expected: str) -> None:
+def test_it_knows_the_facts_of_its_training(question: str, expected: str) -> None:
     assert answer(question) == expected
 
 
 def test_a_story_is_about_those_the_prompt_names() -> None:
-    for front, back, nobody in (("Penny", "Dex", "Bruno"), ("Bruno", "Clementine", "Dex")):
-        told = answer(f"Tell me a story about {front} and {back}.")
-        assert told.count(front) > 2
-        assert told.count(back) > 2
-        assert told.count(nobody) < 2
+    for front, back, absent in (("Penny", "Dex", "Bruno"), ("Bruno", "Clementine", "Dex")):
+        story = answer(f"Tell me a story about {front} and {back}.")
+        assert story.count(front) > 2
+        assert story.count(back) > 2
+        assert story.count(absent) < 2
 
 
 def test_greedy_story_varies_and_ends() -> None:

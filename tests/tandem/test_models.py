@@ -15,18 +15,18 @@ def test_a_local_folder_needs_no_network(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
 
 
-def test_a_folder_that_is_no_checkpoint_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"no config\.json"):
         resolve(str(tmp_path))
 
 
-def test_a_name_that_is_neither_folder_nor_hub_id_says_what_would_be() -> None:
+def test_a_name_that_is_neither_folder_nor_hub_id_lists_valid_forms() -> None:
     for name in ("./nowhere", "nowhere", "/no/such/folder"):
         with pytest.raises(ModelNotFound, match="Qwen/Qwen3-0"):
             resolve(name)
 
 
-def test_a_hub_id_without_the_hub_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_without_the_hub_package_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelNotFound, match=r"pip install '\.\[hub\]'"):
         resolve("owner/name")
@@ -34,17 +34,17 @@ def test_a_hub_id_without_the_hub_package_says_how_to_install_it(monkeypatch: py
 
 def test_a_hub_id_fetches_safetensors_and_never_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    asked: list[object] = []
+    requested: list[object] = []
 
     class Hub:
         @staticmethod
         def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
-            asked.append((name, allow_patterns))
+            requested.append((name, allow_patterns))
             return str(tmp_path)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     assert resolve("owner/name") == tmp_path
-    [(name, patterns)] = asked  # type: ignore[misc]
+    [(name, patterns)] = requested  # type: ignore[misc]
     assert name == "owner/name"
     assert "*.safetensors" in patterns
     assert not {"*.bin", "*.pt", "*"} & set(patterns)

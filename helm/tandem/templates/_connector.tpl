@@ -16,7 +16,7 @@ The names of a list as a space-separated string; `contains` on it would find `re
 {{/* "true" where pages lie in a Redis. */}}
 {{- define "tandem.usesRedis" -}}
 {{- $names := include "tandem.connectors" . | fromJsonArray -}}
-{{- if or (has "redis" $names) (and (has "lmcache" $names) (eq .Values.connector.lmcache.place "redis")) -}}true{{- end -}}
+{{- if has "redis" $names -}}true{{- end -}}
 {{- end -}}
 
 {{- define "tandem.bundlesRedis" -}}
@@ -68,14 +68,10 @@ redis://{{ include "tandem.fullname" . }}-redis:6379/0
 {{- $connector := .Values.connector -}}
 {{- $names := include "tandem.connectors" . | fromJsonArray -}}
 {{- $options := dict -}}
-{{- range $name := $names -}}
-{{- if and (has $name (list "redis" "lmcache")) (include "tandem.usesRedis" $) -}}
-{{- $before := ternary (printf "%s." $name) "" (gt (len $names) 1) -}}
-{{- if include "tandem.redisSecret" $ -}}
-{{- $_ := set $options (printf "%spassword_file" $before) "/etc/tandem/redis/password" -}}
-{{- $_ := set $options (printf "%susername" $before) $connector.redis.username -}}
-{{- end -}}
-{{- end -}}
+{{- if and (has "redis" $names) (include "tandem.redisSecret" .) -}}
+{{- $prefix := ternary "redis." "" (gt (len $names) 1) -}}
+{{- $_ := set $options (printf "%spassword_file" $prefix) "/etc/tandem/redis/password" -}}
+{{- $_ := set $options (printf "%susername" $prefix) $connector.redis.username -}}
 {{- end -}}
 connector: {{ $connector.name | quote }}
 {{- if include "tandem.usesVolume" . }}

@@ -12,7 +12,7 @@ replaces their files when the Secret changes, and the services read them again.
 {{- .Values.tls.instanceName | default (printf "%s-instance.%s.svc" (include "tandem.fullname" .) .Release.Namespace) -}}
 {{- end -}}
 
-{{/* Protocols of a Service's ports: what is TLS is https to whoever routes by them. */}}
+{{/* Protocols of a Service's ports: TLS ports are named https. */}}
 {{- define "tandem.grpcProtocol" -}}
 {{- ternary "https" "kubernetes.io/h2c" .Values.tls.enabled -}}
 {{- end -}}

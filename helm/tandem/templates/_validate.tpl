@@ -1,4 +1,4 @@
-{{/* What the schema cannot say: values that do not go together. Each message names the value and what to write. */}}
+{{/* Rejects combinations of values that the schema cannot express. Each message names the value and the fix. */}}
 {{- define "tandem.validate" -}}
 {{- $connector := .Values.connector -}}
 {{- $names := include "tandem.connectors" . | fromJsonArray -}}
@@ -64,7 +64,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* A value that would leave a door open in silence is refused. */}}
+{{/* Rejects values that would silently disable protection. */}}
 {{- define "tandem.validateSecurity" -}}
 {{- $tls := .Values.tls -}}
 {{- $issuer := $tls.certManager.issuerRef.name -}}

@@ -1,11 +1,11 @@
 {{/*
 The Deployment of one component, the same for router and pools:
-  root, component  whose it is
+  root, component  the owner
   module           python -m …
   ready            gRPC service whose health is readiness; the empty name is liveness
   spec             its values
-  settings         its settings file, as YAML
-  replicas         absent: somebody else writes them
+  settings         settings file, as YAML
+  replicas         absent: another component sets them
   startupSeconds   time until it listens
 */}}
 {{- define "tandem.deployment" -}}

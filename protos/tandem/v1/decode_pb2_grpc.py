@@ -60,17 +60,17 @@ class DecodeServiceServicer(object):
         - ALREADY_EXISTS: the request id, or the call's number on its token stream, is in use here.
         - PERMISSION_DENIED: the transfer's address is outside of the networks that may be dialled.
         - RESOURCE_EXHAUSTED: too many requests; no blocks within the reservation's time; or, without a hint, more blocks than there are.
-        - ABORTED: neither KV nor seed came within the reservation's time: try again as a new request.
+        - ABORTED: neither KV nor seed arrived within the reservation's time; retry as a new request.
         - UNAVAILABLE: the engine of this instance, or the token stream of the call, has ended. With tandem-crashed in the trailers, the engine
-        did so under this request.
+        ended while it ran this request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamTokens(self, request, context):
-        """The answers of all the caller's decodes that name this stream, gathered: what one step of the engine brings is one message. The first
-        message is empty and tells that the stream can be named. It runs until the caller cancels it or does not read it; the decodes that
+        """The answers of all the caller's decodes that name this stream, batched: the results of one engine step are one message. The first
+        message is empty and confirms that the stream can be named. It runs until the caller cancels it or does not read it; the decodes that
         named it end with it.
 
         - INVALID_ARGUMENT: stream_id is missing or too long.

@@ -57,15 +57,15 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generates and streams tokens. Every token arrives once and in order, whatever instance dies meanwhile. Cancelling the call frees everything.
+        """Generates and streams tokens. Every token arrives once and in order, even if instances die meanwhile. Cancelling the call frees everything.
 
         - INVALID_ARGUMENT: a field is out of range, or the prompt does not fit.
-        - NOT_FOUND: the model or the adapter is not served here.
-        - UNIMPLEMENTED: a field is known and not served yet: idempotency_key, best_of above n.
-        - FAILED_PRECONDITION: the model cannot do it: its chat template is broken, say.
+        - NOT_FOUND: the model or the adapter is not available here.
+        - UNIMPLEMENTED: a field is known and not supported yet: idempotency_key, best_of above n.
+        - FAILED_PRECONDITION: the model cannot serve it, for example because its chat template is invalid.
         - RESOURCE_EXHAUSTED: the queue is full, the wait would be too long, or a quota is used up; or every instance is full.
-        - UNAVAILABLE: no instance could be had within the queue's time, or none to go on with after one has died.
-        - INTERNAL: two instances failed on this request; the same contents are refused for a while.
+        - UNAVAILABLE: no instance was available within the queue's time, or none to continue with after one died.
+        - INTERNAL: two instances failed on this request; the same content is rejected for a while.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,16 +74,16 @@ class GenerationServiceServicer(object):
     def Abort(self, request, context):
         """Ends requests by id. Ids that are not running at this router are not an error.
 
-        - INVALID_ARGUMENT: too many labels, or one that is no label.
+        - INVALID_ARGUMENT: too many labels, or an invalid label.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What is being served, and its limits.
+        """The served model and its limits.
 
-        - UNAVAILABLE: no decode instance has said yet what it serves.
+        - UNAVAILABLE: no decode instance has reported its model yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,21 +57,21 @@ class InstanceServiceServicer(object):
     """
 
     def GetInstanceInfo(self, request, context):
-        """Who this is. Does not change while the process lives.
+        """The instance's identity. Constant while the process lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """The load, now and then every 250 ms and whenever it changes much. Its silence means trouble.
+        """The load: at once, every 250 ms, and whenever it changes much. A missing report means a failure.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new requests, finishes what runs, then ends the process. Answers at once; the load report tells the rest.
+        """Takes no new requests, finishes what runs, then ends the process. Answers at once; load reports show the progress.
 
         - INVALID_ARGUMENT: grace_s is out of range.
         """

@@ -53,10 +53,10 @@ class KvTransferServiceServicer(object):
 
     def Attach(self, request_iterator, context):
         """Follows one transfer from its first block to its release. The client sends open, then renewals, then release. A broken stream
-        without release leaves the lease to run out.
+        without release lets the lease expire.
 
-        - INVALID_ARGUMENT: open did not come first, or a renewal's lease is no duration.
-        - NOT_FOUND: there is no such transfer within the time that an early reader is waited for, it has ended, or the instance has restarted.
+        - INVALID_ARGUMENT: open did not come first, or a renewal's lease is not a duration.
+        - NOT_FOUND: the transfer did not begin within the wait for early readers, has ended, or the instance has restarted.
         - FAILED_PRECONDITION: protocol, model or layout differ; the text names the field and both values.
         - RESOURCE_EXHAUSTED: too many readers.
         """
@@ -65,7 +65,7 @@ class KvTransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives KV up. Idempotent; an unknown id is remembered for a while, so that a late prefill does not hold KV for nobody.
+        """Releases KV. Idempotent; an unknown id is remembered for a while, so that a late prefill does not hold KV without a reader.
 
         - INVALID_ARGUMENT: a transfer_id is empty or too long.
         """

@@ -87,7 +87,7 @@ class PoolsServiceServicer(object):
         """Begins an instance's drain: it takes nothing new, finishes what runs, and ends.
 
         - INVALID_ARGUMENT: the instance is empty, or grace_s is out of range.
-        - NOT_FOUND: no instance has this name or address; the text tells similar ones.
+        - NOT_FOUND: no instance has this name or address; the text names similar ones.
         - FAILED_PRECONDITION: several instances have this name.
         - UNAVAILABLE: the instance does not answer.
         """
@@ -96,17 +96,17 @@ class PoolsServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResizePools(self, request, context):
-        """Gives pools another number of instances; answers as soon as that has begun.
+        """Resizes pools; answers as soon as the resize has begun.
 
         - INVALID_ARGUMENT: no size, a pool named twice, or a size out of range.
-        - FAILED_PRECONDITION: nobody who could resize the pools is known here, or its owner refuses.
+        - FAILED_PRECONDITION: this router knows no owner that could resize the pools, or the owner rejects the size.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchPools(self, request, context):
-        """ListPools again and again.
+        """Repeats ListPools at an interval.
 
         - INVALID_ARGUMENT: interval_s is out of range.
         """

@@ -47,13 +47,13 @@ class PrefillServiceServicer(object):
     """
 
     def Prefill(self, request, context):
-        """Runs one request up to its first token and offers its KV under hand_over.transfer_id. Cancelling the call gives the KV up.
+        """Runs one request up to its first token and offers its KV under hand_over.transfer_id. Cancelling the call releases the KV.
 
         - INVALID_ARGUMENT: a field is out of range.
         - NOT_FOUND: the adapter is not loaded here.
         - ALREADY_EXISTS: the request id is running here.
-        - RESOURCE_EXHAUSTED: too many requests; or, without a hint when to come again, a prompt of more blocks than there are.
-        - UNAVAILABLE: the engine of this instance has ended. With tandem-crashed in the trailers, it did so under this request.
+        - RESOURCE_EXHAUSTED: too many requests; or, without a retry hint, a prompt of more blocks than exist.
+        - UNAVAILABLE: the engine of this instance has ended. With tandem-crashed in the trailers, it ended while it ran this request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

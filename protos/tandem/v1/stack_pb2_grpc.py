@@ -57,7 +57,7 @@ class StackServiceServicer(object):
     """
 
     def WatchStack(self, request, context):
-        """Who there is in both pools: at once, and again whenever it has changed.
+        """The instances of both pools: at once, and after every change.
 
         - RESOURCE_EXHAUSTED: too many watchers.
         """
@@ -69,14 +69,14 @@ class StackServiceServicer(object):
         """Starts or drains processes until the pool has the wanted size; answers as soon as that has begun.
 
         - INVALID_ARGUMENT: no such role.
-        - FAILED_PRECONDITION: the stack cannot have this size, or it is ending.
+        - FAILED_PRECONDITION: the stack does not support this size, or it is stopping.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeLead(self, request, context):
-        """Asks to be the one router that scales.
+        """Acquires or renews the lead: one router scales at a time.
 
         - INVALID_ARGUMENT: the holder is empty or too long, or the lease is out of range.
         """

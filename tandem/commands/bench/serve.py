@@ -1,44 +1,175 @@
-"""`tandem bench serve`: a load on a running stack or on any OpenAI endpoint, and what its clients see."""
+"""`tandem bench serve`: puts load on a running stack or any OpenAI endpoint and measures it as its clients do."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import click
 
-from tandem.commands.bench.serve_options import arrival_options, endpoint_options, output_options, workload_options
-from tandem.commands.secured import given_credentials, secured
+from tandem.bench.serve.results import Point, Results, format_rate, page, sweep_table, write_json
+from tandem.commands.options import credential_options, given_credentials, option_group
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from tandem.bench.serve.endpoint import Endpoint, PlannedRequest
+    from tandem.bench.serve.load import Progress, Sweep
+    from tandem.bench.serve.options import ServeOptions
+    from tandem.bench.serve.report import Objectives
+    from tandem.client.credentials import Credentials
+
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+_COUNT = click.IntRange(min=1)
+
+
+def _parse_rates(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...]:
+    if text is None:
+        return ()
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = (math.nan,)
+    if not all(rate > 0 for rate in rates):
+        raise click.BadParameter(
+            f"{text!r}: write requests per second, such as 2, several such as 1,2,4, or inf: all at once"
+        )
+    return rates
+
+
+_endpoint_options = option_group(
+    click.option("--address", metavar="HOST:PORT", help="A Tandem router.  [default: the local stack]"),
+    click.option("--url", metavar="URL", help="An OpenAI endpoint instead, such as http://127.0.0.1:8000."),
+    click.option("--model", default="", metavar="NAME", help="Model to request.  [default: the served one]"),
+    click.option(
+        "--connections", type=click.IntRange(1, 256), default=4, show_default=True,
+        help="gRPC connections; each carries many requests at a time.",
+    ),
+    click.option(
+        "--prompt-as", type=click.Choice(["ids", "text"]), default="ids", show_default=True,
+        help="Form of the prompts for --url; text requires --tokenizer; the server's usage then gives their lengths.",
+    ),
+    click.option(
+        "--header", "headers", multiple=True, metavar="'NAME: VALUE'",
+        help="HTTP header for --url; may be given several times. OPENAI_API_KEY is sent if set.",
+    ),
+    click.option("--extra-body", metavar="JSON", help="Merged into each request for --url; null removes a key."),
+)  # fmt: skip
+_arrival_options = option_group(
+    click.option(
+        "--rate", "--request-rate", "rates", callback=_parse_rates, metavar="R[,R…]",
+        help="Requests per second; several run one after another; inf: all at once.  [default: 2, or the trace's]",
+    ),
+    click.option(
+        "--arrivals", type=click.Choice(["poisson", "gamma", "even"]), default="poisson", show_default=True,
+        help="The arrival process at that rate.",
+    ),
+    click.option(
+        "--burstiness", type=_POSITIVE, metavar="SHAPE",
+        help="With --arrivals gamma: 1 is Poisson, less is burstier, more is more even.",
+    ),
+    click.option(
+        "--num-requests", "--num-prompts", type=_COUNT, help="At each rate.  [default: 60, or all of a trace]"
+    ),
+    click.option(
+        "--duration", "duration_s", type=_POSITIVE, metavar="SECONDS",
+        help="Time of sending at each rate; requests in flight then finish.",
+    ),
+    click.option("--max-concurrency", type=_COUNT, help="Most requests in flight.  [default: no limit]"),
+    click.option(
+        "--timeout", "timeout_s", type=_POSITIVE, default=600.0, show_default=True, help="Seconds for each request."
+    ),
+    click.option(
+        "--warm-up", type=click.IntRange(min=0), metavar="N",
+        help="Requests before each rate that are not measured.  [default: 4, or one for each shared prefix]",
+    ),
+    click.option(
+        "--pause", "pause_s", type=click.FloatRange(min=0), default=1.0, show_default=True,
+        help="Idle seconds before each rate.",
+    ),
+    click.option("--seed", type=click.IntRange(min=0), help="Equal seeds send equal requests.  [default: a new one]"),
+)  # fmt: skip
+_workload_options = option_group(
+    click.option(
+        "--prompt-len", "--input-len", default="512", show_default=True, metavar="N|MIN:MAX", help="Tokens of a prompt."
+    ),
+    click.option(
+        "--output-len", default="64", show_default=True, metavar="N|MIN:MAX",
+        help="Tokens of an answer, which continues past end-of-sequence.",
+    ),
+    click.option(
+        "--prefix-len", type=click.IntRange(min=0), default=0, show_default=True,
+        help="Shared tokens in front of the prompt.",
+    ),
+    click.option("--num-prefixes", type=_COUNT, default=1, show_default=True, help="Different shared prefixes."),
+    click.option(
+        "--tokenizer", type=click.Path(exists=True, path_type=Path), metavar="FOLDER",
+        help="With a tokenizer.json: prompts of its ordinary tokens.  [default: the vocabulary's middle]",
+    ),
+    click.option("--vocab-size", type=_COUNT, help="Required without --tokenizer if the endpoint does not report it."),
+    click.option(
+        "--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+        help="Lengths, shared prefixes and (without --rate) times of a trace: Azure CSV or Mooncake JSONL (.gz)",
+    ),
+    click.option("--speed", type=_POSITIVE, default=1.0, show_default=True, help="Speed of the replay of a trace."),
+    click.option(
+        "--trace-from", "trace_from_s", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
+        help="Start within the trace.  [default: 0]",
+    ),
+    click.option(
+        "--trace-for", "trace_for_s", type=_POSITIVE, default=math.inf, metavar="SECONDS",
+        help="Length of the part to replay.  [default: the rest]",
+    ),
+    click.option("--length-scale", type=_POSITIVE, default=1.0, show_default=True, help="Factor of a trace's lengths."),
+    click.option("--max-prompt-len", type=_COUNT, help="Cap on a trace's prompts."),
+    click.option("--max-output-len", type=_COUNT, help="Cap on a trace's answers."),
+    click.option(
+        "--too-long", type=click.Choice(["cut", "skip"]), default="cut", show_default=True,
+        help="What to do with requests of a trace above a cap.",
+    ),
+)  # fmt: skip
+_output_options = option_group(
+    click.option(
+        "--goodput", multiple=True, metavar="WHAT:MS",
+        help="An objective: ttft, tpot or e2e, in milliseconds; may be given several times.",
+    ),
+    click.option(
+        "--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path),
+        help="Write all figures there, with settings, versions and machine.",
+    ),
+    click.option("--save-requests", is_flag=True, help="With --json: also every request with the times of its tokens."),
+    click.option(
+        "--plots", "plots_folder", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+        help="Write PNG plots there: latency and goodput over rate, ITL over time, CDFs.",
+    ),
+)  # fmt: skip
+
 
 _CTRL_C = "Ctrl-C"
 
-if TYPE_CHECKING:
-    from tandem.credentials import Credentials
-    from tandem.serve_bench.endpoints import Endpoint
-    from tandem.serve_bench.options import ServeOptions
-    from tandem.serve_bench.results import Results
-    from tandem.serve_bench.sweep import Sweep
-
 
 @click.command("serve", short_help="Latency and throughput under load, over gRPC or at any OpenAI endpoint.")
-@endpoint_options
-@arrival_options
-@workload_options
-@output_options
-@secured
+@_endpoint_options
+@_arrival_options
+@_workload_options
+@_output_options
+@credential_options
 def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path | None, **options: Any) -> None:
-    """Put a load on a running stack, or on any OpenAI endpoint, and say what its clients see.
+    """Put load on a running stack, or on any OpenAI endpoint, and measure what its clients see.
 
-    Requests are sent when they are due, whether or not others have been answered. TTFT, ITL, TPOT and E2E latency are
-    measured here, token by token; what fails or is refused is counted by reason. If this process could not keep its own
-    schedule, it says so. Ctrl-C ends it at once and prints what there is.
+    Requests are sent when they are due, whether or not earlier ones have been answered. TTFT, ITL, TPOT and E2E latency
+    are measured here, token by token; failed and rejected requests are counted by reason. A warning reports when this
+    process could not keep its own schedule. Ctrl-C ends the load at once and prints the figures so far.
 
     \b
     Examples:
-      tandem bench serve                                              the running stack, 60 requests, 2 a second
+      tandem bench serve                                              the running stack, 60 requests, 2 per second
       tandem bench serve --rate 1,2,4,8 --duration 30                 four rates, 30 seconds each
       tandem bench serve --rate 4 --goodput ttft:300 --goodput tpot:50
       tandem bench serve --rate inf --num-requests 200 --max-concurrency 16
@@ -48,24 +179,24 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
       tandem bench serve --rate 1,2,4 --json results.json --save-requests --plots plots/
       tandem bench serve --url http://127.0.0.1:8000 --tokenizer ./model   any OpenAI endpoint
 
-    docs/bench_serve.md says how each figure is counted.
+    docs/bench_serve.md defines every figure.
     """
-    from tandem.errors import TandemError
-    from tandem.serve_bench.endpoints import AskFailed
-    from tandem.serve_bench.options import ServeOptions, WrongOption
-    from tandem.serve_bench.sweep import NothingAnswers
+    from tandem.bench.serve.endpoint import RequestFailed
+    from tandem.bench.serve.load import WarmUpFailed
+    from tandem.bench.serve.options import InvalidOption, ServeOptions
+    from tandem.client.errors import TandemError
 
     if save_requests and json_file is None:
         raise click.UsageError("--save-requests goes with --json FILE")
-    if plots_folder is not None:
-        _check_plots()
+    if plots_folder is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--plots needs matplotlib, which is not installed: pip install '.[plots]'")
     try:
-        results = asyncio.run(_run(ServeOptions(**options), given_credentials(options["address"])))
-    except WrongOption as error:
+        results = asyncio.run(_bench(ServeOptions(**options), given_credentials(options["address"])))
+    except InvalidOption as error:
         raise click.UsageError(str(error)) from None
-    except (AskFailed, TandemError) as error:
+    except (RequestFailed, TandemError) as error:
         raise click.ClickException(error.message) from None
-    except NothingAnswers as error:
+    except WarmUpFailed as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -76,16 +207,10 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
         raise click.exceptions.Exit(1)
 
 
-def _check_plots() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError("--plots needs matplotlib, which is not installed: pip install '.[plots]'")
+async def _bench(options: ServeOptions, credentials: Credentials | None) -> Results:
+    from tandem.bench.serve.options import make_endpoint
 
-
-async def _run(options: ServeOptions, credentials: Credentials | None) -> Results:
-    """Finds out what is served, and measures it."""
-    from tandem.serve_bench.options import make_endpoint
-
-    sweep = options.sweep()  # first, for it finds mistakes that need no endpoint
+    sweep = options.sweep()  # first: it finds mistakes without an endpoint
     endpoint = make_endpoint(options, credentials)
     try:
         return await _measure(endpoint, options, sweep)
@@ -94,41 +219,38 @@ async def _run(options: ServeOptions, credentials: Credentials | None) -> Result
 
 
 async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> Results:
-    from tandem.serve_bench.options import check_requests, make_workload
-    from tandem.serve_bench.results import Results
-    from tandem.serve_bench.screen import Screen
-    from tandem.serve_bench.sweep import NothingAnswers, run_sweep
-    from tandem.serve_bench.table import sweep as sweep_table
+    from tandem.bench.serve.load import WarmUpFailed, run_sweep
+    from tandem.bench.serve.options import check_requests, make_workload
 
-    served = await endpoint.served()
+    served = await endpoint.served_model()
     workload = make_workload(options, served)
     results = Results(endpoint.name, served.model, {**options.as_settings(), "workload": str(workload)})
     click.echo(f"{endpoint.name}, model {served.model}; {workload}; seed {options.seed}\n")
-    screen, stop = Screen(sweep.objectives), _stop_on_signals()
+    display, stop = LoadDisplay(sweep.objectives), _stop_on_signals()
     try:
         results.points = await run_sweep(
-            endpoint, workload, sweep, screen, check=lambda requests: check_requests(requests, served), stop=stop
+            endpoint, workload, sweep, display, check=lambda requests: check_requests(requests, served), stop=stop
         )
         results.stopped_by = _CTRL_C if stop.is_set() else ""
-    except NothingAnswers as error:
+    except WarmUpFailed as error:
         if not error.points:
             raise
         results.points, results.stopped_by = error.points, str(error)
     finally:
-        screen.close()
+        display.close()
     results.counting = endpoint.counting
     if len(results.points) > 1:
         click.echo("\n".join(sweep_table(results.points)))
     if results.points:
         click.echo(f"output tokens are counted {results.counting}")
     if results.stopped_by:
-        measured = "these are the figures until then" if results.points else "nothing was measured"
+        measured = "figures until then" if results.points else "nothing was measured"
         click.echo(f"PARTIAL, stopped: {results.stopped_by}; {measured}")
     return results
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """Set by the first Ctrl-C, or its like; the next one is as rude as ever."""
+    """Set by the first Ctrl-C or SIGTERM; a second one has its default effect."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
 
@@ -143,17 +265,49 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 def _write(results: Results, json_file: Path | None, save_requests: bool, plots_folder: Path | None) -> None:
-    """Raises ClickException for what cannot be written."""
-    from tandem.serve_bench.results import write_json
-
+    """Raises ClickException for a file that cannot be written."""
     try:
         if json_file is not None:
             write_json(json_file, results, with_records=save_requests)
             click.echo(f"written: {json_file}")
         if plots_folder is not None and results.points:
-            from tandem.serve_bench.plot_files import write_plots
+            from tandem.bench.serve.plots import write_plots
 
             for path in write_plots(results, plots_folder):
                 click.echo(f"written: {path}")
     except OSError as error:
         raise click.ClickException(f"cannot be written: {error}") from None
+
+
+class LoadDisplay:
+    """Progress on standard error (a bar on a terminal, else a line for each run); figures on standard output."""
+
+    def __init__(self, objectives: Objectives) -> None:
+        self._objectives = objectives
+        self._bar: tqdm[Never] | None = None
+
+    def warm_up(self, rate: float | None, num_requests: int) -> None:
+        click.echo(f"{format_rate(rate)}: warming up with {num_requests} requests …", err=True)
+
+    def begin(self, rate: float | None, requests: Sequence[PlannedRequest]) -> None:
+        click.echo(f"{format_rate(rate)}: {len(requests)} requests …", err=True)
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=len(requests), unit="request", miniters=0, leave=False, file=sys.stderr)
+
+    def progress(self, progress: Progress) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix(in_flight=progress.in_flight, failed=progress.failed, refresh=False)
+            self._bar.update(progress.done - self._bar.n)
+
+    def end(self, point: Point) -> None:
+        self.close()
+        click.echo(f"{format_rate(point.rate)}")
+        click.echo("\n".join(page(point.report, self._objectives)) + "\n")
+
+    def close(self) -> None:
+        """Removes the bar. Idempotent."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

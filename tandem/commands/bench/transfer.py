@@ -1,4 +1,4 @@
-"""`tandem bench transfer`: how fast KV blocks move, by connector."""
+"""`tandem bench transfer`: the speed of KV transfers, by connector."""
 
 from __future__ import annotations
 
@@ -6,47 +6,33 @@ import importlib.util
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tandem.stack_settings import CONNECTORS
-from tandem.transfer_bench import private_redis
-from tandem.transfer_bench.choice import ConnectorChoice, medium_of
-from tandem.transfer_bench.options import Options, kv_options
+from tandem.commands.options import kv_options
+from tandem.connectors import CONNECTORS, ConnectorChoice, Options
 
 if TYPE_CHECKING:
-    from tandem.transfer_bench.measure import Result
+    from tandem.bench.transfer.measure import Result
 
 _MULTIPLE_OF = 64
-_NEEDS = {
-    "nixl": ("nixl", "pip install '.[nixl]'"),
-    "lmcache": ("lmcache", "pip install '.[lmcache]'"),
-}
+_NEEDS = {"nixl": ("nixl", "pip install '.[nixl]'"), "lmcache": ("lmcache", "pip install '.[lmcache]'")}
 
 
-@click.command("transfer", short_help="How fast KV blocks move, by connector.")
+@click.command("transfer", short_help="The speed of KV transfers, by connector.")
 @click.option(
-    "--connector",
-    "connectors",
-    multiple=True,
-    metavar="NAME",
-    help=f"One of {', '.join(CONNECTORS)}, or module:Class; may be given several times.  [default: all that are here]",
-)
+    "--connector", "connectors", multiple=True, metavar="NAME",
+    help=f"One of {', '.join(CONNECTORS)}, or module:Class; may be given several times.  [default: all installed ones]",
+)  # fmt: skip
 @click.option(
-    "--blocks",
-    "block_counts",
-    type=click.IntRange(1, 65536),
-    multiple=True,
-    default=[64],
-    show_default=True,
+    "--blocks", "block_counts", type=click.IntRange(1, 65536), multiple=True, default=[64], show_default=True,
     help="Blocks moved at once; may be given several times.",
-)
+)  # fmt: skip
 @click.option(
     "--block-bytes",
     "block_sizes",
@@ -57,31 +43,21 @@ _NEEDS = {
     help="Size of a block, a multiple of 64; may be given several times.",
 )
 @click.option(
-    "--digest",
-    type=click.Choice(["both", "on", "off"]),
-    default="both",
-    show_default=True,
-    help="Whether pages carry a keyed BLAKE3 digest, which the reader checks.",
-)
+    "--digest", type=click.Choice(["both", "on", "off"]), default="both", show_default=True,
+    help="Whether pages carry a keyed BLAKE3 digest that the reader verifies.",
+)  # fmt: skip
 @click.option(
-    "--tls",
-    "transports",
-    multiple=True,
-    metavar="UCX_TLS",
-    default=["auto", "tcp"],
-    show_default=True,
+    "--tls", "transports", multiple=True, metavar="UCX_TLS", default=["auto", "tcp"], show_default=True,
     help="Transports for nixl; auto is UCX's own choice. May be given several times.",
-)
+)  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1, 1000), default=9, show_default=True, help="Measured rounds.")
 @click.option("--kv-url", metavar="URL", help="Redis to use: redis://host:port/0.  [default: a private one]")
 @click.option("--kv-folder", type=click.Path(path_type=Path), help="Folder for shared_storage.  [default: /dev/shm]")
 @kv_options
 @click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Also write every figure there.",
-)
+    "--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Also write all figures there.",
+)  # fmt: skip
 def command(
     *,
     connectors: tuple[str, ...],
@@ -93,16 +69,16 @@ def command(
     json_file: Path | None,
     **connection: Any,
 ) -> None:
-    """How fast KV blocks move from one process to another, by connector, next to what the medium itself gives.
+    """Measure the transfer of KV blocks between two processes, by connector, next to the raw speed of the medium.
 
-    One process lends blocks and this one reads them: through the connector without digests, with them, and raw, by the
-    plainest loop that the medium allows (read the files, GET on one connection, a bare nixl read). The ways take turns
-    within each round and every byte is compared, so on a busy machine GB/s suffer and shares of raw hardly do. Nothing
-    is left behind: no file, no key, no process; Ctrl-C ends it at once.
+    One process offers blocks and this one reads them: through the connector without digests, with them, and raw, by the
+    plainest loop that the medium allows (read the files, GET on one connection, a bare nixl read). The ways alternate
+    within each round and every byte is compared: load on the machine lowers GB/s, but hardly the shares of raw. All
+    files, keys and processes are removed; Ctrl-C ends it at once.
 
     \b
     Examples:
-      tandem bench transfer                                       everything that is installed, about a minute
+      tandem bench transfer                                       every installed connector, about a minute
       tandem bench transfer --connector nixl --tls tcp
       tandem bench transfer --connector redis --kv-url redis://10.0.0.7:6379/0
       tandem bench transfer --connector shared_storage --kv-folder /mnt/shared
@@ -111,23 +87,23 @@ def command(
     """
     for size in block_sizes:
         if size % _MULTIPLE_OF:
-            raise click.UsageError(f"--block-bytes {size} is no multiple of {_MULTIPLE_OF}; {size - size % 64} is one")
-    names = connectors or tuple(CONNECTORS)
+            raise click.UsageError(f"--block-bytes {size} is not a multiple of {_MULTIPLE_OF}; {size - size % 64} is")
     try:
-        choices = [_choice(name, is_chosen=bool(connectors), **connection) for name in names]
+        choices = [_choice(name, named=bool(connectors), **connection) for name in connectors or CONNECTORS]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    plan = _Plan(
-        [choice for choice in choices if choice is not None],
-        transports,
-        [(count, size) for size in block_sizes for count in block_counts],
-        ["off", "on"] if digest == "both" else [digest],
-        rounds,
-    )
+    subjects = [
+        (choice, "" if tls == "auto" else tls, num_blocks, block_bytes)
+        for choice in choices
+        if _is_installed(choice)
+        for tls in (transports if choice.name == "nixl" else ("",))
+        for block_bytes in block_sizes
+        for num_blocks in block_counts
+    ]
     with _interruptible():
-        results, num_failed = _measure_all(plan)
+        results, num_failed = _measure_all(subjects, ["off", "on"] if digest == "both" else [digest], rounds)
     if json_file is not None and results:
-        from tandem.transfer_bench.report import write_json
+        from tandem.bench.transfer.measure import write_json
 
         write_json(json_file, results)
         click.echo(f"written: {json_file}")
@@ -135,65 +111,56 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What is measured."""
-
-    choices: list[ConnectorChoice]
-    transports: tuple[str, ...]
-    sizes: list[tuple[int, int]]
-    """(blocks, bytes of each)"""
-    digests: list[str]
-    num_rounds: int
-
-    def runs(self) -> Iterator[tuple[ConnectorChoice, str, int, int]]:
-        """In the order of the report."""
-        for choice in self.choices:
-            for tls in self.transports if choice.name == "nixl" else ("",):
-                for num_blocks, block_bytes in self.sizes:
-                    yield choice, "" if tls == "auto" else tls, num_blocks, block_bytes
-
-
-def _choice(
-    name: str, *, is_chosen: bool, kv_url: str | None, kv_folder: Path | None, options: Options
-) -> ConnectorChoice | None:
-    """None: it is not here, which was said. Of all connectors, only the one that has a setting is given it."""
-    if not is_chosen:
+def _choice(name: str, *, named: bool, kv_url: str | None, kv_folder: Path | None, options: Options) -> ConnectorChoice:
+    """Raises ValueError. Unless connectors are named, URL and folder go to those that have one."""
+    if not named:
         kv_url = kv_url if name == "redis" else None
         kv_folder = kv_folder if name == "shared_storage" else None
-    choice = ConnectorChoice(name, kv_url, kv_folder, options)
-    module, install = _NEEDS.get(name, ("", ""))
+    return ConnectorChoice(name, kv_url, kv_folder, options)
+
+
+def _is_installed(choice: ConnectorChoice) -> bool:
+    """Whether the connector can be measured; if not, prints what to install."""
+    module, install = _NEEDS.get(choice.name, ("", ""))
     if module and importlib.util.find_spec(module) is None:
-        click.echo(f"{name}: skipped, it is not installed: {install}")
-        return None
-    if name == "redis" and kv_url is None and private_redis.installed() is None:
-        click.echo(f"redis: skipped, there is no redis-server here: {private_redis.INSTALL}")
-        return None
-    return choice
+        click.echo(f"{choice.name}: skipped, not installed: {install}")
+        return False
+    if choice.name == "redis" and choice.kv_url is None:
+        from tandem.bench.transfer.media import INSTALL_REDIS, installed_redis
+
+        if installed_redis() is None:
+            click.echo(f"redis: skipped, no redis-server is installed: {INSTALL_REDIS}")
+            return False
+    return True
 
 
-def _measure_all(plan: _Plan) -> tuple[list[Result], int]:
-    """Print each table when it is there. Returns the results and how many measurements failed."""
+def _measure_all(
+    subjects: Sequence[tuple[ConnectorChoice, str, int, int]], digests: Sequence[str], num_rounds: int
+) -> tuple[list[Result], int]:
+    """Prints each table as soon as it is measured. Returns the results and the number of failed measurements.
+
+    A subject is a connector, UCX_TLS, a number of blocks and the bytes of each.
+    """
     from engine.errors import EngineError
-    from kv_transfer.store import StoreError
-    from tandem.transfer_bench.half import Shape, TransferFailed
-    from tandem.transfer_bench.measure import measure
-    from tandem.transfer_bench.report import LEGEND, table
+    from kv_transfer.stores.base import StoreError
+    from tandem.bench.transfer.endpoint import Shape, TransferFailed
+    from tandem.bench.transfer.measure import LEGEND, measure, table
+    from tandem.bench.transfer.media import medium_of
 
     results: list[Result] = []
     num_failed = 0
-    for choice, tls, num_blocks, block_bytes in plan.runs():
+    for choice, tls, num_blocks, block_bytes in subjects:
         medium = medium_of(choice, tls=tls)
-        progress = _Progress(medium.name)
+        progress = _ProgressLine(medium.name)
         try:
             shape = Shape(num_blocks, block_bytes)
-            result = measure(medium, shape, digests=plan.digests, num_rounds=plan.num_rounds, say=progress.say)
+            result = measure(medium, shape, digests=digests, num_rounds=num_rounds, progress=progress.show)
         except (EngineError, StoreError, TransferFailed, OSError) as error:
-            progress.end()
+            progress.clear()
             num_failed += 1
-            click.echo(choice.redacted(f"{medium.name}: failed: {error}") + "; tandem doctor says more\n")
+            click.echo(choice.redacted(f"{medium.name}: failed: {error}") + "; run tandem doctor for details\n")
             continue
-        progress.end()
+        progress.clear()
         results.append(result)
         click.echo(choice.redacted("\n".join(table(result))) + "\n")
     if results:
@@ -201,8 +168,8 @@ def _measure_all(plan: _Plan) -> tuple[list[Result], int]:
     return results, num_failed
 
 
-class _Progress:
-    """One line on standard error that changes; off a terminal, one line for each thing that is measured."""
+class _ProgressLine:
+    """One line on standard error that changes; off a terminal, one line for each measurement."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -210,18 +177,18 @@ class _Progress:
         if not self._is_live:
             click.echo(f"measuring {name} …", err=True)
 
-    def say(self, what: str) -> None:
+    def show(self, text: str) -> None:
         if self._is_live:
-            click.echo(f"\r\033[K{self._name}: {what} …", nl=False, err=True)
+            click.echo(f"\r\033[K{self._name}: {text} …", nl=False, err=True)
 
-    def end(self) -> None:
+    def clear(self) -> None:
         if self._is_live:
             click.echo("\r\033[K", nl=False, err=True)
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """The first Ctrl-C, or its like, ends what runs; a second one must not interrupt the clearing up."""
+    """The first Ctrl-C, or a like signal, ends the measurement; a second one must not interrupt the cleanup."""
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         for number in before:
@@ -235,7 +202,7 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        click.echo("\nstopped; nothing is left behind", err=True)
+        click.echo("\nstopped; all files, keys and processes are removed", err=True)
         raise SystemExit(130) from None
     finally:
         for number, handler in before.items():

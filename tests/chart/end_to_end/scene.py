@@ -14,16 +14,16 @@ from typing import Any, Self
 from helm_python import Chart
 
 from protos.tandem.v1 import generation_pb2_grpc
-from tandem.credentials import PLAINTEXT
-from tandem.redialled import open_async_channel
+from tandem.client.channel import open_async_channel
+from tandem.client.credentials import PLAINTEXT
 from tests.chart.fake_kube.container_view import ACCOUNT_MOUNT
 from tests.chart.fake_kube.helm_client import Helm
 from tests.chart.fake_kube.kinds import KINDS, Object
 from tests.chart.fake_kube.process_kube import ProcessKube
 from tests.chart.fake_kube.workloads import is_ready
-from tests.faults.load import Load, Outcome
-from tests.faults.questions import Question
 from tests.lively import BLOCK_SIZE, CHUNK
+from tests.system.load import Load, Outcome
+from tests.system.questions import Question
 
 RELEASE, FULLNAME = "on", "on-tandem"
 CLAIM = "models"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helm_python import HelmError
 
-from tandem.health import READY, health
+from tandem.client.health import READY, health
 from tests.chart.end_to_end.scene import FULLNAME, Release, cluster, install
 from tests.chart.fake_kube.workloads import is_ready
 from tests.chart.test_end_to_end_bad_charts import changed

@@ -15,8 +15,8 @@ from engine import LLM, SamplingParams
 from helm.rendering import CHART
 from tests.chart.end_to_end.conftest import aggregated
 from tests.chart.end_to_end.scene import RELEASE, WAIT_S, Release, Tide, cluster, install, values
-from tests.faults.load import Outcome
-from tests.faults.questions import Question, make_questions
+from tests.system.load import Outcome
+from tests.system.questions import Question, make_questions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

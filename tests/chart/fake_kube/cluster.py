@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import yaml
 
-from tandem.private_ca import PrivateCa
+from tandem.local_stack.pki import StackCa
 from tests.certificates import files_of
 from tests.chart.fake_kube.addresses import Network
 from tests.chart.fake_kube.controllers import Controllers
@@ -45,7 +45,7 @@ class FakeKube:
             self.store.create({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}, None)
 
     async def __aenter__(self) -> Self:
-        self._files = files_of(Path(self._folder.name), "kubernetes", PrivateCa("Fake Kubernetes"))
+        self._files = files_of(Path(self._folder.name), "kubernetes", StackCa("Fake Kubernetes"))
         self.network = Network()
         await self.come_back()
         running = (Controllers(self.store).run(), Kubelet(self.store, self.runtime, self.network).run())

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from serving.lifetime import ParentBond
+from serving.lifecycle import ParentBond
 from tests.chart.fake_kube.container_view import Node, View
 from tests.chart.fake_kube.kinds import Object
 from tests.chart.fake_kube.kubelet import SetReady

@@ -5,7 +5,7 @@
         ──otherwise──▶ ended, with success or without
 
 Each container leads a process group. `close` ends every one that is left and looks that nobody is; should this process
-be killed, the services end by their bond to it (serving/lifetime.py).
+be killed, the services end by their bond to it (serving/lifecycle.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving.lifetime import ParentBond
+from serving.lifecycle import ParentBond
 from tests.chart.fake_kube.container_view import Node
 from tests.chart.fake_kube.kinds import Object
 from tests.chart.fake_kube.kubelet import SetReady

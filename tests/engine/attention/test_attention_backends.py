@@ -53,7 +53,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     requests=requests,
     block_size=st.sampled_from([8, 16, 32]),

@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
+from engine.config import EngineConfig
 from engine.models import load_model
 from engine.models.config import ModelConfig
-from engine.models.llama import LlamaModel
+from engine.models.llama import LlamaModel, PackedLinear
 from tests.builders import lively_checkpoint, paged_step
 
 BLOCK_SIZE = 8
@@ -43,7 +44,7 @@ class _Case:
 
     def model(self, **options: Any) -> LlamaModel:
         options = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, **options}
-        return load_model(self.config, folder=self.folder, **options)
+        return load_model(self.config, EngineConfig(model=str(self.folder), **options))
 
     def expected(self, tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -153,3 +154,23 @@ def test_bfloat16_stays_near_float32(cases: dict[str, _Case]) -> None:
     expected = case.expected(tokens)
     assert logits.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min() > 0.99
+
+
+# A packed layer computes what the plain one computes, whatever the number of rows.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_equals_a_plain_linear_layer_for_any_number_of_rows(dtype: torch.dtype, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 160, generator=generator).to(dtype)
+    bias = torch.randn(96, generator=generator).to(dtype) if has_bias else None
+    layer = PackedLinear(weight, bias)
+    assert (layer.in_features, layer.out_features) == (160, 96)
+    x = torch.randn(70, 160, generator=generator).to(dtype)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    for rows in (1, 2, 7, 32, 70):
+        result = layer(x[:rows])
+        assert result.dtype == dtype
+        tolerance = 1e-4 if dtype == torch.float32 else 0.3
+        torch.testing.assert_close(result.double(), exact[:rows], atol=tolerance, rtol=0)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole ones load, sharded or not; broken ones are refused with the name of what is broken."""
+"""Complete checkpoints load, sharded or not; broken ones are rejected with the name of the broken part."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.config import EngineConfig
 from engine.errors import InvalidCheckpoint
 from engine.models import load_model
 from engine.models.config import ModelConfig
@@ -23,7 +24,7 @@ PROMPT = torch.arange(40, 64)
 
 
 def _load(folder: Path, **options: Any) -> LlamaModel:
-    return load_model(ModelConfig.from_folder(folder), folder=folder, dtype="float32", device="cpu", **options)
+    return load_model(ModelConfig.from_folder(folder), EngineConfig(model=str(folder), dtype="float32", **options))
 
 
 def _logits(model: LlamaModel) -> torch.Tensor:
@@ -66,14 +67,14 @@ def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
 
 def test_a_mis_shaped_tensor_is_named_with_both_shapes(checkpoint: Path) -> None:
     _rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}))
-    message = "'model.norm.weight' of model.safetensors has shape [5]; config.json means [96]"
+    message = "'model.norm.weight' of model.safetensors has shape [5]; config.json requires [96]"
     with pytest.raises(InvalidCheckpoint, match=re.escape(message)):
         _load(checkpoint)
 
 
 def test_an_unexpected_tensor_is_named(checkpoint: Path) -> None:
     _rewrite(checkpoint, lambda tensors: tensors.update({"model.vision.weight": torch.ones(5)}))
-    with pytest.raises(InvalidCheckpoint, match=r"no place for: 'model\.vision\.weight' of model\.safetensors"):
+    with pytest.raises(InvalidCheckpoint, match=r"does not use: 'model\.vision\.weight' of model\.safetensors"):
         _load(checkpoint)
 
 
@@ -86,7 +87,7 @@ def test_a_tensor_of_integers_is_refused(checkpoint: Path) -> None:
 def test_a_truncated_file_is_named(checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors is not a whole safetensors file"):
+    with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors is not a complete safetensors file"):
         _load(checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""A router before stub instances that is offered what they can do, and then three times as much; what came of it.
+"""A router in front of stub instances, offered their capacity and then three times as much, and the outcome.
 
 Router, instances and clients are processes of their own, and talk over sockets.
 """
@@ -23,7 +23,7 @@ SLOTS = 8
 NUM_TOKENS = 8
 TOKEN_S = 0.12
 TIMER_S = 0.002
-"""What a sleep takes longer than it should, a token."""
+"""By how much a sleep overruns, per token."""
 SERVICE_S = NUM_TOKENS * (TOKEN_S + TIMER_S)
 CAPACITY_PER_S = NUM_INSTANCES * SLOTS / SERVICE_S
 QUEUE_LIMIT_S = 5.0
@@ -31,7 +31,7 @@ QUEUE_LIMIT_S = 5.0
 
 @dataclass(frozen=True)
 class Figures:
-    """What one load brought. `per_s` counts the good ends in its steady part, by tenant."""
+    """The outcome of one load. `per_s` counts the good ends in its steady part, by tenant."""
 
     outcomes: list[Outcome]
     seconds: float
@@ -97,7 +97,7 @@ def stack(model_folder: Path, folder: Path) -> Iterator[tuple[str, psutil.Proces
 
 
 async def offer(address: str, router: psutil.Process, seconds: float, **per_s: float) -> tuple[Figures, int]:
-    """Offers `per_s` requests a second by tenant; returns what came of it, and the router's largest RSS in bytes."""
+    """Offers `per_s` requests a second by tenant; returns the outcomes and the router's largest RSS in bytes."""
     load = {
         "address": address,
         "seconds": seconds,
@@ -107,12 +107,12 @@ async def offer(address: str, router: psutil.Process, seconds: float, **per_s: f
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.router.open_load", json.dumps(load)), stdout=asyncio.subprocess.PIPE
     )
-    told = asyncio.create_task(client.communicate())
+    output = asyncio.create_task(client.communicate())
     rss = 0
-    while not told.done():
+    while not output.done():
         rss = max(rss, router.memory_info().rss)
         await asyncio.sleep(0.1)
-    outcomes = [Outcome(**fields) for fields in json.loads(told.result()[0])]
+    outcomes = [Outcome(**fields) for fields in json.loads(output.result()[0])]
     return Figures(outcomes, seconds), rss
 
 
@@ -121,19 +121,19 @@ def percentile(values: list[float], fraction: float) -> float:
 
 
 def waits_s(log: Path) -> list[float]:
-    """From the router's own log: how long each request that was let in had waited for it."""
+    """From the router's own log: how long each admitted request had waited."""
     fields = [json.loads(line).get("fields", {}) for line in log.read_text().splitlines()]
-    return [(told["admitted_ms"] - told["received_ms"]) / 1e3 for told in fields if "admitted_ms" in told]
+    return [(line["admitted_ms"] - line["received_ms"]) / 1e3 for line in fields if "admitted_ms" in line]
 
 
 @dataclass(frozen=True)
 class Overload:
-    """What the two loads brought."""
+    """The outcomes of both loads."""
 
     peak: Figures
     over: Figures
     waits_s: list[float]
-    """Of those that were let in, by the router's own log."""
+    """Of the admitted requests, by the router's own log."""
     rss: tuple[int, int]
     """The router's largest, in bytes, under each load."""
 
@@ -152,7 +152,7 @@ class Overload:
         """Part of its fair share that the tenant gets which asks for no more than that."""
         return self.over.per_s("calm") / min(CAPACITY_PER_S / 2, self.peak.per_s() / 2)
 
-    def told(self) -> dict[str, object]:
+    def summary(self) -> dict[str, object]:
         """The figures, for a table."""
         over = self.over
         first_s = [one.first_token_s for one in over.served if one.first_token_s is not None]

@@ -1,4 +1,4 @@
-"""The order in which waiting requests go: fair between tenants, by priority and arrival within one, bounded."""
+"""The order in which waiting requests start: fair between tenants, by priority and arrival within one, bounded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.fair_queue import OTHERS, Entry, FairQueue, Share
+from router.admission.fair_queue import OVERFLOW_FLOW, Entry, FairQueue, Share
 
 MAX_COST = 100
 
@@ -30,7 +30,7 @@ def start_next(queue: FairQueue[int], now_s: float = 0.0) -> Entry[int]:
 
 
 def served(queue: FairQueue[int], num: int) -> dict[str, float]:
-    """What each flow got of the next `num` starts, one in service at a time."""
+    """How many each flow got of the next `num` starts, one in service at a time."""
     got: dict[str, float] = defaultdict(float)
     for _ in range(num):
         entry = start_next(queue)
@@ -59,7 +59,7 @@ def test_the_last_is_the_newest_of_the_lowest_priority() -> None:
     costs=st.lists(st.lists(st.integers(1, MAX_COST), min_size=60, max_size=60), min_size=2, max_size=4),
     weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=4, max_size=4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_backlogged_flows_are_never_further_apart_than_one_request_each(
     costs: list[list[int]], weights: list[float]
 ) -> None:
@@ -102,7 +102,7 @@ def test_a_flow_that_was_idle_earns_nothing_and_owes_nothing() -> None:
     assert abs(got["late"] - got["flood"]) <= 20
 
 
-def test_who_was_underestimated_pays_afterwards() -> None:
+def test_an_underestimated_flow_pays_afterwards() -> None:
     queue = queue_of()
     for _ in range(400):
         push(queue, "modest", cost=10)
@@ -116,7 +116,7 @@ def test_who_was_underestimated_pays_afterwards() -> None:
     assert 0.8 < got["liar"] / got["modest"] < 1.25
 
 
-def test_a_flow_at_its_own_bound_holds_nobody_up() -> None:
+def test_a_flow_at_its_own_limit_delays_no_other() -> None:
     queue = queue_of({"bounded": Share(max_entries=1), "light": Share(max_cost=15)})
     for flow in ("bounded", "light"):
         for _ in range(3):
@@ -149,7 +149,7 @@ def test_waiting_at_its_own_bound_earns_nothing() -> None:
     assert abs(got["bounded"] - got["free"]) <= 20
 
 
-def test_an_empty_house_remembers_nobody() -> None:
+def test_an_empty_queue_forgets_all_flows() -> None:
     queue = queue_of()
     entries = [push(queue, f"flow-{i}", cost=i + 1) for i in range(10)]
     queue.remove(entries.pop(), 0.0)
@@ -163,7 +163,7 @@ def test_an_empty_house_remembers_nobody() -> None:
 def test_strangers_cost_bounded_memory() -> None:
     queue = queue_of(max_flows=8)
     push(queue, "resident", cost=1)
-    start_next(queue)  # so that the house is never empty
+    start_next(queue)  # so that the rig is never empty
     for number in range(1000):
         entry = push(queue, f"stranger-{number}", cost=5)
         queue.start(entry, 0.0)
@@ -171,13 +171,13 @@ def test_strangers_cost_bounded_memory() -> None:
         assert queue.num_flows <= 8
     waiting = [push(queue, f"waiter-{number}") for number in range(50)]
     assert queue.num_flows <= 9
-    assert sum(entry.flow == OTHERS for entry in waiting) > 40
+    assert sum(entry.flow == OVERFLOW_FLOW for entry in waiting) > 40
     for entry in waiting:
         queue.remove(entry, 0.0)
     assert queue.num_queued == 0
 
 
-def test_who_is_in_debt_is_not_forgotten_while_others_are_there() -> None:
+def test_a_flow_in_debt_is_not_forgotten_while_others_are_there() -> None:
     queue = queue_of()
     push(queue, "resident", cost=1)
     start_next(queue)
@@ -193,7 +193,7 @@ def test_who_is_in_debt_is_not_forgotten_while_others_are_there() -> None:
 def test_the_predicted_wait_is_that_of_its_own_line() -> None:
     queue = queue_of()
     first = push(queue, "flood", cost=10)
-    queue.stays(first, 0.0)
+    queue.wait_begins(first, 0.0)
     assert queue.predicted_wait_s(first, None) is None
     for _ in range(100):
         push(queue, "flood", cost=10)
@@ -233,7 +233,7 @@ Operation = tuple[str, int, int, int]
         max_size=120,
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_happens_the_sums_are_right_and_everything_ends(operations: list[Operation]) -> None:
     queue = queue_of({"flow-0": Share(2.0, max_entries=2), "flow-1": Share(0.5, max_cost=60)}, max_flows=4)
     queued: list[Entry[int]] = []
@@ -262,7 +262,7 @@ def test_whatever_happens_the_sums_are_right_and_everything_ends(operations: lis
             queued.remove(head)
             running.append(head)
         else:
-            assert running, "somebody waits, nobody runs, and nobody may start"
+            assert running, "entries wait, none runs, and none may start"
             entry = running.pop()
             queue.finish(entry, entry.cost)
     assert queue.num_flows == 0

@@ -2,7 +2,7 @@
 
 Requests arrive at random (Poisson, from a seed), wait until an instance has a place, run for `SERVICE_S` in the mean
 and leave. An instance that is asked for starts after `start_s`; one that is to go leaves what it runs to the others.
-The owner of all these is an `Actuator` like any other, with a lease for whoever leads, and can be told to fail.
+The owner of the instances is an `Actuator` with a lease for the leader, and can be set to fail.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from router.autoscaler.actuator import ActuatorError
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.observation import PoolObservation
-from router.autoscaler.policy import AutoscalerSettings
 from router.autoscaler.resizer import Resizer
-from router.config import PoolSettings
-from router.pools.instances import Role
-from router.pools.membership import StaticMembership
+from router.autoscaler.settings import AutoscalerSettings
+from router.pools.discovery import StaticDiscovery
+from router.pools.instance_info import Role
 from router.pools.pool import Pools
-from tests.router.autoscaler.scene import NUM_SEQS, instance, pool, pool_of
+from router.pools.settings import PoolSettings
+from tests.router.autoscaler.builders import NUM_SEQS, instance, pool, pool_of
 
 SERVICE_S = 4.0
 PER_INSTANCE = NUM_SEQS / SERVICE_S
@@ -35,7 +35,7 @@ Load = Callable[[float], float]
 
 @dataclass
 class Owner:
-    """Sizes, and whoever may change them. Its time is the event loop's."""
+    """Desired sizes, and the lead. Its time is the event loop's."""
 
     of: dict[Role, int]
     resizes: list[tuple[float, Role, int]] = field(default_factory=list)
@@ -83,7 +83,7 @@ def now() -> float:
 
 
 class Simulation:
-    """The decode pool of `owner`. `advance` moves it to the present; `look` is what an observer would see."""
+    """The decode pool of `owner`. `advance` moves it to the present; `observation` is what an observer would see."""
 
     def __init__(self, owner: Owner, load: Load, settings: AutoscalerSettings, *, start_s: float = 5.0, seed: int = 0):
         self.owner = owner
@@ -106,7 +106,7 @@ class Simulation:
             gone = sum(self._rng.random() < _TICK_S / SERVICE_S for _ in range(running))
             self.num_inside += self._poisson(self._load(self._at_s) * _TICK_S) - gone
 
-    def look(self, sizes: Mapping[Role, int]) -> dict[Role, PoolObservation]:
+    def observe(self, sizes: Mapping[Role, int]) -> dict[Role, PoolObservation]:
         self.advance()
         up_s = [now() - since_s for since_s in self._up_since_s if now() >= since_s]
         share, rest = divmod(self.num_inside, max(len(up_s), 1))
@@ -136,9 +136,9 @@ class Simulation:
 
 
 def resizer_of(owner: Owner) -> Resizer:
-    """The real one, over pools in which nobody is."""
-    nobody = StaticMembership([])
-    return Resizer(owner, Pools(nobody, nobody, _undialled, PoolSettings()))
+    """A real Resizer, over empty pools."""
+    empty = StaticDiscovery([])
+    return Resizer(owner, Pools(empty, empty, _undialled, PoolSettings()))
 
 
 def autoscaler(
@@ -150,11 +150,11 @@ def autoscaler(
 ) -> Autoscaler:
     """The real loop, on the event loop's clock."""
     resizer = resizer or resizer_of(owner)
-    return Autoscaler(resizer, owner, simulation.look, settings, holder=holder, clock=now)
+    return Autoscaler(resizer, owner, simulation.observe, settings, holder=holder, clock=now)
 
 
 def _undialled(address: str) -> object:
-    raise AssertionError(f"{address} is dialled, though nobody is in the pools")
+    raise AssertionError(f"{address} is dialled, though the pools are empty")
 
 
 async def simulate(

@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from router.autoscaler.decide import ScaleDecision, decide
-from router.autoscaler.history import History
-from router.autoscaler.observation import DoorLook, PoolObservation
-from router.autoscaler.policy import PoolPolicy
-from tests.router.autoscaler.scene import (
+from router.autoscaler.decide import History, ScaleDecision, decide
+from router.autoscaler.observation import PoolObservation, QueueSample
+from router.autoscaler.settings import PoolPolicy
+from tests.router.autoscaler.builders import (
     INTERVAL_S,
     LONG_AGO,
     NOW_S,
@@ -29,11 +28,11 @@ from tests.router.autoscaler.scene import (
 
 
 def decided(
-    look: Callable[[float], PoolObservation], history: History = LONG_AGO, minutes: float = 6.0, **policy: Any
+    observation: Callable[[float], PoolObservation], history: History = LONG_AGO, minutes: float = 6.0, **policy: Any
 ) -> ScaleDecision:
     """What is decided after minutes of the same."""
-    looks = for_minutes(look, minutes)
-    return decide(looks, policy_of(looks[0].role, **policy), history, STALE_S)
+    observations = for_minutes(observation, minutes)
+    return decide(observations, policy_of(observations[0].role, **policy), history, STALE_S)
 
 
 def steady(size: int, **fields: Any) -> Callable[[float], PoolObservation]:
@@ -81,7 +80,7 @@ def test_the_reason_names_the_signal_its_value_its_target_and_what_it_would_be_a
 
 
 def test_a_queue_at_the_door_lets_the_pool_grow() -> None:
-    decision = decided(lambda at_s: replace(pool_of(2, at_s=at_s), door=DoorLook(7, 1.0)))
+    decision = decided(lambda at_s: replace(pool_of(2, at_s=at_s), queue=QueueSample(7, 1.0)))
     assert decision.new_size == 4
     assert decision.reason == "queue delay 1 s (target 0.5 s, would be 0.5 with 4)"
 
@@ -100,18 +99,18 @@ def test_a_latency_above_its_objective_lets_the_pool_grow_while_something_waits(
 
 
 def test_an_overload_that_does_not_last_changes_nothing() -> None:
-    looks = for_minutes(steady(2, num_running=7))
-    looks[-1] = pool_of(2, num_running=10)
-    decision = decide(looks, policy_of(), LONG_AGO, STALE_S)
+    observations = for_minutes(steady(2, num_running=7))
+    observations[-1] = pool_of(2, num_running=10)
+    decision = decide(observations, policy_of(), LONG_AGO, STALE_S)
     assert (decision.new_size, decision.desired, decision.hold) == (2, 3, "window")
 
 
 def test_a_lull_that_does_not_last_changes_nothing() -> None:
-    looks = for_minutes(steady(2))
-    looks[10] = pool_of(2, at_s=looks[10].at_s, num_running=7)
-    assert decide(looks, policy_of(), LONG_AGO, STALE_S).hold is None  # it was more than five minutes ago
-    looks[20] = pool_of(2, at_s=looks[20].at_s, num_running=7)
-    assert decide(looks, policy_of(), LONG_AGO, STALE_S).hold == "window"
+    observations = for_minutes(steady(2))
+    observations[10] = pool_of(2, at_s=observations[10].at_s, num_running=7)
+    assert decide(observations, policy_of(), LONG_AGO, STALE_S).hold is None  # it was more than five minutes ago
+    observations[20] = pool_of(2, at_s=observations[20].at_s, num_running=7)
+    assert decide(observations, policy_of(), LONG_AGO, STALE_S).hold == "window"
 
 
 def test_the_survivor_cannot_carry_it_so_the_pool_does_not_oscillate_between_two_and_one() -> None:
@@ -123,7 +122,6 @@ def test_the_survivor_cannot_carry_it_so_the_pool_does_not_oscillate_between_two
     assert decided(steady(2, num_running=3)).new_size == 1  # 0.6 = 0.8 of the target: it carries that
 
 
-@settings(deadline=None)
 @given(
     size=st.integers(2, 16),
     running=st.integers(0, 10),
@@ -131,10 +129,10 @@ def test_the_survivor_cannot_carry_it_so_the_pool_does_not_oscillate_between_two
     used_blocks=st.integers(0, 1000),
     tokens=st.integers(0, 5000),
 )
-def test_who_shrinks_would_not_grow_again_at_once(
+def test_a_pool_that_shrinks_would_not_grow_again_at_once(
     size: int, running: int, waiting: int, used_blocks: int, tokens: int
 ) -> None:
-    """N/(N-1) of every signal, in the mean of those who stay, is below target with the margin."""
+    """N/(N-1) of every signal, in the mean of the remaining instances, is below target with the margin."""
     policy = policy_of(max_size=64)
     fields = {"num_running": running, "num_waiting": waiting, "used_blocks": used_blocks, "num_waiting_tokens": tokens}
     decision = decided(steady(size, **fields), max_size=64)
@@ -150,21 +148,21 @@ def test_who_shrinks_would_not_grow_again_at_once(
 
 
 def test_samples_of_an_instance_that_is_still_warming_up_do_not_let_the_pool_grow() -> None:
-    def look(at_s: float) -> PoolObservation:
+    def observation(at_s: float) -> PoolObservation:
         return pool(instance("a", num_running=5), instance("b", up_s=3.0, num_waiting=40), at_s=at_s, size=2)
 
-    assert decided(look).new_size == 2
+    assert decided(observation).new_size == 2
 
 
 def test_an_instance_that_is_starting_is_waited_for_before_another_is_asked_for() -> None:
-    def look(at_s: float) -> PoolObservation:
+    def observation(at_s: float) -> PoolObservation:
         return pool(instance("a", num_running=10, num_waiting=5), starting("b"), at_s=at_s, size=2)
 
     since_the_last = History(NOW_S - 60, NOW_S - 60, "out")
-    decision = decided(look, since_the_last)
+    decision = decided(observation, since_the_last)
     assert (decision.new_size, decision.hold) == (2, "pending")
     assert "1 of 2 are still starting, and are waited for 240 s more" in decision.reason
-    assert decided(look, History(NOW_S - 301, NOW_S - 301, "out")).new_size == 4
+    assert decided(observation, History(NOW_S - 301, NOW_S - 301, "out")).new_size == 4
 
 
 def test_a_starting_instance_counts_once() -> None:
@@ -179,29 +177,29 @@ def test_a_pending_instance_does_not_block_scaling_in() -> None:
 
 
 def test_a_silent_instance_blocks_scaling_in_while_its_load_is_not_known() -> None:
-    def look(at_s: float, silent_s: float = 10.0) -> PoolObservation:
+    def observation(at_s: float, silent_s: float = 10.0) -> PoolObservation:
         lost = instance("b", state="lost", report_age_s=silent_s)
         return pool(instance("a", num_running=1), lost, at_s=at_s, size=2)
 
-    assert decided(look).new_size == 2
-    assert "1 instances are silent" in decided(look).reason
-    assert decided(lambda at_s: look(at_s, 1000.0)).new_size == 1
+    assert decided(observation).new_size == 2
+    assert "1 instances are silent" in decided(observation).reason
+    assert decided(lambda at_s: observation(at_s, 1000.0)).new_size == 1
 
 
 def test_held_kv_is_not_taken_for_prefill_load() -> None:
-    """Decode is the bottleneck: prefill has computed, and nobody fetches what it holds."""
+    """Decode is the bottleneck: prefill has computed, and its KV is not fetched."""
     held = {"num_waiting": 20, "num_waiting_tokens": 20_000, "used_blocks": 950, "held_blocks": 950}
 
-    def look(at_s: float, **fields: Any) -> PoolObservation:
+    def observation(at_s: float, **fields: Any) -> PoolObservation:
         late = pool_of(2, role="prefill", at_s=at_s, **{**held, **fields})
         return replace(late, latency_s=30.0)
 
-    assert decided(look, ttft_objective_s=1.0).direction != "out"
-    assert decided(lambda at_s: look(at_s, num_running=1, held_blocks=0)).direction == "out"
+    assert decided(observation, ttft_objective_s=1.0).direction != "out"
+    assert decided(lambda at_s: observation(at_s, num_running=1, held_blocks=0)).direction == "out"
 
 
 @pytest.mark.parametrize(
-    ("look", "hold"),
+    ("observation", "hold"),
     [
         (lambda at_s: pool(size=2, at_s=at_s), "missing"),
         (lambda at_s: pool_of(2, at_s=at_s, report_age_s=60.0), "stale"),
@@ -211,19 +209,25 @@ def test_held_kv_is_not_taken_for_prefill_load() -> None:
     ],
     ids=["missing", "stale snapshots", "negative", "NaN", "no size"],
 )
-def test_what_is_not_known_decides_nothing(look: Callable[[float], PoolObservation], hold: str) -> None:
-    decision = decided(look)
+def test_what_is_not_known_decides_nothing(observation: Callable[[float], PoolObservation], hold: str) -> None:
+    decision = decided(observation)
     assert (decision.direction, decision.hold) == (None, hold)
-    looks = [*for_minutes(steady(2, num_running=10), end_s=NOW_S - INTERVAL_S), look(NOW_S)]
-    assert decide(looks, policy_of(), LONG_AGO, STALE_S).direction is None
+    observations = [*for_minutes(steady(2, num_running=10), end_s=NOW_S - INTERVAL_S), observation(NOW_S)]
+    assert decide(observations, policy_of(), LONG_AGO, STALE_S).direction is None
 
 
 def test_a_window_with_a_hole_begins_anew() -> None:
     bad = pool(size=2, at_s=0.0)
-    looks = for_minutes(steady(2))
-    one_bad = [replace(bad, at_s=look.at_s) if index == 40 else look for index, look in enumerate(looks)]
+    observations = for_minutes(steady(2))
+    one_bad = [
+        replace(bad, at_s=observation.at_s) if index == 40 else observation
+        for index, observation in enumerate(observations)
+    ]
     assert decide(one_bad, policy_of(), LONG_AGO, STALE_S).new_size == 1
-    hole = [replace(bad, at_s=look.at_s) if 40 <= index < 42 else look for index, look in enumerate(looks)]
+    hole = [
+        replace(bad, at_s=observation.at_s) if 40 <= index < 42 else observation
+        for index, observation in enumerate(observations)
+    ]
     assert decide(hole, policy_of(), LONG_AGO, STALE_S).hold == "window"
 
 
@@ -244,7 +248,7 @@ def test_a_second_change_of_direction_waits_unless_it_is_urgent() -> None:
     assert decided(steady(2, num_running=8), replace(just_shrunk, reversed_s=NOW_S - 300)).new_size == 3
 
 
-def test_who_was_put_outside_of_the_bounds_comes_back_by_steps() -> None:
+def test_a_size_outside_of_the_bounds_comes_back_by_steps() -> None:
     assert decided(steady(1), min_size=4).new_size == 2
     assert decided(steady(6, num_running=9), max_size=2).new_size == 3
     assert decided(lambda at_s: pool(size=0, at_s=at_s)).new_size == 1
@@ -292,7 +296,6 @@ def looks_of(size: int, loads: list[dict[str, int]]) -> list[PoolObservation]:
     return [pool_of(size, at_s=start_s + INTERVAL_S * index, **load) for index, load in enumerate(loads)]
 
 
-@settings(deadline=None)
 @given(size=st.integers(0, 30), loads=LOOKS, policy=POLICIES, history=HISTORIES)
 def test_never_outside_of_the_bounds_nor_further_out_and_never_more_than_double(
     size: int, loads: list[dict[str, int]], policy: PoolPolicy, history: History
@@ -308,7 +311,6 @@ def test_never_outside_of_the_bounds_nor_further_out_and_never_more_than_double(
     assert decision.reason
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 12), pairs=st.lists(st.tuples(LOADS, LOADS), min_size=1, max_size=80), history=HISTORIES)
 def test_more_load_never_makes_a_pool_smaller(
     size: int, pairs: list[tuple[dict[str, int], dict[str, int]]], history: History
@@ -319,3 +321,22 @@ def test_more_load_never_makes_a_pool_smaller(
     small, large = (decide(looks_of(size, loads), policy, history, STALE_S) for loads in (less, more))
     assert small.new_size <= large.new_size
     assert small.desired <= large.desired
+
+
+# History
+
+
+def test_the_first_change_is_no_reversal() -> None:
+    assert History(0.0).after(5.0, "out") == History(5.0, 5.0, "out", None)
+
+
+def test_a_change_the_other_way_is_one_and_is_remembered() -> None:
+    turned = History(0.0).after(5.0, "out").after(7.0, "in")
+    assert turned == History(7.0, 7.0, "in", 7.0)
+    assert turned.after(9.0, "in") == History(9.0, 9.0, "in", 7.0)
+
+
+def test_after_an_external_change_the_direction_is_open() -> None:
+    theirs = History(0.0).after(5.0, "out").after(7.0, "in").after_external_change(8.0)
+    assert theirs == History(8.0, 8.0, None, None)
+    assert theirs.after(9.0, "out").reversed_s is None

@@ -1,22 +1,22 @@
-"""What requests have seen lately, and who counts."""
+"""Latencies of recent requests, and which requests count."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from router.autoscaler.latencies import RecentLatencies, Window
-from router.journey import Journey
+from router.autoscaler.observation import RecentLatencies, Window
+from router.dispatch.trace import RequestTrace
 from router.metrics import RouterMetrics
 from router.picking.disaggregation import Decision, Disaggregation, Reason
 from router.picking.picker import Pick
 from router.picking.plan import Plan
-from router.picking.speeds import Work
-from serving.events import RequestEvent
-from tests.router.autoscaler.scene import instance, settings_of
+from router.pools.throughput import Work
+from serving.logging import RequestEvent
+from tests.router.autoscaler.builders import instance, settings_of
 
 
 def test_a_quantile_is_that_of_the_weighted_samples() -> None:
@@ -38,7 +38,6 @@ def test_old_samples_are_forgotten_and_few_tell_nothing() -> None:
     assert window.quantile(51.0, 0.5, 1) is None
 
 
-@settings(deadline=None)
 @given(samples=st.lists(st.floats(0, 1e6), min_size=1, max_size=50), part=st.floats(0.01, 1.0))
 def test_at_least_the_asked_part_is_no_larger_than_the_quantile(samples: list[float], part: float) -> None:
     window = Window(60.0)
@@ -54,7 +53,7 @@ def plan(decode_up_s: float, prefill_up_s: float | None) -> Plan:
     def pick(name: str, up_s: float) -> Pick:
         view = instance(name, up_s=up_s).view
         assert view is not None
-        return Pick(view, 0.0, num_candidates=1, num_tied=1, preferred=False, rejected=())
+        return Pick(view, 0.0, num_candidates=1, num_tied=1, preferred=False)
 
     prefill = None if prefill_up_s is None else pick("prefill-0", prefill_up_s)
     decision = Disaggregation(Decision.LOCAL, Reason.OFF, "as told")
@@ -69,10 +68,10 @@ def test_a_request_that_touched_an_instance_still_warming_up_does_not_count(
     decode_up_s: float, prefill_up_s: float | None, counts: bool
 ) -> None:
     metrics = RouterMetrics(recent=RecentLatencies(settings_of(min_samples=1)))
-    journey = Journey(metrics)
-    journey.picked(plan(decode_up_s, prefill_up_s))
-    journey.first_token()
-    journey.ended(RequestEvent.FINISHED, None, 11)
+    trace = RequestTrace(metrics)
+    trace.picked(plan(decode_up_s, prefill_up_s))
+    trace.first_token()
+    trace.ended(RequestEvent.FINISHED, None, 11)
     assert (metrics.recent.of("prefill") is not None) == counts
     assert (metrics.recent.of("decode") is not None) == counts
     assert metrics.ended["finished"] == 1
@@ -81,11 +80,11 @@ def test_a_request_that_touched_an_instance_still_warming_up_does_not_count(
 def test_itl_is_the_gap_after_the_first_token() -> None:
     recent = RecentLatencies(settings_of(min_samples=1))
     metrics = RouterMetrics(recent=recent)
-    journey = Journey(metrics)
-    start_s = journey.timeline.marks[0][1]
-    journey.timeline.mark(RequestEvent.FIRST_TOKEN, start_s + 5.0)
-    journey.timeline.mark(RequestEvent.FINISHED, start_s + 6.0)
-    metrics.request_ended("finished", journey.timeline, "local", num_choices=1, num_prompt=5, num_output=11)
+    trace = RequestTrace(metrics)
+    start_s = trace.timeline.marks[0][1]
+    trace.timeline.mark(RequestEvent.FIRST_TOKEN, start_s + 5.0)
+    trace.timeline.mark(RequestEvent.FINISHED, start_s + 6.0)
+    metrics.request_ended("finished", trace.timeline, "local", num_choices=1, num_prompt=5, num_output=11)
     assert recent.of("decode") == pytest.approx(0.1)
 
 

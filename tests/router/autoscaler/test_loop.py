@@ -13,9 +13,9 @@ import pytest
 
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.observation import PoolObservation
-from router.pools.instances import Role
+from router.pools.instance_info import Role
 from tests.router import virtual_time
-from tests.router.autoscaler.scene import settings_of
+from tests.router.autoscaler.builders import settings_of
 from tests.router.autoscaler.simulation import (
     PER_INSTANCE,
     Load,
@@ -46,7 +46,7 @@ def steps(*parts: tuple[float, float]) -> Load:
 def run_loop(
     test: Callable[[Owner, Simulation], Coroutine[Any, Any, None]], load: Load | None = None, size: int = 2
 ) -> None:
-    """`test` in virtual time, with instances that nobody scales yet; little load by default."""
+    """`test` in virtual time, with instances that are not scaled yet; little load by default."""
 
     async def main() -> None:
         owner = Owner({"prefill": 1, "decode": size})
@@ -116,7 +116,7 @@ def test_load_that_is_back_soon_after_the_pool_has_shrunk_waits_unless_it_is_urg
         await asyncio.sleep(6 * 60.0)
         first_s, second_s = reversals(owner, 2)
         assert (second_s - first_s >= WINDOW_S) == waits
-        assert (loop.standing("decode").holds["direction"] > 0) == waits
+        assert (loop.status.pools["decode"].holds["direction"] > 0) == waits
         running.cancel()
 
     run_loop(returning, steps((1, 2.2), (3.1, 0.2), (math.inf, worth)))
@@ -134,8 +134,8 @@ def test_a_blackhole_of_the_metrics_for_a_minute_resizes_nothing() -> None:
         before = list(owner.resizes)
         await asyncio.sleep(60.0)
         assert owner.resizes == before
-        assert loop.standing("decode").holds["missing"] >= 11
-        decision = loop.standing("decode").decision
+        assert loop.status.pools["decode"].holds["missing"] >= 11
+        decision = loop.status.pools["decode"].decision
         assert decision is not None
         assert "none of 2 instances is warm and reports" in decision.reason
         simulation.blackout = False
@@ -177,19 +177,19 @@ def test_an_owner_that_does_not_answer_is_asked_less_and_less_and_mentioned_once
         owner.failure, owner.num_asked = "the stack's socket is gone", 0
         await asyncio.sleep(300.0)
         assert 3 < owner.num_asked < 12  # 60 intervals
-        assert loop.status("decode").reason == "the stack's socket is gone"
-        assert not loop.leads
+        assert loop.status.to_wire("decode").reason == "the stack's socket is gone"
+        assert not loop.status.leads
         owner.failure = None
         await asyncio.sleep(120.0)
-        assert loop.leads
-        assert loop.status("decode").reason != "the stack's socket is gone"
+        assert loop.status.leads
+        assert loop.status.to_wire("decode").reason != "the stack's socket is gone"
         running.cancel()
 
     with caplog.at_level(logging.INFO, logger="router.autoscaler.loop"):
         run_loop(failing)
     assert [record.getMessage() for record in caplog.records if record.name == "router.autoscaler.loop"] == [
-        "autoscaler: the owner of the instances does not tell their numbers: the stack's socket is gone",
-        "autoscaler: no longer: the owner of the instances does not tell their numbers",
+        "autoscaler: reading the pools' sizes from their owner failed: the stack's socket is gone",
+        "autoscaler recovered: reading the pools' sizes from their owner",
     ]
 
 
@@ -201,7 +201,7 @@ def test_an_owner_that_hangs_holds_nothing_up_for_ever() -> None:
         await asyncio.sleep(200.0)
         assert owner.resizes == []
         assert owner.most_at_once == 1
-        assert loop.status("decode").reason.endswith("; no answer within 15 s")
+        assert loop.status.to_wire("decode").reason.endswith("; no answer within 15 s")
         owner.delay_s = 0.0
         await asyncio.sleep(200.0)
         assert owner.of["decode"] > 2
@@ -248,12 +248,12 @@ def test_of_two_routers_one_leads_and_the_other_takes_over_when_it_dies() -> Non
         running = {name: asyncio.create_task(loop.run()) for name, loop in loops.items()}
         await asyncio.sleep(60.0)
         assert owner.leads == ["one"]
-        assert [loop.leads for loop in loops.values()] == [True, False]
+        assert [loop.status.leads for loop in loops.values()] == [True, False]
         assert owner.of["decode"] > 1
-        changes = [loop.standing("decode").changes.total() for loop in loops.values()]
+        changes = [loop.status.pools["decode"].changes.total() for loop in loops.values()]
         assert changes[0] == len(owner.resizes) > 0
         assert changes[1] == 0
-        assert loops["two"].standing("decode").holds["not_leading"] > 0
+        assert loops["two"].status.pools["decode"].holds["not_leading"] > 0
 
         running["one"].cancel()
         before = len(owner.resizes)
@@ -261,7 +261,7 @@ def test_of_two_routers_one_leads_and_the_other_takes_over_when_it_dies() -> Non
         assert owner.leads == ["one", "two"]
         await asyncio.sleep(10 * 60.0)
         assert owner.of["decode"] == 1
-        assert loops["two"].standing("decode").changes.total() == len(owner.resizes) - before > 0
+        assert loops["two"].status.pools["decode"].changes.total() == len(owner.resizes) - before > 0
         running["two"].cancel()
 
     run_loop(two, steps((3, 2.5), (math.inf, 0.2)), size=1)
@@ -274,16 +274,16 @@ def test_a_router_that_was_held_up_longer_than_its_lead_resizes_nothing() -> Non
         def slow_clock() -> float:
             return now() + (20.0 if steps_taken else 0.0)
 
-        def look(sizes: dict[Role, int]) -> dict[Role, PoolObservation]:
+        def observation(sizes: dict[Role, int]) -> dict[Role, PoolObservation]:
             nonlocal steps_taken
-            looks = simulation.look(sizes)
+            observations = simulation.observe(sizes)
             steps_taken += 1
-            return looks
+            return observations
 
-        late = Autoscaler(resizer_of(owner), owner, look, SETTINGS, holder="late", clock=slow_clock)
+        late = Autoscaler(resizer_of(owner), owner, observation, SETTINGS, holder="late", clock=slow_clock)
         owner.of["decode"] = 20  # outside of the bounds: it would resize at once
         await late.step()
         assert owner.resizes == []
-        assert late.standing("decode").holds["not_leading"] == 1
+        assert late.status.pools["decode"].holds["not_leading"] == 1
 
     run_loop(held_up)

@@ -1,16 +1,16 @@
-"""What one look says of a pool, and what makes it say nothing."""
+"""What one observation says of a pool, and what makes it say nothing."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from router.autoscaler.observation import DoorLook, Problem
-from router.autoscaler.policy import PoolPolicy
-from tests.router.autoscaler.scene import NUM_BLOCKS, NUM_SEQS, SPEED, instance, policy_of, pool, starting
+from router.autoscaler.observation import Problem, QueueSample
+from router.autoscaler.settings import PoolPolicy
+from tests.router.autoscaler.builders import NUM_BLOCKS, NUM_SEQS, SPEED, instance, policy_of, pool, starting
 
 REPORTED = (
     *("num_waiting", "num_running", "num_loading", "num_waiting_tokens"),
@@ -34,18 +34,20 @@ def test_tokens_at_an_instance_of_unknown_speed_go_by_the_others_speed() -> None
 
 
 def test_samples_of_an_instance_that_is_still_warming_up_are_no_reason_to_grow() -> None:
-    look = pool(instance("a", num_running=2), instance("b", up_s=1.0, num_waiting=50), size=2)
-    assert [load.name for load in look.warm] == ["a"]
-    assert [load.name for load in look.others] == ["b"]
-    assert look.num_pending == 1
-    assert look.problem is None
+    observation = pool(instance("a", num_running=2), instance("b", up_s=1.0, num_waiting=50), size=2)
+    assert [load.name for load in observation.warm] == ["a"]
+    assert [load.name for load in observation.others] == ["b"]
+    assert observation.num_pending == 1
+    assert observation.problem is None
 
 
 def test_draining_and_ejected_instances_carry_load_and_are_no_warm_ones() -> None:
-    look = pool(instance("a"), instance("b", state="draining"), instance("c", out="ejected for 9 s more"), size=2)
-    assert [load.name for load in look.warm] == ["a"]
-    assert [load.name for load in look.others] == ["b", "c"]
-    assert look.num_ending == 1
+    observation = pool(
+        instance("a"), instance("b", state="draining"), instance("c", out="ejected for 9 s more"), size=2
+    )
+    assert [load.name for load in observation.warm] == ["a"]
+    assert [load.name for load in observation.others] == ["b", "c"]
+    assert observation.num_ending == 1
 
 
 def test_what_is_to_go_and_has_not_begun_to_counts_as_ending() -> None:
@@ -53,8 +55,8 @@ def test_what_is_to_go_and_has_not_begun_to_counts_as_ending() -> None:
 
 
 def test_an_instance_that_was_never_heard_of_is_pending_and_not_silent() -> None:
-    look = pool(instance("a"), starting(), size=2)
-    assert (look.num_pending, look.num_silent, look.problem) == (1, 0, None)
+    observation = pool(instance("a"), starting(), size=2)
+    assert (observation.num_pending, observation.num_silent, observation.problem) == (1, 0, None)
 
 
 @pytest.mark.parametrize("state", ["lost", "wedged"])
@@ -64,7 +66,7 @@ def test_what_a_silent_instance_carries_is_not_known_for_a_while(state: str) -> 
     assert pool(instance("a"), instance("b", state=state, report_age_s=61.0), policy=policy).num_silent == 0
 
 
-def test_a_pool_of_which_nobody_reports_decides_nothing() -> None:
+def test_a_pool_without_reports_decides_nothing() -> None:
     assert pool(size=2).problem == Problem("missing", "no instance is warm and reports")
     problem = pool(instance("a", state="lost"), instance("b", state="lost"), size=2).problem
     assert problem == Problem("missing", "none of 2 instances is warm and reports; 2 fell silent")
@@ -79,32 +81,32 @@ def test_a_stale_report_decides_nothing() -> None:
 @pytest.mark.parametrize("field", REPORTED)
 def test_a_negative_number_decides_nothing(field: str) -> None:
     problem = pool(instance("a"), instance("b", **{field: -3})).problem
-    assert problem == Problem("nonsense", f"b: {field} = -3, which cannot be")
+    assert problem == Problem("nonsense", f"b: {field} = -3, which is invalid")
 
 
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf, -1.0])
 def test_a_number_that_is_not_finite_decides_nothing(nonsense: float) -> None:
-    for look in (
+    for observation in (
         pool(instance(step_s=nonsense)),
         pool(instance(core_silence_s=nonsense)),
         pool(instance(speed=nonsense, num_waiting_tokens=10)),
         pool(instance(), latency_s=nonsense),
-        pool(instance(), door=DoorLook(1, nonsense)),
+        pool(instance(), queue=QueueSample(1, nonsense)),
         pool(instance("a"), instance("cold", up_s=0.0, step_s=nonsense)),
     ):
-        assert look.problem is not None
-        assert look.problem.kind == "nonsense"
+        assert observation.problem is not None
+        assert observation.problem.kind == "nonsense"
 
 
 def test_more_blocks_than_there_are_decide_nothing() -> None:
     problem = pool(instance(cached_blocks=1)).problem
-    assert problem == Problem("nonsense", f"decode-0 tells of {NUM_BLOCKS + 1} blocks and has {NUM_BLOCKS}")
+    assert problem == Problem("nonsense", f"decode-0 reports {NUM_BLOCKS + 1} blocks and has {NUM_BLOCKS}")
 
 
 def test_an_instance_that_does_not_tell_what_it_can_run_decides_nothing() -> None:
     problem = pool(instance(num_seqs=0)).problem
     assert problem is not None
-    assert problem.words == "decode-0 tells max_num_seqs = 0, without which its load cannot be judged"
+    assert problem.message == "decode-0 reports max_num_seqs = 0, which must be positive"
 
 
 def test_held_kv_is_no_prefill_load() -> None:
@@ -117,16 +119,15 @@ def test_held_kv_is_no_prefill_load() -> None:
 
 def test_a_prefill_queue_that_stands_still_for_held_kv_is_no_prefill_load() -> None:
     stuck = {"num_waiting": 9, "num_waiting_tokens": 9000, "used_blocks": 500, "held_blocks": 500}
-    look = pool(instance(**stuck), role="prefill", door=DoorLook(5, 3.0))
-    [load] = look.warm
-    assert load.is_held_up
-    assert (load.score, load.waiting_s, look.door.delay_s) == (0.0, 0.0, 0.0)
+    observation = pool(instance(**stuck), role="prefill", queue=QueueSample(5, 3.0))
+    [load] = observation.warm
+    assert load.is_blocked
+    assert (load.score, load.waiting_s, observation.queue.delay_s) == (0.0, 0.0, 0.0)
     [working] = pool(instance(**stuck, num_running=1), role="prefill").warm
-    assert not working.is_held_up
+    assert not working.is_blocked
     assert working.score > 3
 
 
-@settings(deadline=None)
 @given(
     report=st.fixed_dictionaries({field: st.integers(-(2**63), 2**63 - 1) for field in REPORTED}),
     floats=st.fixed_dictionaries({field: st.floats() for field in ("step_s", "core_silence_s")}),
@@ -135,11 +136,11 @@ def test_a_prefill_queue_that_stands_still_for_held_kv_is_no_prefill_load() -> N
 def test_whatever_an_instance_tells_a_look_is_sane_or_says_what_is_wrong(
     report: dict[str, int], floats: dict[str, float], speed: float | None
 ) -> None:
-    look = pool(instance(**report, **floats, speed=speed))
-    if look.problem is not None:
-        assert look.problem.words
+    observation = pool(instance(**report, **floats, speed=speed))
+    if observation.problem is not None:
+        assert observation.problem.message
         return
-    [load] = look.warm
+    [load] = observation.warm
     assert math.isfinite(load.score)
     assert load.score >= 0
     assert 0 <= load.kv_use <= 1

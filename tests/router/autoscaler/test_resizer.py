@@ -1,4 +1,4 @@
-"""Who goes, what is refused, and what is remembered of a resize, with a real owner's roster behind it."""
+"""Which instances a resize removes, what it rejects and what it records, with a real owner of the instances."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 
 from router.autoscaler.actuator import ActuatorError
 from router.autoscaler.resizer import SizeRefused, least_loaded
-from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
-from router.pools.member import State
+from router.pools.instance import State
+from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from tests.router.conftest import Run
 from tests.router.pools.owned import owned
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A member as far as the choice of victims looks at it."""
+class InstanceStub:
+    """An upstream instance as far as the choice of victims needs it."""
 
     name: str
     load: LoadReport | None = None
@@ -45,16 +45,18 @@ class Seen:
 IDLE = LoadReport("e", free_blocks=100)
 
 
-def order(*members: Seen) -> list[str]:
-    """Names in the order in which they would go, whatever the order in which they are told of."""
-    found = least_loaded(members, len(members))  # type: ignore[arg-type]
-    assert found == least_loaded(members[::-1], len(members))  # type: ignore[arg-type]
+def order(*instances: InstanceStub) -> list[str]:
+    """Names in the order of removal, whatever the order of the input."""
+    found = least_loaded(instances, len(instances))  # type: ignore[arg-type]
+    assert found == least_loaded(instances[::-1], len(instances))  # type: ignore[arg-type]
     return [address.removesuffix(":1") for address in found]
 
 
 def test_those_that_are_not_ready_go_first() -> None:
     busy = replace(IDLE, num_running=9)
-    assert order(Seen("ready", IDLE), Seen("starting"), Seen("draining", busy, out="draining")) == [
+    assert order(
+        InstanceStub("ready", IDLE), InstanceStub("starting"), InstanceStub("draining", busy, out="draining")
+    ) == [
         "starting",
         "draining",
         "ready",
@@ -64,25 +66,33 @@ def test_those_that_are_not_ready_go_first() -> None:
 def test_then_those_with_the_fewest_requests_whatever_they_do() -> None:
     running, waiting = replace(IDLE, num_running=3), replace(IDLE, num_waiting=2)
     loading = replace(IDLE, num_loading=1)
-    assert order(Seen("running", running), Seen("waiting", waiting), Seen("loading", loading), Seen("idle", IDLE)) == [
+    assert order(
+        InstanceStub("running", running),
+        InstanceStub("waiting", waiting),
+        InstanceStub("loading", loading),
+        InstanceStub("idle", IDLE),
+    ) == [
         "idle",
         "loading",
         "waiting",
         "running",
     ]
-    assert order(Seen("sent to", IDLE, num_unreported=5), Seen("reported", running)) == ["reported", "sent to"]
+    assert order(InstanceStub("sent to", IDLE, num_unreported=5), InstanceStub("reported", running)) == [
+        "reported",
+        "sent to",
+    ]
 
 
 def test_then_those_with_the_least_kv_cached_or_not() -> None:
     cached = replace(IDLE, free_blocks=40, cached_blocks=60)
     used = replace(IDLE, free_blocks=70)
-    assert order(Seen("c", cached), Seen("b", used), Seen("a", IDLE)) == ["a", "b", "c"]
+    assert order(InstanceStub("c", cached), InstanceStub("b", used), InstanceStub("a", IDLE)) == ["a", "b", "c"]
 
 
 def test_then_the_last_by_name_and_never_one_that_leaves() -> None:
-    assert order(Seen("decode-0", IDLE), Seen("decode-1", IDLE)) == ["decode-1", "decode-0"]
-    leaving = Seen("decode-9", IDLE, out="its address has left the pool", state="leaving")
-    assert least_loaded((leaving, Seen("decode-0", IDLE)), 5) == ["decode-0:1"]  # type: ignore[arg-type]
+    assert order(InstanceStub("decode-0", IDLE), InstanceStub("decode-1", IDLE)) == ["decode-1", "decode-0"]
+    leaving = InstanceStub("decode-9", IDLE, out="its address has left the pool", state="leaving")
+    assert least_loaded((leaving, InstanceStub("decode-0", IDLE)), 5) == ["decode-0:1"]  # type: ignore[arg-type]
 
 
 async def test_the_least_loaded_go_and_the_router_follows(run: Run) -> None:
@@ -95,8 +105,8 @@ async def test_the_least_loaded_go_and_the_router_follows(run: Run) -> None:
         [change] = await stack.resizer.resize({"decode": 1}, cause="autoscaler", reason="idle for an hour")
         assert (change.previous_size, change.size, change.cause) == (3, 1, "autoscaler")
         assert stack.decode_names() == ["decode-2"]
-        assert stack.resizer.last_change("decode") == change
-        assert stack.resizer.last_change("prefill") is None
+        assert stack.resizer.last_changes.get("decode") == change
+        assert stack.resizer.last_changes.get("prefill") is None
         await stack.until_ready(decode=1)
         await stack.resizer.resize({"decode": 3}, cause="operator", reason="why not")
         await stack.until_ready(decode=3)
@@ -105,20 +115,20 @@ async def test_the_least_loaded_go_and_the_router_follows(run: Run) -> None:
 @pytest.mark.parametrize(
     ("sizes", "allowed"),
     [
-        ({"decode": 0}, r"1\.\.64"),
-        ({"decode": 65}, r"1\.\.64"),
-        ({"prefill": -1}, r"0\.\.64"),
-        ({"decode": 3, "prefill": 65}, r"0\.\.64"),
+        ({"decode": 0}, r"between 1 and 64"),
+        ({"decode": 65}, r"between 1 and 64"),
+        ({"prefill": -1}, r"between 0 and 64"),
+        ({"decode": 3, "prefill": 65}, r"between 0 and 64"),
     ],
 )
 async def test_a_size_that_cannot_be_is_refused_before_anything_begins(
     run: Run, sizes: dict[str, int], allowed: str
 ) -> None:
     async with owned(run) as stack:
-        before = stack.roster.seating
+        before = stack.desired.snapshot
         with pytest.raises(SizeRefused, match=allowed):
             await stack.resizer.resize(sizes, cause="operator", reason="")  # type: ignore[arg-type]
-        assert stack.roster.seating is before
+        assert stack.desired.snapshot is before
 
 
 async def test_both_pools_begin_together_or_neither_does(run: Run) -> None:
@@ -135,19 +145,19 @@ async def test_both_pools_begin_together_or_neither_does(run: Run) -> None:
         with pytest.raises(ActuatorError, match="no room"):
             await stack.resizer.resize({"decode": 3, "prefill": 0}, cause="operator", reason="")
         assert await stack.resizer.sizes() == {"prefill": 1, "decode": 2}
-        assert stack.resizer.last_change("decode") is None
+        assert stack.resizer.last_changes.get("decode") is None
 
 
 async def test_a_pool_that_has_its_size_is_left_alone(run: Run) -> None:
     async with owned(run) as stack:
-        before = stack.roster.seating
+        before = stack.desired.snapshot
         [change] = await stack.resizer.resize({"decode": 2}, cause="operator", reason="")
         assert (change.previous_size, change.size) == (2, 2)
-        assert stack.roster.seating is before
-        assert stack.resizer.last_change("decode") is None
+        assert stack.desired.snapshot is before
+        assert stack.resizer.last_changes.get("decode") is None
 
 
-async def test_two_who_resize_at_once_do_so_one_after_the_other(run: Run) -> None:
+async def test_concurrent_resizes_run_one_after_the_other(run: Run) -> None:
     async with owned(run, num_decode=1, num_spares=5) as stack:
         changes = await asyncio.gather(
             *(stack.resizer.resize({"decode": size}, cause="operator", reason="") for size in (4, 2, 3))

@@ -1,4 +1,4 @@
-"""Pods whose containers are fake instances: they listen at their pod's address, and drain when they are told to go."""
+"""Pods whose containers are fake instances: they listen at their pod's address, and drain when they are terminated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes and who goes, against an API server that has other writers, bad days and a sharp eye for rights."""
+"""Sizes and removed pods, against an API server with other writers, failures and checked rights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.kubernetes.actuator import DELETION_COST
 from router.kubernetes.cluster import Missing
 from tests.chart.fake_kube.kinds import Object
 from tests.chart.fake_kube.kubelet import PaperRuntime
-from tests.router.kubernetes.scene import RIGHTS, Scene, scene
+from tests.router.kubernetes.release import RIGHTS, FakeRelease, fake_release
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module, "_MAX_WAIT_S", 0.01)
 
 
-def costs(found: Scene, pool: str = "decode") -> dict[str, str]:
+def costs(found: FakeRelease, pool: str = "decode") -> dict[str, str]:
     """Of the pods that have one."""
     annotated = {pod["metadata"]["name"]: pod["metadata"].get("annotations") or {} for pod in found.kube.pods(pool)}
     return {name: notes[DELETION_COST] for name, notes in annotated.items() if DELETION_COST in notes}
@@ -39,7 +39,7 @@ def without(resource: str) -> list[Object]:
 
 @pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
 async def test_pods_follow_the_sizes_that_are_written(kind: str) -> None:
-    async with scene(kind=kind) as found:
+    async with fake_release(kind=kind) as found:
         actuator = found.actuator(kind=kind.lower())
         assert await actuator.sizes() == {"prefill": 1, "decode": 2}
         await actuator.resize("decode", 4, ())
@@ -49,9 +49,9 @@ async def test_pods_follow_the_sizes_that_are_written(kind: str) -> None:
         assert await actuator.sizes() == {"prefill": 1, "decode": 1}
 
 
-async def test_a_pool_of_nobody_is_a_size_too() -> None:
+async def test_an_empty_pool_has_a_size_too() -> None:
     """Go leaves a zero out."""
-    async with scene(prefill=0) as found:
+    async with fake_release(prefill=0) as found:
         actuator = found.actuator()
         assert (await actuator.sizes())["prefill"] == 0
         await actuator.resize("prefill", 1, ())
@@ -61,7 +61,7 @@ async def test_a_pool_of_nobody_is_a_size_too() -> None:
 
 
 async def test_only_pools_with_a_workload_can_be_resized() -> None:
-    async with scene() as found:
+    async with fake_release() as found:
         actuator = found.actuator(decode="deployment/decode")
         assert await actuator.sizes() == {"decode": 2}
         with pytest.raises(ActuatorError, match=r"set kubernetes\.prefill"):
@@ -69,16 +69,16 @@ async def test_only_pools_with_a_workload_can_be_resized() -> None:
 
 
 async def test_a_workload_that_is_not_there_is_named() -> None:
-    async with scene(rights=[{**RIGHTS[0], "resourceNames": []}]) as found:
-        with pytest.raises(Missing, match="nobody/scale"):
-            await found.actuator(decode="deployment/nobody").sizes()
+    async with fake_release(rights=[{**RIGHTS[0], "resourceNames": []}]) as found:
+        with pytest.raises(Missing, match="missing/scale"):
+            await found.actuator(decode="deployment/missing").sizes()
 
 
-# Who goes
+# Which pods are removed
 
 
 async def test_the_victims_go_and_not_the_newest() -> None:
-    async with scene(decode=4) as found:
+    async with fake_release(decode=4) as found:
         actuator = found.actuator()
         await actuator.sizes()
         first, second, third, fourth = found.names("decode")
@@ -89,7 +89,7 @@ async def test_the_victims_go_and_not_the_newest() -> None:
 
 
 async def test_of_two_victims_the_first_goes_first() -> None:
-    async with scene(decode=3) as found:
+    async with fake_release(decode=3) as found:
         actuator = found.actuator()
         await actuator.sizes()
         first, second, third = found.names("decode")
@@ -99,7 +99,7 @@ async def test_of_two_victims_the_first_goes_first() -> None:
 
 
 async def test_marks_of_a_resize_that_came_to_nothing_are_taken_back() -> None:
-    async with scene(decode=3) as found:
+    async with fake_release(decode=3) as found:
         actuator = found.actuator()
         await actuator.sizes()
         first, second, third = found.names("decode")
@@ -114,8 +114,8 @@ async def test_marks_of_a_resize_that_came_to_nothing_are_taken_back() -> None:
         assert costs(found) == {}
 
 
-async def test_a_cost_that_somebody_else_wrote_is_left_alone() -> None:
-    async with scene(decode=3) as found:
+async def test_a_foreign_deletion_cost_is_left_alone() -> None:
+    async with fake_release(decode=3) as found:
         actuator = found.actuator()
         first, second, _ = found.names("decode")
         pod = found.kube.store.get("Pod", first)
@@ -126,19 +126,19 @@ async def test_a_cost_that_somebody_else_wrote_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("rights", [without("pods"), [*without("pods"), {**RIGHTS[1], "verbs": ["list"]}]])
-async def test_who_may_not_mark_pods_resizes_all_the_same(
+async def test_a_router_that_may_not_mark_pods_resizes_all_the_same(
     rights: list[Object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with scene(rights=rights) as found:
+    async with fake_release(rights=rights) as found:
         actuator = found.actuator()
         with caplog.at_level(logging.WARNING, logger="router.kubernetes.actuator"):
             await actuator.resize("decode", 1, [found.address(found.names("decode")[0])])
         assert found.size("decode") == 1
-        assert "could not be marked" in caplog.text
+        assert "could not set pod-deletion-cost" in caplog.text
 
 
 async def test_pods_of_a_stateful_set_are_not_marked_and_the_last_goes() -> None:
-    async with scene(kind="StatefulSet", decode=3) as found:
+    async with fake_release(kind="StatefulSet", decode=3) as found:
         await found.actuator(kind="statefulset").resize("decode", 2, [found.address("decode-0")])
         await found.until_ready("decode", 2)
         assert found.names("decode") == ["decode-0", "decode-1"]
@@ -149,7 +149,7 @@ async def test_pods_of_a_stateful_set_are_not_marked_and_the_last_goes() -> None
 
 
 async def test_a_rollout_does_not_hinder_a_resize() -> None:
-    async with scene() as found:
+    async with fake_release() as found:
         actuator = found.actuator()
         await actuator.sizes()
         template = found.kube.store.get("Deployment", "decode")
@@ -161,12 +161,12 @@ async def test_a_rollout_does_not_hinder_a_resize() -> None:
         assert found.asked("patch", "deployments/scale") == 2
 
 
-async def test_what_somebody_else_has_resized_since_stays() -> None:
-    async with scene() as found:
+async def test_a_concurrent_resize_is_not_overwritten() -> None:
+    async with fake_release() as found:
         late, other = found.actuator(), found.actuator()
         await late.sizes()
         await other.resize("decode", 5, ())
-        with pytest.raises(ActuatorError, match="somebody else has resized the decode pool from 2 to 5"):
+        with pytest.raises(ActuatorError, match="the decode pool was resized from 2 to 5"):
             await late.resize("decode", 1, ())
         assert found.size("decode") == 5
         await late.resize("decode", 4, ())
@@ -174,7 +174,7 @@ async def test_what_somebody_else_has_resized_since_stays() -> None:
 
 
 async def test_a_stale_answer_decides_nothing() -> None:
-    async with scene() as found:
+    async with fake_release() as found:
         actuator, other = found.actuator(), found.actuator()
         before = found.kube.store.revision
         await other.resize("decode", 6, ())
@@ -186,8 +186,8 @@ async def test_a_stale_answer_decides_nothing() -> None:
         assert found.size("decode") == 6
 
 
-async def test_whoever_has_written_the_same_size_has_done_it() -> None:
-    async with scene() as found:
+async def test_a_concurrent_resize_to_the_same_size_succeeds() -> None:
+    async with fake_release() as found:
         late, other = found.actuator(), found.actuator()
         await late.sizes()
         await other.resize("decode", 3, ())
@@ -201,7 +201,7 @@ async def test_whoever_has_written_the_same_size_has_done_it() -> None:
 @pytest.mark.parametrize("code", [409, 429, 500, 503])
 @pytest.mark.parametrize("is_done", [False, True])
 async def test_a_write_that_fails_once_is_written_once(code: int, is_done: bool) -> None:
-    async with scene() as found:
+    async with fake_release() as found:
         actuator = found.actuator()
         await actuator.sizes()
         fault = found.kube.order("patch", "deployments/scale", code, is_done=is_done, retry_after_s=1)
@@ -213,7 +213,7 @@ async def test_a_write_that_fails_once_is_written_once(code: int, is_done: bool)
 
 @pytest.mark.parametrize("code", [409, 429, 500, 503])
 async def test_a_server_that_goes_on_failing_leaves_the_size_and_is_not_asked_for_ever(code: int) -> None:
-    async with scene() as found:
+    async with fake_release() as found:
         actuator = found.actuator()
         await actuator.sizes()
         fault = found.kube.order("patch", "deployments/scale", code, times=None)
@@ -228,7 +228,7 @@ async def test_a_server_that_goes_on_failing_leaves_the_size_and_is_not_asked_fo
 
 @pytest.mark.parametrize("code", [429, 500])
 async def test_reading_is_tried_again_too(code: int) -> None:
-    async with scene() as found:
+    async with fake_release() as found:
         fault = found.kube.order("get", "deployments/scale", code, times=2)
         assert await found.actuator().sizes() == {"prefill": 1, "decode": 2}
         assert fault.num_met == 2
@@ -236,7 +236,7 @@ async def test_reading_is_tried_again_too(code: int) -> None:
 
 async def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module, "_TRY_S", 0.05)
-    async with scene() as found:
+    async with fake_release() as found:
         actuator = found.actuator()
         await actuator.sizes()
         found.kube.order("patch", "deployments/scale", delay_s=60.0, times=None)
@@ -247,7 +247,7 @@ async def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.Mon
 
 async def test_marking_that_takes_too_long_does_not_hold_the_resize_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.kubernetes.actuator._MARKING_S", 0.05)
-    async with scene() as found:
+    async with fake_release() as found:
         found.kube.order("list", "pods", delay_s=60.0)
         async with asyncio.timeout(30):
             await found.actuator().resize("decode", 1, [found.address(found.names("decode")[0])])
@@ -255,7 +255,7 @@ async def test_marking_that_takes_too_long_does_not_hold_the_resize_up(monkeypat
 
 
 async def test_a_server_that_is_gone_is_an_error_until_it_is_back() -> None:
-    async with scene() as found:
+    async with fake_release() as found:
         actuator = found.actuator()
         await found.kube.go_away()
         with pytest.raises(ActuatorError, match="Kubernetes cannot be reached to GET"):
@@ -264,8 +264,8 @@ async def test_a_server_that_is_gone_is_an_error_until_it_is_back() -> None:
         assert await actuator.sizes() == {"prefill": 1, "decode": 2}
 
 
-async def test_a_missing_right_is_told_in_the_server_s_words_and_not_tried_again() -> None:
-    async with scene(rights=without("deployments/scale")) as found:
+async def test_a_missing_right_is_reported_with_the_server_s_message_and_not_retried() -> None:
+    async with fake_release(rights=without("deployments/scale")) as found:
         fault = found.kube.order("get", "deployments/scale")
         with pytest.raises(ActuatorError, match=r'cannot get resource "deployments/scale".*docs/kubernetes\.md'):
             await found.actuator().sizes()
@@ -275,7 +275,7 @@ async def test_a_missing_right_is_told_in_the_server_s_words_and_not_tried_again
 async def test_pods_that_start_slowly_do_not_change_what_is_told() -> None:
     runtime = PaperRuntime()
     runtime.unready.add("decode")
-    async with scene(runtime, ready=False) as found:
+    async with fake_release(runtime, ready=False) as found:
         actuator = found.actuator()
         await actuator.resize("decode", 3, ())
         assert await actuator.sizes() == {"prefill": 1, "decode": 3}

@@ -1,4 +1,4 @@
-"""Who leads: one at a time, whatever the clocks say and whichever answers are lost."""
+"""Leader election: one leader at a time, whatever the clocks say and whichever answers are lost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from router.autoscaler.actuator import ActuatorError
 from router.kubernetes import cluster as cluster_module
-from router.kubernetes.election import Election
-from tests.router.kubernetes.scene import LEASE, Scene, scene
+from router.kubernetes.actuator import Election
+from tests.router.kubernetes.release import LEASE, FakeRelease, fake_release
 
 TTL_S = 15.0
 
@@ -42,7 +42,7 @@ class Candidate:
     until_s: float = field(default=float("-inf"))
 
     @classmethod
-    def of(cls, found: Scene, name: str, clock: Time) -> Candidate:
+    def of(cls, found: FakeRelease, name: str, clock: Time) -> Candidate:
         return cls(name, Election(found.cluster(), LEASE, clock), clock)
 
     async def try_it(self) -> bool:
@@ -57,7 +57,7 @@ class Candidate:
 
 
 async def test_the_first_leads_until_it_no_longer_renews() -> None:
-    async with scene() as found:
+    async with fake_release() as found:
         clock = Time()
         one, two = (Candidate.of(found, name, clock) for name in ("one", "two"))
         assert [await one.try_it(), await two.try_it()] == [True, False]
@@ -73,7 +73,7 @@ async def test_the_first_leads_until_it_no_longer_renews() -> None:
 
 async def test_a_newcomer_waits_out_a_lease_however_old_it_says_it_is() -> None:
     """The holder's clock may be hours behind."""
-    async with scene() as found:
+    async with fake_release() as found:
         clock = Time(1000.0)
         assert await Candidate.of(found, "one", clock).try_it()
         lease = found.kube.store.get("Lease", LEASE)
@@ -85,7 +85,7 @@ async def test_a_newcomer_waits_out_a_lease_however_old_it_says_it_is() -> None:
 
 
 async def test_a_lease_that_was_given_up_is_free() -> None:
-    async with scene() as found:
+    async with fake_release() as found:
         clock = Time()
         assert await Candidate.of(found, "one", clock).try_it()
         lease = found.kube.store.get("Lease", LEASE)
@@ -94,8 +94,8 @@ async def test_a_lease_that_was_given_up_is_free() -> None:
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-async def test_of_many_who_find_it_free_at_once_one_gets_it(is_there: bool) -> None:
-    async with scene() as found:
+async def test_of_many_routers_that_find_it_free_one_gets_it(is_there: bool) -> None:
+    async with fake_release() as found:
         clock = Time()
         candidates = [Candidate.of(found, f"router-{number}", clock) for number in range(6)]
         if is_there:
@@ -108,32 +108,32 @@ async def test_of_many_who_find_it_free_at_once_one_gets_it(is_there: bool) -> N
 
 
 async def test_a_lead_whose_answer_was_lost_is_known_at_the_next_try() -> None:
-    async with scene() as found:
+    async with fake_release() as found:
         clock = Time()
         one = Candidate.of(found, "one", clock)
         fault = found.kube.order("patch", "leases", 500, is_done=True, times=1)
-        assert not await one.try_it()  # it is there already, and nobody says whose
+        assert not await one.try_it()  # it exists already, without a holder
         assert fault.num_met == 1
         assert await one.try_it()
 
 
-async def test_a_lease_that_nobody_made_is_missed_by_name() -> None:
-    async with scene() as found:
+async def test_a_missing_lease_is_named() -> None:
+    async with fake_release() as found:
         found.kube.store.delete(found.kube.store.get("Lease", LEASE))
         with pytest.raises(ActuatorError, match=f"no Lease {LEASE} in default"):
             await Candidate.of(found, "one", Time()).try_it()
 
 
 async def test_what_others_wrote_on_the_lease_stays() -> None:
-    async with scene() as found:
+    async with fake_release() as found:
         lease = found.kube.store.get("Lease", LEASE)
         found.kube.store.changed(lease, lambda new: new["metadata"].update(labels={"team": "serving"}))
         assert await Candidate.of(found, "one", Time()).try_it()
         assert found.kube.store.get("Lease", LEASE)["metadata"]["labels"] == {"team": "serving"}
 
 
-async def test_without_an_answer_nobody_leads() -> None:
-    async with scene() as found:
+async def test_without_an_answer_no_router_leads() -> None:
+    async with fake_release() as found:
         clock = Time()
         one = Candidate.of(found, "one", clock)
         assert await one.try_it()
@@ -143,8 +143,8 @@ async def test_without_an_answer_nobody_leads() -> None:
         assert not one.leads
 
 
-async def test_a_stale_answer_takes_nobody_s_lead() -> None:
-    async with scene() as found:
+async def test_a_stale_answer_takes_no_lead() -> None:
+    async with fake_release() as found:
         clock = Time()
         one, two = (Candidate.of(found, name, clock) for name in ("one", "two"))
         assert await one.try_it()
@@ -169,11 +169,11 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(steps=STEPS)
-def test_never_do_two_lead_at_once(steps: list[tuple[int, float, str | None]]) -> None:
+def test_two_routers_never_lead_at_once(steps: list[tuple[int, float, str | None]]) -> None:
     async def run() -> None:
-        async with scene(ready=False) as found:
+        async with fake_release(ready=False) as found:
             clock = Time()
             candidates = [Candidate.of(found, f"router-{number}", clock) for number in range(3)]
             for number, passes_s, fault in steps:
@@ -190,7 +190,7 @@ def test_never_do_two_lead_at_once(steps: list[tuple[int, float, str | None]]) -
     asyncio.run(run())
 
 
-def _order(found: Scene, fault: str | None) -> list[object]:
+def _order(found: FakeRelease, fault: str | None) -> list[object]:
     if fault == "stale":
         return [found.kube.order("get", "leases", revision=max(found.kube.store.revision - 2, 0))]
     if fault is None:

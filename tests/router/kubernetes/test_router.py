@@ -17,7 +17,7 @@ from router.kubernetes.settings import KubernetesSettings
 from serving.settings import SettingsError
 from tests.router.conftest import Run
 from tests.router.kubernetes.fake_pods import FakePods
-from tests.router.kubernetes.scene import ACCOUNT, LEASE, Scene, scene
+from tests.router.kubernetes.release import ACCOUNT, LEASE, FakeRelease, fake_release
 from tests.router.rig import Answer, Rig
 
 HANG_S = 60.0
@@ -43,7 +43,7 @@ class InCluster:
     """A router, and the cluster that it is in."""
 
     rig: Rig
-    found: Scene
+    found: FakeRelease
     pods: FakePods
 
     @property
@@ -52,10 +52,10 @@ class InCluster:
         return self.rig.app.resizer
 
     async def until_ready(self, decode: int) -> None:
-        """Returns when the router sees so many decode instances, and nobody else."""
+        """Returns when the router sees exactly so many decode instances."""
         async with asyncio.timeout(HANG_S):
             pool = self.rig.app.pools.decode
-            while (pool.num_ready(), len(pool.members)) != (decode, decode):
+            while (pool.num_ready(), len(pool.instances)) != (decode, decode):
                 await asyncio.sleep(0.01)
 
     async def load(self, streams: int, until: asyncio.Event) -> list[Answer]:
@@ -80,12 +80,13 @@ async def in_cluster(
 ) -> AsyncIterator[InCluster]:
     pods = FakePods(token_s)
     try:
-        async with scene(pods) as found:
+        async with fake_release(pods) as found:
             for name, value in found.kube.environment.items():
                 monkeypatch.setenv(name, value)
             pools = {pool: f"kubernetes:{pool}:{pods.port}" for pool in ("prefill", "decode")}
             folder = str(found.kube.account_folder(ACCOUNT))
             kubernetes = {"prefill": "deployment/prefill", "decode": "deployment/decode", "account_folder": folder}
+            sections = {"admission": {"queue_timeout_s": HANG_S}, **sections}  # a busy machine serves slowly
             async with run(prefill=0, decode=0, wait=False, pools=pools, kubernetes=kubernetes, **sections) as rig:
                 made = InCluster(rig, found, pods)
                 await made.until_ready(2)
@@ -120,7 +121,7 @@ async def test_the_idlest_pod_goes(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         async with asyncio.timeout(HANG_S):
             while not (busy := [name for name, fake in _decodes(made) if fake.num_open_calls]):
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)  # the load is told in beats of 50 ms
+        await asyncio.sleep(0.2)  # load reports come every 50 ms
         await made.resizer.resize({"decode": 1}, cause="operator", reason="a test")
         await made.until_ready(1)
         assert made.found.names("decode") == busy
@@ -157,15 +158,15 @@ async def test_the_autoscaler_leaves_the_sizes_while_kubernetes_fails(
         autoscaler = made.rig.app.autoscaler
         assert autoscaler is not None
         async with asyncio.timeout(HANG_S):
-            while autoscaler.num_failures < 2:
+            while autoscaler.status.num_failures < 2:
                 await asyncio.sleep(0.05)
-        assert not autoscaler.leads
+        assert not autoscaler.status.leads
         assert (await made.rig.generate()).is_exactly(12)
         assert made.found.size("decode") == 1
         for fault in faults:
             made.found.kube.withdraw(fault)
         async with asyncio.timeout(HANG_S):
-            while not autoscaler.leads:
+            while not autoscaler.status.leads:
                 await asyncio.sleep(0.05)
         await made.until_ready(1)
 
@@ -177,7 +178,7 @@ def test_settings_say_what_a_workload_is() -> None:
         KubernetesSettings(lease="My Lease")
 
 
-def test_an_autoscaler_needs_somebody_who_owns_the_instances() -> None:
+def test_an_autoscaler_requires_an_owner_of_the_instances() -> None:
     router = {"model": "m"}
     autoscaler = {"enabled": True}
     with pytest.raises(ValueError, match=r"kubernetes\.prefill and kubernetes\.decode"):
@@ -196,7 +197,7 @@ async def test_a_router_outside_of_a_cluster_does_not_start(run: Run, monkeypatc
 
 
 async def test_a_missing_package_is_named_with_what_to_type(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("router.kubernetes.link", "router.kubernetes.cluster"):
+    for module in ("router.kubernetes.actuator", "router.kubernetes.cluster"):
         monkeypatch.delitem(sys.modules, module)
     for module in [name for name in sys.modules if name == "kubernetes" or name.startswith("kubernetes.")]:
         monkeypatch.setitem(sys.modules, module, None)
@@ -205,7 +206,7 @@ async def test_a_missing_package_is_named_with_what_to_type(run: Run, monkeypatc
             pass
 
 
-def test_who_is_in_no_cluster_does_not_load_its_client() -> None:
+def test_a_router_outside_of_a_cluster_does_not_import_its_client() -> None:
     program = "import sys, router.__main__; sys.exit('kubernetes' in sys.modules or 'aiohttp' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 

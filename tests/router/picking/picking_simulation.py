@@ -1,11 +1,11 @@
-"""Routers and stub instances on a virtual clock, around the real picker, scorers, views and Inflight.
+"""Routers and stub instances on a virtual clock, around the real picker, scorers, views and in-flight accounting.
 
-    arrival ─way─▶ at the instance: a slot, or the queue ──▶ first token ─way─▶ acknowledged
-                                                         └─▶ last token  ─way─▶ ended, and the next in the queue begins
+    arrival ─delay─▶ a slot of the instance, or its queue ──▶ first token ─delay─▶ acknowledged
+                                                          └─▶ last token  ─delay─▶ ended; the next one begins
 
 An instance has a fixed number of slots and serves its queue in order; a request holds its slot for its prompt and its
-tokens. Every `report_s` each instance tells its routers its queue as it is then. What a router believes comes from
-these reports and from its own requests alone, by the code that serves.
+tokens. Every `report_s` each instance reports its queue to its routers. A router knows only these reports and its own
+requests, through the product's code.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from router.picking.picker import Pick, pick, usual_filters
-from router.pools.inflight import Inflight
-from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.picking.picker import Pick, default_filters, pick
+from router.pools.in_flight import InFlightCalls
+from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 
 Policy = Literal["round_robin", "uncorrected", "default", "omniscient"]
 """uncorrected: `4*waiting + running` of the last report. omniscient: of this very moment."""
@@ -53,7 +53,7 @@ class Setup:
     num_requests: int = 10_000
     token_s: float = 0.025
     prompt_tokens_per_s: float = 5000.0
-    way_s: float = 0.001
+    delay_s: float = 0.001
 
     def service_s(self, lengths: Lengths) -> float:
         """How long a request holds its slot."""
@@ -73,7 +73,7 @@ class _Stub:
     def __init__(self) -> None:
         self.queue: deque[int] = deque()
         self.num_running = 0
-        self.num_on_the_way = 0
+        self.num_in_transit = 0
 
     def load(self) -> LoadReport:
         return LoadReport("e", num_waiting=len(self.queue), num_running=self.num_running)
@@ -82,10 +82,10 @@ class _Stub:
 class _Router:
     """What one router knows: the last reports, and its own requests."""
 
-    def __init__(self, infos: list[InstanceInfo]) -> None:
+    def __init__(self, infos: list[InstanceInfo], clock: Callable[[], float]) -> None:
         self.infos = infos
         self.keys = [InstanceKey(info.address, info.epoch) for info in infos]
-        self.inflight = [Inflight() for _ in infos]
+        self.calls: list[Any] = [InFlightCalls(clock=clock) for _ in infos]  # a request's number stands for its call
         self.reports = [LoadReport("e") for _ in infos]
         self.num_sent = 0
 
@@ -95,11 +95,11 @@ class _Router:
                 key=key,
                 info=info,
                 load=report,
-                num_unreported=inflight.num_unreported,
-                num_ended=inflight.num_ended,
-                num_unreported_tokens=inflight.num_unreported_tokens,
+                num_unreported=calls.num_unreported,
+                num_ended=calls.num_ended,
+                num_unreported_tokens=calls.num_unreported_tokens,
             )
-            for key, info, report, inflight in zip(self.keys, self.infos, self.reports, self.inflight, strict=True)
+            for key, info, report, calls in zip(self.keys, self.infos, self.reports, self.calls, strict=True)
         ]
 
 
@@ -117,7 +117,7 @@ class _Simulation:
             for index in range(setup.num_instances)
         ]
         self.stubs = [_Stub() for _ in infos]
-        self.routers = [_Router(infos) for _ in range(setup.num_routers)]
+        self.routers = [_Router(infos, lambda: self.now_s) for _ in range(setup.num_routers)]
         self.waits_s = [0.0] * setup.num_requests
         self.arrivals_s = self._arrivals(rng)
         self.num_ended = 0
@@ -126,8 +126,9 @@ class _Simulation:
         self.now_s = 0.0
         for request, arrival_s in enumerate(self.arrivals_s):
             self.at(arrival_s, self.arrive, request)
-        for instance in range(setup.num_instances):
-            self.at(rng.random() * setup.report_s, self.report, instance)
+        if policy in ("uncorrected", "default"):  # the others read no reports
+            for instance in range(setup.num_instances):
+                self.at(rng.random() * setup.report_s, self.report, instance)
 
     def _arrivals(self, rng: random.Random) -> list[float]:
         mean_s = sum(map(self.setup.service_s, self.requests)) / len(self.requests)
@@ -158,9 +159,9 @@ class _Simulation:
         router = self.router_of(request)
         instance = self.choose(router)
         router.num_sent += 1
-        router.inflight[instance].sent(request, self.now_s, self.requests[request].num_prompt_tokens)
-        self.stubs[instance].num_on_the_way += 1
-        self.at(self.now_s + self.setup.way_s, self.deliver, instance, request)
+        router.calls[instance].add(request, self.requests[request].num_prompt_tokens)
+        self.stubs[instance].num_in_transit += 1
+        self.at(self.now_s + self.setup.delay_s, self.deliver, instance, request)
 
     def choose(self, router: _Router) -> int:
         if self.policy == "round_robin":
@@ -170,31 +171,31 @@ class _Simulation:
             views = [InstanceView(view.key, view.info, view.load) for view in views]
         if self.policy == "omniscient":
             views = [self.truth(view, stub) for view, stub in zip(views, self.stubs, strict=True)]
-        found = pick(views, usual_filters(), rng=self.tie_breaker)
+        found = pick(views, default_filters(), rng=self.tie_breaker)
         assert isinstance(found, Pick)
         return int(found.instance.key.address)
 
     def truth(self, view: InstanceView, stub: _Stub) -> InstanceView:
         load = stub.load()
-        return InstanceView(view.key, view.info, replace(load, num_waiting=load.num_waiting + stub.num_on_the_way))
+        return InstanceView(view.key, view.info, replace(load, num_waiting=load.num_waiting + stub.num_in_transit))
 
     def acknowledge(self, instance: int, request: int) -> None:
-        self.router_of(request).inflight[instance].acknowledged(request)
+        self.router_of(request).calls[instance].acknowledge(request)
 
     def end(self, instance: int, request: int) -> None:
-        self.router_of(request).inflight[instance].ended(request, self.now_s)
+        self.router_of(request).calls[instance].remove(request)
         self.num_ended += 1
 
     def take_report(self, instance: int, report: LoadReport) -> None:
         for router in self.routers:
             router.reports[instance] = report
-            router.inflight[instance].reported(self.now_s)
+            router.calls[instance].report_received()
 
     # At the instances
 
     def deliver(self, instance: int, request: int) -> None:
         stub = self.stubs[instance]
-        stub.num_on_the_way -= 1
+        stub.num_in_transit -= 1
         stub.queue.append(request)
         self.begin(instance)
 
@@ -203,19 +204,19 @@ class _Simulation:
         while stub.queue and stub.num_running < setup.num_slots:
             request = stub.queue.popleft()
             stub.num_running += 1
-            self.waits_s[request] = self.now_s - self.arrivals_s[request] - setup.way_s
+            self.waits_s[request] = self.now_s - self.arrivals_s[request] - setup.delay_s
             lengths = self.requests[request]
             first_s = self.now_s + setup.service_s(Lengths(lengths.num_prompt_tokens, 1))
-            self.at(first_s + setup.way_s, self.acknowledge, instance, request)
+            self.at(first_s + setup.delay_s, self.acknowledge, instance, request)
             self.at(self.now_s + setup.service_s(lengths), self.finish, instance, request)
 
     def finish(self, instance: int, request: int) -> None:
         self.stubs[instance].num_running -= 1
         self.begin(instance)
-        self.at(self.now_s + self.setup.way_s, self.end, instance, request)
+        self.at(self.now_s + self.setup.delay_s, self.end, instance, request)
 
     def report(self, instance: int) -> None:
-        self.at(self.now_s + self.setup.way_s, self.take_report, instance, self.stubs[instance].load())
+        self.at(self.now_s + self.setup.delay_s, self.take_report, instance, self.stubs[instance].load())
         self.at(self.now_s + self.setup.report_s, self.report, instance)
 
 

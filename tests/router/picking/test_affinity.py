@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from router.config import PickingSettings
-from router.picking.affinity import Affinity, Sessions
-from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
-from router.request import GenerationRequest
-from router.sampling import SamplingParams
+from router.picking.affinity import Affinity, RequestAffinity, Sessions
+from router.picking.settings import PickingSettings
+from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.request.generation_request import GenerationRequest, SamplingParams
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, SHORT
@@ -33,46 +32,46 @@ def affinity(**settings: object) -> Affinity:
 
 def test_a_prompt_is_believed_to_be_cached_where_it_ran() -> None:
     memory, prompt = affinity(), list(range(100))
-    memory.of(request(prompt)).cached(view(A))
-    longer = memory.of(request([*prompt, *range(50)]))
+    RequestAffinity(memory, request(prompt)).record_cached(view(A))
+    longer = RequestAffinity(memory, request([*prompt, *range(50)]))
     assert (longer.num_cached_tokens(view(A)), longer.num_cached_tokens(view(B))) == (96, 0)
-    assert memory.of(request(prompt, salt="another tenant")).num_cached_tokens(view(A)) == 0
+    assert RequestAffinity(memory, request(prompt, salt="another tenant")).num_cached_tokens(view(A)) == 0
 
 
 def test_an_answer_is_cached_with_its_prompt() -> None:
     memory, prompt = affinity(), list(range(40))
-    memory.of(request(prompt)).cached(view(A), [7] * 60)
-    assert memory.of(request([*prompt, *[7] * 60, 1, 2])).num_cached_tokens(view(A)) == 96
+    RequestAffinity(memory, request(prompt)).record_cached(view(A), [7] * 60)
+    assert RequestAffinity(memory, request([*prompt, *[7] * 60, 1, 2])).num_cached_tokens(view(A)) == 96
 
 
 def test_processes_that_are_gone_are_forgotten_and_those_that_are_lost_for_a_moment_are_not() -> None:
     memory, prompt = affinity(), list(range(64))
-    memory.retain([A, B])
-    known = memory.of(request(prompt))
-    known.cached(view(A))
-    known.cached(view(B))
-    memory.retain([A, InstanceKey("b", "2")])
+    memory.index.retain([A, B])
+    known = RequestAffinity(memory, request(prompt))
+    known.record_cached(view(A))
+    known.record_cached(view(B))
+    memory.index.retain([A, InstanceKey("b", "2")])
     assert (known.num_cached_tokens(view(A)), known.num_cached_tokens(view(B))) == (64, 0)
     assert len(memory.index) == 4
 
 
-def test_nothing_is_kept_where_nobody_asks() -> None:
+def test_nothing_is_recorded_where_no_scorer_uses_it() -> None:
     memory = affinity(decode_scorers="queue=1")
-    memory.of(request(list(range(64)))).cached(view(A))
+    RequestAffinity(memory, request(list(range(64)))).record_cached(view(A))
     assert len(memory.index) == 0
-    assert Affinity(PickingSettings(), decides_by_prefix=True).keeps_prefixes
+    assert Affinity(PickingSettings(), decides_by_prefix=True).tracks_prefixes
 
 
 def test_a_session_is_remembered_per_pool_and_the_oldest_goes_first() -> None:
     sessions = Sessions(max_sessions=2)
-    sessions.ran("one", "decode", A)
-    sessions.ran("one", "prefill", B)
-    sessions.ran("two", "decode", B)
+    sessions.record("one", "decode", A)
+    sessions.record("one", "prefill", B)
+    sessions.record("two", "decode", B)
     assert (sessions.instance("one", "decode"), sessions.instance("one", "prefill")) == (A, B)
-    sessions.ran("one", "decode", B)
-    sessions.ran("three", "decode", A)
+    sessions.record("one", "decode", B)
+    sessions.record("three", "decode", A)
     assert [sessions.instance(name, "decode") for name in ("one", "two", "three")] == [B, None, A]
-    sessions.ran("", "decode", A)
+    sessions.record("", "decode", A)
     assert len(sessions) == 2
     assert sessions.instance("", "decode") is None
 
@@ -83,7 +82,7 @@ async def test_a_session_stays_where_it_ran_until_that_instance_has_more_to_do(r
         again = {(await rig.generate(prompt=SHORT, session="s")).trailers["tandem-decode"] for _ in range(8)}
         assert again == {first}
         others = {(await rig.generate(prompt=SHORT)).trailers["tandem-decode"] for _ in range(40)}
-        assert len(others) > 1, "without a session anybody does"
+        assert len(others) > 1, "without a session any instance does"
         busy = next(fake for fake in rig.decode if fake.name == first)
         busy.behaviour.num_waiting = 3
         await _until_reported(rig.app.pools.decode.views, busy, num_waiting=3)

@@ -11,19 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.picking.disaggregation import Decision, Disaggregation, Limits, Mode, Reason, Situation, break_even, decide
+from router.picking.disaggregation import Decision, Disaggregation, Reason, Situation, break_even, decide
+from router.picking.settings import DisaggregationSettings
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, SHORT, request_of
 
-LIMITS = Limits(min_tokens=64, probe_s=30.0)
+SETTINGS = DisaggregationSettings(min_tokens=64, probe_s=30.0)
+ALWAYS = DisaggregationSettings(mode="always")
 IDLE = Situation(num_tokens=1000, decode_per_s=1000.0, prefill_per_s=1000.0, hand_over_per_s=10_000.0)
 """Two equal instances, and a hand-over ten times as fast as computing."""
 
 
-def auto(situation: Situation, limits: Limits = LIMITS, **kwargs: Any) -> Disaggregation:
-    return decide("auto", situation, limits, prefill_available=kwargs.pop("prefill_available", True), **kwargs)
+def auto(situation: Situation, settings: DisaggregationSettings = SETTINGS, **kwargs: Any) -> Disaggregation:
+    return decide(situation, settings, prefill_available=kwargs.pop("prefill_available", True), **kwargs)
 
 
 # The modes
@@ -32,22 +34,22 @@ def auto(situation: Situation, limits: Limits = LIMITS, **kwargs: Any) -> Disagg
 def test_never_and_always_do_not_look_at_the_request() -> None:
     for num_tokens in (1, 100_000):
         situation = replace(IDLE, num_tokens=num_tokens, num_ahead_at_prefill=10**9)
-        never = decide("never", situation, LIMITS, prefill_available=True)
-        always = decide("always", situation, LIMITS, prefill_available=True)
+        never = decide(situation, DisaggregationSettings(mode="never"), prefill_available=True)
+        always = decide(situation, ALWAYS, prefill_available=True)
         assert (never.decision, never.reason) == (Decision.LOCAL, Reason.OFF)
         assert (always.decision, always.reason) == (Decision.DISAGGREGATE, Reason.ON)
 
 
 def test_without_a_prefill_instance_always_refuses_and_auto_stays_local() -> None:
-    assert decide("always", IDLE, LIMITS, prefill_available=False)[:2] == (Decision.REFUSE, Reason.NO_PREFILL)
+    assert decide(IDLE, ALWAYS, prefill_available=False)[:2] == (Decision.REFUSE, Reason.NO_PREFILL)
     assert auto(IDLE, prefill_available=False)[:2] == (Decision.LOCAL, Reason.NO_PREFILL)
 
 
 def test_a_stream_that_has_begun_goes_on_alone_and_says_so() -> None:
-    decided = decide("always", IDLE, LIMITS, prefill_available=False, has_begun=True)
+    decided = decide(IDLE, ALWAYS, prefill_available=False, has_begun=True)
     assert decided[:2] == (Decision.LOCAL, Reason.ALONE)
-    assert "alone" in decided.words
-    assert decide("always", IDLE, LIMITS, prefill_available=True, has_begun=True).decision is Decision.DISAGGREGATE
+    assert "alone" in decided.explanation
+    assert decide(IDLE, ALWAYS, prefill_available=True, has_begun=True).decision is Decision.DISAGGREGATE
 
 
 # What auto weighs
@@ -67,7 +69,7 @@ def test_the_estimate_by_hand() -> None:
     # 3 streams and 1 expected are held up: a token costs 5 ms local; 1 ms and 0.1 ms split. 3.9 ms saved per token.
     # 7800 tokens wait at the prefill instance: 7.8 s more until its first token. So splitting pays above 2000.
     situation = replace(IDLE, num_streams=3, num_ahead_at_prefill=7800)
-    assert break_even(situation, LIMITS) == pytest.approx(2000)
+    assert break_even(situation, SETTINGS) == pytest.approx(2000)
     assert auto(replace(situation, num_tokens=2001))[:2] == (Decision.DISAGGREGATE, Reason.ESTIMATE)
     assert auto(replace(situation, num_tokens=1999))[:2] == (Decision.LOCAL, Reason.QUEUE)
 
@@ -107,16 +109,16 @@ def test_what_is_cached_at_prefill_makes_splitting_pay() -> None:
 
 def test_a_slow_measurement_does_not_rule_for_ever() -> None:
     slow = replace(IDLE, hand_over_per_s=1.0)
-    assert auto(replace(slow, untried_s=29.0)).decision is Decision.LOCAL
-    probe = auto(replace(slow, untried_s=31.0))
+    assert auto(replace(slow, since_prefill_s=29.0)).decision is Decision.LOCAL
+    probe = auto(replace(slow, since_prefill_s=31.0))
     assert probe[:2] == (Decision.DISAGGREGATE, Reason.PROBE)
-    assert "measure" in probe.words
+    assert "measure" in probe.explanation
 
 
 def test_nothing_is_probed_into_a_full_queue() -> None:
-    full = replace(IDLE, num_ahead_at_prefill=10**6, untried_s=1e9)
+    full = replace(IDLE, num_ahead_at_prefill=10**6, since_prefill_s=1e9)
     assert auto(full)[:2] == (Decision.LOCAL, Reason.QUEUE)
-    slow = replace(IDLE, hand_over_per_s=1.0, num_ahead_at_prefill=10, untried_s=1e9)
+    slow = replace(IDLE, hand_over_per_s=1.0, num_ahead_at_prefill=10, since_prefill_s=1e9)
     assert auto(slow)[:2] == (Decision.LOCAL, Reason.ESTIMATE)
 
 
@@ -125,12 +127,12 @@ def test_a_hand_over_that_was_never_measured_is_tried() -> None:
     assert auto(replace(IDLE, decode_per_s=None)).decision is Decision.DISAGGREGATE
 
 
-def test_the_words_hold_the_figures_and_fit_into_a_trailer() -> None:
-    words = auto(replace(IDLE, num_streams=3, num_ahead_at_prefill=7800, num_tokens=5000)).words
+def test_the_explanation_holds_the_figures_and_fits_into_a_trailer() -> None:
+    explanation = auto(replace(IDLE, num_streams=3, num_ahead_at_prefill=7800, num_tokens=5000)).explanation
     for figure in ("5000 tokens", "above 2000", "3 streams", "7800 tokens waiting", "1000 tokens/s", "10000 tokens/s"):
-        assert figure in words
-    assert words.isascii()
-    assert len(words) < 400
+        assert figure in explanation
+    assert explanation.isascii()
+    assert len(explanation) < 400
 
 
 # What holds whatever the figures are
@@ -150,10 +152,10 @@ situations = st.builds(
     decode_per_s=speeds,
     prefill_per_s=speeds,
     hand_over_per_s=speeds,
-    untried_s=st.floats(0, 1e6),
+    since_prefill_s=st.floats(0, 1e6),
 )
-limits = st.builds(
-    Limits,
+settings_in_auto = st.builds(
+    DisaggregationSettings,
     min_tokens=st.integers(0, 5000),
     interruption_weight=st.floats(0, 100),
     expected_streams=st.floats(0, 100),
@@ -161,64 +163,68 @@ limits = st.builds(
 )
 
 
-def is_split(situation: Situation, limits: Limits) -> bool:
-    return auto(situation, limits).decision is Decision.DISAGGREGATE
+def is_split(situation: Situation, settings: DisaggregationSettings) -> bool:
+    return auto(situation, settings).decision is Decision.DISAGGREGATE
 
 
-@given(situations, limits, st.integers(1, 10**6))
+@given(situations, settings_in_auto, st.integers(1, 10**6))
 def test_a_longer_prompt_is_never_local_where_a_shorter_one_is_split(
-    situation: Situation, limits: Limits, more: int
+    situation: Situation, settings: DisaggregationSettings, more: int
 ) -> None:
-    if is_split(situation, limits):
-        assert is_split(replace(situation, num_tokens=situation.num_tokens + more), limits)
+    if is_split(situation, settings):
+        assert is_split(replace(situation, num_tokens=situation.num_tokens + more), settings)
 
 
-@given(situations, limits, st.integers(1, 10**6))
+@given(situations, settings_in_auto, st.integers(1, 10**6))
 def test_less_in_the_decode_instance_s_cache_never_makes_a_split_request_local(
-    situation: Situation, limits: Limits, less: int
+    situation: Situation, settings: DisaggregationSettings, less: int
 ) -> None:
-    if is_split(situation, limits):
+    if is_split(situation, settings):
         fewer = max(0, situation.num_cached_at_decode - less)
-        assert is_split(replace(situation, num_cached_at_decode=fewer), limits)
+        assert is_split(replace(situation, num_cached_at_decode=fewer), settings)
 
 
-@given(situations, limits, st.integers(1, 10**6))
+@given(situations, settings_in_auto, st.integers(1, 10**6))
 def test_a_longer_queue_at_prefill_never_makes_a_local_request_split(
-    situation: Situation, limits: Limits, more: int
+    situation: Situation, settings: DisaggregationSettings, more: int
 ) -> None:
-    situation = replace(situation, untried_s=0.0)  # a probe is for its own sake
-    if not is_split(situation, limits):
-        assert not is_split(replace(situation, num_ahead_at_prefill=situation.num_ahead_at_prefill + more), limits)
+    situation = replace(situation, since_prefill_s=0.0)  # a probe is for its own sake
+    if not is_split(situation, settings):
+        assert not is_split(replace(situation, num_ahead_at_prefill=situation.num_ahead_at_prefill + more), settings)
 
 
-@given(situations, limits)
-def test_an_endless_queue_at_prefill_keeps_everything_local(situation: Situation, limits: Limits) -> None:
+@given(situations, settings_in_auto)
+def test_an_endless_queue_at_prefill_keeps_everything_local(
+    situation: Situation, settings: DisaggregationSettings
+) -> None:
     if situation.prefill_per_s is not None:
-        queue = replace(situation, num_ahead_at_prefill=10**30, untried_s=0.0)
-        assert not is_split(queue, limits)
+        queue = replace(situation, num_ahead_at_prefill=10**30, since_prefill_s=0.0)
+        assert not is_split(queue, settings)
 
 
-@given(situations, limits, st.integers(1, 5000), counts)
+@given(situations, settings_in_auto, st.integers(1, 5000), counts)
 def test_a_busier_decode_instance_never_makes_a_split_request_local(
-    situation: Situation, limits: Limits, streams: int, ahead: int
+    situation: Situation, settings: DisaggregationSettings, streams: int, ahead: int
 ) -> None:
-    if is_split(situation, limits):
+    if is_split(situation, settings):
         busier = replace(
             situation,
             num_streams=situation.num_streams + streams,
             num_ahead_at_decode=situation.num_ahead_at_decode + ahead,
         )
-        assert is_split(busier, limits)
+        assert is_split(busier, settings)
 
 
-@given(situations, limits, st.sampled_from(["always", "auto", "never"]), st.booleans(), st.booleans())
-def test_every_decision_has_words_for_a_trailer(
-    situation: Situation, limits: Limits, mode: Mode, available: bool, has_begun: bool
+@given(situations, settings_in_auto, st.sampled_from(["always", "auto", "never"]), st.booleans(), st.booleans())
+def test_every_decision_has_an_explanation_for_a_trailer(
+    situation: Situation, settings: DisaggregationSettings, mode: str, available: bool, has_begun: bool
 ) -> None:
-    decided = decide(mode, situation, limits, prefill_available=available, has_begun=has_begun)
-    assert decided.words
-    assert decided.words.isascii()
-    assert decided.words.isprintable()
+    decided = decide(
+        situation, settings.model_copy(update={"mode": mode}), prefill_available=available, has_begun=has_begun
+    )
+    assert decided.explanation
+    assert decided.explanation.isascii()
+    assert decided.explanation.isprintable()
     assert available or decided.decision is not Decision.DISAGGREGATE
     assert mode == "always" or decided.decision is not Decision.REFUSE
 
@@ -241,7 +247,7 @@ async def test_auto_learns_that_a_prefill_instance_is_slow_and_tries_it_again(ru
         first = await rig.generate()
         assert first.trailers["tandem-disaggregated"] == "yes"
         assert "no speed is measured" in first.trailers["tandem-reason"]
-        # Nobody else runs at the decode instance, which is taken to be as slow: the hand-over makes the difference.
+        # No other request runs at the decode instance, which is assumed as slow: the hand-over makes the difference.
         second = await rig.generate(request_of(prompt := another(PROMPT)))
         assert second.is_exactly(12, prompt=prompt)
         assert second.trailers["tandem-disaggregated"] == "no"
@@ -261,7 +267,7 @@ async def test_auto_leaves_a_busy_prefill_instance_alone(run: Run) -> None:
         assert (await rig.generate()).trailers["tandem-disaggregated"] == "yes"
         prefill.behaviour.num_waiting_tokens = 10**6
         while rig.app.pools.prefill.views()[0].load.num_waiting_tokens == 0:
-            await rig.app.pools.wait_for_news(0.02)
+            await rig.app.pools.wait_for_change(0.02)
         answer = await rig.generate(request_of(another(PROMPT)))
         assert answer.trailers["tandem-disaggregated"] == "no"
         assert "1000000 tokens waiting" in answer.trailers["tandem-reason"]
@@ -290,7 +296,7 @@ async def test_a_stream_that_lost_its_prefill_instance_says_that_it_went_on_alon
         trailers = {str(key): str(value) for key, value in await call.trailing_metadata() or ()}
         assert num_tokens == 20
         assert trailers["tandem-disaggregated"] == "yes,no"
-        assert trailers["tandem-reason"].endswith("the decode instance goes on alone")
+        assert trailers["tandem-reason"].endswith("the decode instance continues alone")
         assert trailers["tandem-decode"] == "decode-0,decode-1"
         assert rig.app.service.metrics.decisions == {("disaggregate", "on"): 1, ("local", "alone"): 1}
 

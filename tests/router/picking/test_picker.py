@@ -10,15 +10,15 @@ from typing import Any
 from router.picking.picker import (
     NoPick,
     Pick,
+    default_filters,
     not_excluded,
     pairs_with,
     pick,
     ready,
     rejection,
     same_identity,
-    usual_filters,
 )
-from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 
 
 def view(
@@ -38,7 +38,6 @@ def test_the_lowest_score_wins_and_says_why() -> None:
     found = picked([view("a", num_waiting=1), view("b", num_running=3), view("c", out="draining")])
     assert found.instance.instance_id == "b"
     assert (found.score, found.num_candidates) == (3, 2)
-    assert [(one.instance_id, one.reason) for one in found.rejected] == [("c", "draining")]
     assert found.why == "score 3, lowest of 2, 1 tied"
 
 
@@ -57,13 +56,15 @@ def test_a_preferred_instance_wins_while_it_passes_the_filters() -> None:
     assert picked([views[0], replace(views[1], out="draining")], preferred=views[1].key).instance is views[0]
 
 
-def test_nobody_left_says_why_for_each() -> None:
+def test_no_pick_gives_a_reason_for_each_instance() -> None:
     found = pick(
         [view("a", out="silent"), view("b")], [ready, not_excluded({InstanceKey("b", "e")})], rng=random.Random(0)
     )
     assert isinstance(found, NoPick)
     assert found.why == "a: silent, b: has failed or refused this request"
-    assert NoPick(()).why == "the pool is empty"
+    empty = pick([], [ready], rng=random.Random(0))
+    assert isinstance(empty, NoPick)
+    assert empty.why == "the pool is empty"
 
 
 def test_a_restarted_instance_is_not_the_one_that_failed() -> None:
@@ -79,13 +80,12 @@ def test_instances_pair_only_when_identity_and_connector_are_equal() -> None:
         pairs_with(decode)(replace(decode, info=replace(decode.info, kv_connector="nixl")))
         == "kv_connector is nixl, not "
     )
-    assert same_identity(None)(decode) is None
     assert same_identity(other.identity)(decode) == "dtype is , not bfloat16"
 
 
 def test_filters_that_would_let_everyone_pass_are_left_out() -> None:
-    assert usual_filters() == [ready]
-    filters = usual_filters({InstanceKey("a", "e")}, Identity(fingerprint="g"))
+    assert default_filters() == [ready]
+    filters = default_filters({InstanceKey("a", "e")}, Identity(fingerprint="g"))
     views = [view("a"), view("b"), view("c", out="silent")]
     reasons = [rejection(one, filters) for one in views]
     assert reasons == ["has failed or refused this request", "fingerprint is f, not g", "silent"]
@@ -96,7 +96,7 @@ def test_a_scorer_decides() -> None:
     assert picked(views, scorer=lambda view: -float(view.load.num_running)).instance is views[1]
 
 
-def test_a_preferred_instance_that_is_not_there_is_nobodys_advantage() -> None:
+def test_a_preferred_instance_that_is_not_there_changes_nothing() -> None:
     found = picked([view("a"), view("b", num_running=9)], preferred=InstanceKey("c", "e"))
     assert (found.instance.instance_id, found.preferred, found.score) == ("a", False, 0)
 

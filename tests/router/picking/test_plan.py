@@ -6,24 +6,24 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from engine.sampling_params import SamplingParams
-from router.choice import Choice
-from router.config import DisaggregationSettings
+from engine.sampling.params import SamplingParams
 from router.picking.disaggregation import Decision, Reason
 from router.picking.plan import NoPlan, Plan, make_plan
 from router.picking.scorers import Criteria
-from router.picking.speeds import UNMEASURED, Pace, Work
-from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
-from router.request import GenerationRequest
+from router.picking.settings import DisaggregationSettings
+from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
+from router.pools.throughput import UNMEASURED, ThroughputEstimate, Work
+from router.request.choice_state import Choice
+from router.request.generation_request import GenerationRequest
 
 IDENTITY = Identity(fingerprint="f", block_size=16)
 
 
-def view(role: Role, name: str = "", pace: Pace = UNMEASURED, **fields: Any) -> InstanceView:
+def view(role: Role, name: str = "", throughput: ThroughputEstimate = UNMEASURED, **fields: Any) -> InstanceView:
     key = InstanceKey(name or role, f"{name or role}-epoch")
     load = {one: fields.pop(one) for one in list(fields) if one in LoadReport.__dataclass_fields__}
     info = InstanceInfo(key.address, key.epoch, role, key.address, fields.pop("identity", IDENTITY))
-    return InstanceView(key, info, LoadReport(key.epoch, **load), pace=pace, **fields)
+    return InstanceView(key, info, LoadReport(key.epoch, **load), throughput=throughput, **fields)
 
 
 def choice(num_tokens: int = 1000, emitted: int = 0, **params: Any) -> Choice:
@@ -52,7 +52,7 @@ def planned(*args: Any, **kwargs: Any) -> Plan:
     return found
 
 
-QUICK = Pace(prefill_per_s=1000.0, hand_over_per_s=1e5, untried_s=1.0)
+QUICK = ThroughputEstimate(prefill_per_s=1000.0, hand_over_per_s=1e5, since_prefill_s=1.0)
 
 
 def test_a_split_plan_names_both_instances_and_their_work() -> None:
@@ -61,7 +61,6 @@ def test_a_split_plan_names_both_instances_and_their_work() -> None:
     assert found.prefill.instance.info.role == "prefill"
     assert found.work == Work(num_to_prefill=680, num_ahead=70, num_to_move=840)
     assert found.disaggregation.decision is Decision.DISAGGREGATE
-    assert found.reason == found.disaggregation.words
 
 
 def test_a_local_plan_s_work_is_the_decode_instance_s() -> None:
@@ -77,9 +76,9 @@ def test_what_was_sent_since_the_report_waits_too() -> None:
 
 
 def test_all_requests_at_the_decode_instance_are_held_up_by_a_prefill_there() -> None:
-    decode = view("decode", num_running=3, num_loading=2, num_waiting=4, num_unreported=1, pace=QUICK)
-    found = planned([decode], [view("prefill", pace=QUICK)])
-    assert "10 streams" in found.reason
+    decode = view("decode", num_running=3, num_loading=2, num_waiting=4, num_unreported=1, throughput=QUICK)
+    found = planned([decode], [view("prefill", throughput=QUICK)])
+    assert "10 streams" in found.disaggregation.explanation
 
 
 def test_tokens_emitted_before_a_failover_are_prefilled_as_well() -> None:
@@ -100,24 +99,24 @@ def test_prompt_logprobs_take_nothing_from_caches() -> None:
 def test_an_instance_that_was_not_measured_is_as_fast_as_the_rest_of_its_pool() -> None:
     # Only the picked ones are unmeasured: the others of their pools are busy, and known.
     others = replace(QUICK, prefill_per_s=500.0)
-    decode = [view("decode", "new"), view("decode", "known", num_waiting=9, pace=QUICK)]
+    decode = [view("decode", "new"), view("decode", "known", num_waiting=9, throughput=QUICK)]
     prefill = [
         view("prefill", "fresh"),
-        view("prefill", "one", num_waiting=9, pace=QUICK),
-        view("prefill", "two", num_waiting=9, pace=others),
+        view("prefill", "one", num_waiting=9, throughput=QUICK),
+        view("prefill", "two", num_waiting=9, throughput=others),
     ]
     found = planned(decode, prefill)
     assert found.decode.instance.key.address == "new"
     assert found.disaggregation.reason is Reason.ESTIMATE
-    assert "decode: 1000 tokens/s" in found.reason
-    assert "prefill: 750 tokens/s" in found.reason
-    assert "hand-over: 100000 tokens/s" in found.reason
+    assert "decode: 1000 tokens/s" in found.disaggregation.explanation
+    assert "prefill: 750 tokens/s" in found.disaggregation.explanation
+    assert "hand-over: 100000 tokens/s" in found.disaggregation.explanation
 
 
 def test_a_queue_at_prefill_keeps_it_local_and_the_settings_weigh() -> None:
     decode, prefill = (
-        [view("decode", num_running=1, pace=QUICK)],
-        [view("prefill", num_waiting_tokens=1500, pace=QUICK)],
+        [view("decode", num_running=1, throughput=QUICK)],
+        [view("prefill", num_waiting_tokens=1500, throughput=QUICK)],
     )
     assert planned(decode, prefill).disaggregation[:2] == (Decision.DISAGGREGATE, Reason.ESTIMATE)
     assert planned(decode, prefill, expected_streams=0.0).disaggregation[:2] == (Decision.LOCAL, Reason.QUEUE)

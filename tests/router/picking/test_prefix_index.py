@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from router.picking.prefix_index import PrefixIndex
-from router.pools.instances import InstanceKey
+from router.picking.affinity import PrefixIndex
+from router.pools.instance_info import InstanceKey
 
 A, B = InstanceKey("a", "1"), InstanceKey("b", "1")
 
@@ -34,7 +34,7 @@ def test_a_block_is_another_one_after_another_beginning() -> None:
 
 def test_hashes_go_on_where_they_ended() -> None:
     token_ids = list(range(19))
-    assert PrefixIndex.extended(hashes(token_ids[:9]), token_ids, 4, "") == hashes(token_ids)
+    assert PrefixIndex.hashes(token_ids, 4, "", hashes(token_ids[:9])) == hashes(token_ids)
 
 
 def test_only_the_instance_that_has_it_is_believed_to_have_it() -> None:
@@ -49,8 +49,8 @@ def test_a_process_that_is_gone_takes_its_blocks_with_it() -> None:
     index, prompt = PrefixIndex(100), hashes(list(range(40)))
     index.record(A, prompt)
     index.record(B, prompt)
-    index.forget(A)
-    index.forget(A)
+    index.retain([B])
+    index.retain([B])
     assert (index.num_blocks(A, prompt), index.num_blocks(B, prompt), len(index)) == (0, 10, 10)
     assert index.num_blocks(InstanceKey("b", "2"), prompt) == 0, "a new epoch has nothing of the old one"
 
@@ -91,7 +91,7 @@ def test_bisection_finds_what_a_scan_finds_whatever_was_recorded_and_evicted(see
         prompt = rng.choice(prompts)
         index.record(rng.choice(keys), prompt[: rng.randrange(len(prompt) + 1)])
         if rng.random() < 0.02:
-            index.forget(rng.choice(keys))
+            index.retain(rng.sample(keys, 2))
         assert len(index) <= 60
         for key in keys:
             wanted = rng.choice(prompts)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.config import PickingSettings, RouterSettings
+from router.config import RouterSettings
 from router.picking.scorers import (
     RequestFacts,
     Scoring,
@@ -18,7 +18,8 @@ from router.picking.scorers import (
     session,
     waiting_tokens,
 )
-from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.picking.settings import PickingSettings
+from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from serving.settings import SettingsError, load
 
 NOTHING = RequestFacts()
@@ -53,7 +54,7 @@ def test_what_was_sent_runs_where_there_are_free_places() -> None:
     assert queue_now(view(slots=4, num_running=3, num_unreported=3)) == (2, 4)
 
 
-def test_who_ends_lets_the_next_of_the_queue_begin() -> None:
+def test_an_ended_request_lets_the_next_of_the_queue_begin() -> None:
     assert queue_now(view(slots=4, num_waiting=2, num_running=4, num_ended=1)) == (1, 4)
     assert queue_now(view(slots=4, num_waiting=2, num_running=4, num_ended=3)) == (0, 3)
 
@@ -91,7 +92,7 @@ def test_prefix_is_the_part_that_is_not_cached() -> None:
     assert prefix(NOTHING, view("a")) == 0
 
 
-def test_session_prefers_where_it_ran_and_nobody_when_it_has_none() -> None:
+def test_session_prefers_where_it_ran_and_no_instance_without_a_session() -> None:
     facts = RequestFacts(session_at=InstanceKey("a", "e"))
     assert (session(facts, view("a")), session(facts, view("b"))) == (0, 1)
     assert session(NOTHING, view("a")) == 0
@@ -112,7 +113,7 @@ class Offset:
 
 
 def refusing(request: RequestFacts, view: InstanceView) -> float:
-    raise AssertionError("nobody may ask")
+    raise AssertionError("must not be used")
 
 
 def test_a_scoring_is_the_sum_of_its_weighted_scorers() -> None:
@@ -127,13 +128,13 @@ def test_a_scoring_is_the_sum_of_its_weighted_scorers() -> None:
 def test_a_scorer_of_ones_own_is_named_by_its_module() -> None:
     scoring = Scoring.parse(f"{__name__}:doubled=0.5,{__name__}:Offset=1")
     assert scoring.score(NOTHING, view(num_running=3)) == 10
-    assert scoring.may_ask_for_prefixes, "nobody knows what it looks at"
+    assert scoring.may_use_prefixes, "a custom scorer may use prefixes"
 
 
-def test_nobody_hashes_for_scorers_that_do_not_ask() -> None:
-    assert not Scoring.parse("queue=1,waiting_tokens=1,kv_pressure=1,session=1").may_ask_for_prefixes
-    assert Scoring.parse("queue=1,prefix=1").may_ask_for_prefixes
-    asked: Callable[[InstanceView], int] = lambda view: pytest.fail("nobody may ask")  # noqa: E731
+def test_prompts_are_not_hashed_for_scorers_that_ignore_prefixes() -> None:
+    assert not Scoring.parse("queue=1,waiting_tokens=1,kv_pressure=1,session=1").may_use_prefixes
+    assert Scoring.parse("queue=1,prefix=1").may_use_prefixes
+    asked: Callable[[InstanceView], int] = lambda view: pytest.fail("must not be used")  # noqa: E731
     facts = RequestFacts(num_tokens=10, num_cached_tokens=asked)
     assert Scoring.parse("queue=1,kv_pressure=1").score(facts, view(num_running=1)) > 0
 
@@ -167,4 +168,4 @@ def test_a_wrong_scorer_in_the_settings_is_named_with_its_setting() -> None:
 
 
 def test_the_default_is_the_queue_alone() -> None:
-    assert PickingSettings().decode_scoring == PickingSettings().prefill_scoring == Scoring.parse("queue=1")
+    assert PickingSettings().decode_scorers == PickingSettings().prefill_scorers == "queue=1"

@@ -1,4 +1,4 @@
-"""A router whose pools belong to somebody: fakes in place of instances, and a real owner's roster and socket."""
+"""A router whose pools have an owner: fakes in place of instances, and the local stack's desired state and socket."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import grpc.aio
 
 from protos.tandem.v1 import instance_pb2, pools_pb2, pools_pb2_grpc
 from router.autoscaler.resizer import Resizer
-from tandem.roster import Roster, Seat
-from tandem.stack_service import StackServer
+from tandem.local_stack.desired_state import DesiredInstance, DesiredState
+from tandem.local_stack.server import StackServer
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import Rig
@@ -24,12 +24,12 @@ WIRE_ROLES = {"prefill": instance_pb2.ROLE_PREFILL, "decode": instance_pb2.ROLE_
 
 
 class Owned:
-    """A router, its fakes, and the roster that says which of them are in the pools. `spares` are decode instances that
+    """A router, its fakes, and the desired that says which of them are in the pools. `spares` are decode instances that
     run and are in no pool: a pool that grows gets them, the first one first."""
 
-    def __init__(self, rig: Rig, roster: Roster, stub: Any, spares: list[FakeInstance], address: str) -> None:
+    def __init__(self, rig: Rig, desired: DesiredState, stub: Any, spares: list[FakeInstance], address: str) -> None:
         self.rig = rig
-        self.roster = roster
+        self.desired = desired
         self.stub = stub
         self.spares = spares
         self.address = address
@@ -37,10 +37,10 @@ class Owned:
         self.resizer: Resizer = rig.app.resizer
 
     async def until_ready(self, *, prefill: int = 1, decode: int) -> None:
-        """Returns when the router sees so many, and nobody else."""
+        """Returns when the router sees exactly so many."""
         async with asyncio.timeout(TIMEOUT_S):
             pools = self.rig.app.pools
-            while [(pool.num_ready(), len(pool.members)) for pool in (pools.prefill, pools.decode)] != [
+            while [(pool.num_ready(), len(pool.instances)) for pool in (pools.prefill, pools.decode)] != [
                 (prefill, prefill),
                 (decode, decode),
             ]:
@@ -61,7 +61,7 @@ class Owned:
     def decode_names(self) -> list[str]:
         """Of those that are in the decode pool, as the owner has it."""
         by_address = {fake.address: fake.name for fake in [*self.rig.decode, *self.spares]}
-        return [by_address[seat.address] for seat in self.roster.seating.pool("decode")]
+        return [by_address[instance.address] for instance in self.desired.snapshot.pool("decode")]
 
 
 @asynccontextmanager
@@ -71,17 +71,17 @@ async def owned(run: Run, *, num_decode: int = 2, num_spares: int = 2, **section
         folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="t-", dir="/tmp"))
         address = f"unix:{Path(folder) / 'stack.sock'}"
         prefill = [FakeInstance("prefill", "prefill-0")]
-        everybody = [FakeInstance("decode", f"decode-{number}") for number in range(num_decode + num_spares)]
-        decode, spares = everybody[:num_decode], everybody[num_decode:]
-        for fake in [*prefill, *everybody]:
+        all_decode = [FakeInstance("decode", f"decode-{number}") for number in range(num_decode + num_spares)]
+        decode, spares = all_decode[:num_decode], all_decode[num_decode:]
+        for fake in [*prefill, *all_decode]:
             await cleanup.enter_async_context(fake)
 
         def next_spare(taken: Collection[str]) -> str:
             return next(fake.address for fake in spares if fake.address not in taken)
 
-        seats = [Seat(fake.name, fake.role, fake.address) for fake in [*prefill, *decode]]
-        roster = Roster(seats, next_spare)
-        server = StackServer(address, roster, roster.resize)
+        instances = [DesiredInstance(fake.name, fake.role, fake.address) for fake in [*prefill, *decode]]
+        desired = DesiredState(instances, next_spare)
+        server = StackServer(address, desired, desired.resize)
         cleanup.push_async_callback(asyncio.to_thread, server.stop)
         pools = {"prefill": "", "decode": "", "stack": address}
         router = {"admin_listen": "127.0.0.1:0"}
@@ -90,6 +90,6 @@ async def owned(run: Run, *, num_decode: int = 2, num_spares: int = 2, **section
         )
         rig.prefill, rig.decode = prefill, decode
         channel = await cleanup.enter_async_context(grpc.aio.insecure_channel(rig.app.admin_address))
-        found = Owned(rig, roster, pools_pb2_grpc.PoolsServiceStub(channel), spares, address)
+        found = Owned(rig, desired, pools_pb2_grpc.PoolsServiceStub(channel), spares, address)
         await found.until_ready(decode=num_decode)
         yield found

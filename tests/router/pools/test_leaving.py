@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.app import RouterApp
-from router.model import ServedModel
+from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.rig import Rig, settings_of, slow
@@ -21,7 +21,7 @@ QUICK_S = 0.02
 
 
 class Changing:
-    """A membership that a test changes."""
+    """A discovery whose addresses a test sets."""
 
     def __init__(self, *fakes: FakeInstance) -> None:
         self._sets: asyncio.Queue[frozenset[str]] = asyncio.Queue()
@@ -82,7 +82,7 @@ async def test_an_address_that_appears_is_used(model: ServedModel, model_folder:
     async with routing(model, model_folder, decode) as (rig, _, decodes):
         decodes.now(decode[0])
         await rig.until_ready(num_decode=1)
-        await until(lambda: len(rig.app.pools.decode.members) == 1)
+        await until(lambda: len(rig.app.pools.decode.instances) == 1)
         assert (await rig.generate()).trailers["tandem-decode"] == "decode-0"
         decodes.now(*decode)
         await rig.until_ready()
@@ -97,12 +97,12 @@ async def test_a_stream_outlives_its_instance_s_address(model: ServedModel, mode
         await rig.until_ready(num_decode=1)
         assert (await rig.generate(max_tokens=2)).trailers["tandem-decode"] == "decode-1"
         assert decode[0].num_open_calls == 1
-        assert len(rig.app.pools.decode.members) == 2
+        assert len(rig.app.pools.decode.instances) == 2
         answer = await asking
         assert answer.is_exactly(40)
         assert answer.trailers["tandem-decode"] == "decode-0"
         assert not decode[0].recorded("decode cancelled")
-        await until(lambda: len(rig.app.pools.decode.members) == 1)  # and only then it is let go
+        await until(lambda: len(rig.app.pools.decode.instances) == 1)  # and only then it is let go
 
 
 async def test_kv_of_a_prefill_instance_whose_address_has_gone_is_still_read(
@@ -117,11 +117,11 @@ async def test_kv_of_a_prefill_instance_whose_address_has_gone_is_still_read(
         prefills.now()
         async with asyncio.timeout(20):
             while not decode[0].recorded("loaded"):
-                assert rig.app.pools.prefill.members, "let go under its reader"
+                assert rig.app.pools.prefill.instances, "let go under its reader"
                 await asyncio.sleep(0.01)
         assert (await asking).is_exactly(12)
         assert not decode[0].recorded("recomputed")
-        await until(lambda: not rig.app.pools.prefill.members)
+        await until(lambda: not rig.app.pools.prefill.instances)
 
 
 async def test_a_leaving_instance_that_dies_is_noticed(model: ServedModel, model_folder: Path) -> None:
@@ -134,7 +134,7 @@ async def test_a_leaving_instance_that_dies_is_noticed(model: ServedModel, model
         answer = await asking
         assert answer.is_exactly(20)
         assert answer.trailers["tandem-decode"] == "decode-0,decode-1"
-        await until(lambda: len(rig.app.pools.decode.members) == 1)
+        await until(lambda: len(rig.app.pools.decode.instances) == 1)
 
 
 async def test_an_address_that_comes_back_in_time_was_never_away(model: ServedModel, model_folder: Path) -> None:
@@ -142,15 +142,15 @@ async def test_an_address_that_comes_back_in_time_was_never_away(model: ServedMo
     async with routing(model, model_folder, decode) as (rig, _, decodes):
         asking = asyncio.create_task(rig.generate(max_tokens=40))
         await decode[0].until("token")
-        member = rig.app.pools.decode.members[0]
+        instance = rig.app.pools.decode.instances[0]
         decodes.now()
         await rig.until_ready(num_decode=0)
-        assert member.state == "leaving"
+        assert instance.state == "leaving"
         decodes.now(*decode)
         await rig.until_ready()
         assert (await asking).is_exactly(40)
         assert (await rig.generate()).is_exactly(12)
-        assert rig.app.pools.decode.members == (member,)
+        assert rig.app.pools.decode.instances == (instance,)
 
 
 async def test_two_addresses_of_one_process_are_one_instance(model: ServedModel, model_folder: Path) -> None:
@@ -158,14 +158,14 @@ async def test_two_addresses_of_one_process_are_one_instance(model: ServedModel,
     async with routing(model, model_folder, decode[:1]) as (rig, _, decodes):
         port = decode[0].address.rpartition(":")[2]
         decodes._sets.put_nowait(frozenset({decode[0].address, f"localhost:{port}"}))
-        await until(lambda: all(member.state == "ready" for member in rig.app.pools.decode.members))
-        await until(lambda: len(rig.app.pools.decode.members) == 2)
+        await until(lambda: all(instance.state == "ready" for instance in rig.app.pools.decode.instances))
+        await until(lambda: len(rig.app.pools.decode.instances) == 2)
         await until(rig.app.pools.decode.is_complete)
         assert rig.app.pools.decode.num_ready() == 1
         assert (await rig.generate()).is_exactly(12)
 
 
-async def test_a_membership_that_breaks_is_told_and_its_last_instances_stay(
+async def test_a_discovery_that_breaks_is_logged_and_its_last_instances_stay(
     model: ServedModel, model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Breaking(Changing):

@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from router.picking.plan import NoPlan
-from router.pools.instances import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
-from router.pools.moving import can_move, has_room
+from router.picking.plan import NoPlan, can_move, has_room
+from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
@@ -29,10 +28,10 @@ def test_room_is_a_block_for_every_token_there_is_and_for_the_next() -> None:
     assert not has_room(view_of(1, 0), 16)
     assert has_room(view_of(1, 1), 16)
     assert not has_room(view_of(0, 0), 1)
-    assert has_room(view_of(0, 0, num_blocks=0), 1000), "who does not tell its size is asked"
+    assert has_room(view_of(0, 0, num_blocks=0), 1000), "an unknown size counts as room"
 
 
-def test_nobody_to_go_to_is_no_reason_to_go() -> None:
+def test_a_stream_does_not_move_without_another_instance() -> None:
     assert not can_move(NoPlan("no decode instance is available", "the pool is empty"), 10)
 
 
@@ -74,7 +73,7 @@ async def test_a_drain_alone_moves_nothing(run: Run) -> None:
         assert answer.trailers["tandem-decode"] == "decode-0"
 
 
-async def test_what_nobody_else_can_take_runs_on_to_its_end(run: Run) -> None:
+async def test_a_stream_that_no_other_instance_can_take_runs_to_its_end(run: Run) -> None:
     decode = decodes(slow(), slow(num_running=50, draining=True))
     async with run(prefill=1, decode=decode, wait=False) as rig:
         await rig.until_ready(num_decode=1)
@@ -87,7 +86,7 @@ async def test_what_nobody_else_can_take_runs_on_to_its_end(run: Run) -> None:
         assert not decode[0].recorded("decode cancelled")
 
 
-async def test_it_is_moved_as_soon_as_somebody_can_take_it(run: Run) -> None:
+async def test_a_stream_moves_as_soon_as_another_instance_can_take_it(run: Run) -> None:
     decode = decodes(slow(), slow(num_running=50, draining=True))
     async with run(prefill=1, decode=decode, wait=False) as rig:
         await rig.until_ready(num_decode=1)

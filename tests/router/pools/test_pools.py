@@ -1,4 +1,4 @@
-"""The pools follow their instances: who is in, who is out, who may pair, and what readiness says of it."""
+"""The pools follow their instances: which are in, which are out, which may pair, and readiness."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.app import RouterApp
-from router.config import PoolSettings
+from router.pools.settings import PoolSettings
 from tests.fakes.behaviour import FULL, Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
@@ -75,7 +75,7 @@ async def test_a_draining_instance_gets_no_new_requests_and_finishes_its_old(run
 
 @pytest.mark.parametrize("fault", ["no beats", "frozen", "killed", "wedged"])
 async def test_an_instance_in_trouble_is_out_and_comes_back(run: Run, fault: str) -> None:
-    async with run(prefill=0, decode=2) as rig:
+    async with run(prefill=0, decode=2, pools={"beat_timeout_s": 0.5}) as rig:
         fake = rig.decode[0]
         if fault == "no beats":
             fake.behaviour.beats = False
@@ -122,8 +122,8 @@ async def test_with_its_real_settings_a_router_leaves_a_silent_instance_within_t
             fakes[0].behaviour.beats = False
             if fault == "frozen":
                 fakes[0].freeze()
-            member = rig.app.pools.decode.members[0]
-            last_sign_s = time.monotonic() - member.beat_age_s
+            instance = rig.app.pools.decode.instances[0]
+            last_sign_s = time.monotonic() - instance.report_age_s
         await rig.until_ready(num_decode=1)
         assert time.monotonic() - last_sign_s < LINE_S + MACHINE_S
         if fault != "no beats":  # those still compute
@@ -148,7 +148,7 @@ async def test_an_engine_in_a_long_step_that_it_predicted_is_not_left(run: Run) 
         assert rig.app.pools.decode.num_ready() == 1
         fake.behaviour.core_silence_s = 2.6
         await rig.until_ready(num_decode=0)
-        assert rig.app.pools.decode.members[0].state == "wedged"
+        assert rig.app.pools.decode.instances[0].state == "wedged"
         fake.behaviour.core_silence_s = 0.0
         await rig.until_ready()
 
@@ -158,7 +158,7 @@ async def beside(rig: Rig, **pools: Any) -> AsyncIterator[Rig]:
     """A second router over the same instances, but for these settings of its pools."""
     settings = rig.app._settings
     settings = settings.model_copy(update={"pools": settings.pools.model_copy(update=pools)})
-    app = RouterApp(settings, rig.app.service._model, rng=random.Random(1))
+    app = RouterApp(settings, rig.app.service.model, rng=random.Random(1))
     await app.start()
     second = Rig(app, rig.prefill, rig.decode)
     try:
@@ -176,7 +176,7 @@ async def test_a_port_that_connects_and_says_nothing_is_never_ready(run: Run) ->
             address = f"127.0.0.1:{mute.getsockname()[1]}"
             async with beside(rig, decode=f"{rig.decode[0].address},{address}") as second:
                 async with asyncio.timeout(20):
-                    while {member.address: member.state for member in second.app.pools.decode.members}[
+                    while {instance.address: instance.state for instance in second.app.pools.decode.instances}[
                         address
                     ] != "lost":
                         await asyncio.sleep(0.01)
@@ -225,16 +225,16 @@ async def test_a_router_that_does_not_see_the_other_s_load_is_refused_and_goes_o
 async def test_a_restarted_instance_is_another_one(run: Run) -> None:
     async with run(prefill=0, disaggregation={"speed_smoothing": 0.5}) as rig:
         before = rig.app.pools.decode.views()[0].key
-        rig.app.pools.decode.members[0].speeds.prefilled(1000, 0, 1.0)
-        assert rig.app.pools.decode.views()[0].pace.prefill_per_s == pytest.approx(1000)
+        rig.app.pools.decode.instances[0].throughput.prefilled(1000, 0, 1.0)
+        assert rig.app.pools.decode.views()[0].throughput.prefill_per_s == pytest.approx(1000)
         await rig.decode[0].kill()
         await rig.until_ready(num_decode=0)
         await rig.decode[0].restart()
         await rig.until_ready()
         after = rig.app.pools.decode.views()[0].key
         assert (after.address, after.epoch) == (before.address, "decode-0-epoch-2")
-        assert rig.app.pools.decode.member(before) is None
-        assert rig.app.pools.decode.views()[0].pace.prefill_per_s is None
+        assert rig.app.pools.decode.instance(before) is None
+        assert rig.app.pools.decode.views()[0].throughput.prefill_per_s is None
         assert (await rig.generate()).is_exactly(12)
 
 
@@ -246,8 +246,8 @@ async def test_incompatible_instances_are_named_and_never_paired(run: Run, caplo
             assert answer.is_exactly(12)
             assert answer.trailers["tandem-disaggregated"] == "no"
             assert not odd.recorded("prefill")
-    told = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
-    assert told == [
+    logged = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
+    assert logged == [
         "dtype differs between decode decode-0 (float32) and prefill odd (bfloat16): they will not be paired"
     ]
 
@@ -306,6 +306,6 @@ async def test_always_is_ready_only_with_a_prefill_instance(run: Run) -> None:
         await until_health(rig, "NOT_SERVING")
 
 
-async def test_nobody_there_is_not_ready(run: Run) -> None:
+async def test_empty_pools_are_not_ready(run: Run) -> None:
     async with run(prefill=0, decode=0) as rig:
         assert await health(rig) == "NOT_SERVING"

@@ -11,13 +11,12 @@ import grpc
 import grpc.aio
 import pytest
 
-import router.legs
+import router.dispatch.instance_call
 from protos.tandem.v1 import decode_pb2
 from router.app import RouterApp
-from router.config import PoolSettings
-from router.inbox import Inbox
-from router.model import ServedModel
-from router.pools.token_stream import TokenStream, TokenStreams
+from router.pools.settings import PoolSettings
+from router.pools.token_stream import ReceiveBuffer, TokenStream, TokenStreams
+from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
@@ -37,13 +36,13 @@ def run(run: Run) -> Run:
 async def until_open(rig: Rig, num_open: int = 1) -> None:
     """Waits until each decode instance has that many token streams."""
     await until(lambda: all(fake.token_streams.num_open == num_open for fake in rig.decode))
-    await until(lambda: all(one.token_streams and one.token_streams.current for one in rig.app.pools.decode.members))
+    await until(lambda: all(one.token_streams and one.token_streams.current for one in rig.app.pools.decode.instances))
 
 
 def stream_of(rig: Rig, index: int = 0) -> TokenStream:
     """What the router has open to a decode instance."""
     address = rig.decode[index].address
-    (streams,) = [member.token_streams for member in rig.app.pools.decode.members if member.address == address]
+    (streams,) = [instance.token_streams for instance in rig.app.pools.decode.instances if instance.address == address]
     assert streams is not None
     assert streams.current is not None
     return streams.current
@@ -127,7 +126,7 @@ async def test_a_call_on_a_stream_that_has_ended_does_not_wait_for_an_end_of_its
 
 
 class Recorder:
-    """A call on a stream that only notes what it is told."""
+    """A call on a stream that records what it receives."""
 
     def __init__(self) -> None:
         self.responses: list[decode_pb2.DecodeResponse] = []
@@ -144,7 +143,7 @@ async def never(response: decode_pb2.DecodeResponse) -> None:
     raise AssertionError("was answered outside of the stream")
 
 
-async def test_a_stream_lives_as_long_as_somebody_follows_the_instance_or_is_still_on_it() -> None:
+async def test_a_stream_lives_while_the_instance_is_watched_or_a_call_is_on_it() -> None:
     async with FakeInstance("decode") as fake, grpc.aio.insecure_channel(fake.address) as channel:
         streams, call = TokenStreams("decode", channel, PoolSettings(min_backoff_s=0.02, max_backoff_s=0.1)), Recorder()
         # STEP a stream that breaks tells its calls, and another one follows
@@ -157,12 +156,12 @@ async def test_a_stream_lives_as_long_as_somebody_follows_the_instance_or_is_sti
         await until(lambda: streams.current)
         stream = streams.current
         assert stream is not broken
-        # STEP one whose instance is not followed any more is there for the call on it, and for nobody else
+        # STEP one whose instance is not followed any more is there for the call on it alone
         assert stream is not None
         joined = stream.join(call)
         streams.retire()
         assert streams.current is None
-        async with fake.token_streams.way_of(decode_pb2.DecodeStart(token_stream=joined), never) as answer:
+        async with fake.token_streams.response_writer(decode_pb2.DecodeStart(token_stream=joined), never) as answer:
             await answer(decode_pb2.DecodeResponse())
         await until(lambda: len(call.responses) == 1)
         stream.leave(joined)
@@ -182,7 +181,7 @@ async def test_ends_that_overtake_the_last_tokens_wait_for_as_long_as_any_come(
             asyncio.get_running_loop().call_later(next(due_s), deliver, self, alone)
 
     monkeypatch.setattr(TokenStream, "deliver", late)
-    monkeypatch.setattr(router.legs, "_LAST_TOKENS_S", 0.5)
+    monkeypatch.setattr(router.dispatch.instance_call, "_LAST_TOKENS_S", 0.5)
     async with run(prefill=0, decode=decodes(Behaviour(), busy())) as rig:
         await until_open(rig)
         assert (await rig.generate()).is_exactly(12)
@@ -213,7 +212,7 @@ async def test_a_good_end_without_a_finish_is_not_waited_for_long(run: Run, monk
             deliver(self, message)
 
     monkeypatch.setattr(TokenStream, "deliver", without_first_finish)
-    monkeypatch.setattr(router.legs, "_LAST_TOKENS_S", 0.1)
+    monkeypatch.setattr(router.dispatch.instance_call, "_LAST_TOKENS_S", 0.1)
     async with run(prefill=0, decode=decodes(slow(0.005), busy())) as rig:
         await until_open(rig)
         assert (await rig.generate()).is_exactly(12)
@@ -221,10 +220,10 @@ async def test_a_good_end_without_a_finish_is_not_waited_for_long(run: Run, monk
         assert len(rig.decode[1].recorded("decode")) == 1
 
 
-async def test_a_client_that_does_not_read_holds_nobody_up_and_is_given_up(
+async def test_a_client_that_does_not_read_delays_no_other_and_is_given_up(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router.legs, "Inbox", partial(Inbox, max_bytes=20_000))
+    monkeypatch.setattr(router.dispatch.instance_call, "ReceiveBuffer", partial(ReceiveBuffer, max_bytes=20_000))
     async with (
         run(prefill=0, decode=decodes(slow(0.001)), server={"write_timeout_s": 60}) as rig,
         deaf_client(rig) as call,

@@ -95,7 +95,7 @@ class SamplingParams(_message.Message):
     skip_special_tokens: _builtins.bool
     """Whether stop strings are looked for in a text without special tokens."""
     spaces_between_special_tokens: _builtins.bool
-    """Passed over: no text is sent."""
+    """Ignored: no text is sent."""
     ignore_eos: _builtins.bool
     """Generate past end-of-sequence tokens."""
     n: _builtins.int
@@ -117,7 +117,7 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """Seed of the draw; absent: the router mints one."""
     include_stop_str_in_output: _builtins.bool
-    """Passed over: no text is sent."""
+    """Ignored: no text is sent."""
     truncate_prompt_tokens: _builtins.int
     """Cuts the prompt; not served."""
     @_builtins.property
@@ -235,7 +235,7 @@ class TokenizedInput(_message.Message):
     ORIGINAL_TEXT_FIELD_NUMBER: _builtins.int
     INPUT_IDS_FIELD_NUMBER: _builtins.int
     original_text: _builtins.str
-    """What it was made of; passed over."""
+    """What it was built from; ignored."""
     @_builtins.property
     def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids in 0..vocab_size-1."""
@@ -538,7 +538,7 @@ class GenerateStreamChunk(_message.Message):
     completion_tokens: _builtins.int
     """Tokens in this chunk."""
     cached_tokens: _builtins.int
-    """Prompt tokens found in a prefix cache; told with the last chunk."""
+    """Prompt tokens found in a prefix cache; reported with the last chunk."""
     index: _builtins.int
     """Which of the n choices, from 0."""
     @_builtins.property
@@ -707,7 +707,7 @@ Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 
 @_typing.final
 class AbortResponse(_message.Message):
-    """They have been told."""
+    """They have been aborted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -866,7 +866,7 @@ class GetLoadsRequest(_message.Message):
     """The rank that is meant; there is one, 0."""
     @_builtins.property
     def include(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Passed over: all that is known is told."""
+        """Ignored: all known values are returned."""
 
     def __init__(
         self,

@@ -1,0 +1,294 @@
+"""The engine core: model, KV memory, scheduler and connector. Its owner steps it, from one thread.
+
+One step: apply finished I/O, decide, start I/O, compute, apply the result.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import assert_never
+
+import torch
+
+from engine import failpoints
+from engine.config import EngineConfig
+from engine.core.messages import (
+    AbortRequests,
+    AddRequest,
+    Command,
+    EngineInfo,
+    EngineLoad,
+    Event,
+    KVProgress,
+    LeaseCommand,
+    Seed,
+    Shutdown,
+)
+from engine.errors import CapacityError
+from engine.identity import compute_identity
+from engine.kv_connector import KVLoadResult, make_connector, self_test
+from engine.kv_layout import KVLayout
+from engine.machine import available_bytes
+from engine.model_runner import ModelRunner
+from engine.models import load_model
+from engine.models.config import ModelConfig
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
+
+_KV_FRACTION = 0.3
+"""Of the memory that is free once the weights are loaded, when no KV size is given: several instances share a host."""
+_SMOOTHING = 0.2
+_MANY_TOKENS = 64
+"""From here on a step's time depends on its tokens; below on reading the weights once."""
+
+
+class StepTimeEstimator:
+    """Predicts the time of a step from earlier ones, to distinguish a long step from a hung model.
+
+    `token_s`, seconds per token, is measured at the start on a few tokens, which overestimates it.
+    """
+
+    def __init__(self, token_s: float) -> None:
+        self._token_s = token_s
+        self._small_step_s = 0.0
+        self.predicted_s = 0.0
+        """Of the current step, or the last one."""
+
+    def predict(self, num_tokens: int) -> None:
+        """Predict the next step; without tokens the last prediction stays."""
+        if num_tokens:
+            by_tokens_s = num_tokens * self._token_s if num_tokens >= _MANY_TOKENS else 0.0
+            self.predicted_s = max(self._small_step_s, by_tokens_s)
+
+    def record(self, seconds: float, num_tokens: int) -> None:
+        if num_tokens >= _MANY_TOKENS:
+            self._token_s += _SMOOTHING * (seconds / num_tokens - self._token_s)
+        else:
+            self._small_step_s += _SMOOTHING * (seconds - self._small_step_s)
+
+
+class EngineCore:
+    """See the module. `wake` is called from any thread and must make the owner call `step` soon."""
+
+    def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
+        self.config = config
+        model_config = ModelConfig.from_folder(Path(config.model))
+        dtype = model_config.resolve_dtype(config.dtype)
+        layout = model_config.kv_layout(dtype=dtype, block_size=config.block_size)
+        identity = compute_identity(
+            config.model, dtype=dtype, layout=layout, load_format=config.load_format, seed=config.seed
+        )
+        self._fingerprint = identity.fingerprint
+        model = load_model(model_config, config)
+        num_blocks = _num_blocks(config, layout, model_config.max_model_len)
+        max_model_len = _max_model_len(config, model_config.max_model_len, num_blocks)
+        kv_cache = _zeroed_memory((num_blocks, *layout.page_shape), getattr(torch, dtype), config.device)
+        kv = KVCacheManager(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._connector = make_connector(config.kv_connector, wake)
+        self._connector.register_kv_cache(kv_cache, layout, bytes.fromhex(self._fingerprint))
+        self_test(self._connector)
+        connectors = getattr(self._connector, "connectors", [self._connector])  # of a list each counts separately
+        self._counting = [connector for connector in connectors if hasattr(connector, "totals")]
+        self.scheduler = Scheduler(config, kv, self._connector, max_model_len)
+        self._runner = ModelRunner(config, model, kv_cache, kv)
+        self.step_time = StepTimeEstimator(self._runner.warm_up())
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._num_expired_leases = 0
+        self.idle = True
+        """The last step found nothing to compute and no command has come since."""
+        self._started = 0.0
+        self._output = SchedulerOutput([])
+        self._sampled = Sampled()
+        self._events: list[Event] = []
+        self._loaded: list[KVLoadResult] = []
+        self._freed_request_ids: list[str] = []
+        self.info = EngineInfo(
+            model_identity=identity,
+            vocab_size=model_config.vocab_size,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            bytes_per_block=layout.bytes_per_block,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            kv_connector=self._connector.name,
+            attention_backend=model.attention_name,
+            pid=os.getpid(),
+        )
+
+    def handle(self, command: Command) -> None:
+        """Apply one command, between steps. `Shutdown` is left to the owner."""
+        self.idle = False
+        match command:
+            case AddRequest(spec):
+                self._num_arrived += 1
+                request = Request.from_spec(spec, arrival=self._num_arrived, fingerprint=self._fingerprint)
+                self.scheduler.add_request(request, time.monotonic())
+            case AbortRequests(request_ids):
+                self._apply_io()  # blocks that an abandoned read may still write to must not be freed with the request
+                for request_id in request_ids:
+                    self.scheduler.abort(request_id)
+            case Seed(request_id, token_ids):
+                self.scheduler.seed(request_id, token_ids)
+            case KVProgress() | LeaseCommand():
+                self._connector.handle(command)
+            case Shutdown():
+                pass
+            case _:
+                assert_never(command)
+
+    def step(self) -> list[Event]:
+        """Compute one step, if there is work, and return the events since the last one."""
+        if self.begin_step():
+            self.compute()
+            self.finish_step()
+        return self.take_events()
+
+    def begin_step(self) -> bool:
+        """Apply finished I/O, decide, start I/O. True: `compute`, then `finish_step` must follow."""
+        self._started = time.monotonic()
+        self.poll_connector()
+        self._apply_io()
+        self.scheduler.expire(self._started)
+        self._output = self.scheduler.schedule()
+        self._start_io()
+        self.idle = not self._output.scheduled
+        self.step_time.predict(self._output.num_tokens)
+        return not self.idle
+
+    def compute(self) -> None:
+        """Run the model on what `begin_step` decided. May run in another thread: meanwhile the owner calls only
+        `poll_connector`, `take_events`, `load`, and `handle` with commands for the connector."""
+        failpoints.hit("engine.step")
+        self._sampled = self._runner.execute(self._output)
+
+    def finish_step(self) -> None:
+        """Apply the result of `compute`."""
+        self.scheduler.update_from_output(self._output, self._sampled)
+        self._start_io()
+        self._num_steps += 1
+        self.step_time.record(time.monotonic() - self._started, self._output.num_tokens)
+
+    def poll_connector(self) -> None:
+        """Collect finished I/O and start what follows from it. The scheduler learns of it at the next step."""
+        output = self._connector.poll()
+        self._loaded += output.loaded
+        self._freed_request_ids += output.freed_request_ids
+        self._events += output.events
+        self._num_expired_leases += output.num_expired_leases
+        self._start_io()
+
+    def take_events(self) -> list[Event]:
+        """The events since the last call."""
+        events, self._events = [*self._events, *self.scheduler.take_events()], []
+        return events
+
+    def next_deadline_s(self) -> float | None:
+        """Seconds until `step` must be called even if nothing happens; None: never."""
+        return self._connector.next_deadline_s()
+
+    @property
+    def load(self) -> EngineLoad:
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        pool = scheduler.kv.pool
+        # Each block in one class, by precedence: quarantined (all of them held), held, running, cached, free.
+        held, quarantined = scheduler.num_held_blocks, self._connector.num_quarantined_blocks
+        return EngineLoad(
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_loading=len(scheduler.loading),
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            free_blocks=pool.num_available - pool.num_cached,
+            cached_blocks=pool.num_cached,
+            running_blocks=scheduler.kv.num_blocks - pool.num_available - held,
+            held_blocks=held - quarantined,
+            quarantined_blocks=quarantined,
+            num_transfers=self._connector.num_transfers,
+            num_steps=self._num_steps,
+            steps_by_tokens=list(counters.steps_by_tokens),
+            num_step_tokens=counters.num_step_tokens,
+            step_s=self.step_time.predicted_s,
+            num_prefilled_tokens=counters.num_prefilled_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
+            num_external_tokens=counters.num_external_tokens,
+            num_recomputed_blocks=counters.num_recomputed_blocks,
+            num_expired_leases=self._num_expired_leases,
+            num_preemptions=counters.num_preemptions,
+            kv_totals=[connector.totals for connector in self._counting],
+        )
+
+    def shutdown(self) -> None:
+        """End I/O. The core cannot be used afterwards."""
+        self._connector.shutdown()
+
+    def _apply_io(self) -> None:
+        """Apply finished I/O to the scheduler; between steps."""
+        for result in self._loaded:
+            self.scheduler.load_finished(result)
+        for request_id in self._freed_request_ids:
+            self.scheduler.free_held(request_id)
+        self._loaded, self._freed_request_ids = [], []
+
+    def _start_io(self) -> None:
+        meta = self._connector.build_connector_meta()
+        if meta.loads:
+            self._connector.start_load_kv(meta)
+        if meta.saves:
+            self._connector.save_kv(meta)
+
+
+def _zeroed_memory(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Zeros. On CPU the system zeroes each page at its first touch: writing 2 GiB here would take seconds."""
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):
+        free = available_bytes()
+        raise CapacityError(
+            f"cannot allocate {num_bytes / 2**30:.1f} GiB of KV memory: {free / 2**30:.1f} GiB free; "
+            "lower kv_cache_bytes or num_blocks"
+        ) from None
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def _num_blocks(config: EngineConfig, layout: KVLayout, model_max_len: int) -> int:
+    """KV blocks: as configured, else as many as fit into part of the free memory and max_num_seqs requests can use."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    given = config.kv_cache_bytes
+    if given is None:
+        free = torch.cuda.mem_get_info()[0] if config.device == "cuda" else available_bytes()
+        longest = min(config.max_model_len or model_max_len, model_max_len)
+        useful = config.max_num_seqs * (-(-longest // layout.block_size) + 1) * layout.bytes_per_block
+        given = min(int(free * _KV_FRACTION), useful)
+    num_blocks = given // layout.bytes_per_block
+    if num_blocks < 2:
+        raise CapacityError(f"{given} bytes of KV memory are too few for 2 blocks of {layout.bytes_per_block} bytes")
+    return num_blocks
+
+
+def _max_model_len(config: EngineConfig, model_max_len: int, num_blocks: int) -> int:
+    """Longest request: the least of the model's limit, the configured one and the KV memory."""
+    fits = num_blocks * config.block_size
+    if config.max_model_len is None:
+        return min(model_max_len, fits)
+    if config.max_model_len > model_max_len:
+        raise CapacityError(f"max_model_len {config.max_model_len} exceeds the model's limit of {model_max_len}")
+    if config.max_model_len > fits:
+        raise CapacityError(f"max_model_len {config.max_model_len} exceeds the KV memory of {fits} tokens")
+    return config.max_model_len

@@ -1,0 +1,70 @@
+"""`python -m engine.core.process ADDRESS`: an engine core in a separate process.
+
+The configuration is one msgpack message on standard input, which stays open while the parent lives: its end tells the
+core that the parent is dead, whatever killed it, and the core exits. The parent notices the core's death by waiting for
+the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+
+
+def main() -> None:
+    """Run until `Shutdown` or the parent's death."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent shuts the core down
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    address = sys.argv[1]
+    size = int.from_bytes(sys.stdin.buffer.read(8), "little")
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=EngineConfig)
+    threading.Thread(target=_exit_with_parent, args=(address,), daemon=True, name="parent-watch").start()
+    _run(config, address)
+
+
+def _run(config: EngineConfig, address: str) -> None:
+    if config.process_setup:
+        module_name, _, function_name = config.process_setup.partition(":")
+        getattr(importlib.import_module(module_name), function_name)(**config.process_setup_options)
+    if config.cpu_cores:
+        os.sched_setaffinity(0, config.cpu_cores)
+    from engine.machine import set_num_threads  # imports torch: after pinning, for its thread pools
+
+    set_num_threads(config.num_threads)
+    from engine.core.core import EngineCore
+    from engine.core.loop import Mailbox, run_core
+
+    mailbox = Mailbox(address)
+    try:
+        core = EngineCore(config, mailbox.wake)
+    except (EngineError, OSError) as error:
+        sys.exit(f"engine core: {error}")  # the user's to fix; a bug keeps its traceback
+    gc.collect()
+    gc.freeze()  # torch and the model stay: collections should not traverse them during a step
+    run_core(core, mailbox)
+    mailbox.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all I/O has ended; finalising torch takes most of a second, on a busy machine many
+
+
+def _exit_with_parent(address: str) -> None:
+    while os.read(0, 4096):
+        pass
+    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

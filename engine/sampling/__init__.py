@@ -1,0 +1,1 @@
+"""Sampling: parameters, changes to logits, the draw of a token, log-probabilities."""

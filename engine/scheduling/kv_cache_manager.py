@@ -1,0 +1,101 @@
+"""Block tables: the physical blocks of each request's tokens, in order.
+
+A table is append-only while its request runs. Its block ids are also a row of a numpy array, from which the model
+runner gathers the tables of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.scheduling.block_pool import BlockPool, KVBlock
+from engine.scheduling.request import Request
+
+
+class KVCacheManager:
+    """Finds prefixes, allocates and frees blocks. Owned by the scheduler."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_model_len: int, max_num_seqs: int, enable_prefix_caching: bool
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.block_tables = np.zeros((max_num_seqs, self.num_blocks_for(max_model_len)), np.int32)
+        """int32 [max_num_seqs, max_blocks_per_request]; row `self.rows[request_id]` is that request's table."""
+        self.rows: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._tables: dict[str, list[KVBlock]] = {}
+        self._num_published: dict[str, int] = {}
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, request: Request, max_tokens: int) -> list[KVBlock]:
+        """The longest cached prefix of the request in full blocks, at most `max_tokens` tokens. Adds no references."""
+        if not self.enable_prefix_caching:
+            return []
+        request.update_block_hashes(self.block_size)
+        found: list[KVBlock] = []
+        for block_hash in request.block_hashes[: max_tokens // self.block_size]:
+            block = self.pool.find(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def allocate(self, request: Request, num_tokens: int, prefix: Sequence[KVBlock] = ()) -> bool:
+        """Extend the request's table to `num_tokens` tokens; `prefix` starts a new table. False, without effect, if
+        there are too few blocks."""
+        table = self._tables.get(request.request_id)
+        num_new = self.num_blocks_for(num_tokens) - len(prefix if table is None else table)
+        if table is not None and num_new <= 0:
+            return True
+        unreferenced = sum(block.ref_count == 0 for block in prefix)
+        if num_new > self.pool.num_available - unreferenced:
+            return False
+        if table is None:
+            table = self._open_table(request.request_id, prefix)
+        new_blocks = self.pool.take(num_new)
+        row = self.rows[request.request_id]
+        self.block_tables[row, len(table) : len(table) + len(new_blocks)] = [block.block_id for block in new_blocks]
+        table.extend(new_blocks)
+        return True
+
+    def publish(self, request: Request) -> None:
+        """Make the request's full, computed blocks available to others."""
+        if not self.enable_prefix_caching:
+            return
+        first = self._num_published[request.request_id]
+        last = request.num_computed_tokens // self.block_size
+        if last <= first:
+            return
+        request.update_block_hashes(self.block_size)
+        table = self._tables[request.request_id]
+        for index in range(first, last):
+            self.pool.publish(table[index], request.block_hashes[index])
+        self._num_published[request.request_id] = last
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """The request's block table; empty if it has none."""
+        return [block.block_id for block in self._tables.get(request_id, ())]
+
+    def close_table(self, request_id: str) -> list[KVBlock]:
+        """Remove the request's table and return its blocks, which the caller must pass to `pool.release`."""
+        table = self._tables.pop(request_id, None)
+        if table is None:
+            return []
+        del self._num_published[request_id]
+        self._free_rows.append(self.rows.pop(request_id))
+        return table
+
+    def _open_table(self, request_id: str, prefix: Sequence[KVBlock]) -> list[KVBlock]:
+        self.pool.touch(prefix)
+        table = self._tables[request_id] = list(prefix)
+        row = self.rows[request_id] = self._free_rows.pop()
+        self.block_tables[row, : len(table)] = [block.block_id for block in table]
+        self._num_published[request_id] = len(table)
+        return table

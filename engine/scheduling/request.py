@@ -1,0 +1,119 @@
+"""A request in the scheduler: its tokens, and how many of them have KV.
+
+There are no phases. Every step reduces the difference between `num_computed_tokens` and `num_tokens`; prefill, chunked
+prefill, prefix hits, decode and resumption after preemption are all that one subtraction.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from engine.core.messages import EngineRequest, FinishReason
+from engine.scheduling.block_hash import extend_block_hashes, root_hash
+
+
+class RequestStatus(enum.Enum):
+    """`waiting → (loading →) running ⇄ preempted → finished`."""
+
+    WAITING = "waiting"
+    LOADING = "loading"  # blocks reserved; KV or seed awaited, or KV looked up in a store
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # blocks released; resumes from what the prefix cache still has
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Request:
+    """The mutable record of a request. Owned by the scheduler; others only read it."""
+
+    spec: EngineRequest
+    arrival: int
+    """Ordinal of arrival: first come, first served within a priority."""
+    token_ids: list[int]
+    """Prompt, then output."""
+    num_initial_tokens: int
+    """Prompt plus output emitted before this engine got the request: the tokens whose KV moves between instances."""
+    root_hash: bytes
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    seeded: bool = False
+    loaded: bool = False
+    deadline: float | None = None
+    """Monotonic time at which waiting for blocks, KV or seed ends with an error."""
+    arrived_s: float = field(default_factory=time.monotonic)
+    queue_s: float | None = None
+    """Seconds from arrival until it first ran; None: it has not run yet."""
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def from_spec(cls, spec: EngineRequest, *, arrival: int, fingerprint: str) -> Request:
+        """A new request. `fingerprint` is part of its block hashes."""
+        token_ids = [*spec.prompt_token_ids, *spec.output_token_ids]
+        root = root_hash(fingerprint, cache_salt=spec.cache_salt)
+        return cls(spec=spec, arrival=arrival, token_ids=token_ids, num_initial_tokens=len(token_ids), root_hash=root)
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.spec.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.spec.prompt_token_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts requests: higher priority first, then first come, first served."""
+        return (-self.spec.priority, self.arrival)
+
+    @property
+    def moves_kv(self) -> bool:
+        """KV of this request is transferred: its blocks are all allocated at once and it is not preempted."""
+        return self.spec.hold_kv is not None or self.awaits_kv
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Its KV comes from another instance and is not loaded yet."""
+        return self.spec.remote_kv is not None and not self.loaded
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def start_running(self) -> None:
+        """The request has blocks, KV and seed: steps compute it from now on."""
+        self.status = RequestStatus.RUNNING
+        if self.queue_s is None:
+            self.queue_s = time.monotonic() - self.arrived_s
+
+    def check_stop(self, max_model_len: int) -> tuple[FinishReason | None, int | None]:
+        """Why the newest token ends the request, None if it does not; and that token if it is one of `stop_token_ids`.
+
+        Before `min_tokens` only a length limit ends it; a stop token at the length limit is a stop.
+        """
+        token_id, params, num_output = self.token_ids[-1], self.spec.params, self.num_output_tokens
+        if num_output >= params.min_tokens:
+            if token_id in params.stop_token_ids:
+                return "stop", token_id
+            if token_id in self.spec.eos_token_ids and not params.ignore_eos:
+                return "stop", None
+        if self.num_tokens >= max_model_len or (params.max_tokens is not None and num_output >= params.max_tokens):
+            return "length", None
+        return None, None
+
+    def update_block_hashes(self, block_size: int) -> None:
+        """Hash the full blocks added since the last call."""
+        extend_block_hashes(self.block_hashes, self.root_hash, self.token_ids, block_size)

@@ -1,0 +1,325 @@
+"""The scheduler: which requests compute how many tokens in the next step.
+
+    add ─▶ waiting ──blocks──▶ running ──stop──▶ finished ──no I/O left──▶ freed
+             ▲  │                │
+             │  └─remote KV─▶ loading ──KV (and seed) loaded or unavailable──▶ running
+             ├───preempted◀──────┘ (no blocks; resumes from what the prefix cache still has)
+             └───preempted◀── loading, where the connector keeps blocks that an abandoned read may still write to
+
+`schedule()` decides and returns a value, the model runner executes it, `update_from_output()` applies the result.
+Every step reduces the difference between a request's computed and known tokens, within one token budget; there is no
+prefill or decode phase.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from engine.config import EngineConfig
+from engine.core.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, TokensEvent
+from engine.kv_connector import KVConnector, KVLoadResult
+from engine.scheduling.block_pool import KVBlock
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.scheduler_output import (
+    Sampled,
+    ScheduledRequest,
+    SchedulerCounters,
+    SchedulerOutput,
+    needs_prompt_logprobs,
+)
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Owns the requests and, through the KV cache manager, the blocks. Called from the step loop alone."""
+
+    config: EngineConfig
+    kv: KVCacheManager
+    connector: KVConnector
+    max_model_len: int
+    requests: dict[str, Request] = field(default_factory=dict)
+    waiting: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+    loading: dict[str, Request] = field(default_factory=dict)
+    held: dict[str, list[KVBlock]] = field(default_factory=dict)
+    """Blocks of finished requests, and of abandoned loads, that the connector still needs."""
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    _events: list[Event] = field(default_factory=list)
+
+    # Commands
+
+    def add_request(self, request: Request, now: float) -> None:
+        """Queue a request; one that can never fit ends at once with an error."""
+        needed = self.kv.num_blocks_for(request.num_initial_tokens + 1)
+        self.requests[request.request_id] = request
+        if request.spec.remote_kv is not None:
+            request.deadline = now + request.spec.remote_kv.reservation_s
+        if needed > self.kv.num_blocks:
+            problem = f"the prompt needs {needed} KV blocks, this instance has {self.kv.num_blocks} in all"
+            self._fail(request, problem, "too_large")
+        else:
+            insort(self.waiting, request, key=lambda other: other.order)
+
+    def abort(self, request_id: str) -> None:
+        """End a request without an event. Unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish(request, "abort")
+
+    def seed(self, request_id: str, token_ids: list[int]) -> None:
+        """Set the output after which a loading request continues. Later seeds and unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is None or request.seeded or request.spec.remote_kv is None:
+            return
+        request.seeded = True
+        request.token_ids.extend(token_ids)
+        self._start_if_ready(request)
+
+    def load_finished(self, result: KVLoadResult) -> None:
+        """The load of a request has ended; missing KV is computed here."""
+        request = self.loading.get(result.request_id)
+        if request is None or request.loaded:
+            return
+        request.loaded = True
+        request.num_computed_tokens = result.num_verified_tokens
+        request.num_external_tokens = result.num_external_tokens
+        self.counters.num_external_tokens += result.num_external_tokens
+        self.counters.num_recomputed_blocks += result.num_recomputed_blocks
+        self.kv.publish(request)
+        if result.retained_id is not None:
+            self._retain(request, result.retained_id)
+        if request.spec.remote_kv is not None:
+            request.num_recomputed_tokens = request.num_initial_tokens - result.num_verified_tokens
+            self._events.append(
+                LoadedEvent(request.request_id, result.num_external_tokens, result.num_recomputed_blocks, result.reason)
+            )
+        self._start_if_ready(request)
+
+    def free_held(self, request_id: str) -> None:
+        """The connector no longer needs the blocks of this finished request."""
+        self.kv.pool.release(self.held.pop(request_id, []))
+
+    def expire(self, now: float) -> None:
+        """End requests that have waited too long for blocks, KV or seed."""
+        for request in [*self.loading.values(), *self.waiting]:
+            if request.deadline is not None and now >= request.deadline:
+                missing = "room" if request.status is RequestStatus.WAITING else "KV" if request.seeded else "the seed"
+                kind: ErrorKind = "no_room" if missing == "room" else "timeout"
+                self._fail(request, f"no {missing} within the reservation time", kind)
+
+    # The step
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step: running requests first, then waiting ones, first come, first served."""
+        budget = self.config.max_num_batched_tokens
+        scheduled: list[ScheduledRequest] = []
+        preempted = False
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                preempted = True
+                continue
+            num_tokens = min(request.num_uncomputed_tokens, budget)
+            if not self._make_room(request, request.num_computed_tokens + num_tokens):
+                preempted = True
+                continue
+            scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+            budget -= num_tokens
+        scheduled = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
+        if not preempted:
+            self._admit(budget, scheduled)
+        return SchedulerOutput(scheduled)
+
+    def update_from_output(self, output: SchedulerOutput, sampled: Sampled) -> None:
+        """Apply a step's result: progress, new tokens, finished requests. `sampled` has a token for each share that
+        samples, unless its logits were not finite."""
+        self.counters.step_computed(output.num_tokens)
+        for share in output.scheduled:
+            request = share.request
+            request.num_computed_tokens += share.num_tokens
+            is_decode = share.start >= request.num_initial_tokens
+            self.counters.num_prefilled_tokens += 0 if is_decode else share.num_tokens
+            self.kv.publish(request)
+            self._offer(request)
+            if share.samples:
+                self._append_token(request, sampled)
+
+    def take_events(self) -> list[Event]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    # Load report
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Distinct blocks held for finished requests."""
+        return len({block.block_id for blocks in self.held.values() for block in blocks})
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that waiting requests have yet to compute, without regard to prefix hits."""
+        return sum(request.num_uncomputed_tokens for request in self.waiting)
+
+    # Internals
+
+    def _admit(self, budget: int, scheduled: list[ScheduledRequest]) -> None:
+        while self.waiting and len(self.running) + len(self.loading) < self.config.max_num_seqs:
+            request = self.waiting[0]
+            if budget == 0 and not request.awaits_kv and not self._num_external_tokens(request, 0):
+                return
+            if not self._allocate_first(request, budget):
+                return
+            self.waiting.pop(0)
+            num_external = self._num_external_tokens(request, request.num_computed_tokens)
+            if request.awaits_kv or num_external:
+                self._load(request, num_external)
+                continue
+            self._run(request)
+            num_tokens = min(request.num_uncomputed_tokens, budget)
+            if num_tokens:
+                scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+                budget -= num_tokens
+
+    def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens to load through the connector, past the first `num_computed_tokens`."""
+        if request.loaded or needs_prompt_logprobs(request):
+            return 0
+        return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def _allocate_first(self, request: Request, budget: int) -> bool:
+        """Allocate a waiting request's first blocks, prefix hits included. False, without effect: too few blocks."""
+        max_hit = request.num_initial_tokens if request.awaits_kv else request.num_tokens - 1
+        prefix = self.kv.find_prefix(request, 0 if needs_prompt_logprobs(request) else max_hit)
+        num_hit = len(prefix) * self.kv.block_size
+        if request.moves_kv or self._num_external_tokens(request, num_hit):
+            num_tokens = request.num_initial_tokens
+        else:
+            num_tokens = min(num_hit + budget, request.num_tokens)
+        if request.spec.hold_kv is not None and not self._may_hold(num_tokens):
+            return False
+        if not self.kv.allocate(request, num_tokens, prefix):
+            return False
+        request.num_computed_tokens = num_hit
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_hit
+        return True
+
+    def _may_hold(self, num_tokens: int) -> bool:
+        """Transfers hold at most a fraction of the blocks, so that running requests are not starved."""
+        held = self.num_held_blocks
+        return (
+            held == 0 or held + self.kv.num_blocks_for(num_tokens) <= self.config.max_held_fraction * self.kv.num_blocks
+        )
+
+    def _load(self, request: Request, num_external: int) -> None:
+        """Start loading the request's blocks past its prefix hits."""
+        request.status = RequestStatus.LOADING
+        self.loading[request.request_id] = request
+        num_local_blocks = request.num_computed_tokens // self.kv.block_size
+        if request.spec.remote_kv is not None:
+            self._events.append(ReservedEvent(request.request_id, request.num_cached_tokens, num_local_blocks))
+        if num_external > 0:
+            block_ids = self.kv.block_ids(request.request_id)
+            self.connector.update_state_after_alloc(request, block_ids, num_local_blocks)
+        else:
+            self.load_finished(KVLoadResult(request.request_id, request.num_cached_tokens, 0, 0))
+
+    def _start_if_ready(self, request: Request) -> None:
+        is_seeded = request.seeded or request.spec.remote_kv is None
+        if not (is_seeded and request.loaded) or request.status is not RequestStatus.LOADING:
+            return
+        del self.loading[request.request_id]
+        request.deadline = None
+        if request.request_id in self.kv.rows:
+            self._run(request)
+        else:
+            request.status = RequestStatus.PREEMPTED
+            insort(self.waiting, request, key=lambda other: other.order)
+
+    def _run(self, request: Request) -> None:
+        request.start_running()
+        self.running.append(request)
+        if request.num_computed_tokens:
+            self._offer(request)
+
+    def _offer(self, request: Request) -> None:
+        """Report to the connector how much KV of a hand-over is computed."""
+        if request.spec.hold_kv is not None:
+            block_ids = self.kv.block_ids(request.request_id)
+            self.connector.request_progressed(request, block_ids, request.num_computed_tokens)
+
+    def _retain(self, request: Request, retained_id: str) -> None:
+        """Leave a loading request's blocks past the verified ones to the connector. Once seeded, the request resumes
+        from what the prefix cache has."""
+        num_verified_blocks = request.num_computed_tokens // self.kv.block_size
+        blocks = self.kv.close_table(request.request_id)
+        self.kv.pool.release(blocks[:num_verified_blocks])
+        self.held[retained_id] = blocks[num_verified_blocks:]
+        request.num_computed_tokens = 0
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Allocate blocks for `num_tokens` tokens of a running request, preempting later ones. False: it was preempted
+        itself, or must wait for I/O to free blocks."""
+        while not self.kv.allocate(request, num_tokens):
+            victims = [other for other in self.running if not other.moves_kv]
+            if not victims:
+                return False
+            victim = max(victims, key=lambda other: other.order)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.counters.num_preemptions += 1
+        self.running.remove(request)
+        self.kv.pool.release(self.kv.close_table(request.request_id))
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        insort(self.waiting, request, key=lambda other: other.order)
+
+    def _append_token(self, request: Request, sampled: Sampled) -> None:
+        token_id = sampled.token_ids.get(request.request_id)
+        if token_id is None:
+            if request.request_id in sampled.nothing_allowed:
+                self._fail(
+                    request,
+                    "allowed_token_ids, bad_words, logit_bias and min_tokens exclude every token",
+                    "nothing_allowed",
+                )
+            else:
+                self._fail(request, "the model's logits are not finite: no token can be sampled")
+            return
+        request.token_ids.append(token_id)
+        self.counters.num_generated_tokens += 1
+        reason, stop_token_id = request.check_stop(self.max_model_len)
+        if reason is None and request.spec.hold_kv is not None:
+            reason = "hand_over"
+        self._events.append(sampled.event(request, finish_reason=reason, stop_token_id=stop_token_id))
+        if reason is not None:
+            self._finish(request, reason)
+
+    def _fail(self, request: Request, error: str, kind: ErrorKind | None = None) -> None:
+        self._events.append(TokensEvent(request.request_id, [], finish_reason="error", error=error, error_kind=kind))
+        self._finish(request, "error")
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status is RequestStatus.LOADING:
+            del self.loading[request.request_id]
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        del self.requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        block_ids = self.kv.block_ids(request.request_id)
+        blocks = self.kv.close_table(request.request_id)
+        if self.connector.request_finished(request, block_ids):
+            self.held[request.request_id] = blocks
+        else:
+            self.kv.pool.release(blocks)

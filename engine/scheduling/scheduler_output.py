@@ -1,0 +1,86 @@
+"""The scheduler's decisions and the model runner's results, as values."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from engine.core.messages import STEP_TOKENS, FinishReason, TokenLogprob, TokensEvent
+from engine.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: `num_tokens` tokens from `start` on."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """The step computes the request's last known token, so that its next one is sampled."""
+        return self.start + self.num_tokens == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    scheduled: list[ScheduledRequest]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(share.num_tokens for share in self.scheduled)
+
+
+def needs_prompt_logprobs(request: Request) -> bool:
+    """Whether the request's next token must come with log-probabilities of its whole prompt."""
+    spec = request.spec
+    is_asked = spec.params.prompt_logprobs is not None and spec.choice == 0 and spec.remote_kv is None
+    return is_asked and request.num_output_tokens == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The tokens sampled in a step, by request id."""
+
+    token_ids: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    """If requested."""
+    prompt_logprobs: dict[str, list[list[TokenLogprob]]] = field(default_factory=dict)
+    """Of requests that need them."""
+    nothing_allowed: frozenset[str] = frozenset()
+    """Requests whose own parameters exclude every token."""
+
+    def event(self, request: Request, *, finish_reason: FinishReason | None, stop_token_id: int | None) -> TokensEvent:
+        """The event of this request's token."""
+        request_id = request.request_id
+        return TokensEvent(
+            request_id,
+            [self.token_ids[request_id]],
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=request.num_cached_tokens,
+            num_external_tokens=request.num_external_tokens,
+            num_recomputed_tokens=request.num_recomputed_tokens,
+            queue_s=request.queue_s or 0.0,
+            logprobs=[self.logprobs[request_id]] if request_id in self.logprobs else [],
+            prompt_logprobs=self.prompt_logprobs.get(request_id, []),
+        )
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    num_preemptions: int = 0
+    num_prefilled_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_external_tokens: int = 0
+    num_recomputed_blocks: int = 0
+    num_step_tokens: int = 0
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    """See EngineLoad."""
+
+    def step_computed(self, num_tokens: int) -> None:
+        self.num_step_tokens += num_tokens
+        self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1

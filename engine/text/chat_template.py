@@ -1,0 +1,110 @@
+"""A model's chat template: renders messages as the text that the model was trained on.
+
+Rendered in jinja2's immutable sandbox with what templates of the Hugging Face hub use: `raise_exception`,
+`strftime_now`, a `tojson` that leaves HTML characters alone, `break` and `continue`, and `{% generation %}`, which has
+no effect.
+Templates come with the model and are trusted to terminate; messages and variables are not trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.errors import InvalidRequest, UnsupportedModel, shown
+
+Messages = Sequence[Mapping[str, Any]]
+"""In OpenAI's form: role, content (a string or a list of parts), tool_calls…"""
+Tools = Sequence[Mapping[str, Any]]
+
+_VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}`, with which training tools mark the assistant's text: rendered as is."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled template, without state. `special_tokens` (bos_token, eos_token…) are variables for it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise UnsupportedModel(f"the chat template does not compile: {shown(str(error))}") from error
+        self._special_tokens = dict(special_tokens)
+        self.reserved_names = frozenset(
+            {"messages", "tools", "add_generation_prompt", *special_tokens, *environment.globals}
+        )
+        """Names that are set here: a request's variables cannot have them."""
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. `variables` are the template's own switches (enable_thinking…).
+
+        Raises `InvalidRequest` for messages that the template rejects or fails on, and for reserved names.
+        """
+        if not messages:
+            raise InvalidRequest("messages", "the list is empty", "at least one message")
+        self._check(variables or {})
+        fixed = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+        try:
+            return self._template.render({**(variables or {}), **self._special_tokens, **fixed})
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InvalidRequest("messages", f"rejected by the chat template: {shown(str(error))}") from error
+        except RecursionError:
+            raise InvalidRequest("messages", "nested too deeply for the chat template") from None
+
+    def _check(self, variables: Mapping[str, Any]) -> None:
+        for name in variables:
+            if not _VARIABLE.fullmatch(name) or name in self.reserved_names:
+                problem = "reserved" if name in self.reserved_names else "not a variable name"
+                raise InvalidRequest(
+                    "template_variables",
+                    f"{shown(name)} is {problem}",
+                    f"1..64 of [A-Za-z0-9_], a letter first, and none of {', '.join(sorted(self.reserved_names))}",
+                )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,223 @@
+"""Tokenizer of a model's folder: text to token ids and back, with the `tokenizers` library alone (no torch).
+
+Text is encoded through `encode_batch`, which releases the GIL, so `encode` in a thread does not stall an event loop.
+
+Special tokens in text. In a raw prompt they are tokens, as users of vLLM and transformers expect. In chat messages, and
+in other values that a client gives the template, they are text: a user who writes `<|im_end|>` does not end the turn.
+In the rendered text the user's and the template's would look alike. So the user's are split by a secret mark before
+rendering; then the template's are renamed to secret names, the marks are removed, and the text is encoded by a twin of
+the tokenizer that knows the special tokens by their secret names only. Messages without such text skip all this. Added
+tokens that are not special (`<think>`, `<tool_call>`) are tokens everywhere: clients write them on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.errors import InvalidRequest, UnsupportedModel
+from engine.text.chat_template import ChatTemplate, Messages, Tools
+from engine.text.token_bytes import TokenBytes
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template. Immutable and thread-safe.
+
+    `source` is the text of tokenizer.json, `config` the parsed tokenizer_config.json, `chat_template` jinja source.
+    """
+
+    def __init__(self, source: str, config: Mapping[str, Any], chat_template: str | None = None) -> None:
+        spec = json.loads(source)
+        self._backend = tokenizers.Tokenizer.from_str(source)
+        # tokenizer.json may contain its trainer's truncation; prompts must not be truncated.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._config = config
+        self._special = {t["content"]: int(t["id"]) for t in spec["added_tokens"] if t["special"] and t["content"]}
+        self.special_ids = frozenset(self._special.values())
+        """Ids that `skip_special_tokens` omits."""
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        """Largest id plus one, added tokens included; a model's output may be padded beyond it."""
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        self.token_bytes = TokenBytes.of_tokenizer(self._backend, spec)
+        self.chat_template = ChatTemplate(chat_template, self._named_tokens()) if chat_template else None
+        """For ids use `encode_chat`: in its text a user's special tokens look like the template's."""
+        self._special_literal = re.compile(
+            "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or "(?!)"
+        )
+        self._beginnings = {token[:i] for token in self._special for i in range(1, len(token))}
+        self._secret = secrets.token_hex(8)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; the last two may be missing."""
+        folder = Path(path)
+        if not (folder / "tokenizer.json").is_file():
+            raise UnsupportedModel(
+                f"{folder.name}: no tokenizer.json; save it as a fast tokenizer with transformers first"
+            )
+        config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else _template_of(config)
+        return cls((folder / "tokenizer.json").read_text(encoding="utf-8"), config, template)
+
+    def warm_up(self) -> None:
+        """Build what the first long or marked text would wait for: half a second with 152 k tokens."""
+        if self.token_bytes is not None:
+            self.token_bytes.min_tokens("")
+        _ = self._twin
+
+    # Text to ids
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of `text`. With `parse_special=False` special tokens in it are plain text.
+
+        `add_special_tokens` adds what tokenizer.json's post-processor adds (usually a BOS). As in transformers 5 that
+        file alone decides: add_bos_token in tokenizer_config.json is ignored.
+        With `max_tokens` a text that cannot fit is rejected without tokenising it. Raises `InvalidRequest`.
+        """
+        self._check_text(text, max_tokens)
+        backend = self._backend if parse_special or not self._special_literal.search(text) else self._twin
+        return _encode(backend, text, add_special_tokens)
+
+    def _check_text(self, text: str, max_tokens: int | None) -> None:
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            problem = f"the text is not valid Unicode: lone surrogate at character {error.start}"
+            raise InvalidRequest("prompt", problem) from None
+        if max_tokens is None or num_bytes <= max_tokens or self.token_bytes is None:
+            return
+        if (bound := self.token_bytes.min_tokens(text)) > max_tokens:
+            problem = f"prompt of {num_bytes} bytes has at least {bound} tokens, limit {max_tokens}"
+            raise InvalidRequest("prompt", problem, f"at most {max_tokens} tokens")
+
+    # Ids to text
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`. Ids without a token have no text; invalid bytes become U+FFFD."""
+        if skip_special_tokens:
+            token_ids = [i for i in token_ids if i not in self.special_ids]
+        if self.token_bytes is not None:
+            return self.token_bytes.text(token_ids)
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token as written in tokenizer.json; None if there is none."""
+        token_id = self._backend.token_to_id(token)
+        return None if token_id is None else int(token_id)
+
+    # Chat
+
+    def encode_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        parse_special: bool = False,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Token ids of the rendered messages. Only the template adds a BOS.
+
+        Special tokens in the messages are text unless `parse_special`. Raises `InvalidRequest`.
+        """
+        if not parse_special:
+            try:
+                messages, tools, template_variables = map(self._marked, (messages, tools, template_variables))
+            except RecursionError:
+                raise InvalidRequest("messages", "nested too deeply") from None
+        if self.chat_template is None:
+            raise InvalidRequest("messages", "this model has no chat template", "prompt")
+        text = self.chat_template.render(messages, tools=tools, variables=template_variables)
+        if self._mark not in text:
+            return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+        secret_text = self._special_literal.sub(lambda match: self._secret_name(match[0]), text).replace(self._mark, "")
+        self._check_text(secret_text, max_tokens)
+        return _encode(self._twin, secret_text, False)
+
+    @property
+    def _mark(self) -> str:
+        return f"{self._secret}m"
+
+    def _secret_name(self, token: str) -> str:
+        return f"<{self._secret}n{self._special[token]}>"
+
+    def _marked(self, value: Any) -> Any:
+        """`value` with the mark inside each special token in its strings, and inside the beginning of one at a string's
+        end, because a template may join two strings."""
+        if isinstance(value, str):
+            return self._marked_text(value)
+        if isinstance(value, Mapping):
+            return {self._marked(key): self._marked(item) for key, item in value.items()}
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
+            return [self._marked(item) for item in value]
+        return value
+
+    def _marked_text(self, text: str) -> str:
+        text = self._special_literal.sub(lambda match: match[0][0] + self._mark + match[0][1:], text)
+        end = len(text.rstrip())
+        longest = max(map(len, self._beginnings), default=0)
+        for start in range(max(0, end - longest), end):
+            if text[start:end] in self._beginnings:
+                return text[: start + 1] + self._mark + text[start + 1 :]
+        return text
+
+    @cached_property
+    def _twin(self) -> tokenizers.Tokenizer:
+        """The same tokenizer with its special tokens renamed to secret names."""
+        spec = json.loads(self._backend.to_str())
+        for token in spec["added_tokens"]:
+            if token["content"] in self._special:
+                token["content"] = self._secret_name(token["content"])
+        vocab = spec["model"]["vocab"]
+        if isinstance(vocab, dict):
+            spec["model"]["vocab"] = {self._renamed(piece): i for piece, i in vocab.items()}
+        else:
+            spec["model"]["vocab"] = [[self._renamed(piece), score] for piece, score in vocab]
+        if spec["model"].get("unk_token"):
+            spec["model"]["unk_token"] = self._renamed(spec["model"]["unk_token"])
+        twin = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        if any(twin.token_to_id(self._secret_name(token)) != i for token, i in self._special.items()):
+            raise UnsupportedModel("the tokenizer's special tokens cannot be renamed, as chat messages require")
+        return twin
+
+    def _renamed(self, piece: str) -> str:
+        return self._secret_name(piece) if piece in self._special else piece
+
+    # Named special tokens
+
+    def _named_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token… of tokenizer_config.json, each a string or an object with `content`."""
+        named = {}
+        for name, token in self._config.items():
+            content = token.get("content") if isinstance(token, Mapping) else token
+            if name.endswith("_token") and isinstance(content, str):
+                named[name] = content
+        return named
+
+    def _named_id(self, name: str) -> int | None:
+        token = self._named_tokens().get(name)
+        return None if token is None else self.token_id(token)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    return list(backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+
+
+def _template_of(config: Mapping[str, Any]) -> str | None:
+    """The template in tokenizer_config.json: a string, or the "default" of a list of named ones."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None

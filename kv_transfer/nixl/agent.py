@@ -1,0 +1,340 @@
+"""One NIXL agent over UCX, typed: what this package calls of the two libraries, with their errors as ours.
+
+    made ─▶ register ─▶ add_peer ⇄ remove_peer; prepare ─▶ make_read ─▶ post ─▶ is_done … ─▶ release_read ─▶ close
+
+NIXL's own Python wrapper is not used because it fixes the progress thread's sleep at 0: it spins. On 2 busy cores an
+idle agent took 0.4 of one, and transfers were 3 to 5 times slower than with the 100 µs set here.
+
+UCX reads UCX_* when an agent is made, and opens its log when its library is loaded. The environment is the process's,
+so it is changed for that call alone, in which no other process may be started. The log is a file without a name; it is
+read back to name the transport and to forward warnings.
+
+UCX 1.23 over TCP cannot cancel a read: released, it goes on writing; and an agent that is destroyed under a read makes
+its peer fail an assertion when the peer next runs. Where a connection breaks, the read ends with a disconnect error on
+this side, so before an agent is destroyed its connections are cut. They are identified by the keepalive time that UCX
+was configured with, a different one for each agent. A healthy peer survives that, as it survives that this process is
+killed. One that was frozen in the middle of a read does not: when it runs again, it answers requests from its socket on
+a connection that has failed meanwhile, and UCX ends the process ("unexpected error: Endpoint timeout"). By then it
+counts as dead, and its supervisor restarts it.
+
+Not thread-safe: an agent belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import ipaddress
+import logging
+import os
+import re
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+
+from engine.errors import EngineError
+from serving.abuse_limits import reset_connection, tcp_connections
+
+_log = logging.getLogger(__name__)
+_environment_lock = threading.Lock()
+_FIRST_MARK_S, _NUM_MARKS = 20, 60
+_PROGRESS_DELAY_US = 100
+MemoryType = Literal["DRAM", "VRAM"]
+Handle = int
+"""Of a prepared list or of a read."""
+
+
+class NixlError(Exception):
+    """NIXL refused or failed. `reason` is one word, fit for a counter's label."""
+
+    def __init__(self, error: Exception) -> None:
+        name = type(error).__name__.removeprefix("nixl").removesuffix("Error").lower()
+        self.reason = f"nixl_{name or 'error'}"
+        super().__init__(f"{self.reason}: {error}")
+
+
+class NixlDisconnected(NixlError):
+    """The peer is gone, or the connection to it. Reads in flight have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Equal spans, one after the other, in one piece of memory."""
+
+    memory_type: MemoryType
+    device_id: int
+    address: int
+    span_bytes: int
+    num_spans: int
+
+
+class NixlAgent:
+    """Owns one agent: its registrations, its peers and its reads."""
+
+    def __init__(self, name: str, settings: UcxSettings) -> None:
+        self.name = name
+        with ucx.prepared(settings) as self._mark:
+            bindings = self._bindings = load_bindings()
+            config = bindings.nixlAgentConfig()
+            config.useProgThread = True
+            config.pthrDelay = _PROGRESS_DELAY_US
+            config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
+            try:
+                self._agent = bindings.nixlAgent(name, config)
+                self._agent.createBackend("UCX", {})
+            except Exception as error:
+                raise EngineError(f"NIXL cannot make an agent over UCX: {error}") from error
+
+    # Memory
+
+    def register(self, region: Region) -> None:
+        """Allow reads into this memory and, by peers that have the metadata, from it."""
+        spans = [(region.address, region.span_bytes * region.num_spans, region.device_id, b"")]
+        with self._errors():
+            self._agent.registerMem(self._bindings.nixlRegDList(self._segment(region), spans), [])
+
+    def metadata(self) -> bytes:
+        """What a peer needs to read from here; complete once everything is registered."""
+        with self._errors():
+            return bytes(self._agent.getLocalMD())
+
+    def prepare(self, region: Region, peer: str | None = None) -> Handle:
+        """A list of all spans of a region, of this agent or of a peer; `make_read` refers to them by number. NIXL
+        checks that they were registered."""
+        row = (region.address, region.span_bytes, region.device_id, region.span_bytes, region.num_spans)
+        table = np.array([row], dtype=np.uint64)
+        name = self._bindings.NIXL_INIT_AGENT if peer is None else peer
+        with self._errors():
+            return int(self._agent.prepXferDlist(name, self._segment(region), table, []))
+
+    def release_list(self, handle: Handle) -> None:
+        with contextlib.suppress(NixlError), self._errors():
+            self._agent.releasedDlistH(handle)
+
+    # Peers
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Returns the peer's name."""
+        with self._errors():
+            name = self._agent.loadRemoteMD(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer and close the connection to it. Its reads and lists must have been released."""
+        with contextlib.suppress(NixlError), self._errors():
+            self._agent.invalidateRemoteMD(name)
+
+    # Reads
+
+    def make_read(self, into: Handle, into_ids: Sequence[int], source: Handle, source_ids: Sequence[int]) -> Handle:
+        """A read of spans of a peer's list into spans of one of ours; `post` begins it."""
+        ids = (np.asarray(into_ids, dtype=np.int32), np.asarray(source_ids, dtype=np.int32))
+        with self._errors():
+            return int(self._agent.makeXferReq(self._bindings.NIXL_READ, into, ids[0], source, ids[1], b"", [], False))
+
+    def post(self, read: Handle) -> bool:
+        """Begin; True: it has already succeeded. Over shared memory this is where the bytes are copied."""
+        with self._errors():
+            return self._is_done(self._agent.postXferReq(read, b""))
+
+    def is_done(self, read: Handle) -> bool:
+        """Whether it has succeeded. Raises NixlDisconnected where it has failed; after another NixlError it may still
+        be in flight."""
+        with self._errors():
+            return self._is_done(self._agent.getXferStatus(read))
+
+    def release_read(self, read: Handle) -> None:
+        """Forget a read. One in flight goes on all the same."""
+        with contextlib.suppress(NixlError), self._errors():
+            self._agent.releaseXferReq(read)
+
+    @property
+    def transport(self) -> str:
+        """What UCX chose for the peer that was added last, in its words."""
+        return "(see UCX's own log)" if ucx.log is None else ucx.log.transport(self.name)
+
+    def cut_connections(self) -> int:
+        """Break this agent's connections: reads in flight over them end with NixlDisconnected. See the module."""
+        return cut_connections(self._mark)
+
+    def close(self) -> None:
+        """Destroy the agent, which then writes to memory no more. Cut the connections and release everything first."""
+        del self._agent
+        if ucx.log is not None:
+            ucx.log.read()
+
+    # Inside
+
+    def _segment(self, region: Region) -> Any:
+        return self._bindings.VRAM_SEG if region.memory_type == "VRAM" else self._bindings.DRAM_SEG
+
+    def _is_done(self, status: Any) -> bool:
+        if status == self._bindings.NIXL_SUCCESS:
+            return True
+        if status == self._bindings.NIXL_IN_PROG:
+            return False
+        raise NixlError(RuntimeError(str(status)))
+
+    @contextlib.contextmanager
+    def _errors(self) -> Any:
+        try:
+            yield
+        except NixlError:
+            raise
+        except self._bindings.nixlRemoteDisconnectError as error:
+            raise NixlDisconnected(error) from error
+        except Exception as error:
+            raise NixlError(error) from error
+
+
+def load_bindings() -> Any:
+    """The library. Raises EngineError that says how to install it."""
+    try:
+        return importlib.import_module("nixl._bindings")
+    except ImportError as error:
+        raise EngineError(
+            f"the nixl connector needs the NIXL library: pip install 'nixl>=1.5.1,<1.6' ({error})"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class UcxSettings:
+    """`tls` and `net_devices` empty: the environment's, else UCX's choice and the device of `address`."""
+
+    tls: str = ""
+    net_devices: str = ""
+    address: str = "127.0.0.1"
+    """Address that peers reach this instance at."""
+
+    def environment(self, keepalive_s: int) -> dict[str, str]:
+        variables = {
+            "UCX_NET_DEVICES": self.net_devices or os.environ.get("UCX_NET_DEVICES") or net_device_of(self.address),
+            "UCX_TCP_KEEPIDLE": f"{keepalive_s}.5s",  # half a second against rounding; the socket has whole ones
+        }
+        tls = self.tls or os.environ.get("UCX_TLS", "")
+        if tls:
+            variables["UCX_TLS"] = with_tcp(tls)
+        return variables
+
+
+def with_tcp(tls: str) -> str:
+    """A list of transports that includes TCP, which UCX needs to notice that a peer has died."""
+    names = tls.split(",")
+    if tls.startswith("^") or "all" in names or any(name.partition(":")[0] == "tcp" for name in names):
+        return tls
+    return f"{tls},tcp"
+
+
+def net_device_of(address: str) -> str:
+    """The name of the network device that has this address; "all" where none has it."""
+    with contextlib.suppress(OSError):
+        address = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(address).is_loopback:
+            return "lo"
+    for device, addresses in psutil.net_if_addrs().items():
+        if any(known.address == address for known in addresses):
+            return device
+    return "all"
+
+
+class UcxLog:
+    """The log of the one UCX in this process."""
+
+    def __init__(self) -> None:
+        self._descriptor, self._path = tempfile.mkstemp(prefix="ucx-", suffix=".log")
+        self._partial_line = ""
+        self.environment = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": self._path}
+        self._transports: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def unlink(self) -> None:
+        """UCX has the file open."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def transport(self, agent_name: str) -> str:
+        """What UCX chose for the last peer of this agent."""
+        self.read()
+        return self._transports.get(agent_name[:_WORKER_NAME_LEN], "(transport not logged)")
+
+    def read(self) -> None:
+        """Read what is new; warnings and errors go to the log of this process."""
+        with self._lock:
+            ctypes.CDLL(None).fflush(None)  # UCX writes through C's buffers, and leaves the text there
+            while new := os.read(self._descriptor, 1 << 16):
+                self._partial_line += new.decode(errors="replace")
+            *lines, self._partial_line = self._partial_line.split("\n")
+            for line in lines:
+                if (chosen := _TRANSPORT.search(line)) is not None:
+                    transport = f"{chosen['where']} {chosen['lanes'].strip()}"
+                    self._transports[chosen["agent"][:_WORKER_NAME_LEN]] = transport
+                elif (warning := _WARNING.search(line)) is not None:
+                    level = logging.DEBUG if warning["level"] == "WARN" else logging.WARNING
+                    _log.log(level, "UCX: %s", warning["text"])
+
+
+_WORKER_NAME_LEN = 24  # UCX cuts the names of its workers
+_TRANSPORT = re.compile(r"UCX  INFO\s+(?P<agent>\S+) (?P<where>int\S+) cfg#\d+ (?P<lanes>.*)")
+_WARNING = re.compile(r"UCX  (?P<level>WARN|ERROR|FATAL)\s+(?P<text>.*)")
+
+
+class UcxProcess:
+    """UCX in this process: its log, unless the environment has another one, and the next agent's mark."""
+
+    def __init__(self) -> None:
+        self.log: UcxLog | None = None
+        self._loaded = False
+        self._num_agents = 0
+
+    @contextlib.contextmanager
+    def prepared(self, settings: UcxSettings) -> Iterator[int]:
+        """Make an agent in here. Gives the mark of its connections."""
+        with _environment_lock:
+            # The first agent lends and lives as long as the process: no later one has its mark.
+            mark = _FIRST_MARK_S + (self._num_agents and 1 + (self._num_agents - 1) % (_NUM_MARKS - 1))
+            self._num_agents += 1
+            variables = settings.environment(mark)
+            if not self._loaded and not {"UCX_LOG_FILE", "UCX_LOG_LEVEL"} & os.environ.keys():
+                self.log = UcxLog()
+                variables |= self.log.environment
+            with _environment(variables):
+                yield mark
+                if self.log is not None and not self._loaded:
+                    self.log.unlink()
+                self._loaded = True
+
+
+ucx = UcxProcess()
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def cut_connections(mark: int) -> int:
+    """Break every TCP connection that the agent with this mark has opened; returns how many there were."""
+    num_cut = 0
+    for connection in tcp_connections():
+        with contextlib.suppress(OSError):
+            if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == mark:
+                reset_connection(connection)
+                num_cut += 1
+    return num_cut

@@ -1,0 +1,360 @@
+"""The NIXL connector: a decode instance reads pages straight out of the prefill instance's KV memory.
+
+    prefill  block computed ─▶ digest (I/O thread) ─▶ announced ─▶ held until the lease ends ─▶ tag cleared, freed
+    decode   announced ─▶ Read ─▶ reading thread: pages, then the lease tag ─▶ digests (I/O threads) ─▶ verified
+                            └─deadline─▶ given up: computed into other blocks; the read's blocks are pinned
+
+Two agents, so that ending a bad read never disturbs peers that read from here: one that lends memory, whose metadata
+peers keep, and one that reads. Works on what UCX finds: shared memory between processes of one user (CMA), TCP, RDMA.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast
+
+from engine import failpoints
+from engine.core.messages import EngineRequest, HoldKV, LeaseCommand, RemoteKV, TransferEvent
+from engine.failpoints import FailpointError
+from engine.kv_connector import KVConnectorMeta, KVConnectorOutput, KVLoadResult
+from engine.kv_layout import KVLayout
+from engine.sampling.params import SamplingParams
+from engine.scheduling.request import Request
+from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings
+from kv_transfer.nixl.pinned_blocks import PinnedBlocks
+from kv_transfer.nixl.reader import PageReader, Read
+from kv_transfer.nixl.transfers import (
+    EPOCH_BYTES,
+    LeaseTags,
+    LendingAgent,
+    MemoryLoader,
+    MemoryProducer,
+    page_digest,
+)
+from kv_transfer.page.memory import make_page_memory, write_page
+from kv_transfer.page.naming import PageNaming
+from kv_transfer.transfer.connector import (
+    GIVEN_UP,
+    SKIPPED,
+    OpResult,
+    ReadCounters,
+    TransferConnector,
+    TransferCounters,
+    TransferOptions,
+    parse_options,
+    progress_of,
+    self_test_error,
+)
+from kv_transfer.transfer.loader import LoadOp
+from kv_transfer.transfer.producer import SaveOp
+
+_log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    import torch
+
+_READ_BYTES = 16 << 20
+"""Maximum bytes in one read: while they are verified, the next ones move."""
+
+
+class NixlOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    address: str = "127.0.0.1"
+    """Address that peers reach this instance at; UCX listens on the network device that has it."""
+    ucx_tls: str = ""
+    """Transports that UCX may use (UCX_TLS), e.g. "tcp"; empty: the environment's, else UCX's choice. TCP is always
+    added: UCX needs it to notice that a peer has died."""
+    ucx_net_devices: str = ""
+    """Network devices that UCX may use (UCX_NET_DEVICES); empty: the environment's, else the one of `address`."""
+    max_transfers: int = 65_536
+    """Transfers that can be lent at the same time, 8 bytes each; readers of further ones compute."""
+    max_quarantined_fraction: float = 0.1
+    """Fraction of the blocks that given-up reads may pin before the reading agent is rebuilt to end them."""
+    max_quarantine_s: float = 60.0
+    """Age of a given-up read at which the reading agent is rebuilt, seconds."""
+
+
+class NixlConnector(TransferConnector):
+    """Implements engine.kv_connector.KVConnector over NIXL."""
+
+    _producer: MemoryProducer
+    _loader: MemoryLoader
+
+    def __init__(
+        self, *, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic, **options: Any
+    ) -> None:
+        parsed = parse_options(NixlOptions, "nixl", options)
+        super().__init__("nixl", parsed, wake=wake, clock=clock)
+        self.counters = TransferCounters(reads=ReadCounters())
+        self.num_rebuilt = 0
+        self._options = parsed
+        self._settings = UcxSettings(parsed.ucx_tls, parsed.ucx_net_devices, parsed.address)
+        self._epoch = os.urandom(EPOCH_BYTES)
+        self._tags = LeaseTags(parsed.max_transfers)
+        self._reads: dict[Read, None] = {}  # those that have not ended, oldest first
+        self._lending_agent: LendingAgent
+        self._pinned: PinnedBlocks
+        self._reader: PageReader
+        self._pages: Region
+        self._naming: PageNaming
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Also blocks of what was given up since the last poll, which the next one pins."""
+        given_up = (op.block_id for read in self._reads if read.owner.holds_blocks for op in read.ops)
+        return len(self._pinned.block_ids.union(given_up))
+
+    # Worker side
+
+    def register_kv_cache(self, kv_cache: torch.Tensor, layout: KVLayout, fingerprint: bytes) -> None:
+        naming = self._naming = PageNaming.of(fingerprint, layout)
+        self._memory = make_page_memory(kv_cache)
+        is_host = kv_cache.device.type == "cpu"
+        self._pages = Region(
+            memory_type="DRAM" if is_host else "VRAM",
+            device_id=0 if is_host else kv_cache.device.index or 0,
+            address=kv_cache.data_ptr(),
+            span_bytes=layout.bytes_per_block,
+            num_spans=kv_cache.shape[0],
+        )
+        self._num_pages_per_read = max(1, _READ_BYTES // layout.bytes_per_block)
+        self._pinned = PinnedBlocks(
+            max_blocks=int(self._options.max_quarantined_fraction * kv_cache.shape[0]),
+            max_age_s=self._options.max_quarantine_s,
+        )
+        self._loader = MemoryLoader(naming, load_timeout_s=self._options.load_timeout_s, key=self._key)
+        self._lending_agent = self._make_lending_agent()
+        self._producer = MemoryProducer(naming, self._leases, self._tags, self._lending_agent)
+        self._reader = self._make_reader()
+
+    def self_test(self) -> str | None:
+        """Moves one block to another by a hand-over to this instance itself, while all blocks are free and zeros, as
+        they are again afterwards. Raises EngineError."""
+        first, last = 0, self._pages.num_spans - 1
+        if first == last:
+            return None
+        content = os.urandom(self._pages.span_bytes)
+        write_page(self._memory, first, content)
+        failure = _hand_over(self, self._naming, first, last)
+        if failure is not None and not self.counters.loaded.failures["page_digest"]:
+            # On a busy machine a read may take longer than its time-out (docs/critiques.md).
+            _log.warning("self-test of the nixl connector: %s; trying again with a new agent", failure)
+            self._reader.rebuild()
+            failure = _hand_over(self, self._naming, first, last)
+        if failure is not None:
+            raise self_test_error(self.name, f"a block did not come back ({failure})")
+        if self._memory.page_out(last) != content:
+            raise self_test_error(self.name, "a block came back with other bytes")
+        for block_id in (first, last):
+            write_page(self._memory, block_id, bytes(len(content)))
+        self.counters = TransferCounters(reads=ReadCounters())  # it was not for a request
+        return None
+
+    def start_load_kv(self, meta: KVConnectorMeta) -> None:
+        deadline = self._clock() + self._options.load_timeout_s
+        for _, group in groupby(cast(Sequence[LoadOp], meta.loads), key=lambda op: id(op.owner)):
+            ops = list(group)
+            for first in range(0, len(ops), self._num_pages_per_read):
+                some = ops[first : first + self._num_pages_per_read]
+                source = self._loader.source(some[0])
+                digests = [source.digests[op.block_index] for op in some] if self._key is not None else []
+                read = Read(some[0].owner, source.metadata, some, digests, deadline)
+                self._reads[read] = None
+                self._reader.submit(read)
+
+    def save_kv(self, meta: KVConnectorMeta) -> None:
+        for op in cast(Sequence[SaveOp], meta.saves):
+            if self._key is None:
+                self._end_op(OpResult(op, None))
+            else:
+                self._submit(op, partial(self._digest, op))
+
+    def poll(self) -> KVConnectorOutput:
+        now = self._clock()
+        self._apply_results(now)
+        self._producer.expire(now)
+        self._give_up_late_reads(now)
+        self._update_pinned(now)
+        return self._output()
+
+    def next_deadline_s(self) -> float | None:
+        waited_for = (read.deadline for read in self._reads if not read.owner.holds_blocks)
+        deadlines = [self._leases.next_deadline, next(waited_for, None), self._pinned.next_deadline]
+        known = [at for at in deadlines if at is not None]
+        return max(0.0, min(known) - self._clock()) if known else None
+
+    def shutdown(self) -> None:
+        is_lending = len(self._leases) > 0
+        self._producer.cancel_all(self._clock())
+        self._loader.cancel_all()
+        for read in self._reads:
+            self._loader.give_up(read.owner, "the instance ends")
+        self._reader.shutdown(self._options.shutdown_timeout_s)
+        self._threads.shutdown(self._options.shutdown_timeout_s)
+        self._apply_results(self._clock())
+        if not is_lending:
+            self._lending_agent.close()  # else a peer may be reading, and the end of the process ends that safely
+
+    # Lending
+
+    def _make_lending_agent(self) -> LendingAgent:
+        return LendingAgent(self._epoch, self._pages, self._tags.region, self._settings, self._key)
+
+    def _digest(self, op: SaveOp) -> OpResult:
+        started = time.perf_counter()
+        failpoints.hit("kv.save")
+        digest = self._page_digest(op, self._epoch)
+        self._call_later(lambda now: self._producer.add_digest(op, digest))
+        return OpResult(op, None, 0, time.perf_counter() - started)
+
+    # Reading
+
+    def _make_reader(self) -> PageReader:
+        name = f"reads-{self._epoch.hex()}"
+        return PageReader(
+            lambda: NixlAgent(name, self._settings),
+            self._pages,
+            own_name=self._lending_agent.name,
+            on_end=self._end_read,
+            on_rebuilt=self._end_rebuild,
+        )
+
+    def _end_read(self, read: Read, failure: str | None, duration_s: float) -> None:
+        """On the reading thread: nothing writes to the read's pages any more."""
+        self._call_later(lambda now: self._read_ended(read, failure, duration_s))
+        duration_per_page_s = duration_s / len(read.ops)
+        for index, op in enumerate(read.ops):
+            if failure is None and self._key is not None:
+                self._submit_verification(op, read, read.digests[index], duration_per_page_s)
+            else:
+                num_bytes = 0 if failure else op.name.spec.payload_bytes
+                self._end_op(OpResult(op, failure, num_bytes, duration_per_page_s))
+
+    def _read_ended(self, read: Read, failure: str | None, duration_s: float) -> None:
+        """Reads that were given up or never begun are no failures."""
+        self._reads.pop(read, None)
+        self._pinned.unpin(read)
+        reads = self.counters.reads
+        assert reads is not None, "this connector has ReadCounters"
+        if failure is None:
+            num_bytes = sum(op.name.spec.payload_bytes for op in read.ops)
+            reads.count_success(duration_s, read.post_s, num_bytes, len(read.ops))
+        elif failure not in (SKIPPED, GIVEN_UP):
+            reads.num_failed += 1
+
+    def _submit_verification(self, op: LoadOp, read: Read, digest: bytes, read_s: float) -> None:
+        self._submit(op, lambda: self._verify(op, read, digest, read_s))
+
+    def _verify(self, op: LoadOp, read: Read, digest: bytes, read_s: float) -> OpResult:
+        if op.is_cancelled:
+            return OpResult(op, SKIPPED)
+        started = time.perf_counter()
+        is_good = hmac.compare_digest(self._page_digest(op, read.source.epoch), digest)
+        duration_s = read_s + time.perf_counter() - started
+        return OpResult(op, None if is_good else "page_digest", op.name.spec.payload_bytes, duration_s)
+
+    def _submit(self, op: SaveOp | LoadOp, work: Callable[[], OpResult]) -> None:
+        """Digest or verify a page on an I/O thread."""
+
+        def run() -> None:
+            try:
+                result = work()
+            except FailpointError:
+                result = OpResult(op, "failpoint")
+            except Exception:
+                _log.exception("a page could not be digested")
+                result = OpResult(op, "io_error")
+            self._end_op(result)
+
+        self._threads.submit(run)
+
+    def _page_digest(self, op: SaveOp | LoadOp, epoch: bytes) -> bytes:
+        assert self._key is not None
+        return page_digest(op.name.spec, self._memory.page_out(op.block_id), key=self._key, epoch=epoch)
+
+    def _end_rebuild(self) -> None:
+        """On the reading thread."""
+        self._call_later(lambda now: self._rebuild_ended())
+
+    def _rebuild_ended(self) -> None:
+        self.num_rebuilt += 1
+        self._pinned.rebuilding = False
+
+    def _give_up_late_reads(self, now: float) -> None:
+        for read in list(self._reads):
+            if read.deadline <= now and not read.owner.holds_blocks:
+                self._loader.give_up(read.owner, f"pages did not come within {self._options.load_timeout_s:g} s")
+                self.counters.loaded.failures["timeout"] += 1
+
+    def _update_pinned(self, now: float) -> None:
+        for read in self._reads:
+            if read.owner.holds_blocks:
+                self._pinned.pin(read, (op.block_id for op in read.ops), now)
+        if self._pinned.rebuild_due(now):
+            self._pinned.rebuilding = True
+            self._reader.rebuild()
+
+
+# Self-test: lent block ─▶ announced to this instance ─▶ read into another block ─▶ verified ─▶ released ─▶ equal?
+
+_SELF_TEST_TIMEOUT_S = 30.0
+"""A busy machine is not a broken one."""
+_SELF_TEST_PAUSE_S = 2e-4
+
+
+def _hand_over(connector: NixlConnector, naming: PageNaming, lent_id: int, loaded_id: int) -> str | None:
+    """Plays the step loop, the transfer server and the transfer client for a request that lends a block and one that
+    loads it. Returns when the lease is over: why the block was not read, None if it was. Raises EngineError if neither
+    happens in time."""
+    deadline = time.monotonic() + _SELF_TEST_TIMEOUT_S
+    transfer_id = f"self-test-{os.urandom(8).hex()}"
+    hold = HoldKV(transfer_id=transfer_id, lease_s=_SELF_TEST_TIMEOUT_S)
+    remote = RemoteKV(transfer_id=transfer_id, reservation_s=_SELF_TEST_TIMEOUT_S)
+    lent = _self_test_request(f"{transfer_id}-lent", naming, hold_kv=hold)
+    loaded = _self_test_request(f"{transfer_id}-loaded", naming, remote_kv=remote)
+    results: list[KVLoadResult] = []
+    freed: list[str] = []
+
+    def step() -> None:
+        if time.monotonic() > deadline:
+            raise self_test_error(connector.name, f"a block did not come back within {_SELF_TEST_TIMEOUT_S:g} s")
+        output = connector.poll()
+        results.extend(output.loaded)
+        freed.extend(output.freed_request_ids)
+        for event in output.events:
+            if isinstance(event, TransferEvent):
+                connector.handle(progress_of(event, loaded.request_id))
+        meta = connector.build_connector_meta()
+        connector.start_load_kv(meta)
+        connector.save_kv(meta)
+        if not output.loaded and not output.events:
+            time.sleep(_SELF_TEST_PAUSE_S)
+
+    connector.update_state_after_alloc(loaded, [loaded_id], 0)
+    lent.finish_reason = "hand_over"
+    is_held = connector.request_finished(lent, [lent_id])
+    while not results:
+        step()
+    connector.request_finished(loaded, [loaded_id])
+    connector.handle(LeaseCommand(transfer_id, "release"))
+    while is_held and lent.request_id not in freed:
+        step()
+    return results[0].reason if results[0].num_recomputed_blocks else None
+
+
+def _self_test_request(
+    request_id: str, naming: PageNaming, *, hold_kv: HoldKV | None = None, remote_kv: RemoteKV | None = None
+) -> Request:
+    spec = EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=[0] * naming.block_size,
+        params=SamplingParams(),
+        hold_kv=hold_kv,
+        remote_kv=remote_kv,
+    )
+    return Request.from_spec(spec, arrival=0, fingerprint=naming.fingerprint.hex())

@@ -1,0 +1,137 @@
+"""The page format, and where a KV page is checked: `check_header` compares the header, `check_payload` the digest; both
+are called by stores/page_io.py before a page is used. A page is a fixed header, then one KV block as it is in memory:
+the same bytes in a file, Redis and LMCache.
+
+    offset size  field
+         0    8  magic "TNDMKV1\\0"
+         8    2  format version            10    2  header length (256)
+        12    4  flags: 1 = digest is set, 2 = tail page; others are rejected
+        16   32  model fingerprint         48   32  layout digest
+        80    4  shard                     84    4  number of tokens
+        88   32  block hash               120   32  parent hash
+       152    8  payload length, bytes    160   16  writer epoch
+       176   32  digest: keyed BLAKE3 over bytes 0..175 and the payload; zero where switched off
+       208    4  CRC-32 over the header without this field
+       212   44  zero
+
+Little-endian. The reader computes what every field except writer epoch, digest and CRC must be, and compares
+before it reads the payload. Any difference is a PageError: a miss that is counted and recomputed, never a wrong token.
+Pages that NIXL reads from memory have no header; kv_transfer/nixl/connector.py compares their digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import blake3
+
+FORMAT_VERSION = 1
+HEADER_BYTES = 256
+EPOCH_BYTES = 16
+_MAGIC = b"TNDMKV1\0"
+_HEADER = struct.Struct("<8sHHI32s32sII32s32sQ16s32sI44x")
+_DIGESTED_BYTES = 176
+_CRC_OFFSET, _PAD_OFFSET = 208, 212
+_FLAG_DIGEST, _FLAG_TAIL = 1, 2
+_NO_DIGEST = bytes(32)
+
+Buffer = bytes | bytearray | memoryview
+
+
+class PageError(Exception):
+    """The page is not the expected one. `reason` is one word, fit for a counter's label."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class PageSpec:
+    """What a page must be, as writer and reader compute it independently. Hashes are 32 bytes."""
+
+    fingerprint: bytes
+    layout_digest: bytes
+    block_hash: bytes
+    parent_hash: bytes
+    num_tokens: int
+    payload_bytes: int
+    is_tail: bool = False
+    shard: int = 0
+
+
+_SPEC_FIELDS = ("fingerprint", "layout_digest", "shard", "num_tokens", "block_hash", "parent_hash", "payload_bytes")
+spec_values = attrgetter(*_SPEC_FIELDS)
+"""What a header has of a PageSpec, in its order; the tail is a flag."""
+
+
+def seal(spec: PageSpec, payload: Buffer, *, key: bytes | None, writer_epoch: bytes) -> bytes:
+    """The header for `payload`. `key` None leaves the payload without a digest."""
+    if len(payload) != spec.payload_bytes:
+        raise ValueError(f"the page has {len(payload)} bytes; expected {spec.payload_bytes}")
+    flags = (_FLAG_DIGEST if key is not None else 0) | (_FLAG_TAIL if spec.is_tail else 0)
+    start = (_MAGIC, FORMAT_VERSION, HEADER_BYTES, flags)
+    header = bytearray(_HEADER.pack(*start, *spec_values(spec), writer_epoch, _NO_DIGEST, 0))
+    if key is not None:
+        header[_DIGESTED_BYTES:_CRC_OFFSET] = _digest(header, payload, key)
+    header[_CRC_OFFSET:_PAD_OFFSET] = _crc(header).to_bytes(4, "little")
+    return bytes(header)
+
+
+def check_header(header: Buffer, spec: PageSpec, *, digest: bool) -> None:
+    """Compare every field with what it must be. `digest`: reject a page that has none. Raises PageError."""
+    if len(header) != HEADER_BYTES:
+        raise PageError("header_length")
+    magic, version, header_bytes, flags, *fields, _epoch, digest_field, crc = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise PageError("magic")
+    if (version, header_bytes) != (FORMAT_VERSION, HEADER_BYTES):
+        raise PageError("format_version")
+    if crc != _crc(header):
+        raise PageError("header_crc")
+    if any(bytes(header[_PAD_OFFSET:])):
+        raise PageError("padding")
+    has_digest = bool(flags & _FLAG_DIGEST)
+    if flags & ~(_FLAG_DIGEST | _FLAG_TAIL) or bool(flags & _FLAG_TAIL) != spec.is_tail:
+        raise PageError("flags")
+    if (digest and not has_digest) or (not has_digest and digest_field != _NO_DIGEST):
+        raise PageError("no_digest")
+    for name, found, expected in zip(_SPEC_FIELDS, fields, spec_values(spec), strict=True):
+        if found != expected:
+            raise PageError(name)
+
+
+def check_payload(header: Buffer, payload: Buffer, spec: PageSpec, *, key: bytes | None) -> None:
+    """Compare the digest of a page whose header was checked. `key` None: the length alone. Raises PageError."""
+    if len(payload) != spec.payload_bytes:
+        raise PageError("payload_bytes")
+    if key is None:
+        return
+    if not hmac.compare_digest(bytes(header[_DIGESTED_BYTES:_CRC_OFFSET]), _digest(header, payload, key)):
+        raise PageError("digest")
+
+
+def tail_hash(transfer_id: str, parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
+    """Identity of an unfilled last block, unique to its transfer."""
+    digest = hashlib.sha256(b"tandem-tail-v1")
+    for part in (transfer_id.encode(), parent_hash, struct.pack(f"<{len(token_ids)}q", *token_ids)):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def _digest(header: Buffer, payload: Buffer, key: bytes) -> bytes:
+    hasher = blake3.blake3(memoryview(header)[:_DIGESTED_BYTES], key=key)
+    hasher.update(payload)
+    return bytes(hasher.digest())
+
+
+def _crc(header: Buffer) -> int:
+    view = memoryview(header)
+    return zlib.crc32(view[_PAD_OFFSET:], zlib.crc32(view[:_CRC_OFFSET]))

@@ -1,0 +1,150 @@
+"""The store connector: KV pages through any BlockStore. Its I/O threads carry operations out with PageIO."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from engine.errors import EngineError
+from engine.kv_connector import KVConnectorMeta, KVConnectorOutput
+from engine.kv_layout import KVLayout
+from kv_transfer.page.format import EPOCH_BYTES
+from kv_transfer.page.memory import make_page_memory
+from kv_transfer.page.naming import PageNaming
+from kv_transfer.stores.base import BlockStore
+from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, CircuitBreaker, PageIO, self_test_store
+from kv_transfer.transfer.connector import OpResult, TransferConnector, TransferOptions
+from kv_transfer.transfer.loader import Loader, LoadOp
+from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, Producer, SaveOp
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StoreOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options that every store connector has."""
+
+    breaker_failures: int = 3
+    """Errors of the store in a row after which it is not used for a while."""
+    breaker_retry_s: float = 2.0
+    """How long it is not used before the next try, seconds."""
+    lookup: bool = True
+    """Before a prompt is computed, look up its blocks in the store."""
+    save: bool = True
+    """Save what is computed here. Can be off only where `prefix_only` is on."""
+    prefix_only: bool = False
+    """Hand nothing over, and keep full blocks for requests with the same prompt: set by the multi connector."""
+
+
+class StoreConnector(TransferConnector):
+    """Implements engine.kv_connector.KVConnector over a store."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        options: StoreOptions,
+        *,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(store.name, options, wake=wake, clock=clock)
+        if not (options.save or options.prefix_only):
+            raise EngineError(f"the {store.name} connector cannot hand KV over with save off")
+        self._store = store
+        self._options = options
+        self._io: PageIO
+        self._naming: PageNaming
+        self._submitted: dict[int, float] = {}
+        """Start of each operation that has not ended, by its id; the oldest is first."""
+
+    # Worker side
+
+    def register_kv_cache(self, kv_cache: torch.Tensor, layout: KVLayout, fingerprint: bytes) -> None:
+        naming = self._naming = PageNaming.of(fingerprint, layout)
+        breaker = CircuitBreaker(max_failures=self._options.breaker_failures, retry_s=self._options.breaker_retry_s)
+        memory = make_page_memory(kv_cache)
+        self._io = PageIO(self._store, memory, self._key, os.urandom(EPOCH_BYTES), breaker)
+        options = self._options
+        if options.prefix_only:
+            max_waiting = MAX_WAITING if options.save else 0
+            self._producer = PrefixProducer(naming, self._leases, max_waiting=max_waiting)
+        else:
+            self._producer = Producer(naming, self._leases)
+        self._loader = Loader(
+            naming, load_timeout_s=options.load_timeout_s, lookup=options.lookup, prefix_only=options.prefix_only
+        )
+
+    def self_test(self) -> str | None:
+        return self_test_store(self.name, self._io, self._naming, self._threads, SELF_TEST_TIMEOUT_S)
+
+    def start_load_kv(self, meta: KVConnectorMeta) -> None:
+        for op in meta.loads:
+            assert isinstance(op, LoadOp)
+            self._submit(op)
+
+    def save_kv(self, meta: KVConnectorMeta) -> None:
+        for op in meta.saves:
+            assert isinstance(op, SaveOp)
+            self._submit(op)
+
+    def poll(self) -> KVConnectorOutput:
+        now = self._clock()
+        self._apply_results(now)
+        self._producer.expire(now)
+        for _ in range(self._loader.expire(now)):
+            self._io.breaker.record(ok=False)  # a store that hangs reports nothing itself
+        for key in self._producer.take_deletes():
+            self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
+        return self._output()
+
+    def next_deadline_s(self) -> float | None:
+        if self._producer.deletes:
+            return 0.0
+        deadlines = [at for at in (self._leases.next_deadline, self._loader.next_deadline) if at is not None]
+        return max(0.0, min(deadlines) - self._clock()) if deadlines else None
+
+    def shutdown(self) -> None:
+        self._producer.cancel_all(self._clock())
+        self._loader.cancel_all()
+        self._threads.shutdown(self._options.shutdown_timeout_s)
+        self._apply_results(self._clock())
+        for key in self._producer.take_deletes():
+            self._io.delete(key)
+        self._store.close()
+
+    # Inside
+
+    def _submit(self, op: SaveOp | LoadOp) -> None:
+        """Threads that hang in a store do not report it: operations that would only queue behind them fail here."""
+        now = self._clock()
+        oldest = next(iter(self._submitted.values()), now)
+        if self._io.breaker.is_open and now - oldest > self._options.breaker_retry_s:
+            self._end_op(OpResult(op, STORE_DOWN))
+            return
+        self._submitted[id(op)] = now
+        self._threads.submit(lambda: self._end_op(self._io.execute(op)))
+
+    def _apply(self, result: OpResult, now: float) -> None:
+        self._submitted.pop(id(result.op), None)
+        if isinstance(result.op, SaveOp):
+            self.counters.num_shared_blocks += result.failure is None and result.num_bytes == 0
+        elif result.is_damage:
+            self._inspect_successors(result.op)
+        super()._apply(result, now)
+
+    def _inspect_successors(self, op: LoadOp) -> None:
+        """Once per load, one page at a time, so that other requests' reads do not wait long."""
+        load = op.owner
+        if load.inspected:
+            return
+        load.inspected = True
+        names = iter(load.pages[op.block_index + 1 : load.num_full_blocks])
+
+        def inspect_next() -> None:
+            if (name := next(names, None)) is not None:
+                self._io.inspect(name)
+                self._threads.submit(inspect_next)
+
+        self._threads.submit(inspect_next)

@@ -1,0 +1,358 @@
+"""A store in a folder: one file per page, on a local disk or on a volume that many pods mount.
+
+    <path>/v1/<fingerprint>/<first byte of hash>/<hash>             full blocks, shared by requests
+    <path>/v1/<fingerprint>/transfers/<SHA-256 of transfer>/<hash>  tails, removed by their owner
+
+A page is written under a temporary name in its own folder and renamed: readers see all of it or nothing. Nothing is
+synced to disk, for a torn page fails its digest. Below `path` no symbolic link is followed, and only regular files of
+the right length are read: another writer to the folder can cost time, not more.
+
+One thread per instance, neither the step loop's nor an I/O thread, keeps the folder within its capacity:
+
+    start ─▶ scan ─▶ wait (written past the capacity | scan_interval_s) ─▶ scan ─▶ …
+
+A scan visits every file. It removes unfinished writes, what a dead instance left of its transfers, and, above the
+capacity, full blocks in the order of their last use. Instances that share a folder do not communicate: each estimates
+the size as that of its last scan plus its own writes since, so what the others write within one interval can exceed
+the capacity. They remove the same oldest files, and a file that is already gone is no error. Ages are measured by the
+file system's own clock (a probe file's mtime), because instances' clocks differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+from kv_transfer.page.format import Buffer
+from kv_transfer.page.naming import PageKey
+from kv_transfer.stores.base import BadValue, StoreError, rest_of
+from kv_transfer.stores.connector import StoreConnector, StoreOptions
+from kv_transfer.transfer.connector import parse_options
+
+TEMP_PREFIX = ".tmp-"
+_LOW_WATER = 0.9
+_log = logging.getLogger(__name__)
+
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without O_NONBLOCK, opening a FIFO in a page's place would block.
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+ABSENT = (errno.ENOENT, errno.ESTALE)
+_NOT_A_FILE = (errno.ELOOP, errno.ENXIO)  # a link; a socket
+
+
+class SharedStorage:
+    """Implements kv_transfer.stores.base.BlockStore; see the module."""
+
+    name = "shared_storage"
+
+    def __init__(self, path: str | Path, *, capacity_bytes: int, **limits: float) -> None:
+        """`limits` are the Sweeper's."""
+        self.path = Path(path)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise EngineError(f"shared_storage path {os.fspath(path)!r}: {error.strerror}") from error
+        self.sweeper = Sweeper(self.path, capacity_bytes=capacity_bytes, **limits)
+
+    def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
+        *folders, name = key.parts
+        num_bytes = sum(len(buffer) for buffer in buffers)
+        with self._folder(folders, create=True) as folder:
+            assert folder is not None
+            temporary = f"{TEMP_PREFIX}{secrets.token_hex(8)}"
+            descriptor = os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=folder)
+            try:
+                try:
+                    _write_all(descriptor, buffers)
+                finally:
+                    os.close(descriptor)  # may raise too: a network file system reports a full disk here
+                try:
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                except IsADirectoryError:
+                    _move_aside(name, folder)
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+        self.sweeper.note_written(num_bytes)
+
+    def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+        *folders, name = key.parts
+        with self._folder(folders) as folder:
+            if folder is None:
+                return False
+            try:
+                descriptor = os.open(name, _READ_FLAGS, dir_fd=folder)
+            except OSError as error:
+                if error.errno in ABSENT:
+                    return False
+                if error.errno in _NOT_A_FILE:
+                    raise BadValue("not_a_file") from error
+                raise
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadValue("not_a_file")
+            if status.st_size != sum(len(buffer) for buffer in buffers):
+                raise BadValue("size")
+            head, *rest = buffers
+            _read_all(descriptor, [head], 0)
+            check()
+            _read_all(descriptor, rest, len(head))
+            with contextlib.suppress(OSError):  # a read-only volume can be read
+                os.utime(descriptor)
+        finally:
+            os.close(descriptor)
+        return True
+
+    def contains(self, key: PageKey, num_bytes: int) -> bool:
+        *folders, name = key.parts
+        with self._folder(folders) as folder:
+            if folder is None:
+                return False
+            try:
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            except OSError as error:
+                if error.errno in ABSENT:
+                    return False
+                raise
+            if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
+                return False
+            with contextlib.suppress(OSError):
+                os.utime(name, dir_fd=folder, follow_symlinks=False)
+        return True
+
+    def delete(self, key: PageKey) -> None:
+        *folders, name = key.parts
+        with self._folder(folders) as folder:
+            if folder is None:
+                return
+            try:
+                os.unlink(name, dir_fd=folder)
+            except FileNotFoundError:
+                pass
+            except IsADirectoryError:
+                _move_aside(name, folder)
+        if key.scope:
+            with self._folder(folders[:-1]) as folder, contextlib.suppress(OSError):
+                if folder is not None:
+                    os.rmdir(folders[-1], dir_fd=folder)
+
+    def close(self) -> None:
+        self.sweeper.stop()
+
+    @contextlib.contextmanager
+    def _folder(self, parts: Sequence[str], *, create: bool = False) -> Iterator[int | None]:
+        """A descriptor of the folder; None: there is none. Opened one part at a time, so that no link is followed."""
+        descriptor: int | None = None
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            for part in parts:
+                inner = _open_folder(part, descriptor, create=create)
+                os.close(descriptor)
+                descriptor = inner
+                if descriptor is None:
+                    break
+            yield descriptor
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _open_folder(name: str, parent: int, *, create: bool) -> int | None:
+    try:
+        return os.open(name, _DIRECTORY_FLAGS, dir_fd=parent)
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
+    if not create:
+        return None
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+    return os.open(name, _DIRECTORY_FLAGS, dir_fd=parent)
+
+
+def _move_aside(name: str, folder: int) -> None:
+    """Rename a folder that is in a page's place, with its content."""
+    os.rename(name, f"{TEMP_PREFIX}{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
+    """In parts where needed: a disk may become full in the middle."""
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    while views:
+        num_written = os.writev(descriptor, views)
+        if num_written == 0:
+            raise StoreError("short_write")
+        views = rest_of(views, num_written)
+
+
+def _read_all(descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    while views:
+        num_read = os.preadv(descriptor, views, offset)
+        if num_read == 0:
+            raise BadValue("truncated")  # since its length was compared
+        offset += num_read
+        views = rest_of(views, num_read)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    used_ns: int
+    num_bytes: int
+    path: str
+    is_temp: bool
+    is_tail: bool
+
+
+class Sweeper:
+    """Owns the sweeping thread of one instance, which begins with a scan."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        capacity_bytes: int,
+        scan_interval_s: float = 60.0,
+        temp_max_age_s: float = 3600.0,
+        tail_max_age_s: float = 3600.0,
+    ) -> None:
+        self._path = path
+        self._capacity_bytes = capacity_bytes
+        self._scan_interval_s = scan_interval_s
+        self._temp_max_age_ns = int(temp_max_age_s * 1e9)
+        self._tail_max_age_ns = int(tail_max_age_s * 1e9)
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._due = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kv-sweep", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Waits a few seconds for a scan in progress."""
+        self._stopping = True
+        self._due.set()
+        self._thread.join(5.0)
+
+    def note_written(self, num_bytes: int) -> None:
+        """This instance has written `num_bytes`. From any thread."""
+        with self._lock:
+            self._num_bytes += num_bytes
+            due = self._num_bytes > self._capacity_bytes
+        if due:
+            self._due.set()
+
+    def sweep(self) -> None:
+        """One scan. Raises OSError where the folder cannot be written to."""
+        with self._lock:
+            written_before = self._num_bytes
+        now_ns = self._now_ns()
+        kept: list[_File] = []
+        for file in self._files():
+            max_age_ns = self._temp_max_age_ns if file.is_temp else self._tail_max_age_ns
+            if (file.is_temp or file.is_tail) and now_ns - file.used_ns > max_age_ns:
+                self._remove(file)
+            else:
+                kept.append(file)
+        num_bytes = sum(file.num_bytes for file in kept)
+        if num_bytes > self._capacity_bytes:
+            evictable = (file for file in kept if not file.is_temp and not file.is_tail)
+            for file in sorted(evictable, key=lambda file: file.used_ns):
+                if num_bytes <= self._capacity_bytes * _LOW_WATER:
+                    break
+                if self._remove(file):
+                    num_bytes -= file.num_bytes
+        with self._lock:
+            self._num_bytes += num_bytes - written_before
+
+    def _run(self) -> None:
+        warned = False
+        while not self._stopping:
+            self._due.clear()
+            try:
+                self.sweep()
+                warned = False
+            except OSError as error:
+                if not warned:
+                    _log.warning("cannot sweep the KV folder: %s", error.strerror)
+                warned = True
+                self._due.wait(1.0)
+            self._due.wait(self._scan_interval_s)
+
+    def _files(self) -> Iterator[_File]:
+        """Regular files below v1; no link is followed."""
+        for folder, _, names, descriptor in os.fwalk(self._path / "v1", follow_symlinks=False):
+            is_tail = Path(folder).parent.name == "transfers"
+            for name in names:
+                try:
+                    status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                except OSError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    path, is_temp = os.path.join(folder, name), name.startswith(TEMP_PREFIX)
+                    yield _File(status.st_mtime_ns, status.st_size, path, is_temp, is_tail)
+
+    def _remove(self, file: _File) -> bool:
+        """Whether it is gone now. False: it was used since the scan, or cannot be removed."""
+        try:
+            if os.lstat(file.path).st_mtime_ns != file.used_ns:
+                return False
+            os.unlink(file.path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        if file.is_tail:
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(file.path))
+        return True
+
+    def _now_ns(self) -> int:
+        """Time by the clock of the file system."""
+        folder = self._path / "v1"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, prefix=TEMP_PREFIX) as probe:
+            return os.fstat(probe.fileno()).st_mtime_ns
+
+
+class SharedStorageOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str
+    """The folder, the same one for all instances; made if there is none."""
+    capacity_bytes: int = 16 << 30
+    """Bytes of pages, of all instances together, above which the least recently used are removed."""
+    scan_interval_s: float = 60.0
+    """How often the folder is scanned for pages and leftovers of other instances, seconds."""
+    temp_max_age_s: float = 3600.0
+    """Age at which an unfinished write is removed, seconds."""
+    tail_max_age_s: float = 3600.0
+    """Age at which a transfer's own page is removed if its owner has not done it, seconds; longer than any lease."""
+
+
+class SharedStorageConnector(StoreConnector):
+    """Pages as files in a folder that all instances mount, and that outlives them."""
+
+    def __init__(self, *, wake: Callable[[], None], **options: Any) -> None:
+        parsed = parse_options(SharedStorageOptions, "shared_storage", options)
+        store = SharedStorage(
+            parsed.path,
+            capacity_bytes=parsed.capacity_bytes,
+            scan_interval_s=parsed.scan_interval_s,
+            temp_max_age_s=parsed.temp_max_age_s,
+            tail_max_age_s=parsed.tail_max_age_s,
+        )
+        super().__init__(store, parsed, wake=wake)

@@ -1,0 +1,221 @@
+"""Tandem's module in an `lmcache server`: pages for its storage layer, whose own requests carry KV of tokens only.
+
+    lmcache server --server-module '{"module_path": "kv_transfer.stores.lmcache.server_module"}' …
+
+    put       reserve in L1 ─▶ copy ─▶ finish: visible, L2 follows later        another value there: deleted first
+    get       prefetch (L2 to L1) ─▶ copy out ─▶ read lock released             too late: released when it ends
+    contains  in L1, or in an L2 adapter                                        nothing is loaded
+    delete    L1, once it is not locked ─▶ every L2 adapter                     so no delayed write comes after it
+
+Runs in the server's threads for such calls (`--max-cpu-workers`). Every wait has the client's time-out. Names that
+cannot be a page's are rejected before LMCache sees them. LMCache has one L1 here; several (`--l1-manager`) are not
+supported. How to run it: docs/connectors/lmcache.md.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lmcache.v1.distributed.api import (
+    GroupedObjectKeys,
+    MemoryLayoutDesc,
+    ObjectKey,
+    PrefetchTaskSpec,
+)
+from lmcache.v1.multiprocess.ext_server_module import server_module_handler
+
+from kv_transfer.stores.lmcache.server import CONTAINS, DELETE, GET, PUT, Head, Status, parse_request
+
+if TYPE_CHECKING:
+    from lmcache.v1.multiprocess.ext_server_module import ExtServerModuleBuildContext
+
+_PAUSE_S = 0.002
+_UNREADABLE_S = 0.2
+_MAX_LATE = 32
+_MAX_WAIT_S = 30.0
+_ANSWER_SHARE = 0.8
+"""Of the client's time-out: the rest is for the way of the answer."""
+Answer = bytes | bytearray
+Act = Callable[["PageModule", Head, memoryview], Answer]
+Handler = Callable[["PageModule", bytes], Answer]
+
+
+def _handler(method: str) -> Callable[[Act], Handler]:
+    """LMCache's decorator, for a method that gets valid requests only."""
+
+    def decorate(act: Act) -> Handler:
+        def handle(module: PageModule, payload: bytes) -> Answer:
+            request = parse_request(payload)
+            return _status(Status.REFUSED) if request is None else act(module, *request)
+
+        handler: Handler = server_module_handler(method)(handle)
+        return handler
+
+    return decorate
+
+
+def build_server_modules(context: ExtServerModuleBuildContext) -> list[PageModule]:
+    """What LMCache calls."""
+    return [PageModule(context.server_context)]
+
+
+class PageModule:
+    """Implements LMCache's EngineModule; handlers are called by several threads."""
+
+    def __init__(self, server_context: Any) -> None:
+        self.context = server_context
+        self._manager = server_context.storage_manager
+        self._lock = threading.Lock()
+        self._late: list[tuple[Any, ObjectKey]] = []
+        """Prefetches that ended after the answer, or will: each may hold a read lock."""
+
+    def report_status(self) -> dict[str, Any]:
+        return {"tandem_kv": {"num_late_prefetches": len(self._late)}}
+
+    def close(self) -> None:
+        return None
+
+    @_handler(PUT)
+    def put(self, head: Head, page: memoryview) -> Answer:
+        if len(page) != head.num_bytes or not head.num_bytes:
+            return _status(Status.REFUSED)
+        deadline, key = _deadline(head), _key(head)
+        while key not in (reserved := self._manager.reserve_write([key], _layout(head.num_bytes))):
+            same = self._holds(key, page, deadline)
+            if same:
+                return _status(Status.OK)  # another instance has saved the same block
+            if same is not None:
+                self._delete_everywhere(key, deadline)
+            elif self._manager.delete_l1_keys([key]) == (0, 0):
+                return _status(Status.FULL)
+            if time.monotonic() > deadline:
+                return _status(Status.BUSY)
+            time.sleep(_PAUSE_S)
+        memoryview(reserved[key].byte_array).cast("B")[:] = page
+        self._manager.finish_write([key])
+        return _status(Status.OK)
+
+    @_handler(GET)
+    def get(self, head: Head, page: memoryview) -> Answer:
+        del page
+        deadline, key = _deadline(head), _key(head)
+        give_up = min(deadline, time.monotonic() + _UNREADABLE_S)
+        while True:
+            found = self._fetch(key, head.num_bytes, deadline, skip_l2=False)
+            if found:
+                return self._read(key, head.num_bytes, with_page=True)
+            if found is None:
+                return _status(Status.LATE)
+            if not self._is_in_l2(key, head):
+                return _status(Status.MISSING)
+            # On its way to L1 for another reader; or a file cut short, which LMCache never removes.
+            if time.monotonic() > give_up:
+                return _status(Status.BAD_VALUE)
+            time.sleep(_PAUSE_S)
+
+    @_handler(CONTAINS)
+    def contains(self, head: Head, page: memoryview) -> Answer:
+        del page
+        key = _key(head)
+        if self._fetch(key, head.num_bytes, _deadline(head), skip_l2=True):
+            return self._read(key, head.num_bytes, with_page=False)
+        return _status(Status.OK if self._is_in_l2(key, head) else Status.MISSING)
+
+    @_handler(DELETE)
+    def delete(self, head: Head, page: memoryview) -> Answer:
+        del page
+        done = self._delete_everywhere(_key(head), _deadline(head))
+        return _status(Status.OK if done else Status.BUSY)
+
+    def _delete_everywhere(self, key: ObjectKey, deadline: float) -> bool:
+        while self._manager.delete_l1_keys([key])[1]:  # held: by a reader, or by the write to L2
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        for _, adapter in self._manager.l2_adapters():
+            adapter.delete([key])
+        return True
+
+    def _holds(self, key: ObjectKey, page: memoryview, deadline: float) -> bool | None:
+        """Whether L1 has exactly this page; None: it has no page that can be read now."""
+        if not self._fetch(key, len(page), deadline, skip_l2=True):
+            return None
+        with self._manager.read_prefetched_results([key]) as objects:
+            if objects is None:
+                return None
+            is_same = memoryview(objects[0].byte_array).cast("B") == page
+        self._manager.finish_read_prefetched([key])
+        return is_same
+
+    def _fetch(self, key: ObjectKey, num_bytes: int, deadline: float, *, skip_l2: bool) -> bool | None:
+        """Loads it to L1, with a read lock; None: not known yet. _read or _release_late release the lock."""
+        self._release_late()
+        if len(self._late) >= _MAX_LATE:  # an L2 that hangs gets no further requests
+            return None
+        layout = _layout(num_bytes)
+        spec = PrefetchTaskSpec([GroupedObjectKeys([key], 0, layout)], fetching_policy="full")
+        handle = self._manager.submit_prefetch_task(spec, skip_l2=skip_l2)
+        if not self._manager.wait_prefetch_status(handle, max(0.0, deadline - time.monotonic())):
+            with self._lock:
+                self._late.append((handle, key))
+            return None
+        return _is_hit(self._manager.query_prefetch_status(handle))
+
+    def _read(self, key: ObjectKey, num_bytes: int, *, with_page: bool) -> Answer:
+        with self._manager.read_prefetched_results([key]) as objects:
+            if objects is None:
+                return _status(Status.MISSING)  # the lock is released
+            view = memoryview(objects[0].byte_array).cast("B")
+            answer = bytearray(_status(Status.OK if len(view) == num_bytes else Status.BAD_VALUE))
+            if with_page and len(view) == num_bytes:
+                answer += view
+            del view
+        self._manager.finish_read_prefetched([key])
+        return answer
+
+    def _release_late(self) -> None:
+        with self._lock:
+            late, self._late = self._late, []
+        for handle, key in late:
+            if not self._manager.wait_prefetch_status(handle, 0.0):
+                with self._lock:
+                    self._late.append((handle, key))
+            elif _is_hit(self._manager.query_prefetch_status(handle)):
+                self._manager.finish_read_prefetched([key])
+
+    def _is_in_l2(self, key: ObjectKey, head: Head) -> bool:
+        deadline = _deadline(head)
+        for _, adapter in self._manager.l2_adapters():
+            task_id = adapter.submit_lookup_and_lock_task([key], {0: _layout(head.num_bytes)})
+            while (found := adapter.query_lookup_and_lock_result(task_id)) is None:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_PAUSE_S / 4)
+            if found.test(0):
+                adapter.submit_unlock([key])
+                return True
+        return False
+
+
+def _status(status: Status) -> bytes:
+    return bytes([status])
+
+
+def _deadline(head: Head) -> float:
+    return time.monotonic() + _ANSWER_SHARE * min(max(head.timeout_s, 0.0), _MAX_WAIT_S)
+
+
+def _key(head: Head) -> ObjectKey:
+    return ObjectKey(head.chunk_hash, head.model_name, 0, 0, head.cache_salt)
+
+
+def _layout(num_bytes: int) -> MemoryLayoutDesc:
+    return MemoryLayoutDesc([torch.Size([num_bytes])], [torch.uint8])
+
+
+def _is_hit(result: Any) -> bool:
+    return result is not None and bool(result.hit_cells[0].test(0))

@@ -1,0 +1,246 @@
+"""One page to the store, or from it, on an I/O thread: sealed when it is saved, verified when it is loaded.
+
+A damaged page is removed from the store, so that the next request writes it again and does not fail on it too. Its
+successors may be damaged as well: `inspect` verifies them without a request.
+
+The circuit breaker stops using a store that does not work, so that a dead store costs one timeout now and then and not
+one per page:
+
+    closed ──max_failures in a row──▶ open ──retry_s──▶ one try ──ok──▶ closed
+                                       ▲──────failed───────┘
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from engine import failpoints
+from engine.failpoints import FailpointError
+from kv_transfer.page.format import HEADER_BYTES, Buffer, PageError, check_header, check_payload, seal
+from kv_transfer.page.memory import PageMemory, write_page
+from kv_transfer.page.naming import PageKey, PageName, PageNaming
+from kv_transfer.stores.base import BadValue, BlockStore, StoreError
+from kv_transfer.transfer.connector import DAMAGED, SKIPPED, IOThreads, OpResult, self_test_error
+from kv_transfer.transfer.loader import LoadOp
+from kv_transfer.transfer.producer import SaveOp
+
+
+@dataclass(slots=True, kw_only=True)
+class CircuitBreaker:
+    """Thread-safe. Call `allows` before an operation and `record` after it."""
+
+    max_failures: int = 3
+    retry_s: float = 2.0
+    clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _num_failures: int = 0
+    _retry_at: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """The store is not used for a while."""
+        return self._num_failures >= self.max_failures
+
+    def allows(self) -> bool:
+        """Whether to try. While open, one caller per `retry_s` may."""
+        with self._lock:
+            if not self.is_open:
+                return True
+            now = self.clock()
+            if now < self._retry_at:
+                return False
+            self._retry_at = now + self.retry_s
+            return True
+
+    def record(self, *, ok: bool) -> None:
+        with self._lock:
+            if ok:
+                self._num_failures = 0
+                return
+            self._num_failures += 1
+            if self.is_open:
+                self._retry_at = self.clock() + self.retry_s
+
+
+STORE_DOWN = "store_down"
+_DELETE_PAUSES_S = (0.05, 0.2, 0.0)
+"""After each try to remove a page."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PageIO:
+    """Carries operations out on an I/O thread. `key` None: digests are neither made nor checked."""
+
+    store: BlockStore
+    memory: PageMemory
+    key: bytes | None
+    writer_epoch: bytes
+    breaker: CircuitBreaker
+
+    def execute(self, op: SaveOp | LoadOp) -> OpResult:
+        """Carry out one operation. Never raises."""
+        if op.is_cancelled:
+            return OpResult(op, SKIPPED)
+        if not self.breaker.allows():
+            return OpResult(op, STORE_DOWN)
+        started = time.perf_counter()
+        try:
+            num_bytes = self._save(op) if isinstance(op, SaveOp) else self._load(op)
+        except (PageError, BadValue) as error:
+            self.breaker.record(ok=True)  # the store works, the page does not
+            self.delete(op.name.key)
+            return OpResult(op, DAMAGED + error.reason, duration_s=time.perf_counter() - started)
+        except Exception as error:
+            self.breaker.record(ok=False)
+            return OpResult(op, _reason(error), duration_s=time.perf_counter() - started)
+        self.breaker.record(ok=True)
+        failure = "missing" if num_bytes is None else None
+        return OpResult(op, failure, num_bytes or 0, time.perf_counter() - started)
+
+    def inspect(self, name: PageName) -> None:
+        """Verify one page, and remove it if it is damaged."""
+        header, page = bytearray(HEADER_BYTES), bytearray(name.spec.payload_bytes)
+        try:
+            self._read(name, header, page)
+        except (PageError, BadValue):
+            self.delete(name.key)
+        except Exception as error:
+            _log.debug("could not inspect a page: %s", _reason(error))
+
+    def delete(self, key: PageKey) -> None:
+        """Remove a page. Retried while the store is busy, not while the breaker is open."""
+        for pause_s in _DELETE_PAUSES_S:
+            try:
+                self.store.delete(key)
+            except Exception as error:
+                if self.breaker.is_open:
+                    break
+                _log.debug("could not remove a page: %s", _reason(error))
+                time.sleep(pause_s)
+            else:
+                break
+
+    def round_trip(self, name: PageName, block_id: int) -> bytearray | None:
+        """Save a block as page `name`, read it into new memory, and remove it. None: the store has lost it. Raises what
+        the store raises."""
+        header, page = bytearray(HEADER_BYTES), bytearray(name.spec.payload_bytes)
+        try:
+            self._write(name, block_id)
+            found = self._read(name, header, page)
+            self.store.delete(name.key)
+        except Exception:
+            self.delete(name.key)
+            raise
+        return page if found else None
+
+    def _save(self, op: SaveOp) -> int:
+        failpoints.hit("kv.save")
+        name = op.name
+        if not name.spec.is_tail and self.store.contains(name.key, HEADER_BYTES + name.spec.payload_bytes):
+            return 0
+        failpoints.hit("kv.store.put")
+        return self._write(name, op.block_id)
+
+    def _load(self, op: LoadOp) -> int | None:
+        failpoints.hit("kv.load")
+        header, page = bytearray(HEADER_BYTES), self.memory.page_in(op.block_id)
+        failpoints.hit("kv.store.get")
+        if not self._read(op.name, header, page):
+            return None
+        self.memory.commit(op.block_id, page)
+        return HEADER_BYTES + len(page)
+
+    def _write(self, name: PageName, block_id: int) -> int:
+        page = self.memory.page_out(block_id)
+        header = seal(name.spec, page, key=self.key, writer_epoch=self.writer_epoch)
+        self.store.put(name.key, (header, page))
+        return HEADER_BYTES + len(page)
+
+    def _read(self, name: PageName, header: bytearray, page: Buffer) -> bool:
+        """Fill both buffers and verify them; False: there is no such page."""
+
+        def check() -> None:
+            check_header(header, name.spec, digest=self.key is not None)
+
+        if not self.store.get_into(name.key, (header, page), check):
+            return False
+        check_payload(header, page, name.spec, key=self.key)
+        return True
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, StoreError):
+        return f"store_{error.reason}"
+    if isinstance(error, FailpointError):
+        return "failpoint"
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"store_{errno.errorcode.get(error.errno, str(error.errno)).lower()}"
+    return f"store_{type(error).__name__.lower()}"
+
+
+# Self-test: block ─▶ sealed ─▶ put ─▶ get_into ─▶ verified ─▶ deleted ─▶ equal?
+
+SELF_TEST_TIMEOUT_S = 5.0
+_SELF_TEST_BLOCK = 0
+
+
+def self_test_store(
+    connector_name: str, io: PageIO, naming: PageNaming, threads: IOThreads, timeout_s: float
+) -> str | None:
+    """Move one block to the store and back, while all blocks are free and zeros, as they are again afterwards.
+
+    None: the store works. A sentence, logged: the store is unavailable, full or slow; the instance starts and computes
+    what it cannot load. Raises EngineError where the block comes back with other bytes or the connector has a fault.
+    A store that answers after `timeout_s` never writes to a block: it reads into memory of its own.
+    """
+    content = os.urandom(naming.layout.bytes_per_block)
+    write_page(io.memory, _SELF_TEST_BLOCK, content)
+    done: SimpleQueue[bytearray | Exception | None] = SimpleQueue()
+    threads.submit(lambda: done.put(_outcome(io, naming.private_page())))
+    try:
+        outcome = done.get(timeout=timeout_s)
+    except Empty:
+        return _unavailable(connector_name, f"did not answer within {timeout_s:g} s")
+    finally:
+        write_page(io.memory, _SELF_TEST_BLOCK, bytes(len(content)))
+    if isinstance(outcome, Exception):
+        return _explain(connector_name, outcome)
+    if outcome is None:
+        return _unavailable(connector_name, "lost a page that it had just taken")
+    if outcome != content:
+        raise self_test_error(connector_name, "a block came back with other bytes")
+    return None
+
+
+def _outcome(io: PageIO, name: PageName) -> bytearray | Exception | None:
+    """On an I/O thread, whose jobs must not raise."""
+    try:
+        return io.round_trip(name, _SELF_TEST_BLOCK)
+    except Exception as error:
+        return error
+
+
+def _explain(connector_name: str, error: Exception) -> str:
+    """An unavailable store is no reason not to start; any other error is. Raises EngineError."""
+    if isinstance(error, PageError | BadValue):
+        raise self_test_error(connector_name, f"a block came back wrong ({error.reason})") from error
+    if isinstance(error, StoreError):
+        return _unavailable(connector_name, f"cannot be used now ({error.reason})", is_logged=error.is_logged)
+    if isinstance(error, OSError):
+        return _unavailable(connector_name, f"cannot be used now ({error.strerror or error})")
+    raise self_test_error(connector_name, f"{type(error).__name__}: {error}") from error
+
+
+def _unavailable(connector_name: str, problem: str, *, is_logged: bool = False) -> str:
+    sentence = f"the store of the {connector_name} connector {problem}; KV is computed instead until it can"
+    if not is_logged:
+        _log.warning("%s", sentence)
+    return sentence

@@ -1,0 +1,276 @@
+"""The decode side: pages are read into the blocks that were reserved for a request.
+
+    transfer  reserve ─▶ reserved ──progress──▶ loading ──all read and verified──▶ verified ─▶ KVLoadResult, once
+    lookup    reserve ─▶ probing ──found──▶ loading       │ └─ a page is bad or missing, or the producer has failed
+                            └─missing───────────────────▶ failed ─▶ KVLoadResult, once
+    request_finished (abort) ─▶ aborted ───────────────────────── no read in flight ─▶ freed
+    give_up, reads in flight ─▶ KVLoadResult(retained_id) ──────────────────┘
+
+A transfer (remote_kv) reads a page once its producer has announced it. A lookup has no producer: before a prompt is
+computed, its full blocks are looked up in the store, the first one alone, since most often there is none. Pages before
+the first bad one are used, the engine computes the rest. A result waits until no read is in flight, because the engine
+then writes to the same blocks. An operation carries its `Load`, so one that ends late never counts for another request,
+even one with the same id. Waiting for an announcement ends with the attach stream (its silence is a failure) or with
+the request's reservation, which the scheduler watches; waiting for the store ends `load_timeout_s` after the last
+announcement. A read that may never end is given up: its blocks stay with the connector, and the engine computes into
+others.
+
+Pure: no I/O, no clock; used in the step loop alone. I/O threads read `Load.skip_from` too; at worst they see it late.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.core.messages import KVProgress
+from engine.kv_connector import KVBlockOp, KVConnectorOutput, KVLoadResult
+from engine.scheduling.request import Request
+from kv_transfer.page.naming import PageName, PageNaming
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One request whose KV is loaded. `pages` and `block_ids` run parallel, the tail last."""
+
+    request_id: str
+    transfer_id: str
+    num_tokens: int
+    block_size: int
+    num_full_blocks: int
+    num_local_blocks: int
+    pages: list[PageName]
+    block_ids: tuple[int, ...]
+    is_lookup: bool
+    """No producer announces these pages, and a missing one is no failure."""
+    num_started: int
+    """Pages before this index are local, or their reads were queued."""
+    num_in_flight: int = 0
+    """Reads that were queued and have not ended."""
+    verified: set[int] = field(default_factory=set)
+    complete: bool = False
+    failure: str | None = None
+    deadline: float = math.inf
+    skip_from: int = sys.maxsize
+    """Reads of pages from this index on are cancelled."""
+    inspected: bool = False
+    """A page was damaged, and its successors were checked."""
+    holds_blocks: bool = False
+    """Aborted or given up, and its blocks are in use until the reads in flight have ended."""
+    retained_id: str | None = None
+    """Given up: what `take_output` will name as freed."""
+
+    @property
+    def is_over(self) -> bool:
+        """There is nothing left to wait for."""
+        all_read = self.complete and self.num_started == len(self.pages)
+        return self.num_in_flight == 0 and (all_read or self.failure is not None)
+
+    def result(self) -> KVLoadResult:
+        """What was verified without a gap."""
+        num_pages = self.num_local_blocks
+        while num_pages in self.verified:
+            num_pages += 1
+        whole = num_pages == len(self.pages)
+        num_verified_tokens = self.num_tokens if whole else num_pages * self.block_size
+        return KVLoadResult(
+            request_id=self.request_id,
+            num_verified_tokens=num_verified_tokens,
+            num_external_tokens=num_verified_tokens - self.num_local_blocks * self.block_size,
+            num_recomputed_blocks=0 if self.is_lookup else len(self.pages) - num_pages,
+            reason=None if whole else self.failure,
+            retained_id=self.retained_id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOp(KVBlockOp):
+    name: PageName
+    owner: Load
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Not to be begun any more."""
+        return self.block_index >= self.owner.skip_from
+
+
+class Loader:
+    """Owns the requests of this core that wait for KV from elsewhere."""
+
+    def __init__(
+        self, naming: PageNaming, *, load_timeout_s: float, lookup: bool = False, prefix_only: bool = False
+    ) -> None:
+        """`lookup`: look up prompts that are not handed over. `prefix_only`: look up transfers too, because another
+        connector receives their announcements."""
+        self._naming = naming
+        self._load_timeout_s = load_timeout_s
+        self._lookup = lookup
+        self._prefix_only = prefix_only
+        self._loads: dict[str, Load] = {}
+        self._ops: list[LoadOp] = []
+        self._output = KVConnectorOutput()
+        self._num_given_up = 0
+
+    # Called by the scheduler side
+
+    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Prompt tokens past `num_computed_tokens` that will be loaded or looked up."""
+        if request.loaded:
+            return 0
+        if self._is_lookup(request):
+            num_tokens = self._num_lookup_pages(request) * self._naming.block_size if self._lookup else 0
+        else:
+            num_tokens = request.num_initial_tokens
+        return max(0, num_tokens - num_computed_tokens)
+
+    def reserve(self, request: Request, block_ids: Sequence[int], num_local_blocks: int, now: float) -> None:
+        """The request has blocks for its whole prompt; the first `num_local_blocks` are filled."""
+        naming, is_lookup = self._naming, self._is_lookup(request)
+        num_full = self._num_lookup_pages(request) if is_lookup else naming.num_full_blocks(request)
+        hashes = naming.block_hashes(request)
+        pages = [naming.full_block(hashes, request.root_hash, index) for index in range(num_full)]
+        num_tokens = num_full * naming.block_size
+        transfer_id = "" if request.spec.remote_kv is None else request.spec.remote_kv.transfer_id
+        if not is_lookup:
+            num_tokens = request.num_initial_tokens
+            if naming.num_tail_tokens(request):
+                pages.append(naming.tail(request, hashes, transfer_id))
+        load = self._loads[request.request_id] = Load(
+            request_id=request.request_id,
+            transfer_id=transfer_id,
+            num_tokens=num_tokens,
+            block_size=naming.block_size,
+            num_full_blocks=num_full,
+            num_local_blocks=num_local_blocks,
+            pages=pages,
+            block_ids=tuple(block_ids[: len(pages)]),
+            is_lookup=is_lookup,
+            num_started=num_local_blocks,
+            complete=is_lookup,
+        )
+        if is_lookup:
+            load.deadline = now + self._load_timeout_s
+            self._queue_until(load, num_local_blocks + 1)
+
+    def request_finished(self, request: Request) -> bool:
+        """The request has ended. True: its blocks are in use until `take_output` names it."""
+        load = self._loads.pop(request.request_id, None)
+        if load is None:
+            return False
+        self._drop_queued(load)
+        load.skip_from = 0
+        load.holds_blocks = load.num_in_flight > 0
+        return load.holds_blocks
+
+    def handle_progress(self, command: KVProgress, now: float) -> None:
+        """More pages can be read, or no more will come. Unknown and finished requests are ignored."""
+        load = self._loads.get(command.request_id)
+        if load is None or load.failure is not None or load.complete:
+            return
+        num_ready = min(command.num_ready_blocks, load.num_full_blocks)
+        if command.num_tokens == load.num_tokens:
+            load.complete = True
+            num_ready = len(load.pages)
+        elif command.num_tokens is not None:
+            load.failure = f"{command.num_tokens} tokens were offered, {load.num_tokens} are needed"
+            num_ready = 0
+        elif command.failed is not None:
+            load.failure = command.failed
+        load.deadline = now + self._load_timeout_s
+        self._queue_until(load, num_ready)
+        self._settle(load)
+
+    # Called by the worker side
+
+    def op_ended(self, op: LoadOp, failure: str | None) -> None:
+        """A read has ended; `failure` says why its page is not valid."""
+        load = op.owner
+        load.num_in_flight -= 1
+        if failure is None:
+            load.verified.add(op.block_index)
+            if load.is_lookup and load.failure is None:
+                self._queue_until(load, len(load.pages))
+        else:
+            self._fail(load, failure, op.block_index)
+        if load.holds_blocks and load.num_in_flight == 0:
+            load.holds_blocks = False
+            self._output.freed_request_ids.append(load.retained_id or load.request_id)
+        self._settle(load)
+
+    def expire(self, now: float) -> int:
+        """Give up reads that the store has not completed in time; returns for how many requests."""
+        late = [load for load in self._loads.values() if load.num_in_flight and load.deadline <= now]
+        for load in late:
+            self.give_up(load, f"the store did not deliver within {self._load_timeout_s:g} s")
+        return len(late)
+
+    def give_up(self, load: Load, failure: str) -> None:
+        """Stop waiting for reads of this load that have begun."""
+        if self._loads.get(load.request_id) is not load:
+            return  # aborted, or over
+        self._fail(load, failure, 0)
+        if not load.num_in_flight:
+            self._settle(load)
+            return
+        del self._loads[load.request_id]
+        self._num_given_up += 1
+        load.retained_id = f"{load.request_id}/given-up/{self._num_given_up}"
+        load.holds_blocks = True
+        self._output.loaded.append(load.result())
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` may have something to do; None: never."""
+        deadlines = [load.deadline for load in self._loads.values() if load.num_in_flight]
+        return min(deadlines) if deadlines else None
+
+    # Decisions for the connector to apply
+
+    def take_ops(self) -> list[LoadOp]:
+        ops, self._ops = self._ops, []
+        return ops
+
+    def take_output(self) -> KVConnectorOutput:
+        """Requests whose KV is as complete as it will be; as freed, aborted requests, and what given-up loads retained,
+        once their last read has ended."""
+        output, self._output = self._output, KVConnectorOutput()
+        return output
+
+    def cancel_all(self) -> None:
+        """The core shuts down: begin no more reads."""
+        for load in self._loads.values():
+            load.skip_from = 0
+
+    # Inside
+
+    def _is_lookup(self, request: Request) -> bool:
+        return request.spec.remote_kv is None or self._prefix_only
+
+    def _num_lookup_pages(self, request: Request) -> int:
+        """Full blocks to look up. Of a prompt that is computed here, one token must be left to compute."""
+        num_tokens = request.num_initial_tokens - (request.spec.remote_kv is None)
+        return num_tokens // self._naming.block_size
+
+    def _queue_until(self, load: Load, end: int) -> None:
+        for index in range(load.num_started, end):
+            load.num_in_flight += 1
+            self._ops.append(LoadOp(index, load.block_ids[index], load.pages[index], load))
+        load.num_started = max(load.num_started, end)
+
+    def _fail(self, load: Load, failure: str, index: int) -> None:
+        """Pages after a bad one cannot be used: reads of them that have not begun are skipped."""
+        load.failure = load.failure or failure
+        load.skip_from = min(load.skip_from, index)
+        self._drop_queued(load)
+
+    def _drop_queued(self, load: Load) -> None:
+        kept = [op for op in self._ops if op.owner is not load]
+        load.num_in_flight -= len(self._ops) - len(kept)
+        self._ops = kept
+
+    def _settle(self, load: Load) -> None:
+        if load.is_over and self._loads.get(load.request_id) is load:
+            del self._loads[load.request_id]
+            self._output.loaded.append(load.result())

@@ -1,0 +1,276 @@
+"""The admission controller: admits what the pools can carry, queues a bounded rest, and rejects what exceeds both.
+
+    admit ─▶ in flight ──────────────────────────────▶ over (its charge is removed, on every path)
+       │        ▲ prefilled: its prompt no longer counts
+       └▶ waiting ──its turn──▶ in flight
+             ├──cancelled, aborted, disconnected──▶ out of the queue at once
+             └──queue_timeout_s, or displaced by a higher priority──▶ RESOURCE_EXHAUSTED
+
+fair_queue.py decides the order, capacity.py what there is room for. A request is rejected immediately when its
+predicted wait exceeds the limit, with a hint when to retry. docs/admission.md explains the constants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from router.admission.capacity import Capacity, Charge, ExternalLoadEstimator, Limits, Usage, limits_of
+from router.admission.fair_queue import Entry, FairQueue, ServiceRate
+from router.admission.settings import AdmissionSettings
+from router.request.generation_request import GenerationRequest
+from serving.errors import Overloaded, ServiceError, Unavailable
+from serving.histogram import Histogram
+
+_LENGTH_WEIGHT = 1 / 32
+_REFRESH_S = 0.02
+"""How old a snapshot of the pools may be."""
+_POLL_S = 0.05
+"""How often the pools are checked while requests wait."""
+_OPTIMISM = 0.8
+"""The part of the time limit that a predicted wait may fill: predictions err, and a wait that ends in a rejection is
+worst."""
+_STAY_WEIGHT = 1 / 32
+_JITTER = 0.5
+"""Retry hints are increased by up to this part at random, so that rejected requests do not come back together."""
+
+
+class OutputLengths:
+    """Predicts a choice's output length: the mean of those that have ended, then of the last ones.
+
+    `max_tokens` is no estimate: most clients leave it at what the context allows and stop far earlier, and reserving
+    for the worst case would leave half the capacity unused. Means are separate for each power of two of `max_tokens`.
+    """
+
+    def __init__(self, initial: int) -> None:
+        self._initial = float(initial)
+        self._observed: dict[int, tuple[int, float]] = {}  # number and mean, by the bit length of max_tokens
+
+    def expected(self, max_tokens: int) -> int:
+        """Output tokens to expect of a choice that may have `max_tokens`: 1..max_tokens."""
+        _, mean = self._observed.get(max_tokens.bit_length(), (0, self._initial))
+        return max(1, min(max_tokens, round(mean)))
+
+    def observe(self, max_tokens: int, num_tokens: int) -> None:
+        """A choice with this `max_tokens` has ended after `num_tokens`."""
+        num_before, mean = self._observed.get(max_tokens.bit_length(), (0, 0.0))
+        weight = max(_LENGTH_WEIGHT, 1 / (num_before + 1))
+        self._observed[max_tokens.bit_length()] = num_before + 1, mean + weight * (num_tokens - mean)
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request's admission, waiting or in flight. Its owner sets `num_output_tokens` before the end."""
+
+    charge: Charge
+    max_tokens: int
+    num_output_tokens: int = 0
+    in_flight: bool = False
+    prefilled: bool = False
+    started_s: float = 0.0
+    turn: asyncio.Future[None] | None = None
+    """Done when the request is in flight, or displaced."""
+    displaced: Overloaded | None = None
+
+
+@dataclass(eq=False)
+class AdmissionController:
+    """Every request of the router passes it. Belongs to one event loop; its counters may be read from any thread."""
+
+    settings: AdmissionSettings
+    capacity: Callable[[], Capacity] = lambda: Capacity(num_instances=1)
+    rng: random.Random = field(default_factory=random.Random)
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._lengths = OutputLengths(self.settings.expected_tokens)
+        self._rate = ServiceRate()
+        self._mean_stay_s: float | None = None
+        self._external = ExternalLoadEstimator()
+        self._capacity = Capacity()
+        self._refreshed_s = float("-inf")
+        self._poll: asyncio.TimerHandle | None = None
+        self.limits = Limits()
+        self.in_use = Usage()
+        self.queue = FairQueue[Ticket](self.settings.share_of, self.settings.max_tenants)
+        """The requests that wait, in flows of their tenants; costs are tokens, prompt and expected output."""
+        self.num_abandoned = 0
+        """Requests that left the queue by themselves: cancelled, aborted, disconnected, past their deadline."""
+        self.num_rejected: Counter[str] = Counter()
+        """By reason: queue_full, wait_too_long, deadline, queue_timeout, displaced, quota, no_instance."""
+        self.wait_s = Histogram()
+        """Of the admitted requests; most of them do not wait."""
+
+    @property
+    def rate_per_s(self) -> float | None:
+        """Tokens per second that begin while requests wait. Until enough of them are observed, the tokens in flight by
+        how long a request stays (Little's law). None: no request has ended yet."""
+        return self._rate.per_s(self.in_use.num_tokens / self._mean_stay_s if self._mean_stay_s else None)
+
+    @property
+    def num_queued(self) -> int:
+        return self.queue.num_queued
+
+    @asynccontextmanager
+    async def admit(self, request: GenerationRequest) -> AsyncIterator[Ticket]:
+        """Inside, `request` may run. Waits for its turn, at most `queue_timeout_s`; raises Overloaded, with a hint when
+        to retry, as soon as it is known that the turn will not come in time."""
+        self._refresh()
+        expected = self._lengths.expected(request.max_tokens)
+        ticket = Ticket(Charge.of(request, expected, self._capacity.block_size), request.max_tokens)
+        self._check_quota(request.tenant, ticket.charge)
+        entered_s = self.clock()
+        entry = self.queue.push(request.tenant, ticket, cost=ticket.charge.num_tokens, priority=request.priority)
+        try:
+            self._start_those_with_room(entry)
+            if not ticket.in_flight:
+                self.queue.wait_begins(entry, entered_s)
+                self._make_room_in_queue(entry)
+                self._check_predicted_wait(entry, request.deadline_s)
+                await self._wait_turn(entry)
+            self.wait_s.observe(self.clock() - entered_s)
+            yield ticket
+        finally:
+            self._leave(entry)
+
+    def prefilled(self, ticket: Ticket) -> None:
+        """The request has its first token: its prompt delays no other request any more. Idempotent."""
+        if ticket.in_flight and not ticket.prefilled:
+            ticket.prefilled = True
+            self.in_use.prefilled(ticket.charge)
+            self._start_those_with_room()
+
+    # Capacity
+
+    def _refresh(self) -> None:
+        now_s = self.clock()
+        if now_s - self._refreshed_s < _REFRESH_S:
+            return
+        before, self._capacity, self._refreshed_s = self._capacity, self.capacity(), now_s
+        if before.num_instances != self._capacity.num_instances:
+            self._rate.reset()
+            self.queue.reset_rates()
+        external = self._external.observe(self._capacity, self.in_use.num_sequences, self.in_use.num_blocks, now_s)
+        self.limits = limits_of(self._capacity, external, self.settings)
+
+    # Admission
+
+    def _start_those_with_room(self, newcomer: Entry[Ticket] | None = None) -> None:
+        """Starts queued requests in order while there is room. While no instance is ready, they go on waiting and a
+        newcomer is admitted: its error is decided elsewhere."""
+        self._refresh()
+        if not self._capacity.num_instances:
+            if newcomer is not None:
+                self._start(newcomer)
+        else:
+            while (entry := self.queue.head()) is not None and self._fits(entry):
+                self._start(entry)
+        self._rate.observe(self.clock(), waiting=self.queue.head() is not None)
+        if self.queue.num_queued and self._poll is None:
+            self._poll = asyncio.get_running_loop().call_later(_POLL_S, self._poll_pools)
+
+    def _fits(self, entry: Entry[Ticket]) -> bool:
+        return self.in_use.exceeded_limit(entry.item.charge, self.limits) is None
+
+    def _poll_pools(self) -> None:
+        self._poll = None
+        self._start_those_with_room()
+
+    def _start(self, entry: Entry[Ticket]) -> None:
+        ticket, now_s = entry.item, self.clock()
+        self.queue.start(entry, now_s)
+        self._rate.observe(now_s, waiting=self.queue.num_queued > 0, cost=entry.cost)
+        self.in_use.add(ticket.charge)
+        ticket.in_flight, ticket.started_s = True, now_s
+        if ticket.turn is not None and not ticket.turn.done():
+            ticket.turn.set_result(None)
+
+    def _leave(self, entry: Entry[Ticket]) -> None:
+        ticket = entry.item
+        if not ticket.in_flight:
+            self.queue.remove(entry, self.clock())
+        else:
+            self.prefilled(ticket)
+            ticket.in_flight = False
+            self.in_use.remove(ticket.charge)
+            if ticket.num_output_tokens:
+                self._learn(ticket)
+            self.queue.finish(entry, ticket.charge.num_tokens + self._num_unexpected(ticket))
+        self._start_those_with_room()
+
+    def _learn(self, ticket: Ticket) -> None:
+        self._lengths.observe(ticket.max_tokens, round(ticket.num_output_tokens / ticket.charge.num_sequences))
+        stay_s = self.clock() - ticket.started_s
+        mean_s = stay_s if self._mean_stay_s is None else self._mean_stay_s
+        self._mean_stay_s = mean_s + _STAY_WEIGHT * (stay_s - mean_s)
+
+    def _num_unexpected(self, ticket: Ticket) -> int:
+        """Output tokens beyond what the ticket was charged for, or below."""
+        charged = ticket.charge.num_tokens - ticket.charge.num_sequences * ticket.charge.num_prefill_tokens
+        return ticket.num_output_tokens - charged
+
+    async def _wait_turn(self, entry: Entry[Ticket]) -> None:
+        ticket = entry.item
+        ticket.turn = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self.settings.queue_timeout_s):
+                await ticket.turn
+        except TimeoutError:
+            if not ticket.in_flight:
+                raise self._timed_out(entry) from None
+        except asyncio.CancelledError:
+            self.num_abandoned += not ticket.in_flight
+            raise
+        if ticket.displaced is not None:
+            raise ticket.displaced
+
+    # Rejection
+
+    def _check_quota(self, tenant: str, charge: Charge) -> None:
+        quota = self.settings.share_of(tenant).max_cost
+        if quota is not None and charge.num_tokens > quota:
+            self.num_rejected["quota"] += 1
+            raise Overloaded(f"{charge.num_tokens} tokens exceed this tenant's limit of {quota:.0f}", None)
+
+    def _make_room_in_queue(self, entry: Entry[Ticket]) -> None:
+        """If the queue is too long, rejects the newcomer, or the last request of lower priority of the same tenant."""
+        settings = self.settings
+        num_queued, queued_cost = self.queue.queued_in(entry.flow)
+        part = settings.max_queued_tokens / max(self.queue.num_backlogged, 1)
+        too_many = num_queued > settings.max_queued
+        if not too_many and (self.queue.queued_cost <= settings.max_queued_tokens or queued_cost <= part):
+            return
+        last = self.queue.last(entry.flow)
+        if last is None or last.priority >= entry.priority or last.item.turn is None or last.item.turn.done():
+            what = f"{num_queued - 1} requests" if too_many else f"{queued_cost - entry.cost:.0f} tokens"
+            raise self._rejection("queue_full", f"{what} wait already, the most allowed", entry)
+        last.item.displaced = self._rejection("displaced", "requests of higher priority fill the queue", last)
+        last.item.turn.set_result(None)
+
+    def _check_predicted_wait(self, entry: Entry[Ticket], deadline_s: float | None) -> None:
+        wait_s = self.queue.predicted_wait_s(entry, self.rate_per_s)
+        if wait_s is None:
+            return
+        limit_s = self.settings.queue_timeout_s
+        if wait_s > _OPTIMISM * limit_s:
+            raise self._rejection("wait_too_long", f"the wait would be {wait_s:.1f} s, {limit_s:g} at most", entry)
+        if deadline_s is not None and wait_s > deadline_s - self.clock():
+            raise self._rejection("deadline", f"the wait would be {wait_s:.1f} s, past the request's deadline", entry)
+
+    def _timed_out(self, entry: Entry[Ticket]) -> ServiceError:
+        if not self._capacity.num_instances:
+            self.num_rejected["no_instance"] += 1
+            return Unavailable("no decode instance is available")
+        return self._rejection("queue_timeout", f"no room within {self.settings.queue_timeout_s:g} s", entry)
+
+    def _rejection(self, reason: str, problem: str, entry: Entry[Ticket]) -> Overloaded:
+        """The error, with the predicted wait as the retry hint."""
+        self.num_rejected[reason] += 1
+        wait_s = self.queue.predicted_wait_s(entry, self.rate_per_s) or 0.0
+        hint_s = min(max(wait_s, self.settings.retry_after_s), self.settings.max_retry_after_s)
+        return Overloaded(f"the router is full: {problem}", hint_s * self.rng.uniform(1.0, 1.0 + _JITTER))

@@ -1,0 +1,253 @@
+"""tandem.v1.PoolsService: operators list, explain, drain and resize the pools. Served on the admin listener only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+
+import grpc.aio
+
+from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2, instance_pb2_grpc, pools_pb2
+from router.autoscaler.actuator import ActuatorError
+from router.autoscaler.loop import Autoscaler
+from router.autoscaler.resizer import Change, Resizer, SizeRefused
+from router.picking.affinity import Affinity
+from router.picking.plan import explain
+from router.picking.settings import DisaggregationSettings
+from router.pools.instance import UpstreamInstance
+from router.pools.instance_info import ROLES, WIRE_ROLES, LoadReport, Role
+from router.pools.pool import Pool
+from router.request.generation_request import GenerationRequest
+from router.request.validation import ModelLimits, ServedModel, validated
+from router.resilience.safeguards import Safeguards
+from serving.errors import FailedPrecondition, NotFound, Unavailable, from_rpc_error, invalid_argument
+from serving.interceptor import Context, remaining_s
+
+
+def instance_of(role: Role, instance: UpstreamInstance, out: str | None) -> pools_pb2.PoolInstance:
+    view = instance.view()
+    return pools_pb2.PoolInstance(
+        instance_id=instance.info.instance_id if instance.info else "",
+        address=instance.address,
+        role=WIRE_ROLES[role],
+        out=out or "",
+        load=_load(view.load, view.info.num_blocks) if view else None,
+        num_running_here=instance.calls.num_requests,
+        num_blocks=instance.info.num_blocks if instance.info else 0,
+    )
+
+
+def _load(load: LoadReport, num_blocks: int) -> instance_pb2.WatchLoadResponse:
+    """What the router keeps of a report. Blocks that are neither free nor cached count as running."""
+    num_running_blocks = max(num_blocks - load.free_blocks - load.cached_blocks, 0)
+    return instance_pb2.WatchLoadResponse(
+        instance_epoch=load.epoch,
+        sequence=load.sequence,
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        num_loading=load.num_loading,
+        num_waiting_tokens=load.num_waiting_tokens,
+        blocks=instance_pb2.BlockUsage(free=load.free_blocks, cached=load.cached_blocks, running=num_running_blocks),
+        step_s=load.step_s,
+        core_silence_s=load.core_silence_s,
+        draining=load.draining,
+        num_prefilled_tokens=load.num_prefilled_tokens,
+    )
+
+
+def unseen(pool: Pool) -> Iterable[pools_pb2.Candidate]:
+    """Instances without a snapshot: no info or load report of theirs has arrived."""
+    for instance in pool.instances:
+        if instance.view() is None:
+            rejected = instance.out or "connecting"
+            yield pools_pb2.Candidate(instance_id=instance.name, address=instance.address, rejected=rejected)
+
+
+def change_of(change: Change) -> pools_pb2.PoolChange:
+    return pools_pb2.PoolChange(
+        previous_size=change.previous_size,
+        size=change.size,
+        cause=change.cause,
+        reason=change.reason,
+        age_s=time.monotonic() - change.at_s,
+    )
+
+
+_DRAIN_TIMEOUT_S = 5.0
+_SIZES_S = 1.0
+_MAX_GRACE_S = 86_400.0
+_WATCH_S, _MIN_WATCH_S, _MAX_WATCH_S = 1.0, 0.1, 60.0
+_NO_OWNER = (
+    "this router cannot resize its pools: no owner of its instances' processes is configured "
+    "(--stack, which `tandem up` sets, or kubernetes.prefill and kubernetes.decode)"
+)
+
+
+@dataclass(eq=False)
+class PoolsService:
+    """Belongs to one event loop."""
+
+    model: ServedModel
+    safeguards: Safeguards
+    affinity: Affinity
+    disaggregation: DisaggregationSettings
+    resizer: Resizer | None = None  # None if no owner of the instances is configured
+    autoscaler: Autoscaler | None = None
+
+    def __post_init__(self) -> None:
+        self._pools = self.safeguards.pools
+        self._ending = asyncio.Event()
+
+    async def ListPools(self, request: pools_pb2.ListPoolsRequest, context: Context) -> pools_pb2.ListPoolsResponse:
+        return await self._listed()
+
+    async def ExplainPick(
+        self, request: pools_pb2.ExplainPickRequest, context: Context
+    ) -> pools_pb2.ExplainPickResponse:
+        imagined = await self._request(request)
+        explanation = explain(
+            self.safeguards.decode.marked(self._pools.decode.views()),
+            self.safeguards.prefill.marked(self._pools.prefill.views()),
+            imagined,
+            self.affinity,
+            self.disaggregation,
+            random.Random(),
+        )
+        explanation.decode.extend(unseen(self._pools.decode))
+        explanation.prefill.extend(unseen(self._pools.prefill))
+        return explanation
+
+    async def DrainInstance(
+        self, request: pools_pb2.DrainInstanceRequest, context: Context
+    ) -> pools_pb2.DrainInstanceResponse:
+        if not (math.isfinite(request.grace_s) and 0 <= request.grace_s <= _MAX_GRACE_S):
+            raise invalid_argument("grace_s", f"{request.grace_s:g}", f"0..{_MAX_GRACE_S:g} seconds")
+        instance = self._instance(request.instance)
+        stub = instance_pb2_grpc.InstanceServiceStub(instance.channel)
+        try:
+            answer = await stub.Drain(instance_pb2.DrainRequest(grace_s=request.grace_s), timeout=_DRAIN_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise Unavailable(f"{instance.name} does not answer") from error
+            raise from_rpc_error(error) from error
+        return pools_pb2.DrainInstanceResponse(instance_id=instance.name, num_unfinished=answer.num_unfinished)
+
+    async def ResizePools(
+        self, request: pools_pb2.ResizePoolsRequest, context: Context
+    ) -> pools_pb2.ResizePoolsResponse:
+        if self.resizer is None:
+            raise FailedPrecondition(_NO_OWNER)
+        sizes = _requested_sizes(request)
+        try:
+            changes = await self.resizer.resize(sizes, cause="operator", reason="requested by an operator")
+        except SizeRefused as error:
+            raise invalid_argument("sizes", str(error)) from error
+        except ActuatorError as error:
+            raise FailedPrecondition(str(error)) from error
+        return pools_pb2.ResizePoolsResponse(changes=map(change_of, changes))
+
+    async def WatchPools(
+        self, request: pools_pb2.WatchPoolsRequest, context: Context
+    ) -> AsyncIterator[pools_pb2.WatchPoolsResponse]:
+        interval_s = request.interval_s or _WATCH_S
+        if not _MIN_WATCH_S <= interval_s <= _MAX_WATCH_S:
+            allowed = f"{_MIN_WATCH_S:g}..{_MAX_WATCH_S:g} seconds, or 0 for {_WATCH_S:g}"
+            raise invalid_argument("interval_s", f"is {interval_s:g}", allowed)
+        while not self._ending.is_set():
+            yield pools_pb2.WatchPoolsResponse(pools=await self._listed())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._ending.wait()
+
+    def end_watches(self) -> None:
+        """Ends the watches without an error; the router is about to stop."""
+        self._ending.set()
+
+    async def _listed(self) -> pools_pb2.ListPoolsResponse:
+        sizes = await self._sizes()  # first: everything after it is one snapshot
+        instances = [instance_of(role, instance, self._out(role, instance)) for role, instance in self._instances()]
+        instances.sort(key=lambda instance: (instance.role, instance.instance_id or instance.address))
+        pools = [self._status(role, sizes.get(role)) for role in WIRE_ROLES]
+        return pools_pb2.ListPoolsResponse(instances=instances, pools=pools)
+
+    async def _sizes(self) -> Mapping[Role, int]:
+        """The sizes that are known now; the pools are listed without them too."""
+        if self.resizer is None:
+            return {}
+        try:
+            async with asyncio.timeout(_SIZES_S):
+                return await self.resizer.sizes()
+        except (ActuatorError, TimeoutError):
+            return {}
+
+    def _status(self, role: Role, size: int | None) -> pools_pb2.PoolStatus:
+        change = self.resizer.last_changes.get(role) if self.resizer is not None else None
+        return pools_pb2.PoolStatus(
+            role=WIRE_ROLES[role],
+            num_ready=self._pools.by_role[role].num_ready(),
+            size=size,
+            autoscaler=self.autoscaler.status.to_wire(role) if self.autoscaler is not None else None,
+            last_change=change_of(change) if change is not None else None,
+        )
+
+    def _instances(self) -> list[tuple[Role, UpstreamInstance]]:
+        return [(role, instance) for role, pool in self._pools.by_role.items() for instance in pool.instances]
+
+    def _out(self, role: Role, instance: UpstreamInstance) -> str | None:
+        """Why it is not picked: by its load reports, or as an outlier."""
+        view = instance.view()
+        if view is None:
+            return instance.out
+        _, outliers = self.safeguards.of_role(role)
+        return outliers.marked([view])[0].out
+
+    def _instance(self, name: str) -> UpstreamInstance:
+        """The instance with that name or address. Raises InvalidArgument, NotFound or FailedPrecondition."""
+        if not name:
+            raise invalid_argument("instance", "is empty", "the name or the address of an instance")
+        instances = [instance for _, instance in self._instances()]
+        found = [instance for instance in instances if name in (instance.address, instance.name)]
+        processes = {instance.key.epoch if instance.key else instance.address for instance in found}
+        if len(processes) > 1:
+            addresses = ", ".join(instance.address for instance in found)
+            raise FailedPrecondition(f"{name!r} is the name of several instances; give an address: {addresses}")
+        if not found:
+            known = [one.name for one in instances] + [one.address for one in instances]
+            similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
+            raise NotFound(f"no instance {name[:64]!r} in the pools{hint}")
+        return found[0]
+
+    async def _request(self, request: pools_pb2.ExplainPickRequest) -> GenerationRequest:
+        """The prompt as a request, as Generate validates it. Raises what validation raises."""
+        limits = ModelLimits.of(self._pools.decode_infos())
+        if limits is None:
+            raise Unavailable("no decode instance has been ready yet, so nothing can be picked")
+        message = generation_pb2.GenerateRequest(
+            session=request.session, cache_salt=request.cache_salt, sampling=common_pb2.SamplingParams(max_tokens=1)
+        )
+        if request.HasField("token_ids") or not request.text:
+            message.token_ids.ids.extend(request.token_ids.ids or [0])
+        if request.text:
+            message.text = request.text  # with token_ids too, validation rejects it
+        return await validated(message, self.model, limits, remaining_s=remaining_s())
+
+
+def _requested_sizes(request: pools_pb2.ResizePoolsRequest) -> dict[Role, int]:
+    sizes: dict[Role, int] = {}
+    for size in request.sizes:
+        role = ROLES.get(size.role)
+        if role is None:
+            raise invalid_argument("sizes", "names a pool that does not exist", "ROLE_PREFILL, ROLE_DECODE")
+        if role in sizes:
+            raise invalid_argument("sizes", f"names the {role} pool twice", "one size for each pool")
+        sizes[role] = size.size
+    if not sizes:
+        raise invalid_argument("sizes", "is empty", "the size of one pool or of both")
+    return sizes

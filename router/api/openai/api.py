@@ -1,0 +1,180 @@
+"""The HTTP endpoints.
+
+    POST /v1/completions, /v1/chat/completions     GET /v1/models, /v1/models/{name}, /health, /metrics, /openapi.json
+
+A request is one call of the router (router/dispatch/handler.py) for each of its prompts: validated, admitted, counted
+and logged like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response, status
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.exceptions import HTTPException
+
+from protos.tandem.v1 import generation_pb2
+from router.api.grpc import GenerationService
+from router.api.openai.errors import HttpError
+from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
+from router.api.openai.logprobs import TokenTexts
+from router.api.openai.requests import ChatBody, CompletionBody, RequestBody
+from router.api.openai.responses import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    ResponseBody,
+    ResponseBuilder,
+    StreamedResponse,
+    WholeResponse,
+    routing_headers,
+)
+from router.dispatch.handler import RequestHandler
+from router.request.validation import ServedModel
+from serving.errors import NotFound, ServiceError, Unavailable
+
+_PROBLEMS = {
+    status.HTTP_404_NOT_FOUND: "unknown path; docs/openai.md lists the endpoints",
+    status.HTTP_405_METHOD_NOT_ALLOWED: "this path does not support this method",
+}
+
+
+B = TypeVar("B", bound=RequestBody)
+
+
+@dataclass(eq=False)
+class OpenAIApi:
+    """The application behind the HTTP port. Belongs to the router's event loop."""
+
+    service: GenerationService
+    model: ServedModel
+    limits: HttpLimits
+    registry: CollectorRegistry
+    is_serving: Callable[[], bool]
+    authorizer: Authorizer | None
+    """None admits every caller; /health is open in any case."""
+
+    def __post_init__(self) -> None:
+        self._texts = TokenTexts(self.model.tokenizer)
+        self._created = int(time.time())
+
+    def app(self) -> FastAPI:
+        app = FastAPI(title="Tandem", docs_url=None, redoc_url=None)
+        app.add_exception_handler(HTTPException, self._http_exception)
+        app.post("/v1/completions", **_documented(CompletionBody))(self.completions)
+        app.post("/v1/chat/completions", **_documented(ChatBody))(self.chat_completions)
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.one_model)
+        app.get("/health")(self.health)
+        app.get("/metrics")(self.metrics)
+        return app
+
+    async def completions(self) -> Response:
+        """Continues a text."""
+        return self._generation(CompletionBody, CompletionFormat)
+
+    async def chat_completions(self) -> Response:
+        """Answers a chat."""
+        return self._generation(ChatBody, ChatFormat)
+
+    async def models(self) -> Response:
+        """The served models."""
+        return self._exchange(lambda exchange: exchange.send_json({"object": "list", "data": [self._description()]}))
+
+    async def one_model(self, name: str) -> Response:
+        """One served model."""
+
+        async def handler(exchange: Exchange) -> None:
+            if name != self.model.name:
+                raise NotFound(f"model: {name[:64]!r} is not served; served: {self.model.name!r}")
+            await exchange.send_json(self._description())
+
+        return self._exchange(handler)
+
+    async def health(self) -> Response:
+        """200 while a request could be served; 503 otherwise, also while the router drains."""
+        if self.is_serving():
+            return PlainTextResponse("serving\n")
+        return PlainTextResponse("not serving\n", status.HTTP_503_SERVICE_UNAVAILABLE, {"retry-after": "1"})
+
+    async def metrics(self) -> Response:
+        """Metrics in Prometheus text format."""
+
+        async def handler(exchange: Exchange) -> None:
+            # On a thread: the collector waits for this event loop.
+            text = await asyncio.to_thread(generate_latest, self.registry)
+            await exchange.send(Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4))
+
+        return self._exchange(handler)
+
+    def _exchange(self, handler: Handler, renamed: Mapping[str, str] | None = None) -> Exchange:
+        return Exchange(self.limits, handler, self.authorizer, renamed)
+
+    def _generation(self, body_type: type[B], form_type: Callable[[B, TokenTexts], Format[RequestBody]]) -> Exchange:
+        async def handler(exchange: Exchange) -> None:
+            form = form_type(body_type.parse(await exchange.read_body()), self._texts)
+            await self._generate(exchange, form)
+
+        return self._exchange(handler, body_type.renamed)
+
+    async def _generate(self, exchange: Exchange, form: Format[RequestBody]) -> None:
+        response = ResponseBody(
+            id=f"{form.id_prefix}-{exchange.request_id}",
+            created=int(time.time()),
+            model=self.model.name,
+            system_fingerprint=self._fingerprint(),
+        )
+        builder: ResponseBuilder = (StreamedResponse if form.body.stream else WholeResponse)(exchange, form, response)
+        requests = form.body.requests(exchange.request_id)
+        async with exchange.while_connected():
+            calls = await self._call_all(exchange, builder, requests)
+            await builder.finish(routing_headers(calls[0]) if len(calls) == 1 else {})
+
+    async def _call_all(
+        self, exchange: Exchange, builder: ResponseBuilder, requests: list[generation_pb2.GenerateRequest]
+    ) -> list[RequestHandler]:
+        """Concurrently; one that fails ends the others."""
+        calls = [self.service.handler() for _ in requests]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, (call, request) in enumerate(zip(calls, requests, strict=True)):
+                    sink, remaining_s = partial(builder.add, index, call), exchange.remaining_s()
+                    group.create_task(call.handle(request, sink, metadata=exchange.metadata, remaining_s=remaining_s))
+        except BaseExceptionGroup as failed:
+            errors = failed.exceptions
+            raise next((error for error in errors if isinstance(error, ServiceError)), errors[0]) from failed
+        return calls
+
+    def _description(self) -> dict[str, Any]:
+        described = {"id": self.model.name, "object": "model", "created": self._created, "owned_by": "tandem"}
+        try:
+            return {**described, "max_model_len": self.service.limits().max_model_len}
+        except Unavailable:  # no instance is known yet
+            return described
+
+    def _fingerprint(self) -> str | None:
+        """OpenAI's clients compare it before they expect a seed to repeat an answer."""
+        fingerprint = self.service.fingerprint
+        return None if fingerprint is None else f"fp_{fingerprint[:12]}"
+
+    async def _http_exception(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        problem = HttpError(error.status_code, _PROBLEMS.get(error.status_code, error.detail))
+
+        async def handler(exchange: Exchange) -> None:
+            raise problem
+
+        return self._exchange(handler)
+
+
+def _documented(body: type[RequestBody]) -> dict[str, Any]:
+    schema = {"application/json": {"schema": body.model_json_schema()}}
+    return {"openapi_extra": {"requestBody": {"content": schema, "required": True}}}

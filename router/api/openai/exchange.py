@@ -1,0 +1,210 @@
+"""One HTTP request and its response, within the limits of every call of this router.
+
+    authorizer ──▶ admitted ──▶ body read ──▶ handler ──┬──▶ a whole body
+      │              │            │             │       └──▶ headers ─▶ event … event ─▶ end
+      └──────────────┴────────────┴─────────────┴── an error: a status before the first byte, an event after it
+                                                └── the client disconnects: the handler is cancelled at once
+
+The calls are counted, limited and awaited together with the gRPC port's (serving/limits.py), so that a drain finishes
+both. FastAPI's StreamingResponse does not fit: it pulls from an iterator, where the request handler pushes each message
+and waits until it is written; and it sends its status before the first message, where an error can still set it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+from fastapi import Request, Response, status
+from starlette.types import Receive, Scope, Send
+
+from router.api.openai.errors import HttpError, body_of, headers_of, status_of
+from serving import tracing
+from serving.abuse_limits import AbuseLimits
+from serving.errors import DeadlineExceeded, InternalError, InvalidArgument, ServiceError
+from serving.limits import REQUEST, OpenCalls, grpc_peer
+from serving.logging import set_request_id, valid_request_id
+
+REQUEST_ID_HEADER = "x-request-id"
+_DISCARDED = 4  # times the longest body: how much of a longer one is read before it is rejected
+_log = logging.getLogger(__name__)
+
+Metadata = tuple[tuple[str, str], ...]  # A request's headers, names in lower case: gRPC's metadata
+Authorizer = Callable[[Metadata], object]
+"""Checks the caller before anything else happens. Raises Unauthenticated or PermissionDenied."""
+
+
+class ClientDisconnected(Exception):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits of all exchanges; times in seconds."""
+
+    calls: OpenCalls
+    abuse: AbuseLimits
+    max_body_bytes: int
+    read_timeout_s: float
+    max_deadline_s: float
+
+
+class Exchange(Response):
+    """A response that is made while it is sent. Owned by its request's task; `handler` writes to it."""
+
+    def __init__(
+        self,
+        limits: HttpLimits,
+        handler: Handler,
+        authorizer: Authorizer | None,
+        renamed: Mapping[str, str] | None = None,
+    ) -> None:
+        """`renamed` maps wire fields to the client's names for them; `authorizer` None admits every caller."""
+        super().__init__()
+        self._limits = limits
+        self._handler = handler
+        self._authorizer = authorizer
+        self._renamed = renamed or {}
+        self._deadline_s = time.monotonic() + limits.max_deadline_s
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._request_headers = Request(scope).headers
+        self.metadata: Metadata = tuple(self._request_headers.items())
+        self.request_id = valid_request_id(self._request_headers.get(REQUEST_ID_HEADER))
+        set_request_id(self.request_id)
+        tracing.attach_caller_context(self.metadata)
+        try:
+            if self._authorizer is not None:
+                self._authorizer(self.metadata)
+            await self._handle_within_limits(grpc_peer(*(scope.get("client") or ("", 0))))
+        except ClientDisconnected:
+            _log.debug("the client has disconnected")
+        except ServiceError as error:
+            await self._send_error(error)
+        except Exception:
+            _log.exception("%s failed", scope["path"])
+            await self._send_error(InternalError("internal error"))
+
+    def remaining_s(self) -> float:
+        return max(self._deadline_s - time.monotonic(), 0.0)
+
+    async def read_body(self) -> bytes:
+        """The complete JSON body. Raises HttpError for one that is too long, too slow, or of another type."""
+        kind = self._request_headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            problem = f"content-type is {kind!r}; allowed: application/json (curl: -H 'Content-Type: application/json')"
+            raise HttpError(status.HTTP_415_UNSUPPORTED_MEDIA_TYPE, problem)
+        if self._request_headers.get("content-encoding", "identity") not in ("", "identity"):
+            problem = "content-encoding: compressed bodies are not supported"
+            raise HttpError(status.HTTP_415_UNSUPPORTED_MEDIA_TYPE, problem)
+        try:
+            async with asyncio.timeout(self._limits.read_timeout_s):
+                return await self._read()
+        except TimeoutError:
+            problem = f"the body was not received within {self._limits.read_timeout_s:g} s"
+            raise HttpError(status.HTTP_408_REQUEST_TIMEOUT, problem) from None
+
+    async def send_json(
+        self, content: object, headers: Mapping[str, str] | None = None, status_code: int = status.HTTP_200_OK
+    ) -> None:
+        await self.send(Response(msgspec.json.encode(content), status_code, headers, "application/json"))
+
+    async def send(self, response: Response) -> None:
+        self._has_begun = True
+        response.headers[REQUEST_ID_HEADER] = self.request_id
+        await response(self._scope, self._receive, self._send)
+
+    async def begin_events(self, headers: Mapping[str, str]) -> None:
+        self._has_begun = True
+        # X-Accel-Buffering: nginx would hold events back.
+        head = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no", **headers}
+        head[REQUEST_ID_HEADER] = self.request_id
+        pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in head.items()]
+        await self._send({"type": "http.response.start", "status": status.HTTP_200_OK, "headers": pairs})
+
+    async def send_event(self, data: bytes) -> None:
+        """Returns when the event has been written."""
+        await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+    async def end_events(self) -> None:
+        """Ends the stream, as OpenAI marks it."""
+        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    @asynccontextmanager
+    async def while_connected(self) -> AsyncIterator[None]:
+        """Cancels its body when the client disconnects: raises ClientDisconnected. Enter it after reading the body."""
+        connected = asyncio.timeout(None)
+        watch = asyncio.create_task(self._watch(connected))
+        try:
+            async with connected:
+                yield
+        except TimeoutError:
+            if not connected.expired():
+                raise
+            raise ClientDisconnected from None
+        finally:
+            watch.cancel()
+
+    async def _watch(self, connected: asyncio.Timeout) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not connected.expired():
+            connected.reschedule(0.0)
+
+    async def _handle_within_limits(self, peer: str) -> None:
+        deadline = asyncio.timeout(self._limits.max_deadline_s)
+        with self._limits.calls.admitted(peer, REQUEST):
+            try:
+                with self._limits.calls.awaited(deadline, REQUEST):
+                    async with deadline:
+                        await self._handler(self)
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                raise DeadlineExceeded(f"not finished within {self._limits.max_deadline_s:g} s") from None
+            except (InvalidArgument, HttpError):
+                await self._limits.abuse.delay_invalid(peer)
+                raise
+
+    async def _read(self) -> bytes:
+        """Reads the rest of a body that is too long too, within reason: a client that is sending reads no 413."""
+        body, num_bytes, limit = bytearray(), 0, self._limits.max_body_bytes
+        too_long = HttpError(status.HTTP_413_CONTENT_TOO_LARGE, f"the body is longer than {limit} bytes")
+        if int(self._request_headers.get("content-length") or 0) > _DISCARDED * limit:
+            raise too_long
+        has_more = True
+        while has_more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            piece = message.get("body", b"")
+            num_bytes += len(piece)
+            if num_bytes <= limit:
+                body += piece
+            elif num_bytes > _DISCARDED * limit:
+                raise too_long
+            has_more = message.get("more_body", False)
+        if num_bytes > limit:
+            raise too_long
+        return bytes(body)
+
+    async def _send_error(self, error: ServiceError) -> None:
+        body = body_of(error, self._renamed)
+        if self._has_begun:
+            await self.send_event(msgspec.json.encode(body))
+            await self.end_events()
+            return
+        status_code, headers = status_of(error), headers_of(error)
+        if status_code in (status.HTTP_408_REQUEST_TIMEOUT, status.HTTP_413_CONTENT_TOO_LARGE):
+            headers["connection"] = "close"  # the rest of the body is not read
+        await self.send_json(body, headers, status_code)
+
+
+Handler = Callable[[Exchange], Awaitable[None]]

@@ -1,0 +1,332 @@
+"""Request bodies: OpenAI's parameters and vLLM's additions, as pydantic models, and their conversion to the wire.
+
+pydantic parses the JSON itself, strictly: no numbers in strings, limited nesting, no lone surrogates. An explicit null
+means "not given", as everywhere at OpenAI. router/request/validation.py checks ranges; here only values that the wire's
+types cannot hold are rejected, and parameters that are unknown or unsupported and would change the answer.
+FastAPI does not parse the bodies: it would read them before authorization and limits, and by the lenient json module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+
+from engine.errors import shown
+from protos.tandem.v1 import common_pb2, generation_pb2
+from router.api.openai.errors import invalid_body
+from router.request.validation import MAX_PRIORITY
+from serving.errors import ServiceError, invalid_argument
+
+MAX_PROMPTS = 32
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
+
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    # OpenAI's
+    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options"), ()),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    # vLLM's
+    **dict.fromkeys(("add_special_tokens", "chat_template", "documents", "kv_transfer_params"), ()),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"), ()),
+    **dict.fromkeys(("logits_processors", "prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens"), ()),
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "length_penalty": (1.0,),
+    "mm_processor_kwargs": ({},),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+"""Known parameters that are not supported, each with the values that have no effect and are ignored."""
+
+_IGNORED = frozenset({"include_reasoning", "metadata", "safety_identifier", "service_tier", "user"})
+"""Parameters that do not change an answer."""
+
+
+class StrictModel(BaseModel):
+    """A JSON object with exactly these members."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool = False  # a last event, without choices, carries the usage of the whole request
+    continuous_usage_stats: bool = False  # vLLM's: each earlier event carries the usage of its choice so far
+    include_obfuscation: Literal[False] = False
+
+
+_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _biases(value: object) -> object:
+    """JSON has no integer keys; the ids come as strings."""
+    if not isinstance(value, dict):
+        return value
+    if (wrong := next((key for key in value if not _TOKEN_ID.fullmatch(key)), None)) is not None:
+        raise invalid_argument("logit_bias", f"{shown(wrong)} is not a token id", "ids as strings of digits")
+    return {int(key): bias for key, bias in value.items()}
+
+
+class RequestBody(StrictModel, ABC):
+    """Parameters of both endpoints. The body's size bounds lists and objects; validation checks their contents."""
+
+    default_max_tokens: ClassVar[int | None] = None
+    renamed: ClassVar[dict[str, str]]  # wire fields by their names here, for errors
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: Int64 | None = None
+    n: Int64 = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: Seed | None = None
+    stop: Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])] = []
+    logit_bias: Annotated[dict[Int64, float], BeforeValidator(_biases, json_schema_input_type=dict[str, float])] = {}
+    prompt_cache_key: str = ""  # OpenAI's hint for caches: requests that share it prefer the instances with their KV
+
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int64 | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[Int64] = []
+    bad_words: list[str] = []
+    allowed_token_ids: list[Int64] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str = ""
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """vLLM's: lower goes first. The router's goes the other way."""
+    return_token_ids: bool = False
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises InvalidArgument, which names the first wrong parameter."""
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        supported = {}
+        for name, value in given.items():
+            if value is None or name in _IGNORED:
+                continue
+            if name in cls.model_fields:
+                supported[name] = value
+            elif name not in _UNSUPPORTED:
+                raise _unknown(name, [*cls.model_fields, *_UNSUPPORTED])
+            elif value not in _UNSUPPORTED[name]:
+                pass_instead = "".join(f" or pass {shown(neutral)}" for neutral in _UNSUPPORTED[name])
+                raise invalid_argument(name, f"is not supported; omit it{pass_instead}")
+        return supported
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise invalid_argument("stream_options", "requires stream=true")
+        if self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
+            raise invalid_argument("stream_options.continuous_usage_stats", "requires include_usage=true")
+        return self
+
+    def sampling(self) -> common_pb2.SamplingParams:
+        given = {name: getattr(self, name) for name in _SAMPLING}  # None leaves a field unset
+        if self.max_tokens is None:
+            given["max_tokens"] = self.default_max_tokens
+        if self.allowed_token_ids is not None:
+            given["allowed_token_ids"] = common_pb2.TokenIds(ids=self.allowed_token_ids)
+        return common_pb2.SamplingParams(**given)
+
+    @abstractmethod
+    def requests(self, label: str) -> list[generation_pb2.GenerateRequest]:
+        """One wire request for each prompt."""
+
+    def _request(self, label: str, **prompt: Any) -> generation_pb2.GenerateRequest:
+        return generation_pb2.GenerateRequest(
+            request_id=label,
+            model=self.model,
+            sampling=self.sampling(),
+            priority=-self.priority,
+            cache_salt=self.cache_salt,
+            session=self.prompt_cache_key,
+            **prompt,
+        )
+
+
+_SAMPLING = (
+    "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "bad_words",
+    "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+
+
+def _unknown(name: str, known: list[str]) -> ServiceError:
+    similar = difflib.get_close_matches(name[:64], known, n=1)
+    hint = f"; did you mean {similar[0]!r}?" if similar else ""
+    field = name if name.isidentifier() and len(name) <= 64 else "body"
+    return invalid_argument(field, f"unknown parameter {shown(name)}{hint}")
+
+
+# /v1/completions: a text to continue, or its token ids, or several of either.
+
+_PROMPT_FORMS = f"text, a list of token ids, or a list of 1..{MAX_PROMPTS} of either"
+Prompt = str | list[int]
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        return [_prompt("prompt", value)]
+    if not isinstance(value, list):
+        raise invalid_argument("prompt", f"{shown(value)} is not a prompt", _PROMPT_FORMS)
+    if not 0 < len(value) <= MAX_PROMPTS:
+        raise invalid_argument("prompt", f"{len(value)} prompts", _PROMPT_FORMS)
+    return [_prompt(f"prompt[{index}]", prompt) for index, prompt in enumerate(value)]
+
+
+def _prompt(name: str, value: Any) -> Prompt:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid_argument(name, f"{shown(value)} is not a prompt", _PROMPT_FORMS)
+    for index, token_id in enumerate(value):
+        if type(token_id) is not int or not -(2**63) <= token_id < 2**63:
+            raise invalid_argument(name, f"{name}[{index}]={shown(token_id)} is not a token id", _PROMPT_FORMS)
+    return value
+
+
+class CompletionBody(RequestBody):
+    """The body of /v1/completions."""
+
+    default_max_tokens: ClassVar[int | None] = 16
+    renamed: ClassVar = {"token_ids": "prompt", "session": "prompt_cache_key", "prompt_logprobs": "logprobs"}
+
+    prompt: Annotated[
+        list[Prompt], PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[Int64] | list[list[Int64]])
+    ]
+    logprobs: Int64 | None = None
+    echo: bool = False
+    best_of: Int64 | None = None
+
+    def sampling(self) -> common_pb2.SamplingParams:
+        params = super().sampling()
+        if self.best_of is not None:
+            params.best_of = self.best_of
+        if self.logprobs is not None:
+            params.logprobs = self.logprobs
+            if self.echo:
+                params.prompt_logprobs = self.logprobs
+        return params
+
+    def requests(self, label: str) -> list[generation_pb2.GenerateRequest]:
+        return [
+            self._request(label, text=prompt)
+            if isinstance(prompt, str)
+            else self._request(label, token_ids=common_pb2.TokenIds(ids=prompt))
+            for prompt in self.prompt
+        ]
+
+
+# /v1/chat/completions: messages, rendered with the model's own template (engine/text/chat_template.py).
+
+_ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates call system
+_IGNORED_IN_MESSAGES = frozenset({"name", "annotations", "refusal", "reasoning_content", "tool_call_id"})
+"""Members that templates of plain chats do not read."""
+
+
+def _joined_parts(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            problem = f"content[{index}] is of type {shown(kind)}"
+            raise invalid_argument("messages", problem, "text, or parts of type text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class Message(StrictModel):
+    """One message of a chat."""
+
+    role: str
+    content: Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[dict[str, str]])]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        members = {
+            name: value for name, value in given.items() if value is not None and name not in _IGNORED_IN_MESSAGES
+        }
+        for name in ("tool_calls", "function_call", "audio"):
+            if members.pop(name, None):
+                raise invalid_argument("messages", f"{name} is not supported", "role and content")
+        return members
+
+
+class ChatBody(RequestBody):
+    """The body of /v1/chat/completions."""
+
+    renamed: ClassVar = {
+        "prompt": "messages",
+        "chat.messages": "messages",
+        "template_variables": "chat_template_kwargs",
+        "session": "prompt_cache_key",
+        "logprobs": "top_logprobs",
+    }
+
+    messages: list[Message]
+    max_completion_tokens: Int64 | None = None  # overrides max_tokens, its older name
+    logprobs: bool = False
+    top_logprobs: Int64 | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """vLLM's: the template's own switches, such as enable_thinking."""
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid_argument("top_logprobs", f"{self.top_logprobs} requires logprobs=true")
+        return self
+
+    def sampling(self) -> common_pb2.SamplingParams:
+        params = super().sampling()
+        if self.max_completion_tokens is not None:
+            params.max_tokens = self.max_completion_tokens
+        if self.logprobs:
+            params.logprobs = self.top_logprobs or 0
+        return params
+
+    def requests(self, label: str) -> list[generation_pb2.GenerateRequest]:
+        messages = [{"role": _ROLES.get(item.role, item.role), "content": item.content} for item in self.messages]
+        variables = msgspec.json.encode(self.chat_template_kwargs).decode() if self.chat_template_kwargs else ""
+        return [self._request(label, chat={"messages": messages, "template_variables": variables})]

@@ -1,0 +1,275 @@
+"""Responses: token messages of one or several calls become OpenAI's choices, as events or as one body.
+
+GenerateResponse ──▶ Choice p·n + c ──┬─ StreamedResponse ─▶ one event each
+  (prompt p, choice c)                └─ WholeResponse ─▶ merged, and sent when all calls have ended
+
+The bodies are msgspec structs and not pydantic models, since each token is an event: 0.5 µs against 5 µs to serialise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from protos.tandem.v1 import common_pb2, generation_pb2
+from router.api.openai.exchange import Exchange
+from router.api.openai.logprobs import (
+    Candidates,
+    Logprobs,
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+    joined,
+    prompt_logprobs,
+)
+from router.api.openai.requests import ChatBody, CompletionBody, RequestBody
+from router.dispatch.handler import RequestHandler
+from router.request.choice_state import finish_reason
+
+_HEADERS = ("tandem-disaggregated", "tandem-reason", "tandem-prefill", "tandem-decode")
+
+
+class Usage(msgspec.Struct):
+    """Tokens of all choices of all prompts, or of one choice so far."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int] | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    role: str | UnsetType
+    content: str
+    refusal: UnsetType | None = UNSET
+
+
+class Choice(msgspec.Struct):
+    """An entry of `choices`, or what one message adds to it."""
+
+    index: int
+    text: str | UnsetType
+    message: ChatMessage | UnsetType = UNSET  # in place of the text of a whole chat
+    delta: ChatMessage | UnsetType = UNSET  # in place of the text of a chat's event
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None  # on the choice's last message
+    stop_reason: str | int | None = None  # the stop string or token id that ended the choice, as in vLLM's API
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  # on the choice's first message
+
+    @classmethod
+    def merged(cls, parts: Sequence[Choice]) -> Choice:
+        last = parts[-1]
+        return cls(
+            index=last.index,
+            text="".join(part.text for part in parts if part.text),
+            logprobs=joined(part.logprobs for part in parts),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            token_ids=UNSET if last.token_ids is UNSET else [i for part in parts for i in part.token_ids or ()],
+            prompt_token_ids=parts[0].prompt_token_ids,
+        )
+
+
+class ResponseBody(msgspec.Struct):
+    """A whole body, or an event."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    object: str = ""
+    choices: list[Choice] = []
+    usage: Usage | UnsetType | None = UNSET
+
+
+B = TypeVar("B", bound=RequestBody, covariant=True)
+
+
+class Format(ABC, Generic[B]):
+    """How one endpoint writes its choices."""
+
+    id_prefix: str
+    whole_object: str
+    event_object: str
+
+    def __init__(self, body: B, texts: TokenTexts) -> None:
+        self.body = body
+        self._texts = texts
+
+    @abstractmethod
+    def logprobs(self, chunk: common_pb2.TokenChunk, num_chars: int) -> Logprobs | None:
+        """The chunk's log-probabilities, if requested; the choice's text before it has `num_chars`."""
+
+    def echo(self, prompt: tuple[int, ...], chunk: common_pb2.TokenChunk) -> tuple[str, Logprobs | None]:
+        """What precedes a choice's own text: the prompt, if requested. `chunk` is the first choice's first one."""
+        return "", None
+
+    def whole(self, choice: Choice) -> Choice:
+        return choice
+
+    def event(self, choice: Choice, *, is_first: bool) -> Choice:
+        return choice
+
+
+class CompletionFormat(Format[CompletionBody]):
+    id_prefix = "cmpl"
+    whole_object = event_object = "text_completion"
+
+    def logprobs(self, chunk: common_pb2.TokenChunk, num_chars: int) -> Logprobs | None:
+        if self.body.logprobs is None:
+            return None
+        return completion_logprobs(self._texts, _candidates(chunk.logprobs), num_chars, self.body.logprobs)
+
+    def echo(self, prompt: tuple[int, ...], chunk: common_pb2.TokenChunk) -> tuple[str, Logprobs | None]:
+        if not self.body.echo:
+            return "", None
+        text, top = self._texts.of_all(prompt), self.body.logprobs
+        if top is None:
+            return text, None
+        return text, prompt_logprobs(self._texts, prompt, _candidates(chunk.prompt_logprobs), top)
+
+
+class ChatFormat(Format[ChatBody]):
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    event_object = "chat.completion.chunk"
+
+    def logprobs(self, chunk: common_pb2.TokenChunk, num_chars: int) -> Logprobs | None:
+        if not self.body.logprobs:
+            return None
+        return chat_logprobs(self._texts, _candidates(chunk.logprobs), self.body.top_logprobs or 0)
+
+    def whole(self, choice: Choice) -> Choice:
+        choice.message, choice.text = ChatMessage("assistant", choice.text or "", None), UNSET
+        return choice
+
+    def event(self, choice: Choice, *, is_first: bool) -> Choice:
+        choice.delta, choice.text = ChatMessage("assistant" if is_first else UNSET, choice.text or ""), UNSET
+        return choice
+
+
+@dataclass(eq=False)
+class ResponseBuilder(ABC):
+    """The response to one HTTP request. Its calls may run concurrently, each in its own task."""
+
+    exchange: Exchange
+    form: Format[RequestBody]
+    response: ResponseBody
+    """Without choices yet."""
+
+    def __post_init__(self) -> None:
+        self._num_prompt = self._num_completion = self._num_cached = 0
+        self._num_chars: dict[int, int] = {}
+        self._echoes: dict[int, tuple[str, Logprobs | None]] = {}
+
+    @abstractmethod
+    async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
+        """Adds the next message of `call`, which answers the prompt with that index."""
+
+    @abstractmethod
+    async def finish(self, headers: Mapping[str, str]) -> None:
+        """Ends the response once every call has ended."""
+
+    def _choice(
+        self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse
+    ) -> tuple[Choice, bool]:
+        """What the message adds, and whether it is its choice's first."""
+        chunk, prompt = message.tokens, call.prompt
+        if message.HasField("prompt_tokens"):
+            self._num_prompt += message.prompt_tokens
+            self._echoes[prompt_index] = self.form.echo(prompt, chunk)
+        self._num_completion += len(chunk.token_ids)
+        index = prompt_index * self.form.body.n + chunk.choice
+        is_first = index not in self._num_chars
+        echo, echo_logprobs = self._echoes[prompt_index] if is_first else ("", None)
+        num_chars = self._num_chars.get(index, len(echo))
+        self._num_chars[index] = num_chars + len(chunk.text)
+        choice = Choice(index, echo + chunk.text)
+        choice.logprobs = joined((echo_logprobs, self.form.logprobs(chunk, num_chars)))
+        if self.form.body.return_token_ids:
+            choice.token_ids = list(chunk.token_ids)
+            choice.prompt_token_ids = prompt if is_first else UNSET
+        if chunk.HasField("finish"):
+            choice.finish_reason = finish_reason(chunk.finish)
+            choice.stop_reason = _stop_reason(chunk.finish)
+            self._num_cached += chunk.finish.usage.cached_tokens if chunk.choice == 0 else 0
+        return choice, is_first
+
+    def _usage(self) -> Usage:
+        total = self._num_prompt + self._num_completion
+        return Usage(self._num_prompt, self._num_completion, total, {"cached_tokens": self._num_cached})
+
+
+class WholeResponse(ResponseBuilder):
+    """Sent when it is complete."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._parts: defaultdict[int, list[Choice]] = defaultdict(list)
+
+    async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
+        choice, _ = self._choice(prompt_index, call, message)
+        self._parts[choice.index].append(choice)
+
+    async def finish(self, headers: Mapping[str, str]) -> None:
+        self.response.object = self.form.whole_object
+        choices = [Choice.merged(parts) for _, parts in sorted(self._parts.items())]
+        self.response.choices = list(map(self.form.whole, choices))
+        self.response.usage = self._usage()
+        await self.exchange.send_json(self.response, headers)
+
+
+class StreamedResponse(ResponseBuilder):
+    """Sends each message at once as an event; the headers precede the first one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.response.object = self.form.event_object
+        if self.form.body.stream_options.include_usage:
+            self.response.usage = None
+        self._writing = asyncio.Lock()
+        self._has_begun = False
+
+    async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
+        choice, is_first = self._choice(prompt_index, call, message)
+        self.response.choices = [self.form.event(choice, is_first=is_first)]
+        if self.form.body.stream_options.continuous_usage_stats:
+            chunk, num_prompt = message.tokens, len(call.prompt)
+            num_completion = chunk.token_index + len(chunk.token_ids)
+            self.response.usage = Usage(num_prompt, num_completion, num_prompt + num_completion)
+        event = msgspec.json.encode(self.response)
+        async with self._writing:
+            if not self._has_begun:
+                self._has_begun = True
+                await self.exchange.begin_events(routing_headers(call))
+            await self.exchange.send_event(event)
+
+    async def finish(self, headers: Mapping[str, str]) -> None:
+        if self.form.body.stream_options.include_usage:
+            self.response.choices = []
+            self.response.usage = self._usage()
+            await self.exchange.send_event(msgspec.json.encode(self.response))
+        await self.exchange.end_events()
+
+
+def routing_headers(call: RequestHandler) -> dict[str, str]:
+    """The call's route so far and its reason, as headers; a gRPC client gets them as trailers."""
+    return {name: value for name, value in call.trace.trailers() if name in _HEADERS}
+
+
+def _candidates(positions: Iterable[common_pb2.TokenLogprobs]) -> list[Candidates]:
+    return [position.candidates for position in positions]
+
+
+def _stop_reason(finish: common_pb2.Finish) -> str | int | None:
+    if finish.HasField("stop_string"):
+        return finish.stop_string
+    return finish.stop_token_id if finish.HasField("stop_token_id") else None

@@ -1,0 +1,207 @@
+"""The HTTP port: uvicorn on the router's event loop, with a limit on every wait for a client.
+
+    accepted ─▶ waiting for headers ─complete─▶ a request ─answered─▶ kept alive ─▶ …
+       │               └─read_timeout_s─▶ closed     └─ a write that waits longer than write_timeout_s ─▶ closed
+       └─ more than max_connections ─▶ closed at once
+
+uvicorn waits for ever for headers that do not come and for a client that does not read; its connections are closed
+here. It has no signal handlers and no thread: the composition root starts and stops it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from serving.settings import Address, Section, format_address, parse_address, setting
+from serving.tls import TlsFiles, TlsMaterial
+
+_STOP_S = 1
+_log = logging.getLogger(__name__)
+
+
+class HttpSettings(Section):
+    """The port of OpenAI's HTTP API; docs/openai.md lists the endpoints."""
+
+    listen: Address | None = setting(
+        None, "host:port of OpenAI's HTTP API, port 0 takes a free one; none: not served.", flag="--http-listen"
+    )
+    max_body_bytes: int = setting(4 << 20, "Longest body of a request in bytes.", ge=1024)
+    max_header_bytes: int = setting(16 << 10, "Longest headers of a request in bytes.", ge=1024)
+    max_connections: int = setting(1024, "Open connections; further ones are closed at once.", ge=1)
+    read_timeout_s: float = setting(10.0, "Seconds to receive a request's headers, and then its body.", gt=0)
+    keep_alive_s: int = setting(75, "Seconds that a connection without a request is kept.", ge=0)
+
+
+class HttpTls:
+    """TLS from the files of the gRPC port, which each handshake checks for changes. Used on the event loop."""
+
+    def __init__(self, files: TlsFiles, *, require_client_cert: bool, client_names: tuple[str, ...]) -> None:
+        """`client_names`: one of them must be in a client's certificate; empty: any certificate of the CA."""
+        self._files = files
+        self._require = require_client_cert
+        self._names = frozenset(client_names) if require_client_cert else frozenset()
+        self._material = files.current()
+        self._current = self._new_context(self._material)
+        self.context = self._new_context(self._material)  # the listener's; each handshake switches to the current one
+        self.context.sni_callback = self._use_current
+
+    def admits(self, certificate: Mapping[str, Any] | None) -> bool:
+        """Whether a client with this certificate, as `ssl` describes it, may connect."""
+        if not self._names:
+            return True
+        described = certificate or {}
+        names = {value for kind, value in described.get("subjectAltName", ()) if kind == "DNS"}
+        names |= {value for part in described.get("subject", ()) for kind, value in part if kind == "commonName"}
+        return not self._names.isdisjoint(names)
+
+    def _use_current(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        material = self._files.current()
+        if material is not self._material:
+            self._material, self._current = material, self._new_context(material)
+        connection.context = self._current
+
+    def _new_context(self, material: TlsMaterial) -> ssl.SSLContext:
+        assert material.chain is not None, "the settings require a server certificate"
+        assert material.key is not None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # Not CERT_OPTIONAL: browsers prompt their user for a certificate that is requested.
+        context.verify_mode = ssl.CERT_REQUIRED if self._require else ssl.CERT_NONE
+        context.load_verify_locations(cadata=material.ca.decode())
+        with tempfile.NamedTemporaryFile() as file:  # `ssl` reads these from files only; this one is 0600
+            file.write(material.chain + b"\n" + material.key)
+            file.flush()
+            context.load_cert_chain(file.name)
+        return context
+
+
+class _Config(uvicorn.Config):
+    def __init__(self, app: ASGIApp, settings: HttpSettings, write_timeout_s: float, tls: HttpTls | None) -> None:
+        super().__init__(
+            app,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            proxy_headers=False,
+            server_header=False,
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            h11_max_incomplete_event_size=settings.max_header_bytes,
+            timeout_keep_alive=settings.keep_alive_s,
+            timeout_graceful_shutdown=_STOP_S,
+        )
+        self.settings = settings
+        self.write_timeout_s = write_timeout_s
+        self.tls = tls
+        self.load()
+        self.ssl = None if tls is None else tls.context
+
+
+class _Connection(H11Protocol):
+    config: _Config
+    cycle: RequestResponseCycle | None  # type: ignore[assignment]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        tls = self.config.tls
+        is_admitted = tls is None or tls.admits(transport.get_extra_info("peercert"))
+        if len(self.connections) > self.config.settings.max_connections or not is_admitted:
+            transport.abort()
+        else:
+            self._start_timer("headers", self.config.settings.read_timeout_s)
+
+    def _start_timer(self, name: str, seconds: float) -> None:
+        """Aborts the connection unless the timer is stopped in time. Does nothing while it runs."""
+        if name not in self._timers:
+            self._timers[name] = asyncio.get_running_loop().call_later(seconds, self.transport.abort)
+
+    def _stop_timer(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._start_timer("headers", self.config.settings.read_timeout_s)
+        else:
+            self._stop_timer("headers")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_timer("write", self.config.write_timeout_s)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timer("write")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for name in list(self._timers):
+            self._stop_timer(name)
+        super().connection_lost(exc)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: _Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # the composition root handles signals
+
+
+class HttpServer:
+    """Serves one ASGI application. Belongs to one event loop and one composition root."""
+
+    def __init__(
+        self, app: ASGIApp, settings: HttpSettings, *, write_timeout_s: float, tls: HttpTls | None = None
+    ) -> None:
+        self._listen = settings.listen
+        self._scheme = "http" if tls is None else "https"
+        self._server = _Server(_Config(app, settings, write_timeout_s, tls))
+        self._socket: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port that is listened on; only after `start`."""
+        assert self._socket is not None, "the HTTP server has not started"
+        host, port = self._socket.getsockname()[:2]
+        return format_address(host, port)
+
+    async def start(self) -> None:
+        """Listens. Raises OSError where the address is taken or not this host's."""
+        assert self._listen is not None, "made only where the settings have an address"
+        host, port = parse_address(self._listen)
+        try:
+            self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            raise OSError(f"cannot serve HTTP on {format_address(host, port)}: {error.strerror}") from error
+        address = self.address
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
+        await self._server.listening.wait()
+        _log.info("OpenAI's API at %s://%s/v1", self._scheme, address)
+
+    async def stop(self) -> None:
+        """Closes the port; responses in progress have a second to finish. Idempotent."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await self._serving

@@ -1,0 +1,89 @@
+"""Who may connect to the router's ports, and how the router identifies itself.
+
+    clients' port    TLS if there are files; a token if there is a file of tokens; a certificate if one is required
+    admin listener   a token if it has a file of its own, else with TLS a certificate, else only private addresses
+    instances        dialled with the router's certificate, verified against the CA
+
+docs/security.md has the whole picture.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import grpc.aio
+
+from serving.auth import BearerTokens, all_authorizers, certificate_authorizer
+from serving.channel import ChannelSettings, listens_privately, open_channel
+from serving.interceptor import Authorizer
+from serving.server import HealthSettings, Server, ServerSettings, ServerTls
+from serving.settings import Section, SettingsError, setting
+from serving.tls import TlsSettings
+
+_log = logging.getLogger(__name__)
+
+
+class RouterTlsSettings(TlsSettings):
+    """TLS of the router: to its clients, its operators and its instances."""
+
+    require_client_cert: bool = setting(
+        False, "Reject clients without a certificate of ca_file at the clients' port too; operators always need one."
+    )
+
+
+class AuthSettings(Section):
+    """Bearer tokens. A file has a line `tenant: sha256 of a token` for each, and is read again when it changes."""
+
+    tokens_file: Path | None = setting(
+        None, "Tokens of clients; they name the tenants, and admission.tenant_key is ignored. none: all may call."
+    )
+    admin_tokens_file: Path | None = setting(
+        None, "Tokens of operators; none: with TLS they show a certificate instead, without one all may call."
+    )
+
+
+class Security:
+    """Servers and channels by the settings `tls` and `auth`. Raises SettingsError if a file cannot be used."""
+
+    def __init__(self, tls: RouterTlsSettings, auth: AuthSettings) -> None:
+        self._tls = tls
+        self.files = tls.files()
+        self.tokens = BearerTokens(auth.tokens_file, "auth.tokens_file") if auth.tokens_file else None
+        self._admin_tokens = (
+            BearerTokens(auth.admin_tokens_file, "auth.admin_tokens_file") if auth.admin_tokens_file else None
+        )
+
+    def clients_server(self, settings: ServerSettings, probes: HealthSettings) -> Server:
+        if self.tokens is not None and self.files is None and not listens_privately(settings.host):
+            _log.warning("tokens are sent in plaintext to %s: give tls.cert_file, key_file and ca_file", settings.host)
+        return self._server(settings, self.tokens, require_cert=self._tls.require_client_cert, probes=probes)
+
+    def admin_server(self, settings: ServerSettings) -> Server:
+        """The server of the operators' calls. Raises SettingsError if unauthenticated clients could reach it."""
+        is_open = self.files is None and self._admin_tokens is None
+        if is_open and not listens_privately(settings.host):
+            raise SettingsError(
+                f"router.admin_listen: {settings.host} is not a private address, and operators' calls are open to all "
+                "there: give auth.admin_tokens_file, or tls.cert_file, key_file and ca_file"
+            )
+        require_cert = self._admin_tokens is None or self._tls.require_client_cert
+        return self._server(settings, self._admin_tokens, require_cert=require_cert)
+
+    def dial(self, address: str, settings: ChannelSettings) -> grpc.aio.Channel:
+        return open_channel(address, settings, tls=self.files, peer_name=self._tls.peer_name)
+
+    def _server(
+        self,
+        settings: ServerSettings,
+        tokens: BearerTokens | None,
+        *,
+        require_cert: bool,
+        probes: HealthSettings | None = None,
+    ) -> Server:
+        tls = None if self.files is None else ServerTls(self.files, require_cert)
+        names: Authorizer | None = None
+        if tls is not None and require_cert and self._tls.client_names:
+            names = certificate_authorizer(self._tls.client_names)
+        authorizer = all_authorizers(names, tokens.authorize if tokens is not None else None)
+        return Server(settings, tls=tls, authorizer=authorizer, probes=probes)

@@ -1,0 +1,252 @@
+"""A request's path through the two pools. `Dispatcher._attempt` is the list of docs/request_path.md, in its order.
+
+generate ─▶ one flow per choice ─▶ attempts, until one finishes ─▶ pick, reserve, prefill, seed, decode
+
+The other choices start at the first choice's first token, so that they find its prompt in the prefix caches. Whether
+and when a failed attempt is followed by another is in router/resilience/retry.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from protos.tandem.v1 import common_pb2, decode_pb2
+from router.dispatch.instance_call import DecodeCall, PrefillCall, TransferReleases
+from router.dispatch.response_writer import Emit
+from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
+from router.picking.affinity import Affinity, RequestAffinity
+from router.picking.plan import NoPlan, Plan, can_move, make_plan
+from router.picking.settings import DisaggregationSettings
+from router.pools.instance import UpstreamInstance
+from router.pools.instance_info import InstanceView
+from router.pools.pool import Pool, Pools
+from router.request.choice_state import Choice
+from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, give_up, no_instance
+from router.resilience.safeguards import Guard, Safeguards
+from serving.errors import ServiceError
+
+_log = logging.getLogger(__name__)
+_PLAN_INTERVAL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """One choice on its way through its attempts."""
+
+    choice: Choice
+    history: AttemptHistory
+    trace: ChoiceTrace
+    guard: Guard
+    affinity: RequestAffinity
+    emit: Emit
+
+    async def forward(self, chunk: common_pb2.TokenChunk, attempt: AttemptTrace) -> None:
+        attempt.token()
+        await self.emit(chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatcher:
+    """Runs validated requests on the pools. One per router, on one event loop."""
+
+    pools: Pools
+    safeguards: Safeguards
+    affinity: Affinity
+    releases: TransferReleases
+    disaggregation: DisaggregationSettings
+    failover: FailoverSettings
+    retry_after_s: float  # the hint to clients when no instance is available
+    rng: random.Random = field(default_factory=random.Random)
+
+    async def generate(self, choices: list[Choice], trace: RequestTrace, emit: Emit) -> None:
+        """Runs every choice of one request to its end. Raises ServiceError if one cannot be served."""
+        self.safeguards.check(choices[0].request)
+        affinity = RequestAffinity(self.affinity, choices[0].request)
+        first, *others = [self._flow(choice, trace, affinity, emit) for choice in choices]
+        if not others:
+            await self._run_attempts(first)
+            return
+        has_begun = asyncio.Event()
+
+        async def emit_first(chunk: common_pb2.TokenChunk) -> None:
+            has_begun.set()
+            await emit(chunk)
+
+        async def run_after_first(flow: _Flow) -> None:
+            await has_begun.wait()
+            flow.choice.follow(first.choice)
+            await self._run_attempts(flow)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._run_attempts(replace(first, emit=emit_first)))
+                for flow in others:
+                    group.create_task(run_after_first(flow))
+        except BaseExceptionGroup as group_of_errors:
+            # One choice that fails ends the request; the others were cancelled.
+            errors = group_of_errors.exceptions
+            raise next((error for error in errors if isinstance(error, ServiceError)), errors[0]) from group_of_errors
+
+    def _flow(self, choice: Choice, trace: RequestTrace, affinity: RequestAffinity, emit: Emit) -> _Flow:
+        guard = Guard(self.safeguards, choice)
+        return _Flow(choice, AttemptHistory(), trace.choice(choice.index, guard), guard, affinity, emit)
+
+    async def _run_attempts(self, flow: _Flow) -> None:
+        """Attempts until one finishes the choice; between two the client sees a pause, never a gap or a repeat."""
+        with flow.guard, flow.trace:
+            while True:
+                try:
+                    await self._attempt(flow)
+                    return
+                except CallFailed as failure:
+                    await self._after_failure(flow, failure)
+                if flow.choice.num_emitted:
+                    flow.trace.resumed()
+
+    async def _after_failure(self, flow: _Flow, failure: CallFailed) -> None:
+        """Returns when another attempt may follow; raises the error for the client if none may."""
+        choice, history = flow.choice, flow.history
+        flow.trace.failed(failure)
+        if failure.kind == "moved":  # the instance drains, which is no failure
+            _log.info("choice %d goes on elsewhere: %s", choice.index, failure)
+            return
+        history.record(failure, progressed=bool(choice.emitted_in_attempt))
+        _log.warning("attempt %d of choice %d failed: %s", choice.stream_epoch, choice.index, failure)
+        error = await flow.guard.rejection(failure) or give_up(failure, history, self.failover, self.retry_after_s)
+        if error is None and not await flow.guard.wait_permit():
+            error = no_instance(history, self.retry_after_s, "too many requests are being tried again")
+        if error is not None:
+            raise error from failure
+
+    async def _attempt(self, flow: _Flow) -> None:
+        """One attempt at one choice, from picking on. Raises CallFailed; what was emitted until then stays emitted."""
+        choice = flow.choice
+        # 2. Pick a decode instance, and a prefill instance if the request is to be split.
+        plan = await self._plan(flow)
+        request = choice.begin_attempt()
+        choice.at(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
+        attempt = self._attempt_trace(flow, plan)
+        flow.affinity.record_placement(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
+        if plan.prefill is None:
+            await self._decode_alone(flow, plan, request, attempt)
+            return
+        # 3. The decode instance reserves blocks or refuses before anything is computed.
+        transfer_id = secrets.token_hex(16)
+        prefill_call = self._prefill_call(flow, plan.prefill.instance, attempt)
+        async with self._decode_call(flow, plan, attempt) as decode, prefill_call as prefill:
+            decode.start(request, self._transfer(plan.prefill.instance, transfer_id))
+            await decode.reserved(self.disaggregation.reserve_timeout_s)
+            try:
+                # 4. The prefill instance computes the prompt; its first token goes to the client at once.
+                await flow.guard.wait_probation(plan.prefill.instance.key)
+                prefill.start(request, transfer_id, self.disaggregation.lease_s)
+                attempt.computing("prefill")
+                while not (choice.handed_over or choice.finished):
+                    await flow.forward(await prefill.next_tokens(), attempt)
+                if choice.finished:
+                    return
+                # 5, 6. The instances hand the KV over; the seed is what decode cannot know.
+                await flow.guard.wait_probation(plan.decode.instance.key)
+                decode.seed(choice.emitted_in_attempt)
+                attempt.computing("decode")
+                prefill.complete()
+                flow.affinity.record_cached(plan.prefill.instance)
+                # 7. The decode instance streams the rest.
+                await self._decode_rest(flow, plan.decode.instance, decode, attempt)
+            except BaseException:
+                self.releases.send(prefill.instance.channel, transfer_id)  # decode may never have learned of it
+                raise
+
+    async def _decode_alone(
+        self, flow: _Flow, plan: Plan, request: common_pb2.InstanceRequest, attempt: AttemptTrace
+    ) -> None:
+        """The decode instance prefills too: steps 3 to 6 vanish."""
+        async with self._decode_call(flow, plan, attempt) as decode:
+            await flow.guard.wait_probation(plan.decode.instance.key)
+            decode.start(request)
+            attempt.computing("decode")
+            await self._decode_rest(flow, plan.decode.instance, decode, attempt)
+
+    async def _decode_rest(
+        self, flow: _Flow, instance: InstanceView, decode: DecodeCall, attempt: AttemptTrace
+    ) -> None:
+        started = False
+        while not flow.choice.finished:
+            chunk = await decode.next_tokens()
+            if not started:
+                started = True
+                flow.affinity.record_cached(instance)
+            await flow.forward(chunk, attempt)
+        flow.affinity.record_cached(instance, flow.choice.token_ids)
+
+    async def _plan(self, flow: _Flow) -> Plan:
+        """Where to run. A request whose client has read tokens waits a while for an instance; a new one does not."""
+        wait_s = self.failover.resume_wait_s if flow.trace.request.has_first_token else 0.0
+        until_s = time.monotonic() + wait_s
+        while True:
+            plan = self._plan_now(flow)
+            if isinstance(plan, Plan):
+                return plan
+            remaining_s = until_s - time.monotonic()
+            if remaining_s <= 0:
+                _log.warning("%s: %s", plan.message, plan.why)
+                flow.trace.request.not_picked(plan)
+                raise no_instance(flow.history, self.retry_after_s, plan.message)
+            await self.pools.wait_for_change(min(remaining_s, _PLAN_INTERVAL_S))
+            flow.history.forgive()
+
+    def _plan_now(self, flow: _Flow) -> Plan | NoPlan:
+        """Where it could run now. Ejected instances come last: any is better than none."""
+        decode, prefill = self.pools.decode.views(), self.pools.prefill.views()
+        marked_decode = self.safeguards.decode.marked(decode)
+        marked_prefill = self.safeguards.prefill.marked(prefill)
+        plan = self._plan_among(flow, marked_decode, marked_prefill)
+        if isinstance(plan, NoPlan) and (marked_decode, marked_prefill) != (decode, prefill):
+            plan = self._plan_among(flow, decode, prefill)
+        return plan
+
+    def _plan_among(
+        self, flow: _Flow, decode: Sequence[InstanceView], prefill: Sequence[InstanceView]
+    ) -> Plan | NoPlan:
+        criteria = flow.affinity.criteria(flow.choice.num_tokens)
+        return make_plan(decode, prefill, flow.choice, flow.history.excluded, self.disaggregation, self.rng, criteria)
+
+    def _can_move(self, flow: _Flow) -> bool:
+        return can_move(self._plan_now(flow), flow.choice.num_tokens)
+
+    def _attempt_trace(self, flow: _Flow, plan: Plan) -> AttemptTrace:
+        decode = self._instance(self.pools.decode, plan.decode.instance).throughput
+        if plan.prefill is None:
+            return flow.trace.picked(plan, decode, None)
+        prefill = self._instance(self.pools.prefill, plan.prefill.instance).throughput
+        prefill.prefill_assigned(time.monotonic())
+        return flow.trace.picked(plan, prefill, decode)
+
+    def _decode_call(self, flow: _Flow, plan: Plan, attempt: AttemptTrace) -> DecodeCall:
+        view = plan.decode.instance
+        instance = self._instance(self.pools.decode, view)
+        return DecodeCall(instance, view.key, flow.choice, attempt, partial(self._can_move, flow))
+
+    def _prefill_call(self, flow: _Flow, view: InstanceView, attempt: AttemptTrace) -> PrefillCall:
+        instance = self._instance(self.pools.prefill, view)
+        return PrefillCall(instance, view.key, flow.choice, attempt, partial(self._can_move, flow))
+
+    def _instance(self, pool: Pool, view: InstanceView) -> UpstreamInstance:
+        instance = pool.instance(view.key)
+        assert instance is not None, "a view is used in the same turn of the event loop in which it was taken"
+        return instance
+
+    def _transfer(self, prefill: InstanceView, transfer_id: str) -> decode_pb2.TransferSource:
+        return decode_pb2.TransferSource(
+            transfer_id=transfer_id,
+            address=prefill.info.address or prefill.key.address,
+            instance_epoch=prefill.info.epoch,
+            reservation_s=self.disaggregation.reservation_s,
+        )

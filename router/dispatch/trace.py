@@ -1,0 +1,269 @@
+"""The record of one request: every event is reported here once, and everything that observes requests is fed from here.
+
+    RequestTrace    received ─▶ validated ─▶ admitted ─▶ choices ─▶ ended    log line, trailers, metrics, span stages
+    ChoiceTrace     picking ─▶ attempt ─▶ closed                             span stages
+                       ▲───failed───┘
+    AttemptTrace    picked ─▶ events and tokens, as they arrive              throughput estimates, the resilience guard
+
+The stages are consecutive spans, all children of the request's span `router.generate`. Each begins where the previous
+one ended, so up to the first token they add up to the time to first token (docs/tracing.md):
+
+    router.validate ─▶ router.queue ─▶ per choice: router.pick ─▶ router.reserve ─▶ router.prefill ─FIRST_TOKEN─▶
+                                           ▲    └──not split──────────────▲  │      router.hand_over ─▶ router.decode
+                                           └──the attempt failed─────────────┴────────────┴───────────────┘
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Self
+
+import grpc
+
+from router.metrics import RouterMetrics
+from router.picking.disaggregation import Decision, Disaggregation
+from router.picking.plan import NoPlan, Plan
+from router.pools.instance_info import Role
+from router.pools.throughput import ThroughputEstimator
+from router.request.generation_request import GenerationRequest
+from router.resilience.retry import CallFailed
+from router.resilience.safeguards import Guard
+from serving import tracing
+from serving.logging import RequestEvent, Timeline, log_event
+
+_log = logging.getLogger(__name__)
+_MAX_REASONS = 4  # reasons in one trailer: metadata are bounded, and of further attempts the instances are listed
+_STATUSES = frozenset(code.name for code in grpc.StatusCode)
+_STAGE_AFTER = {RequestEvent.KV_RESERVED: "router.prefill", RequestEvent.DECODE_STARTED: "router.decode"}
+
+
+class RequestTrace:
+    """The record of one request. Owned by its handler."""
+
+    def __init__(self, metrics: RouterMetrics | None = None) -> None:
+        self.timeline = Timeline()
+        self.timeline.mark(RequestEvent.RECEIVED)
+        at_ns = time.time_ns()
+        self._metrics = metrics or RouterMetrics()
+        self._metrics.num_received += 1
+        self._span = tracing.start_current_span("router.generate", at_ns=at_ns)
+        self._stages = tracing.Stages("router.validate", at_ns=at_ns)
+        self._admitted_ns = at_ns
+        self._prefill: list[str] = []
+        self._decode: list[str] = []
+        self._decisions: list[Disaggregation] = []
+        self._why = ""
+        self._is_warm = True
+
+    def validated(self) -> None:
+        self._stages.next("router.queue")
+
+    def admitted(self) -> None:
+        """The request is admitted. The stages that follow belong to its choices."""
+        self.timeline.mark(RequestEvent.ADMITTED)
+        self._admitted_ns = time.time_ns()
+        self._stages.end(at_ns=self._admitted_ns)
+
+    def choice(self, index: int, guard: Guard) -> ChoiceTrace:
+        """The trace of one choice: the first begins with the admission, the others when they are entered."""
+        return ChoiceTrace(self, index, guard, None if index else self._admitted_ns)
+
+    @property
+    def has_first_token(self) -> bool:
+        return self.timeline.at(RequestEvent.FIRST_TOKEN) is not None
+
+    def picked(self, plan: Plan) -> None:
+        self.timeline.mark(RequestEvent.PICKED)
+        if not self._decode:
+            self._why = f"decode: {plan.decode.why}" + (f"; prefill: {plan.prefill.why}" if plan.prefill else "")
+        self._decided(plan.disaggregation)
+        self._is_warm = self._is_warm and self._metrics.recent.are_warm(plan)
+        _add(self._decode, plan.decode.instance.instance_id)
+        if plan.prefill is not None:
+            _add(self._prefill, plan.prefill.instance.instance_id)
+
+    def not_picked(self, plan: NoPlan) -> None:
+        if plan.disaggregation is not None:
+            self._decided(plan.disaggregation)
+
+    def first_token(self) -> None:
+        """A token is about to be written to the client; the request's first one counts."""
+        if self.has_first_token:
+            return
+        at_s = self.timeline.mark(RequestEvent.FIRST_TOKEN)
+        if self._is_warm:
+            self._metrics.recent.first_token(at_s - self.timeline.marks[0][1])
+
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        """For the client: how and where the attempts ran, and why, in order; equal decisions in a row appear once."""
+        if not self._decode:
+            return ()
+        return (
+            ("tandem-disaggregated", ",".join("yes" if split else "no" for split in self._paths)),
+            ("tandem-reason", self._reasons),
+            ("tandem-prefill", ",".join(self._prefill)),
+            ("tandem-decode", ",".join(self._decode)),
+        )
+
+    def ended(self, event: RequestEvent, request: GenerationRequest | None, num_tokens: int, error: str = "") -> None:
+        """Writes the request's log line, ends its span and counts it. `error` begins with the status' name."""
+        self.timeline.mark(event)
+        num_choices = request.params.n if request else 0
+        num_prompt_tokens = request.num_prompt_tokens if request else 0
+        self._metrics.request_ended(
+            _outcome(event, error),
+            self.timeline,
+            None if not self._decisions else "split" if self._paths[0] else "local",
+            num_choices=num_choices,
+            num_prompt=num_prompt_tokens,
+            num_output=num_tokens,
+            is_warm=self._is_warm,
+        )
+        attributes: dict[str, str | int] = {
+            "gen_ai.request.id": request.label if request else "",
+            "tandem.num_prompt_tokens": num_prompt_tokens,
+            "tandem.num_tokens": num_tokens,
+            "tandem.decision": ",".join(decision.decision.value for decision in self._decisions),
+            "tandem.reason": ",".join(decision.reason.value for decision in self._decisions),
+            "tandem.why": self._reasons,
+            "tandem.prefill": ",".join(self._prefill),
+            "tandem.decode": ",".join(self._decode),
+        }
+        self._stages.end(failure=error or None)
+        tracing.end_span(self._span, attributes, failure=error or None)
+        log_event(
+            _log,
+            event,
+            request=request.request_id if request else "",
+            num_prompt_tokens=num_prompt_tokens,
+            num_tokens=num_tokens,
+            n=num_choices,
+            num_resumptions=self.timeline.count(RequestEvent.RESUMED),
+            disaggregated=bool(self._paths and self._paths[0]),
+            reason=self._decisions[0].explanation if self._decisions else "",
+            prefill=",".join(self._prefill),
+            decode=",".join(self._decode),
+            why=self._why,
+            error=error,
+            **self.timeline.milliseconds(),
+        )
+
+    @property
+    def _reasons(self) -> str:
+        return "; then: ".join(decision.explanation for decision in self._decisions[:_MAX_REASONS])
+
+    @property
+    def _paths(self) -> list[bool]:
+        """Whether its attempts were split; equal ones in a row appear once."""
+        splits = (decision is Decision.DISAGGREGATE for decision, _, _ in self._decisions)
+        return [split for split, _ in groupby(splits)]
+
+    def _decided(self, disaggregation: Disaggregation) -> None:
+        self._metrics.decided(disaggregation)
+        last = self._decisions[-1] if self._decisions else None
+        if last is None or last[:2] != disaggregation[:2]:
+            self._decisions.append(disaggregation)
+
+
+@dataclass(eq=False)
+class ChoiceTrace:
+    """One choice of a request through its attempts; a context manager for the life of the choice."""
+
+    request: RequestTrace
+    index: int
+    guard: Guard
+    since_ns: int | None
+    """The first stage begins then (`time.time_ns()`), or with the `with` block."""
+
+    def __enter__(self) -> Self:
+        self.stages = tracing.Stages("router.pick", attributes={"tandem.choice": self.index}, at_ns=self.since_ns)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stages.end(failure=None if kind is None else kind.__name__)
+
+    def picked(self, plan: Plan, prefilling: ThroughputEstimator, loading: ThroughputEstimator | None) -> AttemptTrace:
+        self.request.picked(plan)
+        self.stages.next("router.prefill" if plan.prefill is None else "router.reserve")
+        self.stages.note({"tandem.decode": plan.decode.instance.instance_id})
+        if plan.prefill is not None:
+            self.stages.note({"tandem.prefill": plan.prefill.instance.instance_id})
+        return AttemptTrace(self, plan, prefilling, loading)
+
+    def failed(self, failure: CallFailed) -> None:
+        self.stages.next("router.pick", failure=failure.detail)
+        self.guard.failed(failure)
+
+    def resumed(self) -> None:
+        self.request.timeline.mark(RequestEvent.RESUMED)
+
+
+@dataclass(slots=True, eq=False)
+class AttemptTrace:
+    """One attempt. The dispatcher and the instance calls report to it."""
+
+    choice: ChoiceTrace
+    plan: Plan
+    prefilling: ThroughputEstimator  # of the instance that prefills
+    loading: ThroughputEstimator | None  # of the instance that loads the KV; None if the request is not split
+    now: Callable[[], float] = time.monotonic
+    _since_s: float | None = None  # when the prefill began; from its first token on, when the hand-over did
+    _role: Role = "decode"
+    _has_token: bool = False  # of the instance that computes now
+
+    def event(self, event: RequestEvent) -> None:
+        if event is RequestEvent.PREFILL_STARTED:
+            self._since_s = self.now()
+        elif event is RequestEvent.KV_LOADED and self.loading is not None and self._since_s is not None:
+            self.loading.handed_over(self.plan.work.num_to_move, self.now() - self._since_s)
+        stages = self.choice.stages
+        stage = _STAGE_AFTER.get(event)
+        if stage is not None and stage != stages.name:
+            stages.next(stage)
+        self.choice.request.timeline.mark(event)
+
+    def computing(self, role: Role) -> None:
+        """The instance of `role` has been sent what it needs to compute."""
+        prefill = self.plan.prefill
+        instance = self.plan.decode.instance if role == "decode" or prefill is None else prefill.instance
+        if prefill is None:
+            self._since_s = self.now()
+        self._role, self._has_token = role, False
+        self.choice.guard.computing(instance.key, role)
+
+    def token(self) -> None:
+        """A chunk has arrived and is about to be written to the client; the first one of each instance counts."""
+        if self._has_token:
+            return
+        self._has_token = True
+        if self._role == "prefill" or self.plan.prefill is None:
+            self._prefilled()
+        if self._role == "decode":
+            self.event(RequestEvent.DECODE_STARTED)
+        self.choice.guard.token()
+        self.choice.request.first_token()
+        if self.choice.stages.name == "router.prefill":
+            self.choice.stages.next("router.hand_over")
+
+    def _prefilled(self) -> None:
+        now_s, work = self.now(), self.plan.work
+        if self._since_s is not None:
+            self.prefilling.prefilled(work.num_to_prefill, work.num_ahead, now_s - self._since_s)
+        self._since_s = now_s
+
+
+def _outcome(event: RequestEvent, error: str) -> str:
+    """The metric's label: how the request ended, and for a failure the status."""
+    if event is not RequestEvent.FAILED:
+        return event.value
+    status = error.partition(":")[0]
+    return status.lower() if status in _STATUSES else "internal"
+
+
+def _add(visited: list[str], instance_id: str) -> None:
+    if not visited or visited[-1] != instance_id:
+        visited.append(instance_id)

@@ -1,0 +1,65 @@
+"""Settings of picking: how instances are scored, and when a request is split between the pools."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import field_validator
+
+from router.picking.scorers import Scoring
+from serving.settings import Section, setting
+
+
+class DisaggregationSettings(Section):
+    """When a request is split between the pools."""
+
+    mode: Literal["always", "auto", "never"] = setting(
+        "auto", "Split requests always, where it pays, or never.", flag="--disaggregation"
+    )
+    min_tokens: int = setting(
+        64,
+        "In auto: prompts with at most this many uncached tokens are not split; without measurements, longer ones are.",
+        ge=0,
+    )
+    interruption_weight: float = setting(
+        1.0, "In auto: weight of a second's delay of one running stream against a second of time to first token.", ge=0
+    )
+    expected_streams: float = setting(
+        1.0, "In auto: streams expected to begin at a decode instance while it prefills, besides those that run.", ge=0
+    )
+    probe_s: float = setting(
+        30.0, "In auto: seconds without a split request after which one is split to measure the speeds again.", gt=0
+    )
+    speed_smoothing: float = setting(
+        0.2,
+        "Weight of the newest measurement in a speed; 0: speeds are not measured, and min_tokens alone decides.",
+        ge=0,
+        le=1,
+    )
+    lease_s: float = setting(30.0, "Seconds that a prefill instance holds KV without a request of its reader.", gt=0)
+    reservation_s: float = setting(
+        30.0, "Seconds that a decode instance keeps blocks reserved without KV or seed.", gt=0
+    )
+    reserve_timeout_s: float = setting(10.0, "Seconds to wait for a decode instance's reservation.", gt=0)
+
+
+class PickingSettings(Section):
+    """Which instance of a pool a request goes to: the one with the lowest score."""
+
+    decode_scorers: str = setting(
+        "queue=1",
+        "Scorers of the decode pool with their weights, as in queue=1,prefix=3; the lowest sum is picked. "
+        "queue, waiting_tokens, kv_pressure, prefix, session, or module:Name.",
+        flag="--decode-scorers",
+    )
+    prefill_scorers: str = setting("queue=1", "The same for the prefill pool.", flag="--prefill-scorers")
+    max_prefix_blocks: int = setting(
+        100_000, "KV blocks whose instance is recorded, all instances together; 200 bytes each.", ge=1
+    )
+    max_sessions: int = setting(10_000, "Sessions whose instances are recorded.", ge=1)
+
+    @field_validator("decode_scorers", "prefill_scorers")
+    @classmethod
+    def _are_known_scorers(cls, text: str) -> str:
+        Scoring.parse(text)
+        return text

@@ -1,0 +1,252 @@
+"""Service discovery: the addresses of a pool, from a list, the DNS, Services of Kubernetes, a local stack, or several.
+
+    "host:port, [IPv6]:port, dns:name:port" ──parse_targets──▶ StaticDiscovery, DnsDiscovery ──▶ sets of addresses
+    "kubernetes:service:port" ──────────────▶ EndpointSliceDiscovery (router/kubernetes) ──────▶
+    "unix:/PATH" of a local stack ──────────▶ StackDiscovery ──────────────────────────────────▶
+
+A discovery says which instances to watch; their health is for the watches. So a source that does not answer changes
+nothing. An address that is gone gets no new calls, and what runs there ends by itself (pool.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import grpc
+import grpc.aio
+
+from protos.tandem.v1 import stack_pb2, stack_pb2_grpc
+from router.pools.instance_info import WIRE_ROLES, Role
+from serving.settings import format_address
+
+_log = logging.getLogger(__name__)
+
+_TARGET = re.compile(
+    r"((?P<dns>dns:(///)?)|(?P<service>kubernetes:))?"
+    r"(?P<host>\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]|[^\s\[\]:/]+):(?P<port>[0-9]{1,5})"
+)
+_JITTER = 0.2
+_EMPTY_ANSWERS = 3
+"""Empty answers in a row that count: a service whose instances are all unready briefly has no addresses."""
+_NO_ADDRESSES = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+_STACK_RETRY_S = 0.2
+"""The stack's socket is local, and this router is its only client."""
+
+
+class Target(NamedTuple):
+    """One entry of a list of addresses."""
+
+    host: str
+    """Without brackets."""
+    port: int
+    is_name: bool
+    """To be resolved repeatedly."""
+    is_service: bool = False
+    """The name of a Service in the router's cluster; the port is that of its pods."""
+
+    @property
+    def address(self) -> str:
+        """host:port, as channels want it."""
+        return format_address(self.host, self.port)
+
+
+def parse_targets(text: str) -> tuple[Target, ...]:
+    """The entries of a comma-separated list, each once. Raises ValueError, which says what to write instead."""
+    return tuple(dict.fromkeys(_parse_target(part.strip()) for part in text.split(",") if part.strip()))
+
+
+def _parse_target(text: str) -> Target:
+    matched = _TARGET.fullmatch(text)
+    if matched is None or not 0 < int(matched["port"]) < 65536:
+        raise ValueError(
+            f"{text!r} is no address: write host:port, [IPv6]:port, dns:name:port or kubernetes:service:port"
+            f"{_hint(text)}"
+        )
+    is_name, is_service = matched["dns"] is not None, matched["service"] is not None
+    return Target(matched["host"].strip("[]"), int(matched["port"]), is_name, is_service)
+
+
+def _hint(text: str) -> str:
+    bare = text.removeprefix("dns:").removeprefix("///").removeprefix("kubernetes:")
+    if "://" in text:
+        return f"; without a scheme: {text.partition('://')[2].rstrip('/')}"
+    if bare.count(":") > 1 and "[" not in bare:
+        host, _, port = bare.rpartition(":")
+        return f"; if it is IPv6, [{host}]:{port}"
+    if ":" not in bare:
+        return f"; the port is missing: {text}:50051, for example"
+    return "; a port is 1 to 65535"
+
+
+class ServiceDiscovery(Protocol):
+    """A source of a pool's addresses."""
+
+    def addresses(self) -> AsyncIterator[frozenset[str]]:
+        """Every address of the pool, again whenever the set has changed."""
+
+
+class DiscoveryLog:
+    """Detects and logs changes of one source's addresses; logs each of its problems once."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._addresses: frozenset[str] | None = None
+        self._problem: str | None = None
+
+    def is_change(self, addresses: frozenset[str]) -> bool:
+        if addresses == self._addresses:
+            return False
+        self._addresses = addresses
+        _log.info("%s: %s", self._source, ", ".join(sorted(addresses)) or "no instances")
+        return True
+
+    def set_problem(self, problem: str | None) -> None:
+        """What is wrong with the source now; None: nothing."""
+        if problem is not None and problem != self._problem:
+            _log.warning("%s: %s; its last known instances are kept", self._source, problem)
+        self._problem = problem
+
+
+class StaticDiscovery:
+    """A list that never changes."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = frozenset(addresses)
+
+    async def addresses(self) -> AsyncIterator[frozenset[str]]:
+        yield self._addresses
+
+
+Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
+"""The addresses of (host, port). Raises OSError or UnicodeError where there is no answer."""
+
+
+async def resolve(host: str, port: int) -> frozenset[str]:
+    """All A and AAAA addresses, by the system's resolver on a thread."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return frozenset(format_address(str(address[0]), port) for *_, address in found)
+
+
+class DnsDiscovery:
+    """One name, resolved about every `interval_s`, with jitter so that many routers do not ask at once."""
+
+    def __init__(self, host: str, port: int, interval_s: float, resolve: Resolve = resolve) -> None:
+        self._host = host
+        self._port = port
+        self._interval_s = interval_s
+        self._resolve = resolve
+        self._num_empty = 0
+        self._changes = DiscoveryLog(host)
+
+    async def addresses(self) -> AsyncIterator[frozenset[str]]:
+        while True:
+            answer = await self._accepted_answer()
+            if answer is not None and self._changes.is_change(answer):
+                yield answer
+            await asyncio.sleep(self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER))
+
+    async def _accepted_answer(self) -> frozenset[str] | None:
+        """The answer; None while there is none, or an empty one has not come often enough."""
+        try:
+            answer = await self._resolve(self._host, self._port)
+        except (OSError, UnicodeError) as error:
+            if not (isinstance(error, socket.gaierror) and error.errno in _NO_ADDRESSES):
+                self._changes.set_problem(f"cannot be resolved: {error}")
+                return None
+            answer = frozenset()
+        self._num_empty = 0 if answer else self._num_empty + 1
+        self._changes.set_problem(None if answer else "has no addresses")
+        return None if 0 < self._num_empty < _EMPTY_ANSWERS else answer
+
+
+class StackDiscovery:
+    """One pool of a local stack, over a channel to the stack's socket, which the caller closes.
+
+    An instance that is removed vanishes from here at once, before it drains.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, role: Role) -> None:
+        self._stub = stack_pb2_grpc.StackServiceStub(channel)
+        self._role = role
+        self._changes = DiscoveryLog(f"{role} pool of the local stack")
+
+    async def addresses(self) -> AsyncIterator[frozenset[str]]:
+        while True:
+            async for addresses in self._watch():
+                if self._changes.is_change(addresses):
+                    yield addresses
+            await asyncio.sleep(_STACK_RETRY_S)
+
+    async def _watch(self) -> AsyncIterator[frozenset[str]]:
+        """What one stream yields until it breaks."""
+        call = self._stub.WatchStack(stack_pb2.WatchStackRequest())
+        try:
+            async for answer in call:
+                self._changes.set_problem(None)
+                for pool in answer.pools:
+                    if pool.role == WIRE_ROLES[self._role]:
+                        yield frozenset(pool.addresses)
+            self._changes.set_problem("ended the stream")
+        except grpc.aio.AioRpcError as error:
+            self._changes.set_problem(f"does not answer: {error.code().name}")
+        finally:
+            call.cancel()
+
+
+class CombinedDiscovery:
+    """The union of several discoveries. Yields nothing before the first of them has."""
+
+    def __init__(self, parts: Sequence[ServiceDiscovery]) -> None:
+        self._parts = tuple(parts)
+
+    async def addresses(self) -> AsyncIterator[frozenset[str]]:
+        found: dict[int, frozenset[str]] = {}
+        changed: asyncio.Queue[None] = asyncio.Queue()
+
+        async def follow(index: int, part: ServiceDiscovery) -> None:
+            async for addresses in part.addresses():
+                found[index] = addresses
+                changed.put_nowait(None)
+
+        following = [asyncio.create_task(follow(index, part)) for index, part in enumerate(self._parts)]
+        for task in following:
+            task.add_done_callback(lambda _: changed.put_nowait(None))
+        try:
+            while True:
+                await changed.get()
+                for task in following:
+                    if task.done():
+                        task.result()  # raises its error
+                if found:
+                    yield frozenset().union(*found.values())
+        finally:
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
+
+
+DiscoverService = Callable[[str, int], ServiceDiscovery]
+"""The pods behind a Service of Kubernetes, at a port of theirs."""
+
+
+def discovery_of(
+    text: str, interval_s: float, resolve: Resolve = resolve, discover_service: DiscoverService | None = None
+) -> ServiceDiscovery:
+    """For a list of targets. Raises ValueError where `parse_targets` does, and for Services outside of a cluster."""
+    targets = parse_targets(text)
+    fixed = [target.address for target in targets if not (target.is_name or target.is_service)]
+    parts: list[ServiceDiscovery] = [StaticDiscovery(fixed)] if fixed or not targets else []
+    for target in targets:
+        if target.is_name:
+            parts.append(DnsDiscovery(target.host, target.port, interval_s, resolve))
+        elif target.is_service:
+            if discover_service is None:
+                raise ValueError(f"kubernetes:{target.address} is supported only by a router that runs in a pod")
+            parts.append(discover_service(target.host, target.port))
+    return parts[0] if len(parts) == 1 else CombinedDiscovery(parts)

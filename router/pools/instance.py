@@ -1,0 +1,259 @@
+"""One instance of a pool: its identity, its load, and whether it may be picked.
+
+connecting ──info, first report──▶ ready ⇄ draining | wedged ──stream broken or silent──▶ lost ──▶ connecting
+    any of them ──its address has left the pool──▶ leaving ──its last call is over──▶ removed by the pool
+
+`watch` moves it through these states until it is cancelled; there is one task per instance. An instance that is lost or
+wedged ends the calls that run on it, so that their requests go on elsewhere without waiting for the connection to fail:
+a frozen process keeps its connections open. Another epoch after a reconnect is another instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import grpc
+import grpc.aio
+
+from protos.tandem.v1 import instance_pb2, instance_pb2_grpc
+from router.pools.health import FailureDetector
+from router.pools.in_flight import InFlightCalls
+from router.pools.instance_info import InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
+from router.pools.settings import PoolSettings
+from router.pools.throughput import ThroughputEstimator
+from router.pools.token_stream import TokenStreams
+
+_log = logging.getLogger(__name__)
+
+State = Literal["connecting", "ready", "draining", "leaving", "wedged", "lost", "foreign"]
+"""foreign: what answers at the address does not belong to the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedInstance:
+    """What must answer at an address of a pool."""
+
+    role: Role
+    tokenizer_digest: str = ""
+    """Of the tokenizer that the router encodes with; empty: not checked. Another tokenizer gives the ids another
+    meaning."""
+
+    def mismatch(self, info: InstanceInfo) -> str | None:
+        """Why `info` does not belong to the pool."""
+        if info.role not in (None, self.role):
+            return f"its role is {info.role}, not {self.role}"
+        theirs = info.identity.tokenizer_digest
+        if self.tokenizer_digest and theirs and theirs != self.tokenizer_digest:
+            return f"its tokenizer_digest is {theirs}, the router's {self.tokenizer_digest}"
+        return None
+
+
+class _UnexpectedInstance(Exception):
+    """What answers at this address does not belong to the pool."""
+
+
+@dataclass(eq=False)
+class UpstreamInstance:
+    """Watches one address. The pool owns it; calls register in `calls` while they are open."""
+
+    address: str
+    expected: ExpectedInstance
+    channel: grpc.aio.Channel
+    settings: PoolSettings
+    on_change: Callable[[UpstreamInstance], None]
+    throughput: ThroughputEstimator
+
+    def __post_init__(self) -> None:
+        self.calls = InFlightCalls()
+        self.token_streams: TokenStreams | None = None
+        self.info: InstanceInfo | None = None
+        """Of the process that answered last at this address."""
+        self._load: LoadReport | None = None
+        self._first_seen_s = math.inf
+        self._lost: str | None = "connecting"
+        self._lost_state: State = "connecting"
+        self._is_leaving = False
+        self._failure_detector = FailureDetector(
+            self.settings.beat_timeout_s,
+            self.settings.core_silence_timeout_s,
+            on_silent=self._on_silent,
+            on_wedged=self._on_wedged,
+        )
+        self._reports: Any = None  # the call of WatchLoad: grpc.aio's type of it has no name to import
+
+    @property
+    def name(self) -> str:
+        """Its own name, or its address until it has sent one."""
+        return (self.info.instance_id if self.info else "") or self.address
+
+    @property
+    def key(self) -> InstanceKey | None:
+        """The process that answered last."""
+        return InstanceKey(self.address, self.info.epoch) if self.info else None
+
+    def view(self) -> InstanceView | None:
+        """A snapshot; None before the instance has sent its info and its first load report."""
+        if self.info is None or self._load is None:
+            return None
+        now_s = time.monotonic()
+        return InstanceView(
+            key=InstanceKey(self.address, self.info.epoch),
+            info=self.info,
+            load=self._load,
+            out=self.out,
+            num_unreported=self.calls.num_unreported,
+            num_ended=self.calls.num_ended,
+            num_unreported_tokens=self.calls.num_unreported_tokens,
+            throughput=self.throughput.estimate(now_s),
+            up_s=now_s - self._first_seen_s,
+        )
+
+    @property
+    def state(self) -> State:
+        return self._status()[0]
+
+    @property
+    def out(self) -> str | None:
+        return self._status()[1]
+
+    @property
+    def report_age_s(self) -> float:
+        return self._failure_detector.report_age_s
+
+    def set_leaving(self, is_leaving: bool) -> None:
+        """Whether its address has left the pool. Then it gets no new calls, and those that run there run on."""
+        if is_leaving != self._is_leaving:
+            self._is_leaving = is_leaving
+            self._notify(self.out)
+
+    async def watch(self) -> None:
+        delay_s = self.settings.min_backoff_s
+        while True:
+            started_s = time.monotonic()
+            state: State = "lost"
+            try:
+                reason = await self._connect()
+            except grpc.aio.AioRpcError as error:
+                reason = f"its load stream failed: {error.code().name}"
+            except TimeoutError:
+                reason = self._silence
+            except _UnexpectedInstance as error:
+                reason, state = str(error), "foreign"
+            self._lose(reason, state)
+            self.calls.instance_ended(reason)
+            if time.monotonic() - started_s > 2 * self.settings.max_backoff_s:
+                delay_s = self.settings.min_backoff_s
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, self.settings.max_backoff_s)
+
+    async def _connect(self) -> str:
+        """Gets the instance's info, then its load reports; returns why they ended."""
+        stub = instance_pb2_grpc.InstanceServiceStub(self.channel)
+        answer = await stub.GetInstanceInfo(instance_pb2.GetInstanceInfoRequest(), timeout=self.settings.beat_timeout_s)
+        self._identify(InstanceInfo.from_wire(answer))
+        self._reports = stub.WatchLoad(instance_pb2.WatchLoadRequest())
+        self._failure_detector.start()
+        self.token_streams = TokenStreams(self.expected.role, self.channel, self.settings)
+        try:
+            while isinstance(message := await self._next_report(), instance_pb2.WatchLoadResponse):
+                if not self._observe(LoadReport.from_wire(message)):
+                    return "another process answers at its address"
+            return "its load stream ended"
+        finally:
+            self._failure_detector.stop()
+            self._reports.cancel()
+            self._reports = None
+            self.token_streams.retire()
+
+    async def _next_report(self) -> Any:
+        """The next message; another value when the stream has ended. Raises TimeoutError when silence has ended it."""
+        try:
+            return await self._reports.read()
+        except asyncio.CancelledError:
+            if self._lost != self._silence or ((task := asyncio.current_task()) is not None and task.cancelling()):
+                raise
+            raise TimeoutError from None
+
+    def _identify(self, info: InstanceInfo) -> None:
+        if mismatch := self.expected.mismatch(info):
+            raise _UnexpectedInstance(mismatch)
+        if self.info is None or info.epoch != self.info.epoch:
+            self._first_seen_s = time.monotonic()
+            self.calls.instance_restarted()
+            self.throughput.clear()
+            _log.info(
+                "%s instance %s",
+                self.expected.role,
+                info.instance_id,
+                extra={"fields": {"address": self.address, "epoch": info.epoch}},
+            )
+        self.info = info
+        self._load = None  # ready with its first report
+
+    def _observe(self, report: LoadReport) -> bool:
+        """Records one report; False when it is not from the process that `_identify` has recorded."""
+        if self.info is None or report.epoch != self.info.epoch:
+            return False
+        before = self.out if self._load is not None else "connecting"
+        self._load, self._lost = report, None
+        self._failure_detector.report_received(report.core_silence_s, report.step_s)
+        self.calls.report_received(report.core_silence_s)
+        self.throughput.report_received(report.num_prefilled_tokens, report.num_waiting_tokens, time.monotonic())
+        after = self.out
+        if self._failure_detector.is_wedged:
+            self.calls.instance_lost(after or "wedged")
+        if report.moving_out:
+            self.calls.instance_draining()
+        if before != after:
+            self._notify(after)
+        return True
+
+    def _status(self) -> tuple[State, str | None]:
+        if self._lost is not None:
+            return self._lost_state, self._lost
+        if self._is_leaving:
+            return "leaving", "its address has left the pool"
+        if self._load is None:
+            return "connecting", "connecting"
+        if self._failure_detector.is_wedged:
+            return "wedged", "its engine core is silent"
+        if self._load.draining:
+            return "draining", "draining"
+        return "ready", None
+
+    @property
+    def _silence(self) -> str:
+        return f"no load report for {self.settings.beat_timeout_s:g} s"
+
+    def _on_silent(self) -> None:
+        self._lose(self._silence, "lost")
+        self.calls.instance_lost(self._silence)
+        if self._reports is not None:
+            self._reports.cancel()
+
+    def _on_wedged(self) -> None:
+        self.calls.instance_lost("its engine core is silent")
+        self._notify(self.out)
+
+    def _lose(self, reason: str, state: State) -> None:
+        is_new = reason != self._lost
+        self._lost, self._lost_state = reason, state
+        if is_new:
+            self._notify(reason)
+
+    def _notify(self, out: str | None) -> None:
+        _log.log(
+            logging.INFO if self.state in ("ready", "draining", "leaving") else logging.WARNING,
+            "%s %s",
+            self.expected.role,
+            "is ready" if out is None else f"is out: {out}",
+            extra={"fields": {"address": self.address, "epoch": self.info.epoch if self.info else None}},
+        )
+        self.on_change(self)

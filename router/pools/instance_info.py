@@ -1,0 +1,160 @@
+"""What the router knows of an instance, as values that are made from the wire once.
+
+An `InstanceView` is one instance at one moment. Pickers and other decisions get views alone, so that they stay pure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+from google.protobuf.message import Message
+
+from protos.tandem.v1 import common_pb2, instance_pb2
+from router.pools.throughput import UNMEASURED, ThroughputEstimate
+
+Role = Literal["prefill", "decode"]
+
+WIRE_ROLES: dict[Role, instance_pb2.Role.ValueType] = {
+    "prefill": instance_pb2.ROLE_PREFILL,
+    "decode": instance_pb2.ROLE_DECODE,
+}
+ROLES: dict[instance_pb2.Role.ValueType, Role] = {value: role for role, value in WIRE_ROLES.items()}
+
+
+def _same_named(kind: type[InstanceInfo | LoadReport], message: Message) -> dict[str, Any]:
+    """The fields of `kind` that the message has under the same name."""
+    known = message.DESCRIPTOR.fields_by_name
+    return {field.name: getattr(message, field.name) for field in fields(kind) if field.name in known}
+
+
+class InstanceKey(NamedTuple):
+    """One process: an address alone is not enough, since a restarted instance has none of the old one's KV."""
+
+    address: str
+    epoch: str
+
+
+class Mismatch(NamedTuple):
+    """The first field in which two instances differ, with both values."""
+
+    field: str
+    ours: str
+    theirs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What must be equal before KV is exchanged or a stream is continued elsewhere."""
+
+    weights_digest: str = ""
+    config_digest: str = ""
+    tokenizer_digest: str = ""
+    dtype: str = ""
+    block_size: int = 0
+    layout_version: int = 0
+    layout_digest: str = ""
+    fingerprint: str = ""
+
+    @classmethod
+    def from_wire(cls, message: common_pb2.Identity) -> Identity:
+        return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+
+    def to_wire(self) -> common_pb2.Identity:
+        return common_pb2.Identity(**asdict(self))
+
+    def mismatch(self, other: Identity) -> Mismatch | None:
+        """The first field that differs; None when KV of one is KV of the other."""
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            if ours != theirs:
+                return Mismatch(field.name, str(ours), str(theirs))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """The identity of an instance. Constant while its process lives."""
+
+    instance_id: str
+    epoch: str
+    role: Role | None
+    address: str
+    """host:port other instances reach it by; may differ from the one this router dials."""
+    identity: Identity
+    max_model_len: int = 0
+    vocab_size: int = 0
+    kv_connector: str = ""
+    num_blocks: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+
+    @classmethod
+    def from_wire(cls, message: instance_pb2.GetInstanceInfoResponse) -> InstanceInfo:
+        values = _same_named(cls, message)
+        values["role"] = ROLES.get(message.role)
+        values["identity"] = Identity.from_wire(message.identity)
+        return cls(epoch=message.instance_epoch, **values)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    epoch: str
+    sequence: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_loading: int = 0
+    num_waiting_tokens: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    step_s: float = 0.0
+    core_silence_s: float = 0.0
+    draining: bool = False
+    moving_out: bool = False
+    """Its streams should continue at another instance."""
+    num_prefilled_tokens: int = 0
+    """Computed since its start, without what came from a cache."""
+    held_blocks: int = 0
+    """Of transfers that wait for their reader."""
+    quarantined_blocks: int = 0
+
+    @classmethod
+    def from_wire(cls, message: instance_pb2.WatchLoadResponse) -> LoadReport:
+        return cls(
+            epoch=message.instance_epoch,
+            free_blocks=message.blocks.free,
+            cached_blocks=message.blocks.cached,
+            held_blocks=message.blocks.held,
+            quarantined_blocks=message.blocks.quarantined,
+            **_same_named(cls, message),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    key: InstanceKey
+    info: InstanceInfo
+    load: LoadReport
+    out: str | None = None
+    """Why it may not be picked; None when it may."""
+    num_unreported: int = 0
+    """Requests of this router that its last report cannot have counted."""
+    num_ended: int = 0
+    """Requests of this router that its last report counted and that have ended since."""
+    num_unreported_tokens: int = 0
+    throughput: ThroughputEstimate = UNMEASURED
+    up_s: float = math.inf
+    """Since this router first saw its process."""
+
+    @property
+    def instance_id(self) -> str:
+        return self.info.instance_id or self.key.address
+
+    def pairing_mismatch(self, other: InstanceView) -> Mismatch | None:
+        """Why these two cannot hand KV over; None when they can."""
+        if mismatch := self.info.identity.mismatch(other.info.identity):
+            return mismatch
+        if self.info.kv_connector != other.info.kv_connector:
+            return Mismatch("kv_connector", self.info.kv_connector, other.info.kv_connector)
+        return None

@@ -1,0 +1,111 @@
+"""How fast an instance prefills, and how fast KV reaches it, as measured by this router in tokens per second.
+
+    PREFILL_STARTED ──tokens waiting there and its own──▶ FIRST_TOKEN ──tokens it lacked──▶ KV_LOADED
+                     a prefill instance's prefill speed             a decode instance's hand-over speed
+
+A speed is measured by the equation in which it is used (docs/disaggregation.md), so that it includes what the equation
+leaves out: batching, the step that is under way, the network. Load reports of an instance that always had work waiting
+add to its prefill speed, whichever router sent the work.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_SHORTEST_S = 1e-6
+"""For intervals that the clock does not resolve."""
+_MIN_BUSY_S = 0.2
+"""Over a shorter interval, jitter in the arrival of reports dominates."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputEstimate:
+    """An instance's speeds at one moment, tokens per second; None: not measured."""
+
+    prefill_per_s: float | None = None
+    hand_over_per_s: float | None = None
+    """KV loaded by a decode instance: the tokens it lacked, over the time from the first token until they are there."""
+    since_prefill_s: float = math.inf
+    """Seconds since this router last assigned it a prompt to prefill."""
+
+
+UNMEASURED = ThroughputEstimate()
+
+
+@dataclass(slots=True)
+class SmoothedRate:
+    """Tokens per second, smoothed: the quotient of two decayed sums, so that a long prompt counts for more."""
+
+    smoothing: float
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def observe(self, num_tokens: float, seconds: float) -> None:
+        self._tokens += self.smoothing * (num_tokens - self._tokens)
+        self._seconds += self.smoothing * (max(seconds, _SHORTEST_S) - self._seconds)
+
+    @property
+    def per_s(self) -> float | None:
+        """None before anything was observed."""
+        return self._tokens / self._seconds if self._tokens > 0 else None
+
+
+class ThroughputEstimator:
+    """The speeds of one process. Owned by its upstream instance; fed by attempts and load reports.
+
+    `smoothing` is the weight of the newest measurement, 0 to 1; with 0 nothing is measured. Prompts of at most
+    `min_tokens` measure the calls more than the computation, and are ignored.
+    """
+
+    def __init__(self, smoothing: float = 0.2, min_tokens: int = 64) -> None:
+        self._smoothing = smoothing
+        self._min_tokens = min_tokens
+        self.clear()
+
+    def clear(self) -> None:
+        """Another process answers, of which nothing is measured."""
+        self._prefill = SmoothedRate(self._smoothing)
+        self._hand_over = SmoothedRate(self._smoothing)
+        self._assigned_s = -math.inf
+        self._busy_since: tuple[int, float] | None = None
+
+    def estimate(self, now_s: float) -> ThroughputEstimate:
+        return ThroughputEstimate(self._prefill.per_s, self._hand_over.per_s, now_s - self._assigned_s)
+
+    def prefill_assigned(self, now_s: float) -> None:
+        """The instance gets a prompt to prefill, which will be measured."""
+        self._assigned_s = now_s
+
+    def prefilled(self, num_tokens: int, num_tokens_ahead: int, seconds: float) -> None:
+        """A prompt, of which `num_tokens` were not cached, got its first token `seconds` after it had joined a queue
+        of `num_tokens_ahead`."""
+        if num_tokens > self._min_tokens:
+            self._prefill.observe(num_tokens + num_tokens_ahead, seconds)
+
+    def handed_over(self, num_tokens: int, seconds: float) -> None:
+        """KV of `num_tokens` was complete here `seconds` after the first token."""
+        if num_tokens > self._min_tokens:
+            self._hand_over.observe(num_tokens, seconds)
+
+    def report_received(self, num_prefilled_tokens: int, num_waiting_tokens: int, now_s: float) -> None:
+        """A load report: the tokens prefilled since the instance's start, and those waiting now."""
+        if num_waiting_tokens <= 0:
+            self._busy_since = None
+        elif self._busy_since is None:
+            self._busy_since = (num_prefilled_tokens, now_s)
+        elif now_s - self._busy_since[1] >= _MIN_BUSY_S:
+            num_tokens = num_prefilled_tokens - self._busy_since[0]
+            if num_tokens > self._min_tokens:
+                self._prefill.observe(num_tokens, now_s - self._busy_since[1])
+            self._busy_since = (num_prefilled_tokens, now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of one attempt, as planned, in tokens."""
+
+    num_to_prefill: int
+    num_ahead: int
+    """Waiting before it at the instance that prefills it."""
+    num_to_move: int = 0

@@ -1,0 +1,183 @@
+"""The state of one choice: the tokens emitted to the client, of which the router is the sole authority.
+
+begin_attempt ─▶ accept … ─▶ handed_over (prefill's part is done) ─▶ accept … ─▶ finished
+      ▲────────────── the attempt failed: another one goes on after the emitted ids ──────┘
+
+Every chunk must continue exactly where the last one ended, in ids and in characters. A chunk of an earlier stream epoch
+is stale and dropped; anything else that does not fit is a violation, which fails the call that sent it and emits
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protos.tandem.v1 import common_pb2
+from router.pools.instance_info import Identity, InstanceKey, InstanceView
+from router.request.generation_request import GenerationRequest
+
+_CLIENTS_REASONS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+
+
+def finish_reason(finish: common_pb2.Finish) -> str:
+    """As OpenAI and vLLM write it: stop, length or abort."""
+    return common_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
+
+
+class StreamViolation(Exception):
+    """A chunk that does not continue the stream; the text says which field and both values."""
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """The one mutable record of a choice. Owned by its flow in router/dispatch/dispatcher.py."""
+
+    request: GenerationRequest
+    index: int
+    stream_epoch: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    num_chars: int = 0
+    finished: bool = False
+    aborted: bool = False
+    handed_over: bool = False  # the prefill instance has done its part of this attempt
+    decode_key: InstanceKey | None = None
+    prefill_key: InstanceKey | None = None
+    _identity: Identity | None = None
+    _num_before_attempt: int = 0
+    _num_cached_tokens: int | None = None
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def required_identity(self) -> Identity | None:
+        """Once a token is emitted, only instances that compute the same may continue; None while any may."""
+        return self._identity if self.token_ids else None
+
+    @property
+    def emitted_in_attempt(self) -> list[int]:
+        return self.token_ids[self._num_before_attempt :]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV an instance needs before it can go on."""
+        return self.request.num_prompt_tokens + len(self.token_ids)
+
+    def begin_attempt(self) -> common_pb2.InstanceRequest:
+        """Raises the stream epoch, so that chunks of an earlier attempt are stale."""
+        self.stream_epoch += 1
+        self.handed_over = False
+        self._num_before_attempt = len(self.token_ids)
+        return self.request.for_instance(
+            choice=self.index, stream_epoch=self.stream_epoch, emitted_token_ids=self.token_ids
+        )
+
+    def at(self, decode: InstanceView, prefill: InstanceView | None) -> None:
+        self.decode_key = decode.key
+        self.prefill_key = prefill.key if prefill is not None else self.prefill_key
+        self._identity = decode.info.identity
+
+    def follow(self, first: Choice) -> None:
+        """Prefers the instances of the request's first choice, which have just run the same prompt."""
+        self.decode_key, self.prefill_key = first.decode_key, first.prefill_key
+
+    def accept(self, chunk: common_pb2.TokenChunk) -> bool:
+        """Whether to forward `chunk`; its tokens then count as emitted. Raises StreamViolation."""
+        if chunk.stream_epoch < self.stream_epoch:
+            return False
+        if not self._continues(chunk):
+            self._raise_mismatch(chunk)
+        token_ids, num_emitted = chunk.token_ids, len(self.token_ids)
+        request = self.request
+        if chunk.logprobs or request.params.logprobs is not None:
+            self._check_logprobs(chunk)
+        if chunk.prompt_logprobs or not num_emitted:
+            self._check_prompt_logprobs(chunk)
+        if self.finished:
+            raise StreamViolation("tokens after the finish")
+        if num_emitted + len(token_ids) > request.max_tokens:
+            raise StreamViolation(f"more than max_tokens={request.max_tokens} tokens")
+        is_last = chunk.HasField("finish")
+        if is_last:
+            self._take_finish(chunk)
+        self.token_ids.extend(token_ids)
+        self.num_chars += len(chunk.text)
+        if is_last and chunk.HasField("finish"):  # that of a hand-over was removed
+            self._complete_usage(chunk.finish.usage)
+        return True
+
+    def abort(self) -> common_pb2.TokenChunk:
+        """Finishes the choice as aborted; returns its last chunk."""
+        self.finished = self.aborted = True
+        finish = common_pb2.Finish(reason=common_pb2.FINISH_REASON_ABORT)
+        self._complete_usage(finish.usage)
+        return common_pb2.TokenChunk(
+            stream_epoch=self.stream_epoch,
+            choice=self.index,
+            token_index=self.num_emitted,
+            text_offset=self.num_chars,
+            finish=finish,
+        )
+
+    def _take_finish(self, chunk: common_pb2.TokenChunk) -> None:
+        reason = chunk.finish.reason
+        if reason == common_pb2.FINISH_REASON_HAND_OVER:
+            if not chunk.token_ids:
+                raise StreamViolation("a hand-over without a token")
+            self.handed_over = True
+            self._note_cached(chunk.finish.usage.cached_tokens)
+            chunk.ClearField("finish")  # the client does not see hand-overs
+        elif reason in _CLIENTS_REASONS:
+            self.finished = True
+        else:
+            raise StreamViolation(f"the instance ended the choice: {common_pb2.FinishReason.Name(reason)}")
+
+    def _note_cached(self, num_cached_tokens: int) -> None:
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = num_cached_tokens
+
+    def _complete_usage(self, usage: common_pb2.Usage) -> None:
+        """Usage of the whole choice, whichever instances shared it."""
+        self._note_cached(usage.cached_tokens)
+        usage.prompt_tokens = self.request.num_prompt_tokens
+        usage.completion_tokens = self.num_emitted
+        usage.cached_tokens = self._num_cached_tokens or 0
+
+    def _continues(self, chunk: common_pb2.TokenChunk) -> bool:
+        """The checks of `_raise_mismatch` without its texts: runs for each token of each stream."""
+        return (
+            chunk.token_index == len(self.token_ids)
+            and chunk.text_offset == self.num_chars
+            and chunk.stream_epoch == self.stream_epoch
+            and chunk.choice == self.index
+        )
+
+    def _raise_mismatch(self, chunk: common_pb2.TokenChunk) -> None:
+        self._check("stream_epoch", chunk.stream_epoch, self.stream_epoch)
+        self._check("choice", chunk.choice, self.index)
+        self._check("token_index", chunk.token_index, len(self.token_ids))
+        self._check("text_offset", chunk.text_offset, self.num_chars)
+
+    def _check_logprobs(self, chunk: common_pb2.TokenChunk) -> None:
+        """One position per id, each beginning with that id; none if the request has no `logprobs`."""
+        is_requested = self.request.params.logprobs is not None
+        self._check("number of logprobs", len(chunk.logprobs), len(chunk.token_ids) if is_requested else 0)
+        for token_id, position in zip(chunk.token_ids, chunk.logprobs, strict=False):
+            if not position.candidates:
+                raise StreamViolation(f"no candidates for token id {token_id}")
+            self._check("token id of the logprobs", position.candidates[0].token_id, token_id)
+
+    def _check_prompt_logprobs(self, chunk: common_pb2.TokenChunk) -> None:
+        """They come once, with the first token of the first choice."""
+        is_due = self.request.params.prompt_logprobs is not None and self.index == 0 and not self.token_ids
+        expected = self.request.num_prompt_tokens if is_due and chunk.token_ids else 0
+        self._check("number of prompt_logprobs", len(chunk.prompt_logprobs), expected)
+        for token_id, position in [*zip(self.request.prompt_token_ids, chunk.prompt_logprobs, strict=False)][1:]:
+            if not position.candidates:
+                raise StreamViolation(f"no candidates for prompt token id {token_id}")
+            self._check("token id of the prompt_logprobs", position.candidates[0].token_id, token_id)
+
+    def _check(self, name: str, found: int, expected: int) -> None:
+        if found != expected:
+            raise StreamViolation(f"{name} is {found}, expected {expected}")

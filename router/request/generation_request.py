@@ -1,0 +1,90 @@
+"""A validated request, as everything behind validation sees it: ids, not text; every default resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.sampling.params import SamplingParams
+from protos.tandem.v1 import common_pb2
+
+_SCALARS = (
+    "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens", "n", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logprobs", "prompt_logprobs", "seed", "max_tokens",
+)  # fmt: skip
+_LISTS = ("stop", "stop_token_ids", "bad_words")
+
+
+def from_wire(message: common_pb2.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The client's values over the model's defaults over Tandem's own, unchecked. `max_tokens` None: as many as fit."""
+    values: dict[str, Any] = {"max_tokens": None, **defaults}
+    values |= {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}  # type: ignore[arg-type]
+    for name in _LISTS:
+        if given := getattr(message, name):
+            values[name] = tuple(given)
+    if message.logit_bias:
+        values["logit_bias"] = dict(message.logit_bias)
+    if message.HasField("allowed_token_ids"):
+        values["allowed_token_ids"] = tuple(message.allowed_token_ids.ids)
+    if message.bad_word_ids:
+        values["bad_word_ids"] = tuple(tuple(sequence.ids) for sequence in message.bad_word_ids)
+    return SamplingParams(**values)
+
+
+def to_wire(params: SamplingParams, seed: int | None) -> common_pb2.SamplingParams:
+    """For an instance, which has no defaults: every field set but `n`, since each choice is a request of its own."""
+    message = common_pb2.SamplingParams(seed=seed)
+    for name in _SCALARS:
+        if name not in ("n", "seed") and (value := getattr(params, name)) is not None:
+            setattr(message, name, value)
+    for name in _LISTS:
+        getattr(message, name).extend(getattr(params, name))
+    if params.logit_bias:
+        message.logit_bias.update(params.logit_bias)
+    if params.allowed_token_ids is not None:
+        message.allowed_token_ids.ids.extend(params.allowed_token_ids)
+    message.bad_word_ids.extend(common_pb2.TokenIds(ids=ids) for ids in params.bad_word_ids)
+    return message
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A valid request. Immutable; each of its `n` choices runs as requests of their own on the instances."""
+
+    label: str  # the client's name for it; need not be unique, so only Abort uses it as a key
+    request_id: str  # this router's name for it, unique and unguessable
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams  # with max_tokens and seed filled in
+    seed: int
+    priority: int = 0
+    cache_salt: str = ""
+    session: str = ""  # the conversation it belongs to; used for affinity only
+    deadline_s: float | None = None  # monotonic time at which it must be over
+    tenant: str = ""  # decides its share of admission
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most output tokens of one choice."""
+        assert self.params.max_tokens is not None, "validation fills max_tokens in"
+        return self.params.max_tokens
+
+    def for_instance(
+        self, *, choice: int, stream_epoch: int, emitted_token_ids: list[int]
+    ) -> common_pb2.InstanceRequest:
+        return common_pb2.InstanceRequest(
+            request_id=f"{self.request_id}-{choice}-{stream_epoch}",
+            stream_epoch=stream_epoch,
+            choice=choice,
+            prompt_token_ids=self.prompt_token_ids,
+            emitted_token_ids=emitted_token_ids,
+            sampling=to_wire(self.params, self.seed),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+        )

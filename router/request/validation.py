@@ -1,0 +1,199 @@
+"""Validation: a client's message becomes a `GenerationRequest`, or an error that names field, value and range.
+
+Cheap checks come first, then the length limit, then tokenising (once, in a thread), then what depends on the prompt's
+length. Nothing is checked again afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest, NotSupported, UnsupportedModel, shown
+from engine.generation_config import GenerationDefaults
+from engine.identity import tokenizer_digest
+from engine.sampling.params import MAX_SEED, SamplingParams, validate, validate_prompt, with_bad_word_ids
+from engine.text.tokenizer import Tokenizer
+from protos.tandem.v1 import generation_pb2
+from router.pools.instance_info import InstanceInfo
+from router.request.caller import Caller
+from router.request.generation_request import GenerationRequest, from_wire
+from serving.errors import FailedPrecondition, NotFound, Unsupported, invalid_argument
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Name, tokenizer and defaults from the model's folder. Needs neither weights nor torch."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    """None: the folder has none (random weights in benchmarks); prompts must then be token ids."""
+    defaults: GenerationDefaults
+    tokenizer_digest: str
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, name: str | None = None) -> ServedModel:
+        """Reads the tokenizer and generation_config.json; raises engine.errors.UnsupportedModel."""
+        tokenizer = Tokenizer.from_folder(folder) if (Path(folder) / "tokenizer.json").is_file() else None
+        defaults = GenerationDefaults.from_folder(folder, tokenizer)
+        return cls(name or Path(folder).resolve().name, tokenizer, defaults, tokenizer_digest(Path(folder)))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What every decode instance supports, so that a valid request is valid at each of them."""
+
+    max_model_len: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, infos: Sequence[InstanceInfo]) -> ModelLimits | None:
+        """The tightest of `infos`; None when there are none."""
+        if not infos:
+            return None
+        return cls(min(info.max_model_len for info in infos), min(info.vocab_size for info in infos))
+
+
+_LABEL = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_LABEL_ALLOWED = "1..128 of [A-Za-z0-9._-]"
+MAX_PRIORITY = 100
+_MAX_VARIABLES_BYTES = 4096
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+async def validated(
+    request: generation_pb2.GenerateRequest,
+    model: ServedModel,
+    limits: ModelLimits,
+    *,
+    remaining_s: float | None,
+    caller: Caller = Caller(),  # noqa: B008 - frozen
+) -> GenerationRequest:
+    """The request with every default resolved. Raises InvalidArgument, NotFound or Unsupported."""
+    label = _checked_label(request.request_id) if request.request_id else secrets.token_hex(8)
+    if request.model not in ("", model.name):
+        raise NotFound(f"model: {shown(request.model)} is not served here; served: {shown(model.name)}")
+    deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
+    try:
+        _check_extras(request)
+        prompt = await _prompt(request, model, limits)
+        validate_prompt(prompt, limits.vocab_size, limits.max_model_len)
+        params = _params(request, model, limits, len(prompt))
+    except NotSupported as error:
+        raise Unsupported(str(error)) from error
+    except InvalidRequest as error:
+        raise invalid_argument(error.field, error.problem, error.allowed) from error
+    except UnsupportedModel as error:
+        raise FailedPrecondition(str(error)) from error
+    seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+    return GenerationRequest(
+        label=label,
+        request_id=secrets.token_hex(16),
+        model=model.name,
+        prompt_token_ids=tuple(prompt),
+        params=msgspec.structs.replace(params, seed=seed),
+        seed=seed,
+        priority=request.priority,
+        cache_salt=caller.salt(request.cache_salt),
+        session=request.session,
+        deadline_s=deadline_s,
+        tenant=caller.tenant,
+    )
+
+
+def _checked_label(label: str) -> str:
+    """A request's label; its alphabet is narrow since it appears in logs and metadata."""
+    if not _LABEL.fullmatch(label):
+        raise invalid_argument("request_id", f"{shown(label)} has {len(label)} characters", _LABEL_ALLOWED)
+    return label
+
+
+def _check_extras(request: generation_pb2.GenerateRequest) -> None:
+    """Everything that is neither prompt nor sampling."""
+    for name, most in (("cache_salt", 256), ("session", 128), ("idempotency_key", 128)):
+        if (num_bytes := len(getattr(request, name).encode())) > most:
+            raise invalid_argument(name, f"{num_bytes} bytes", f"at most {most} bytes")
+    if abs(request.priority) > MAX_PRIORITY:
+        allowed = f"-{MAX_PRIORITY}..{MAX_PRIORITY}"
+        raise invalid_argument("priority", f"{request.priority} is out of range", allowed)
+    if request.lora:
+        if not _LABEL.fullmatch(request.lora):
+            raise invalid_argument("lora", f"{shown(request.lora)} has {len(request.lora)} characters", _LABEL_ALLOWED)
+        raise NotFound(f"lora: adapter {shown(request.lora)} is not loaded here")
+    if request.idempotency_key:
+        raise NotSupported("idempotency_key", shown(request.idempotency_key))
+
+
+async def _prompt(request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits) -> Sequence[int]:
+    """The prompt's ids; a prompt that cannot fit is rejected before tokenising."""
+    given = [name for name in ("text", "token_ids", "chat") if request.HasField(name)]
+    if not given:
+        raise InvalidRequest("prompt", "one of text or token_ids is required", "exactly one of text, token_ids, chat")
+    if len(given) > 1:
+        raise InvalidRequest("prompt", f"exactly one of text, token_ids, chat is allowed, not {' and '.join(given)}")
+    max_tokens = limits.max_model_len - 1
+    if request.HasField("token_ids"):
+        if len(request.token_ids.ids) > max_tokens:
+            return range(len(request.token_ids.ids))  # too long whatever they are: validate_prompt raises
+        return list(request.token_ids.ids)
+    if model.tokenizer is None:
+        raise InvalidRequest(given[0], "this model has no tokenizer", "token_ids")
+    if request.HasField("text"):
+        if not request.text:
+            raise InvalidRequest("prompt", "prompt is empty", f"1..{max_tokens} tokens")
+        return await asyncio.to_thread(model.tokenizer.encode, request.text, max_tokens=max_tokens)
+    for index, message in enumerate(request.chat.messages):
+        if message.role not in _ROLES:
+            raise InvalidRequest(f"chat.messages[{index}].role", shown(message.role), ", ".join(_ROLES))
+    messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
+    variables = _template_variables(request.chat.template_variables)
+    encode = model.tokenizer.encode_chat
+    return await asyncio.to_thread(encode, messages, template_variables=variables, max_tokens=max_tokens)
+
+
+def _template_variables(text: str) -> dict[str, Any]:
+    """The template's variables; the template decides which names it supports."""
+    if not text:
+        return {}
+    if (num_bytes := len(text.encode())) > _MAX_VARIABLES_BYTES:
+        raise InvalidRequest(
+            "template_variables", f"{num_bytes} bytes", f"at most {_MAX_VARIABLES_BYTES} bytes of JSON"
+        )
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidRequest("template_variables", f"{shown(text)} is no JSON object", "a JSON object") from None
+
+
+def _params(
+    request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits, num_prompt_tokens: int
+) -> SamplingParams:
+    sampling = request.sampling
+    params = from_wire(sampling, model.defaults.sampling_fields())
+    room = limits.max_model_len - num_prompt_tokens
+    if not sampling.HasField("max_tokens") and params.max_tokens is not None and params.max_tokens > room:
+        params = msgspec.structs.replace(params, max_tokens=room)  # a default, not a value that the client has set
+    if model.tokenizer is not None:
+        params = with_bad_word_ids(params, partial(model.tokenizer.encode, add_special_tokens=False))
+    params = validate(
+        params,
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        num_prompt_tokens=num_prompt_tokens,
+        eos_token_ids=model.defaults.eos_token_ids,
+    )
+    if sampling.HasField("best_of"):
+        if sampling.best_of < params.n:
+            raise InvalidRequest("best_of", f"best_of={sampling.best_of} < n={params.n}", f"at least n={params.n}")
+        if sampling.best_of > params.n:
+            raise NotSupported("best_of", f"best_of={sampling.best_of} > n={params.n}", str(params.n))
+    return params

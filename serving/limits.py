@@ -1,0 +1,182 @@
+"""Limits on the calls of one server: how many are open, and how often large messages are parsed.
+
+accepting ──begin_draining──▶ draining ──the last awaited call ends──▶ idle
+                                 └──cut_off──▶ every awaited call ends with UNAVAILABLE ──▶ idle
+
+While draining, only calls whose policy admits them enter. Each object here belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import unquote
+
+from serving.errors import Overloaded, Unavailable
+
+_RETRY_AFTER_S = 1.0
+_RETRY_ELSEWHERE_S = 0.25
+"""While draining: other instances behind the same name can serve at once, a successor of this one only later."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CallPolicy:
+    """How one rpc is treated; the defaults are a request's."""
+
+    admit_while_draining: bool = False
+    counted: bool = True  # counts against the limits on requests; if not, against equal limits of its own
+    drain_waits: bool = True  # a drain waits until the call ends
+    cap_deadline: bool = True  # ends at the server's longest deadline, whatever the client's
+
+
+REQUEST = CallPolicy()  # A client's work
+CONTROL = CallPolicy(admit_while_draining=True, counted=False, drain_waits=False, cap_deadline=False)
+"""Health, load reports, releases, aborts: admitted beside any number of requests, without a deadline, never awaited."""
+
+
+def peer_key(peer: str) -> str:
+    """The host of `peer`, as gRPC writes it: "ipv4:10.0.0.7" of "ipv4:10.0.0.7:5000". All its connections are one peer,
+    and so are all addresses of one IPv6 network of 64 bits, which one host usually has to itself."""
+    kind, _, address = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    host = unquote(address).rpartition(":")[0].strip("[]").partition("%")[0]
+    if kind == "ipv4":
+        return f"ipv4:{host}"
+    ip = ipaddress.IPv6Address(host)
+    return f"ipv4:{ip.ipv4_mapped}" if ip.ipv4_mapped else f"ipv6:{ipaddress.IPv6Address(int(ip) >> 64 << 64)}"
+
+
+def grpc_peer(host: str, port: int) -> str:
+    host = host.removeprefix("::ffff:")
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+class OpenCalls:
+    """Counts open calls, per peer and in total, rejects those over a limit, and knows when the last one has ended."""
+
+    def __init__(self, *, max_per_peer: int, max_in_all: int) -> None:
+        self._max_per_peer = max_per_peer
+        self._max_in_all = max_in_all
+        self._requests: Counter[str] = Counter()
+        self._others: Counter[str] = Counter()
+        self.num_awaited = 0  # open calls that a drain waits for
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+        self._bounds: set[asyncio.Timeout] = set()
+        self._is_cut_off = False
+
+    @property
+    def num_open(self) -> int:
+        return self._requests.total()
+
+    def begin_draining(self) -> None:
+        """Rejects requests with UNAVAILABLE from now on."""
+        self.draining = True
+
+    def cut_off(self) -> None:
+        """Ends the calls that a drain waits for with UNAVAILABLE."""
+        self._is_cut_off = True
+        for bound in self._bounds:
+            if not bound.expired():
+                bound.reschedule(0.0)
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    @contextmanager
+    def admitted(self, peer: str, policy: CallPolicy) -> Iterator[None]:
+        """Holds one place for a call from `peer`; raises Overloaded or Unavailable instead of entering."""
+        if self.draining and not policy.admit_while_draining:
+            raise Unavailable("draining", _RETRY_ELSEWHERE_S)
+        key, by_peer = peer_key(peer), self._requests if policy.counted else self._others
+        if by_peer[key] >= self._max_per_peer:
+            raise Overloaded(f"this client has {self._max_per_peer} open calls, the most allowed", _RETRY_AFTER_S)
+        if by_peer.total() >= self._max_in_all:
+            raise Overloaded(f"the server has {self._max_in_all} open calls, the most allowed", _RETRY_AFTER_S)
+        by_peer[key] += 1
+        try:
+            yield
+        finally:
+            by_peer[key] -= 1
+            if not by_peer[key]:
+                del by_peer[key]
+
+    @contextmanager
+    def awaited(self, bound: asyncio.Timeout, policy: CallPolicy) -> Iterator[None]:
+        """Makes a drain wait while a handler runs inside `bound`, which `cut_off` ends: that TimeoutError, and no
+        other, becomes Unavailable. To be left before the status is sent, which a slow reader can delay."""
+        if not policy.drain_waits:
+            yield
+            return
+        self.num_awaited += 1
+        self._idle.clear()
+        self._bounds.add(bound)
+        try:
+            yield
+        except TimeoutError as error:
+            if self._is_cut_off and bound.expired():
+                raise Unavailable("ended before the request was finished", _RETRY_ELSEWHERE_S) from error
+            raise
+        finally:
+            self._bounds.discard(bound)
+            self.num_awaited -= 1
+            if self.num_awaited == 0:
+                self._idle.set()
+
+
+LARGE_BYTES = 256 << 10  # more than a prompt of 80,000 token ids, whose computation takes longer than any pause
+_MAX_WAITING = 8
+_PAUSE = 40.0  # times as long as parsing took
+T = TypeVar("T")
+
+
+class LargeMessages:
+    """Parses the large messages of one client one at a time, with a pause after each.
+
+        received ──no other──▶ parsed ──▶ pause ──▶ the next one
+          ├────another is parsed, or pause──▶ waits ──▲
+          └────too many wait──▶ rejected
+
+    Parsing blocks the event loop: some 10 ms for a MiB of token ids, and as long again to validate and free them. The
+    pause limits each client to a small share of the loop's time. Clients do not wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._num_waiting: Counter[str] = Counter()
+
+    async def parsed(self, peer: str, data: bytes, parse: Callable[[bytes], T]) -> T:
+        """`parse(data)`, once it is this message's turn among those of `peer`. Raises Overloaded."""
+        if len(data) < LARGE_BYTES:
+            return parse(data)
+        await self._acquire(peer)
+        began_s = time.monotonic()
+        try:
+            return parse(data)
+        finally:
+            pause_s = (time.monotonic() - began_s) * _PAUSE
+            asyncio.get_running_loop().call_later(pause_s, self._release, peer)
+
+    async def _acquire(self, peer: str) -> None:
+        if self._num_waiting[peer] >= _MAX_WAITING:
+            raise Overloaded(f"{_MAX_WAITING} large messages of this client wait already", _RETRY_AFTER_S)
+        self._num_waiting[peer] += 1
+        try:
+            await self._locks.setdefault(peer, asyncio.Lock()).acquire()
+        finally:
+            self._num_waiting[peer] -= 1
+
+    def _release(self, peer: str) -> None:
+        self._locks[peer].release()
+        if not self._num_waiting[peer]:
+            del self._locks[peer], self._num_waiting[peer]

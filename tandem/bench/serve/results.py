@@ -1,0 +1,219 @@
+"""The results of a bench: a page for one run, a table with a line for each run of a sweep, and a JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engine.machine import available_bytes, cpu_quota, usable_cores
+from tandem.bench.serve.endpoint import RequestRecord
+from tandem.bench.serve.report import LATE_MS, Distribution, Objectives, Report
+
+SCHEMA_VERSION = 2
+_PACKAGES = ("tandem-llm", "grpcio", "protobuf", "httpx", "numpy")
+_GIT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    rate: float | None
+    """Requested rate per second; inf: all at once; None: as in the trace."""
+    report: Report
+    records: Sequence[RequestRecord] = ()
+
+
+@dataclass(slots=True)
+class Results:
+    """All results of one `tandem bench serve`, complete or interrupted."""
+
+    endpoint: str
+    model: str
+    settings: Mapping[str, Any]
+    """The options by name, with the seed that was used."""
+    points: list[Point] = field(default_factory=list)
+    counting: str = ""
+    """How output tokens were counted; see Endpoint."""
+    stopped_by: str = ""
+    """Why it ended early; empty if it did not."""
+    started_at: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+
+
+def write_json(path: Path, results: Results, *, with_records: bool) -> None:
+    """Writes `results` to `path` atomically. Raises OSError."""
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "started_at": results.started_at,
+        "partial": bool(results.stopped_by),
+        "stopped_by": results.stopped_by,
+        "endpoint": results.endpoint,
+        "model": results.model,
+        "counting": results.counting,
+        "settings": dict(results.settings),
+        "versions": versions(),
+        "machine": machine(),
+        "points": [_as_dict(point, with_records=with_records) for point in results.points],
+    }
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")
+    unfinished.rename(path)
+
+
+def _as_dict(point: Point, *, with_records: bool) -> dict[str, Any]:
+    rate = "inf" if point.rate == math.inf else point.rate  # JSON has no infinity
+    named = {"rate": rate, "kept_schedule": point.report.kept_schedule, **asdict(point.report)}
+    return {**named, "requests": [asdict(record) for record in point.records]} if with_records else named
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of the packages involved, and of the git checkout if there is one."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if (described := _git_describe()) is not None:
+        found["git"] = described
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """The machine of the load generator, and of the endpoint if that is local."""
+    return {
+        "cores": len(usable_cores()),
+        "cpu_quota": cpu_quota(),
+        "cpu": _cpu_name(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "available_bytes": available_bytes(),
+        "kernel": platform.release(),
+        "load_average": os.getloadavg(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _git_describe() -> str | None:
+    """None outside a checkout or without git."""
+    folder = Path(__file__).resolve().parents[3]
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--tags"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+def format_rate(rate: float | None) -> str:
+    """A rate of a sweep: `2/s`, `all at once`, `as in the trace`."""
+    if rate is None:
+        return "as in the trace"
+    return "all at once" if rate == math.inf else f"{rate:g}/s"
+
+
+def page(report: Report, objectives: Objectives) -> list[str]:
+    unfinished = f", {report.num_unfinished} unfinished" if report.num_unfinished else ""
+    offered = f"{report.offered_per_s:.2f} requests/s" if report.offered_per_s else "all at once"
+    lines = [
+        f"  requests    {report.num_succeeded} ok, {report.num_failed} failed, {report.num_refused} refused"
+        f"{unfinished} in {report.duration_s:.1f} s; "
+        f"{report.mean_in_flight:.1f} in flight on average, at most {report.max_in_flight}",
+        f"  throughput  {report.requests_per_s:.2f} requests/s   {report.output_tokens_per_s:.1f} output tokens/s   "
+        f"{report.total_tokens_per_s:.1f} tokens/s with prompts   (offered: {offered})",
+    ]
+    if report.goodput_per_s is not None:
+        shares = ", ".join(f"{name} {_percent(share)}" for name, share in report.attainments.items())
+        lines.append(
+            f"  goodput     {report.goodput_per_s:.2f} requests/s: {_percent(report.attainment)} met {objectives}"
+            + (f" ({shares})" if len(report.attainments) > 1 else "")
+        )
+    lines += ["", "  ms  " + "".join(f"{name:>10}" for name in _COLUMNS) + f"{'of':>10}"]
+    for name, distribution in (
+        ("TTFT", report.ttft), ("ITL", report.itl), ("TPOT", report.tpot), ("E2E", report.e2e)
+    ):  # fmt: skip
+        lines.append(f"  {name:4}" + _cells(distribution))
+    return [*lines, "", *(f"  {note}" for note in notes(report))]
+
+
+def sweep_table(points: Sequence[Point]) -> list[str]:
+    with_goodput = any(point.report.goodput_per_s is not None for point in points)
+    head = (
+        f"{'RATE':>15} {'OK':>6} {'FAILED':>6} {'REFUSED':>7} {'REQ/S':>7} {'OUT TOK/S':>9}"
+        f" {'TTFT p50':>9} {'p99':>8} {'ITL p50':>8} {'p99':>8} {'TPOT p50':>9} {'p99':>8} {'E2E p50':>9} {'p99':>9}"
+    ) + (f" {'GOODPUT':>7} {'SLO':>6}" if with_goodput else "")
+    return [head, *(_sweep_line(point, with_goodput) for point in points)]
+
+
+def _sweep_line(point: Point, with_goodput: bool) -> str:
+    one = point.report
+    late = "" if one.kept_schedule else "  (late: see above)"
+    line = (
+        f"{format_rate(point.rate):>15} {one.num_succeeded:6} {one.num_failed:6} {one.num_refused:7}"
+        f" {one.requests_per_s:7.2f} {one.output_tokens_per_s:9.1f}"
+        f" {one.ttft.p50:9.1f} {one.ttft.p99:8.1f} {one.itl.p50:8.2f} {one.itl.p99:8.2f}"
+        f" {one.tpot.p50:9.2f} {one.tpot.p99:8.2f} {one.e2e.p50:9.1f} {one.e2e.p99:9.1f}"
+    )
+    if with_goodput:
+        line += f" {one.goodput_per_s or 0:7.2f} {_percent(one.attainment):>6}"
+    return line + late
+
+
+def notes(report: Report) -> list[str]:
+    lines = []
+    if not report.kept_schedule:
+        lines.append(
+            f"WARNING: the load did not keep its schedule: requests were sent {report.lag.p99:.1f} ms late, and the "
+            f"event loop woke up {report.loop_lag.p99:.1f} ms late (p99; allowed: {LATE_MS:g}). The figures include "
+            "that delay: lower the rate, free this machine's cores, or run the load elsewhere."
+        )
+    elif report.lag.count:
+        lines.append(f"the load kept its schedule: lag p99 {report.lag.p99:.2f} ms, max {report.lag.max:.2f} ms")
+    if report.held.count:
+        lines.append(
+            f"delayed by the concurrency limit: {report.held.count} of {report.num_requests} requests, "
+            f"{report.held.p50:.0f} ms at the median, at most {report.held.max:.0f} ms; TTFT and E2E start at sending"
+        )
+    if report.num_shared_moments:
+        share = report.num_shared_moments / report.itl.count
+        lines.append(f"{share:.1%} of the gaps in ITL are 0: both tokens came in one message")
+    if report.num_reported:
+        lines.append(
+            f"answers whose messages do not say how many tokens they carry: {report.num_reported} of "
+            f"{report.num_succeeded}; their ITL is between messages"
+        )
+    if report.num_short:
+        lines.append(f"answers of another length than requested: {report.num_short} of {report.num_succeeded}")
+    lines += [f"{count} x {reason}" for reason, count in report.failures.items()]
+    return lines
+
+
+def _cells(distribution: Distribution) -> str:
+    if not distribution.count:
+        return f"{'-':>10}" * len(_COLUMNS) + f"{0:10}"
+    return "".join(f"{getattr(distribution, name):10.2f}" for name in _COLUMNS) + f"{distribution.count:10}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

@@ -1,0 +1,246 @@
+"""Recorded traffic as a load: arrival times, prompt lengths and output lengths.
+
+    file ─read_trace─▶ TraceRow … ─plan─▶ PlannedRequest …
+
+Traces hold lengths and times, no text. Prompts of each row's length are generated, equal in every run. Two formats:
+
+- Azure LLM inference, CSV: `TIMESTAMP,ContextTokens,GeneratedTokens` (https://github.com/Azure/AzurePublicDataset).
+- Mooncake, one JSON object a line: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`: one for
+  every 512 tokens of the prompt, the last one for the rest; equal ids are equal tokens after equal tokens
+  (https://github.com/kvcache-ai/Mooncake, `FAST25-release`).
+
+Either may be compressed (`.gz`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from tandem.bench.serve.endpoint import PlannedRequest
+
+HASH_BLOCK_LEN = 512
+"""Tokens that one hash id of a Mooncake trace stands for."""
+_MAX_LEN = 1 << 24
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_AZURE_EXAMPLE = "2023-11-16 18:15:46.6805900,374,44"
+_MOONCAKE_EXAMPLE = '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}'
+
+TooLong = Literal["cut", "skip"]
+
+
+class TraceError(ValueError):
+    """An invalid trace. The message names the file, the line and the expected content."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    at_s: float
+    """After the first row of the trace."""
+    input_len: int
+    output_len: int
+    hash_ids: tuple[int, ...] = ()
+    """One for each 512 tokens of the prompt; empty if the trace has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceUse:
+    """The replayed part of a trace, its speed, and limits on lengths.
+
+    The order: the slice by recorded times, then `speed`, then `length_scale`, then the caps.
+    """
+
+    begin_s: float = 0.0
+    """Time in the recording where the replay starts; earlier rows are omitted."""
+    duration_s: float = math.inf
+    """Of the recording."""
+    speed: float = 1.0
+    """2: twice as many requests per second as recorded."""
+    length_scale: float = 1.0
+    """Factor for every length, at least 1 token each; shared prefixes stay shared."""
+    max_input_len: int | None = None
+    max_output_len: int | None = None
+    too_long: TooLong = "cut"
+    """Whether a row above a cap is cut down to it, or skipped."""
+
+    def __post_init__(self) -> None:
+        for name in ("speed", "length_scale", "duration_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not 0 <= self.begin_s < math.inf:
+            raise ValueError(f"begin_s is {self.begin_s}; it must be 0 or more")
+        for name in ("max_input_len", "max_output_len"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(slots=True)
+class TracePlan:
+    """The requests of a trace, and counts of the other rows."""
+
+    num_rows: int
+    """In the whole trace."""
+    requests: list[PlannedRequest] = field(default_factory=list)
+    num_outside: int = 0
+    """Rows outside the slice."""
+    num_cut: int = 0
+    num_skipped: int = 0
+
+    def __str__(self) -> str:
+        others = {
+            "outside the slice": self.num_outside,
+            "cut to the cap": self.num_cut,
+            "skipped as too long": self.num_skipped,
+        }
+        counts = [f"{len(self.requests)} of {self.num_rows} rows"]
+        return ", ".join(counts + [f"{count} {what}" for what, count in others.items() if count])
+
+
+class _MooncakeRow(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+
+
+def read_trace(path: Path) -> list[TraceRow]:
+    """The rows of an Azure CSV or a Mooncake JSONL, by its first line, in order of time.
+
+    Raises TraceError; OSError if the file cannot be opened.
+    """
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            lines = _Lines(path, file)
+            rows = list(_mooncake(lines, first) if first.lstrip().startswith("{") else _azure(lines, first))
+    except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
+        raise TraceError(f"{path} is damaged, or is not text: {error}") from None
+    if not rows:
+        raise TraceError(f"{path} has no rows")
+    rows.sort(key=lambda row: row.at_s)
+    return [replace(row, at_s=row.at_s - rows[0].at_s) for row in rows]
+
+
+def plan(rows: Iterable[TraceRow], use: TraceUse, ids: Sequence[int], *, seed: int = 0) -> TracePlan:
+    """The requests that `use` makes of `rows`, with generated prompts of token ids in `ids`.
+
+    Rows without hash ids get a unique prompt, from `seed` and their index in the trace, so that slices and caps change
+    no other row's prompt. Equal hash ids give equal tokens, whatever the row.
+    """
+    planned = TracePlan(0)
+    prompts = _Prompts(ids, seed, block_len=math.ceil(HASH_BLOCK_LEN * use.length_scale))
+    for index, row in enumerate(rows):
+        planned.num_rows += 1
+        if not use.begin_s <= row.at_s < use.begin_s + use.duration_s:
+            planned.num_outside += 1
+            continue
+        lengths = [max(1, round(use.length_scale * length)) for length in (row.input_len, row.output_len)]
+        caps = (use.max_input_len, use.max_output_len)
+        capped = [min(length, cap or length) for length, cap in zip(lengths, caps, strict=True)]
+        if capped != lengths and use.too_long == "skip":
+            planned.num_skipped += 1
+            continue
+        planned.num_cut += capped != lengths
+        prompt = prompts.shared(row.hash_ids, capped[0]) if row.hash_ids else prompts.unique(index, capped[0])
+        planned.requests.append(PlannedRequest((row.at_s - use.begin_s) / use.speed, prompt, capped[1]))
+    return planned
+
+
+class _Prompts:
+    """Generated token ids, equal in every process and version: Philox counters keyed by row or hash id."""
+
+    def __init__(self, ids: Sequence[int], seed: int, block_len: int) -> None:
+        self._ids = ids
+        self._seed = seed % (1 << 63)
+        self._block_len = block_len
+        self._blocks: dict[int, tuple[int, ...]] = {}
+
+    def unique(self, index: int, num_tokens: int) -> tuple[int, ...]:
+        return self._draw(2 * index, num_tokens)
+
+    def shared(self, hash_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        ids: list[int] = []
+        for hash_id in hash_ids[: math.ceil(num_tokens / self._block_len)]:
+            if hash_id not in self._blocks:
+                self._blocks[hash_id] = self._draw(2 * hash_id + 1, self._block_len)
+            ids += self._blocks[hash_id]
+        return tuple(ids[:num_tokens])
+
+    def _draw(self, key: int, num_tokens: int) -> tuple[int, ...]:
+        values = np.random.Philox(key=[key, self._seed]).random_raw(num_tokens)
+        return tuple(self._ids[place] for place in (values % np.uint64(len(self._ids))).tolist())
+
+
+class _Lines:
+    """The lines after the first, counted for error messages."""
+
+    def __init__(self, path: Path, file: Iterable[str]) -> None:
+        self._path = path
+        self._file = file
+        self.number = 1
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self._file:
+            self.number += 1
+            yield line
+
+    def error(self, problem: str, expected: str) -> TraceError:
+        return TraceError(f"{self._path}, line {self.number}: {problem}; expected {expected}")
+
+    def length(self, value: int, name: str) -> int:
+        if not 1 <= value <= _MAX_LEN:
+            raise self.error(f"{name} is {value}", f"a number of tokens from 1 to {_MAX_LEN}")
+        return value
+
+
+def _azure(lines: _Lines, header: str) -> Iterator[TraceRow]:
+    names = header.strip().split(",")
+    missing = [name for name in _AZURE_COLUMNS if name not in names]
+    if missing:
+        problem = f"no column {', '.join(missing)}, and not a JSON object"
+        raise lines.error(problem, f"the header {','.join(_AZURE_COLUMNS)}, or {_MOONCAKE_EXAMPLE}")
+    columns = [names.index(name) for name in _AZURE_COLUMNS]
+    for line in lines:
+        if not line.strip():
+            continue
+        cells = line.strip().split(",")
+        try:
+            when, context, generated = (cells[column] for column in columns)
+            at_s, input_len, output_len = _time_s(when), int(context), int(generated)
+        except (IndexError, ValueError, OverflowError):
+            raise lines.error(f"{line.strip()[:80]!r} is not a row", f"for example {_AZURE_EXAMPLE}") from None
+        yield TraceRow(at_s, lines.length(input_len, "ContextTokens"), lines.length(output_len, "GeneratedTokens"))
+
+
+def _time_s(text: str) -> float:
+    """Seconds since the epoch. A time without a zone is UTC, or the hour of a clock change would count twice."""
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _mooncake(lines: _Lines, first: str) -> Iterator[TraceRow]:
+    for line in itertools.chain([first], lines):
+        if not line.strip():
+            continue
+        try:
+            row = msgspec.json.decode(line, type=_MooncakeRow)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise lines.error(f"not a row ({error})", f"for example {_MOONCAKE_EXAMPLE}") from None
+        input_len = lines.length(row.input_length, "input_length")
+        output_len = lines.length(row.output_length, "output_length")
+        num_ids = math.ceil(input_len / HASH_BLOCK_LEN)
+        if row.hash_ids and (len(row.hash_ids) != num_ids or not 0 <= min(row.hash_ids) <= max(row.hash_ids) < 1 << 62):
+            problem = f"{len(row.hash_ids)} hash_ids for {input_len} tokens"
+            raise lines.error(problem, f"{num_ids} of them, one for each {HASH_BLOCK_LEN} tokens, from 0 to 2^62 - 1")
+        yield TraceRow(row.timestamp / 1e3, input_len, output_len, tuple(row.hash_ids))

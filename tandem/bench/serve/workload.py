@@ -1,0 +1,253 @@
+"""The requests of a load: arrival times, prompts and output lengths, planned before the first one is sent.
+
+The same seed makes the same requests, in any process. Every run of a sweep and every warm-up has its own prompts, so
+that none is in the prefix cache; shared prefixes are meant to be cached and stay the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from tandem.bench.serve.endpoint import PlannedRequest
+from tandem.bench.serve.traces import TracePlan, TraceRow, TraceUse, plan
+
+_DRAWN_AT_ONCE = 1024
+
+
+def gamma_arrivals(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[float]:
+    """Endless arrival times with independent gamma gaps of shape `burstiness` and mean 1 / `rate` seconds.
+
+    1 is a Poisson process, less is burstier, more is more even: the gaps' standard deviation over their mean is
+    1 / sqrt(burstiness). The first gap lies before the first request. Raises ValueError.
+    """
+    _check(rate, "rate")
+    _check(burstiness, "burstiness")
+    now_s = 0.0
+    while True:
+        for gap_s in rng.gamma(burstiness, 1 / (rate * burstiness), _DRAWN_AT_ONCE).tolist():
+            now_s += gap_s
+            yield now_s
+
+
+def even_arrivals(rate: float) -> Iterator[float]:
+    """One request every 1 / `rate` seconds, the first at 0. Raises ValueError."""
+    _check(rate, "rate")
+    return (number / rate for number in itertools.count())
+
+
+def all_at_once() -> Iterator[float]:
+    return itertools.repeat(0.0)
+
+
+def cut(arrivals: Iterable[float], *, num_requests: int | None, duration_s: float | None) -> list[float]:
+    """The first `num_requests` of those before `duration_s`; None: no limit. One of them must be given."""
+    if num_requests is None and duration_s is None:
+        raise ValueError("the series is endless: give num_requests, duration_s, or both")
+    within = arrivals if duration_s is None else itertools.takewhile(lambda at_s: at_s < duration_s, arrivals)
+    return list(itertools.islice(within, num_requests))
+
+
+def filling(arrivals: Iterable[float], *, num_requests: int, duration_s: float) -> list[float]:
+    """The first `num_requests`, stretched so that the next one would be at `duration_s`.
+
+    A short series then has the requested rate. The ratios of gamma gaps are kept: for a Poisson process this is the
+    process conditioned on `num_requests` arrivals within `duration_s`, which are independent and uniform (Devroye,
+    Non-Uniform Random Variate Generation, 1986, chapter V).
+    """
+    *times_s, end_s = itertools.islice(arrivals, num_requests + 1)
+    return [at_s * duration_s / end_s for at_s in times_s]
+
+
+def _check(value: float, name: str) -> None:
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value:g}; it must be above 0 and finite")
+
+
+_MIDDLE = (1 / 8, 1 / 2)
+"""The part of a vocabulary without special tokens: known ones have them at either end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Ordinary token ids to draw from, and their origin, for messages."""
+
+    ids: tuple[int, ...]
+    origin: str
+
+    def __post_init__(self) -> None:
+        if not self.ids:
+            raise ValueError(f"{self.origin}: no ordinary token is left for prompts")
+
+    @classmethod
+    def of_tokenizer(cls, folder: Path, *, vocab_size: int | None = None, end_ids: frozenset[int]) -> Vocabulary:
+        """All ids of the tokenizer.json in `folder` (or of that file) below `vocab_size`, except added and special
+        tokens. Raises ValueError with the problem of the file."""
+        file = folder / "tokenizer.json" if folder.is_dir() else folder
+        try:
+            text = file.read_text(encoding="utf-8")
+            added = {int(token["id"]) for token in json.loads(text)["added_tokens"]}
+            known = tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=False).values()
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{file} is not a readable tokenizer.json: {error}") from None
+        within = known if vocab_size is None else (one for one in known if one < vocab_size)
+        return cls(tuple(sorted(set(within) - added - end_ids)), f"of {file} without special tokens")
+
+    @classmethod
+    def middle(cls, vocab_size: int, *, end_ids: frozenset[int]) -> Vocabulary:
+        """For a model whose tokenizer is not available."""
+        begin, end = (int(part * vocab_size) for part in _MIDDLE)
+        ids = tuple(one for one in range(begin, end) if one not in end_ids)
+        return cls(ids, f"{begin} to {end - 1}, where vocabularies have no special tokens")
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[int, ...]:
+        """`count` ids, uniformly."""
+        return tuple(self.ids[place] for place in rng.integers(len(self.ids), size=count).tolist())
+
+
+_ARRIVALS, _PREFIXES, _PROMPTS = range(3)
+_ALL_RUNS = 0
+"""Instead of the number of a run, which counts from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Numbers of tokens, uniform from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.low <= self.high:
+            raise ValueError(
+                f"lengths from {self.low} to {self.high}: the first must be at least 1, the second no less"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """`512`, or `256:1024`. Raises ValueError."""
+        low, _, high = text.partition(":")
+        try:
+            return cls(int(low), int(high or low))
+        except ValueError as error:
+            reason = str(error) if "lengths from" in str(error) else "not a number"
+            raise ValueError(f"{text!r}: {reason}; write a length like 512, a range like 256:1024") from None
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
+
+    def draw(self, count: int, rng: np.random.Generator) -> list[int]:
+        drawn: list[int] = rng.integers(self.low, self.high, size=count, endpoint=True).tolist()
+        return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Arrival times, and the end of the run."""
+
+    burstiness: float | None = 1.0
+    """See `gamma_arrivals`; None: one every 1 / rate seconds."""
+    num_requests: int | None = None
+    duration_s: float | None = None
+
+    def times_s(self, rate: float, seed: int) -> list[float]:
+        """At `rate` requests per second; inf: all at once. With one seed, twice the rate is the same series at twice
+        the speed. A number of requests takes number / rate seconds; within a duration their number varies."""
+        if rate == float("inf"):
+            arrivals = all_at_once()
+        elif self.burstiness is None:
+            arrivals = even_arrivals(rate)
+        else:
+            arrivals = gamma_arrivals(rate, self.burstiness, _rng(seed, _ALL_RUNS, _ARRIVALS))
+            if self.num_requests is not None and self.duration_s is None:
+                return filling(arrivals, num_requests=self.num_requests, duration_s=self.num_requests / rate)
+        return cut(arrivals, num_requests=self.num_requests, duration_s=self.duration_s)
+
+
+class Workload(Protocol):
+    def plan(self, run: int, rate: float | None) -> list[PlannedRequest]:
+        """Those of measured run `run`, from 1, at `rate` requests per second; None: as in the trace."""
+
+    def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
+        """`count` requests like those of run `run`, but with other prompts, all due at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWorkload:
+    """Prompts of random ids: one of `num_prefixes` shared prefixes of `prefix_len` ids, then unique ids."""
+
+    vocabulary: Vocabulary
+    schedule: Schedule
+    seed: int
+    prompt: Lengths
+    """Length of the unique part."""
+    output: Lengths
+    prefix_len: int = 0
+    num_prefixes: int = 1
+
+    def __str__(self) -> str:
+        prefix = f" after {self.num_prefixes} x {self.prefix_len} shared ones" if self.prefix_len else ""
+        return f"prompts of {self.prompt}{prefix}, answers of {self.output} tokens; ids {self.vocabulary.origin}"
+
+    def plan(self, run: int, rate: float | None) -> list[PlannedRequest]:
+        """Prefixes alternate."""
+        if rate is None:
+            raise ValueError("random prompts need a rate")
+        return self._requests(self.schedule.times_s(rate, self.seed), 2 * run)
+
+    def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
+        return self._requests([0.0] * count, 2 * run + 1)
+
+    def _requests(self, times_s: Sequence[float], series: int) -> list[PlannedRequest]:
+        rng = _rng(self.seed, series, _PROMPTS)
+        prefix_rng = _rng(self.seed, _ALL_RUNS, _PREFIXES)
+        prefixes = itertools.cycle(
+            [self.vocabulary.draw(self.prefix_len, prefix_rng) for _ in range(self.num_prefixes)]
+        )
+        lengths = zip(self.prompt.draw(len(times_s), rng), self.output.draw(len(times_s), rng), strict=True)
+        return [
+            PlannedRequest(at_s, next(prefixes) + self.vocabulary.draw(prompt_len, rng), output_len)
+            for at_s, (prompt_len, output_len) in zip(times_s, lengths, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceWorkload:
+    """Lengths and shared prefixes of a trace, and its times unless a rate is given."""
+
+    vocabulary: Vocabulary
+    schedule: Schedule
+    seed: int
+    rows: Sequence[TraceRow]
+    use: TraceUse
+
+    def __str__(self) -> str:
+        return f"trace: {self.traced(0)}; ids {self.vocabulary.origin}"
+
+    def traced(self, run: int) -> TracePlan:
+        """The planned rows, before they are cut to the schedule's number and duration."""
+        return plan(self.rows, self.use, self.vocabulary.ids, seed=self.seed + (run << 32))
+
+    def plan(self, run: int, rate: float | None) -> list[PlannedRequest]:
+        """A trace gives no more requests than it has rows, also at a given rate."""
+        requests = self.traced(2 * run).requests
+        num_requests = min(len(requests), self.schedule.num_requests or len(requests))
+        if rate is not None:
+            times_s = replace(self.schedule, num_requests=num_requests).times_s(rate, self.seed)
+            return [replace(one, at_s=at_s) for one, at_s in zip(requests, times_s, strict=False)]
+        times_s = cut((one.at_s for one in requests), num_requests=num_requests, duration_s=self.schedule.duration_s)
+        return requests[: len(times_s)]
+
+    def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
+        return [replace(one, at_s=0.0) for one in self.traced(2 * run + 1).requests[:count]]
+
+
+def _rng(seed: int, series: int, purpose: int) -> np.random.Generator:
+    return np.random.default_rng([seed, series, purpose])

@@ -1,0 +1,207 @@
+"""From the address of one or several routers to a channel that follows the client's TLS files.
+
+Of several routers, each request goes to one that is SERVING, in turn, and a request that is rejected with UNAVAILABLE
+before any part of its answer has come is retried at another: gRPC's own round_robin, health checks and retries. So a
+router may restart without an error at its clients, and no token can come twice.
+
+serving/channel.py has the asyncio counterpart of `ClientChannel`. TLS modules are imported late: a plaintext
+client saves a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from tandem.client.credentials import Credentials
+from tandem.client.registry import running_address
+
+if TYPE_CHECKING:
+    from serving.tls import TlsFiles, TlsMaterial
+
+Options = tuple[tuple[str, int | str], ...]
+ROUTER_SERVICE = "tandem.v1.GenerationService"
+MAX_RETRIES = 4
+"""gRPC makes at most five attempts: with the backoff below some three seconds, in which the client finds a restarted
+router again (half a second, and its health)."""
+_OPTIONS: Options = (
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),  # two clients must not share a connection: its loss would hit both
+)
+_SEVERAL: Options = (
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The arguments of a channel to one or several routers."""
+
+    address: str
+    """For messages: the caller's, or the local stack's."""
+    target: str
+    """For gRPC."""
+    options: Options
+
+
+def router_target(address: str | Sequence[str] | None, retries: int | None) -> Target:
+    """The target of `address`: host:port, several IP addresses with ports (a list, or separated by commas), or
+    dns:name:port for every address of a name; None for the local stack.
+
+    `retries` limits the retries of a rejected request; None: 0 for a single address, else gRPC's maximum.
+    Raises ValueError, which says what to write, and NotRunning.
+    """
+    if retries is not None and not 0 <= retries <= MAX_RETRIES:
+        raise ValueError(f"retries: is {retries}; allowed: 0..{MAX_RETRIES}")
+    given = address.split(",") if isinstance(address, str) else address
+    addresses = [running_address()] if given is None else [one.strip() for one in given]
+    if not all(addresses):
+        raise ValueError("address: is empty; give host:port of a router")
+    name = ",".join(addresses)
+    if len(addresses) > 1:
+        target, is_several = f"{_ip_scheme(addresses)}:{name}", True
+    else:
+        is_several = name.startswith("dns:")
+        target = f"dns:///{name.removeprefix('dns:').lstrip('/')}" if is_several else name
+    retries = (MAX_RETRIES if is_several else 0) if retries is None else retries
+    config = ("grpc.service_config", json.dumps(_service_config(is_several, retries)))
+    return Target(name, target, (*_OPTIONS, *(_SEVERAL if is_several else ()), config))
+
+
+def _ip_scheme(addresses: Sequence[str]) -> str:
+    """ipv4 or ipv6. gRPC takes a list of IP addresses of one version, but only a single name."""
+    versions = set()
+    for address in addresses:
+        host, colon, port = address.rpartition(":")
+        try:
+            versions.add(ipaddress.ip_address(host.strip("[]")).version)
+        except ValueError:
+            colon = ""
+        if not (colon and port.isdecimal()):
+            raise ValueError(
+                f"address: several routers are given by their IP addresses with ports, which {address!r} is not; "
+                "for a name with several addresses write dns:name:port, alone"
+            )
+    if len(versions) > 1:
+        raise ValueError("address: IPv4 and IPv6 addresses do not go together in one list")
+    return f"ipv{versions.pop()}"
+
+
+def _service_config(is_several: bool, retries: int) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if is_several:
+        config["loadBalancingConfig"] = [{"round_robin": {}}]
+        config["healthCheckConfig"] = {"serviceName": ROUTER_SERVICE}
+    if retries:
+        policy = {
+            "maxAttempts": retries + 1,
+            "initialBackoff": "0.2s",
+            "maxBackoff": "2s",
+            "backoffMultiplier": 2,
+            "retryableStatusCodes": ["UNAVAILABLE"],
+        }
+        config["methodConfig"] = [{"name": [{"service": ROUTER_SERVICE}], "retryPolicy": policy}]
+    return config
+
+
+def open_async_channel(target: str, options: Options, credentials: Credentials) -> grpc.aio.Channel:
+    """A channel for the running event loop that follows the TLS files. Raises ValueError."""
+    files = _tls_files(credentials)
+    if files is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    from serving.channel import ReloadingChannel, channel_credentials
+
+    def dial(material: TlsMaterial) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(
+            target, channel_credentials(material), options=(*options, *_tls_options(credentials))
+        )
+
+    return ReloadingChannel(files, dial)
+
+
+def open_blocking_channel(
+    target: str, options: Options, credentials: Credentials, material: TlsMaterial | None = None
+) -> grpc.Channel:
+    """A channel with the TLS files as they are now, or as they were in `material`. Raises ValueError."""
+    if material is None and (files := _tls_files(credentials)) is not None:
+        material = files.current()
+    if material is None:
+        return grpc.insecure_channel(target, options=options)
+    from serving.channel import channel_credentials
+
+    return grpc.secure_channel(target, channel_credentials(material), options=(*options, *_tls_options(credentials)))
+
+
+def _tls_files(credentials: Credentials) -> TlsFiles | None:
+    """The client's TLS files; None for plaintext. Raises ValueError, which names the file."""
+    if credentials.ca_file is None:
+        return None
+    from serving.tls import TlsFiles
+
+    return TlsFiles(credentials.ca_file, credentials.cert_file, credentials.key_file)
+
+
+def _tls_options(credentials: Credentials) -> Options:
+    name = credentials.server_name
+    return () if name is None else (("grpc.ssl_target_name_override", name),)
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """A channel with one state of the TLS files, and its number of calls."""
+
+    channel: grpc.Channel
+    material: TlsMaterial | None
+    num_calls: int = 0
+
+
+class ClientChannel:
+    """A blocking channel: replaced when the TLS files change; the old one closes after its last call. Thread-safe."""
+
+    def __init__(self, target: str, options: Options, credentials: Credentials) -> None:
+        """Raises ValueError for an unusable file."""
+        self._dial = partial(open_blocking_channel, target, options, credentials)
+        self._files = _tls_files(credentials)
+        self._lock = threading.Lock()
+        self._current = self._connect()
+
+    @contextmanager
+    def channel(self) -> Iterator[grpc.Channel]:
+        """The channel for one call, which ends within the `with`."""
+        with self._lock:
+            if self._files is not None and self._files.current() is not self._current.material:
+                retired, self._current = self._current, self._connect()
+                self._close_if_idle(retired)
+            connection = self._current
+            connection.num_calls += 1
+        try:
+            yield connection.channel
+        finally:
+            with self._lock:
+                connection.num_calls -= 1
+                self._close_if_idle(connection)
+
+    def close(self) -> None:
+        """Cancels the calls of the current connection; those on an older one run to their end."""
+        self._current.channel.close()
+
+    def _connect(self) -> _Connection:
+        material = None if self._files is None else self._files.current()
+        return _Connection(self._dial(material), material)
+
+    def _close_if_idle(self, connection: _Connection) -> None:
+        if connection is not self._current and connection.num_calls == 0:
+            connection.channel.close()

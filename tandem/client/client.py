@@ -1,0 +1,192 @@
+"""The Python client: `Client` for blocking code, `AsyncClient` for an event loop. Both check what they receive.
+
+    with Client() as client:                      # the local stack; or Client("host:port"), or several routers
+        print(client.generate("Once upon a time", max_tokens=32).text)
+        for piece in client.stream([{"role": "user", "content": "Who lives here?"}]):
+            print(piece.text, end="", flush=True)
+    with Client("router:50051", credentials=Credentials(ca_file=Path("ca.crt"), token=TOKEN)) as client:
+        ...                                       # TLS and a bearer token; docs/security.md
+
+Leaving a stream early (break, an exception, a cancelled task) cancels the call; both pools then free its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, Unpack
+
+import grpc
+import grpc.aio
+
+from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
+from tandem.client.channel import ClientChannel, Target, open_async_channel, router_target
+from tandem.client.completion import Completion, CompletionAssembler, Piece
+from tandem.client.credentials import Credentials
+from tandem.client.errors import TandemError, explain
+from tandem.client.registry import credentials_for
+from tandem.client.request import Prompt, RequestOptions, generate_request
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class _BaseClient(ABC):
+    def __init__(
+        self,
+        address: str | Sequence[str] | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retries: int | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        target = router_target(address, retries)
+        self.address = target.address
+        self._timeout_s = timeout_s
+        self._credentials = credentials_for(self.address) if credentials is None else credentials
+        self._open(target)
+
+    @abstractmethod
+    def _open(self, target: Target) -> None: ...
+
+
+class Client(_BaseClient):
+    """A connection to a router, or to several. Safe to share between threads; `close` it, or use it in a `with`.
+
+    `address` is host:port of a router; None takes the stack that `tandem up` runs on this machine. With several, as in
+    `Client(["10.0.0.1:50051", "10.0.0.2:50051"])` or `Client("dns:tandem-routers:50051")`, a request goes to one that
+    is ready, and to another if that one rejects it as UNAVAILABLE before the answer has begun, at most `retries` times
+    (0..4; absent: 4, or 0 with a single address). `timeout_s` limits the whole time of one request. `credentials` None:
+    those of the local stack that has the address, or else plaintext.
+    """
+
+    def _open(self, target: Target) -> None:
+        self._channel = ClientChannel(target.target, target.options, self._credentials)
+
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
+        """The whole answer to `prompt` (text, token ids or chat messages). Raises TandemError."""
+        assembler = CompletionAssembler(options.get("n", 1))
+        for _ in self._pieces(generate_request(prompt, options), assembler, options.get("timeout_s")):
+            pass
+        return assembler.finish()
+
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Iterator[Piece]:
+        """The answer to `prompt` piece by piece, as the tokens come. Raises TandemError, also mid-stream."""
+        return self._pieces(
+            generate_request(prompt, options), CompletionAssembler(options.get("n", 1)), options.get("timeout_s")
+        )
+
+    def abort(self, *request_ids: str) -> int:
+        """Aborts requests by their request_id; returns how many were running."""
+        response: generation_pb2.AbortResponse = self._call(
+            "Abort", generation_pb2.AbortRequest(request_ids=request_ids)
+        )
+        return response.num_aborted
+
+    def model_info(self) -> generation_pb2.GetModelInfoResponse:
+        """The served model and its limits."""
+        response: generation_pb2.GetModelInfoResponse = self._call("GetModelInfo", generation_pb2.GetModelInfoRequest())
+        return response
+
+    def close(self) -> None:
+        """Cancels every call of this client."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _call(self, method: str, request: Any) -> Any:
+        with self._stub() as stub:
+            return getattr(stub, method)(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
+
+    def _pieces(
+        self, request: generation_pb2.GenerateRequest, assembler: CompletionAssembler, timeout_s: float | None
+    ) -> Iterator[Piece]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        with self._stub() as stub:
+            call = stub.Generate(request, timeout=timeout_s, metadata=self._credentials.metadata())
+            try:
+                for response in call:
+                    yield assembler.add(response)
+                assembler.finish()
+            finally:
+                call.cancel()
+
+    @contextmanager
+    def _stub(self) -> Iterator[Any]:
+        """For one call; a gRPC error in it becomes a TandemError."""
+        with self._channel.channel() as channel:
+            try:
+                # The stubs are typed for the asyncio channel alone.
+                yield generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[arg-type]
+            except grpc.RpcError as error:
+                raise explain(error, self.address, self._credentials) from error
+
+
+class AsyncClient(_BaseClient):
+    """Client for an event loop, with the same methods. Create and use it on one loop; `await close()`, or use it in an
+    `async with`."""
+
+    def _open(self, target: Target) -> None:
+        self._channel = open_async_channel(target.target, target.options, self._credentials)
+        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+
+    async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
+        assembler = CompletionAssembler(options.get("n", 1))
+        async for _ in self._pieces(generate_request(prompt, options), assembler, options.get("timeout_s")):
+            pass
+        return assembler.finish()
+
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncGenerator[Piece]:
+        """See Client.stream. Leave it with `contextlib.aclosing`, or cancel the task, to end the call at once."""
+        return self._pieces(
+            generate_request(prompt, options), CompletionAssembler(options.get("n", 1)), options.get("timeout_s")
+        )
+
+    async def abort(self, *request_ids: str) -> int:
+        response: generation_pb2.AbortResponse = await self._call(
+            self._stub.Abort, generation_pb2.AbortRequest(request_ids=request_ids)
+        )
+        return response.num_aborted
+
+    async def model_info(self) -> generation_pb2.GetModelInfoResponse:
+        response: generation_pb2.GetModelInfoResponse = await self._call(
+            self._stub.GetModelInfo, generation_pb2.GetModelInfoRequest()
+        )
+        return response
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return await method(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
+        except grpc.aio.AioRpcError as error:
+            raise await self._explain(error) from error
+
+    async def _pieces(
+        self, request: generation_pb2.GenerateRequest, assembler: CompletionAssembler, timeout_s: float | None
+    ) -> AsyncGenerator[Piece]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._credentials.metadata())
+        try:
+            async for response in call:
+                yield assembler.add(response)
+            assembler.finish()
+        except grpc.aio.AioRpcError as error:
+            raise await self._explain(error) from error
+        finally:
+            call.cancel()
+
+    async def _explain(self, error: grpc.aio.AioRpcError) -> TandemError:
+        return await asyncio.to_thread(explain, error, self.address, self._credentials)

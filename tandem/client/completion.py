@@ -1,0 +1,207 @@
+"""Completions, and the check that every token arrived once and in order.
+
+GenerateResponse … ──CompletionAssembler.add()──▶ Piece …    (what a stream yields)
+                            └─finish()─▶ Completion (the whole)
+
+The router numbers tokens and characters of every choice. The assembler counts them too and raises StreamError on the
+first difference, so a caller never reads a gap or a repetition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from protos.tandem.v1 import common_pb2, generation_pb2
+from tandem.client.errors import StreamError
+
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_ABORT: "abort",
+    common_pb2.FINISH_REASON_ERROR: "error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a choice: `external` ones came as KV from another instance, `recomputed` ones should have."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    external_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One candidate at one position; `rank` 1 is the most likely token. Natural logarithm, of the model's raw logits:
+    before biases, penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one choice in one message of the stream."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    choice: int = 0
+    token_index: int = 0
+    """Tokens of this choice before this piece."""
+    finish_reason: str | None = None
+    """stop, length, abort or error on the choice's last piece."""
+    usage: Usage | None = None
+    """On the choice's last piece."""
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """Of each token of `token_ids`, if requested: the token itself first, then the best others."""
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """Of each prompt token, if requested, on the first piece of the first choice; () for the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished answer to the prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """As in Piece, of all of `token_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request. `text`, `token_ids`, `finish_reason` and `usage` are those of the first choice."""
+
+    request_id: str
+    model: str
+    seed: int | None
+    prompt_tokens: int
+    choices: tuple[Choice, ...]
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """Of each prompt token, if requested; () for the first, which nothing predicts."""
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        return self.choices[0].usage
+
+
+@dataclass(slots=True)
+class _ChoiceState:
+    pieces: list[Piece] = field(default_factory=list)
+    num_tokens: int = 0
+    num_chars: int = 0
+    epoch: int = 0
+    finish: common_pb2.Finish | None = None
+
+    def add(self, chunk: common_pb2.TokenChunk) -> Piece:
+        name = f"choice {chunk.choice}"
+        if self.finish is not None:
+            raise StreamError(f"{name} continued after its end")
+        if chunk.token_index != self.num_tokens:
+            raise StreamError(f"{name}: token_index {chunk.token_index} where {self.num_tokens} was expected")
+        if chunk.text_offset != self.num_chars:
+            raise StreamError(f"{name}: text_offset {chunk.text_offset} where {self.num_chars} was expected")
+        if chunk.stream_epoch < self.epoch:
+            raise StreamError(f"{name}: stream_epoch fell from {self.epoch} to {chunk.stream_epoch}")
+        if chunk.logprobs and len(chunk.logprobs) != len(chunk.token_ids):
+            raise StreamError(f"{name}: {len(chunk.logprobs)} logprobs for {len(chunk.token_ids)} token ids")
+        self.finish = chunk.finish if chunk.HasField("finish") else None
+        piece = Piece(
+            text=chunk.text,
+            token_ids=tuple(chunk.token_ids),
+            choice=chunk.choice,
+            token_index=chunk.token_index,
+            finish_reason=None if self.finish is None else _REASONS.get(self.finish.reason, "unknown"),
+            usage=None if self.finish is None else _usage(self.finish.usage),
+            logprobs=_positions(chunk.logprobs),
+            prompt_logprobs=_positions(chunk.prompt_logprobs),
+        )
+        self.pieces.append(piece)
+        self.num_tokens += len(piece.token_ids)
+        self.num_chars += len(piece.text)
+        self.epoch = chunk.stream_epoch
+        return piece
+
+    def finished(self, choice: int) -> Choice:
+        finish = self.finish
+        if finish is None:
+            raise StreamError(f"choice {choice} ended after {self.num_tokens} tokens without a finish reason")
+        return Choice(
+            text="".join(piece.text for piece in self.pieces),
+            token_ids=tuple(token_id for piece in self.pieces for token_id in piece.token_ids),
+            finish_reason=_REASONS.get(finish.reason, "unknown"),
+            usage=_usage(finish.usage),
+            stop_string=finish.stop_string if finish.HasField("stop_string") else None,
+            stop_token_id=finish.stop_token_id if finish.HasField("stop_token_id") else None,
+            logprobs=tuple(position for piece in self.pieces for position in piece.logprobs),
+        )
+
+
+def _positions(positions: Iterable[common_pb2.TokenLogprobs]) -> tuple[tuple[TokenLogprob, ...], ...]:
+    return tuple(
+        tuple(TokenLogprob(item.token_id, item.logprob, item.rank) for item in position.candidates)
+        for position in positions
+    )
+
+
+def _usage(usage: common_pb2.Usage) -> Usage:
+    return Usage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        usage.external_tokens,
+        usage.recomputed_tokens,
+    )
+
+
+class CompletionAssembler:
+    """Checks the messages of one call and assembles its completion."""
+
+    def __init__(self, num_choices: int = 1) -> None:
+        self._choices = {index: _ChoiceState() for index in range(num_choices)}
+        self._first: generation_pb2.GenerateResponse | None = None
+
+    def add(self, response: generation_pb2.GenerateResponse) -> Piece:
+        """The piece of `response`; raises StreamError if it is not the next one of its choice."""
+        if self._first is None:
+            self._first = response
+        state = self._choices.get(response.tokens.choice)
+        if state is None:
+            raise StreamError(f"choice {response.tokens.choice} was not requested")
+        return state.add(response.tokens)
+
+    def finish(self) -> Completion:
+        """The whole answer; raises StreamError if a choice has no finish reason."""
+        choices = tuple(state.finished(index) for index, state in self._choices.items())
+        first = self._first
+        if first is None:
+            raise StreamError("the stream was empty")
+        return Completion(
+            request_id=first.request_id,
+            model=first.model,
+            seed=first.seed if first.HasField("seed") else None,
+            prompt_tokens=first.prompt_tokens,
+            choices=choices,
+            prompt_logprobs=tuple(position for piece in self._choices[0].pieces for position in piece.prompt_logprobs),
+        )

@@ -1,0 +1,172 @@
+"""Errors between a caller and Tandem, as one tree; and the diagnosis of a connection that fails.
+
+TandemError            the router answered with an error status, or could not be reached
+├── StreamError        tokens did not arrive once and in order: a bug, please report it
+└── NotRunning         no address was given and no local stack runs
+
+gRPC reports "Socket closed" for most TLS mistakes. After a call that could not connect, `explain` makes one handshake
+with the same files and tells the cases apart. The handshake sends only the first bytes of every HTTP/2 connection: no
+token and no request.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from tandem.client.credentials import Credentials
+
+if TYPE_CHECKING:
+    import grpc
+
+_PROBE_TIMEOUT_S = 2.0
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+
+
+class TandemError(Exception):
+    """A request that failed.
+
+    `status` is the name of the gRPC status code, `violations` are the invalid fields with the problem of each, and
+    `retry_after_s` is how long to wait before a retry; None if the answer did not say.
+    """
+
+    def __init__(
+        self,
+        status: str,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        violations: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        self.status = status
+        self.message = message
+        self.retry_after_s = retry_after_s
+        self.violations = violations
+        super().__init__(f"{status}: {message}")
+
+
+class StreamError(TandemError):
+    """A token is missing, repeated or out of order, or the stream ended without a finish reason."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("DATA_LOSS", message)
+
+
+class NotRunning(TandemError):
+    """No local stack runs; the message says what to type."""
+
+    def __init__(self, flag: str = "--address") -> None:
+        super().__init__(
+            "UNAVAILABLE", f"no local stack is running. Start one with `tandem up`, or give {flag} host:port"
+        )
+
+
+def from_rpc(error: grpc.RpcError, address: str) -> TandemError:
+    """The TandemError of a failed call to `address`."""
+    code, details = getattr(error, "code", None), getattr(error, "details", None)
+    status = code().name if callable(code) and code() is not None else "UNKNOWN"
+    message = (details() if callable(details) else None) or str(error)
+    if status == "UNAVAILABLE" and ("connect" in message.lower() or "dns" in message.lower()):
+        hint = "give host:port of a router, such as 127.0.0.1:50051; `tandem doctor` shows what runs here"
+        return TandemError(status, f"no router answers at {address} ({hint}): {message}")
+    if status == "UNIMPLEMENTED" and message == "Method not found!":
+        return TandemError(status, f"the server at {address} is not a router: give the router's host:port")
+    violations, retry_after_s = _status_details(error)
+    return TandemError(status, message, retry_after_s=retry_after_s, violations=violations)
+
+
+def explain(error: grpc.RpcError, address: str, credentials: Credentials) -> TandemError:
+    """The TandemError of a failed call to `address` (one or several); blocks up to 2 s if it could not connect."""
+    reported = from_rpc(error, address)
+    if reported.status != "UNAVAILABLE" or not reported.message.startswith("no router answers"):
+        return reported
+    first = address.removeprefix("dns:").lstrip("/").partition(",")[0]
+    problem = _tls_problem(first, credentials)
+    return reported if problem is None else TandemError(reported.status, problem)
+
+
+def _status_details(error: grpc.RpcError) -> tuple[tuple[tuple[str, str], ...], float | None]:
+    """Field violations and retry delay from the trailers of a failed call."""
+    from google.protobuf.message import DecodeError
+    from google.rpc import error_details_pb2
+    from grpc_status import rpc_status
+
+    try:
+        status = rpc_status.from_call(error)
+    except (AttributeError, ValueError, DecodeError):
+        status = None  # without trailers, or with others than gRPC's rich errors
+    violations: list[tuple[str, str]] = []
+    retry_after_s: float | None = None
+    for detail in () if status is None else status.details:
+        bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Is(bad_request.DESCRIPTOR) and detail.Unpack(bad_request):
+            violations += [(item.field, item.description) for item in bad_request.field_violations]
+        elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+    return tuple(violations), retry_after_s
+
+
+def _tls_problem(address: str, credentials: Credentials) -> str | None:
+    """What TLS has against a connection to `address` (host:port); None if TLS is not the problem."""
+    from serving.settings import parse_address
+
+    try:
+        host, port = parse_address(address)
+        is_accepted = _probe(_ssl_context(credentials), (host, port), credentials.server_name or host)
+    except ssl.SSLCertVerificationError as error:
+        return (
+            f"the certificate of the server at {address} is not trusted: {error.verify_message.rstrip('.')}; "
+            f"trusted are the CAs in {credentials.ca_file}"
+        )
+    except ssl.SSLError:
+        if credentials.ca_file is None:
+            return None
+        return f"the server at {address} speaks plaintext, not TLS: omit ca_file (--ca-file) if that is intended"
+    except (OSError, ValueError):
+        return None
+    if credentials.ca_file is None:
+        return f"the server at {address} speaks TLS: give the CA to trust as ca_file (--ca-file)"
+    return None if is_accepted else _client_certificate_problem(address, credentials)
+
+
+def _probe(context: ssl.SSLContext, address: tuple[str, int], name: str) -> bool:
+    """Whether the peer answers after the handshake; in TLS 1.3 it checks the client's certificate only then."""
+    with (
+        socket.create_connection(address, timeout=_PROBE_TIMEOUT_S) as plain,
+        context.wrap_socket(plain, server_hostname=name) as wrapped,
+    ):
+        wrapped.sendall(_HTTP2_PREFACE)
+        return bool(wrapped.recv(1))
+
+
+def _ssl_context(credentials: Credentials) -> ssl.SSLContext:
+    if credentials.ca_file is None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE  # only to detect TLS
+    else:
+        context = ssl.create_default_context(cafile=credentials.ca_file)
+        if credentials.cert_file is not None:
+            context.load_cert_chain(credentials.cert_file, credentials.key_file)
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def _client_certificate_problem(address: str, credentials: Credentials) -> str:
+    """Why the server closed the connection when it read the client's certificate: gRPC servers do not say."""
+    if credentials.ca_file is None or credentials.cert_file is None:
+        return (
+            f"the server at {address} requires a client certificate: "
+            "give cert_file and key_file (--cert-file, --key-file)"
+        )
+    from serving.tls import TlsFiles
+
+    material = TlsFiles(credentials.ca_file, credentials.cert_file, credentials.key_file).current()
+    if material.state(datetime.now(UTC)) == "expired":
+        return f"the client certificate in {credentials.cert_file} expired at {material.not_after:%Y-%m-%d %H:%M} UTC"
+    return (
+        f"the server at {address} does not trust the client certificate in {credentials.cert_file}: "
+        "another CA issued it, or it is not valid yet by that server's clock"
+    )

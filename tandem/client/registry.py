@@ -1,0 +1,165 @@
+"""The registry of local stacks: the state files by which `tandem generate` finds what `tandem up` started.
+
+A running stack has a private folder in the system's temporary directory and holds a lock (flock) on the file `lock` in
+it. The kernel releases the lock when the process ends, however it ends, so the lock says whether the stack runs, and a
+reused process id cannot be mistaken for it. The state file holds that folder and the router's address.
+
+    create() ─▶ running (locked) ─remove()─▶ gone
+                    └─ killed ─▶ stale (unlocked) ─sweep(), at the next start─▶ gone
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tandem.client.credentials import PLAINTEXT, Credentials, stack_credentials
+from tandem.client.errors import NotRunning
+
+_LOCK = "lock"
+_UNLOCKED_GRACE_S = 60.0
+_MAX_FOLDER_CHARS = 40
+"""A socket's path has at most 107 characters, of which up to 67 are below this folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStack:
+    """The content of a stack's state file."""
+
+    address: str
+    """host:port of the router."""
+    folder: str
+    """The stack's private folder."""
+    pid: int
+    """Of the process that owns the stack."""
+    model: str
+    instances: dict[str, str]
+    """Name → host:port of every prefill and decode instance."""
+    started_s: float
+    """Wall-clock time of the start; the newest stack is preferred."""
+    admin_address: str = ""
+    """host:port of the router's admin listener; empty in a file of an older version."""
+
+
+class StackFolder:
+    """The private folder of one stack: secret, sockets, ready files, logs, the shared store. Owned by LocalStack."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_folder_prefix(), dir=temporary_folder()))  # mkdtemp makes it 0700
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        """Deletes the folder and its content; called once."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def temporary_folder() -> Path:
+    """The parent of stacks' folders: the system's temporary directory, or /tmp if that path is too long for sockets."""
+    folder = tempfile.gettempdir()
+    return Path(folder if len(folder) <= _MAX_FOLDER_CHARS else "/tmp")
+
+
+def state_dir() -> Path:
+    """$XDG_RUNTIME_DIR/tandem, or ~/.tandem without one; created with mode 0700."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(runtime) / "tandem" if runtime and os.access(runtime, os.W_OK) else Path.home() / ".tandem"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def announce(stack: RunningStack) -> Path:
+    """Writes the state file of `stack` atomically, with mode 0600; returns its path."""
+    path = state_dir() / f"stack-{stack.pid}-{Path(stack.folder).name[-8:]}.json"
+    unfinished = path.with_suffix(".tmp")
+    unfinished.touch(mode=0o600)
+    unfinished.write_text(json.dumps(asdict(stack)))
+    unfinished.rename(path)
+    return path
+
+
+def running_stacks() -> list[RunningStack]:
+    """The announced stacks whose owner runs, newest first."""
+    stacks = [stack for _, stack in _announced() if _is_locked(Path(stack.folder))]
+    return sorted(stacks, key=lambda stack: stack.started_s, reverse=True)
+
+
+def running_address() -> str:
+    """The router's address of the newest running stack; raises NotRunning."""
+    stacks = running_stacks()
+    if not stacks:
+        raise NotRunning
+    return stacks[0].address
+
+
+def running_admin_address() -> str:
+    """The admin address of the newest running stack; raises NotRunning."""
+    stacks = [stack for stack in running_stacks() if stack.admin_address]
+    if not stacks:
+        raise NotRunning("--admin")
+    return stacks[0].admin_address
+
+
+def credentials_for(address: str) -> Credentials:
+    """Those of the local stack of this user that has `address`; without one, plaintext."""
+    for stack in running_stacks():
+        if address in (stack.address, stack.admin_address, *stack.instances.values()):
+            return stack_credentials(Path(stack.folder))
+    return PLAINTEXT
+
+
+def sweep() -> int:
+    """Removes folders and state files left behind by killed stacks of this user; returns the number of folders."""
+    num_removed = 0
+    for folder in temporary_folder().glob(_folder_prefix() + "*"):
+        if _is_ours(folder) and not _is_locked(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            num_removed += 1
+    for path, stack in _announced():
+        if not _is_locked(Path(stack.folder)):
+            path.unlink(missing_ok=True)
+    return num_removed
+
+
+def _folder_prefix() -> str:
+    return f"tandem-{os.getuid()}-"
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a real folder of this user: any user may write to /tmp, and a link there may point anywhere."""
+    try:
+        return not folder.is_symlink() and folder.is_dir() and folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether the stack of `folder` runs. A new folder may not have its lock yet and counts as running."""
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return folder.is_dir() and time.time() - folder.stat().st_mtime < _UNLOCKED_GRACE_S
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _announced() -> Iterator[tuple[Path, RunningStack]]:
+    for path in state_dir().glob("stack-*.json"):
+        try:
+            yield path, RunningStack(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            continue  # of another version, or just removed

@@ -1,0 +1,97 @@
+"""Options that several commands have: credentials for a router, and options of a connector's class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tandem.connectors import Options
+
+if TYPE_CHECKING:
+    from tandem.client.credentials import Credentials
+
+F = TypeVar("F", bound=Callable[..., Any])
+_META = "tandem.client.credentials"
+_CREDENTIALS = {
+    "ca_file": "PEM: the CA that issued the router's certificate; enables TLS.",
+    "cert_file": "PEM: your certificate, if the router requires one.",
+    "key_file": "PEM: the certificate's private key.",
+    "server_name": "Name in the router's certificate; absent: the host of its address.",
+    "token_file": "File with your bearer token.",
+}
+
+
+def option_group(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator; --help lists them in this order."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def credential_options(function: F) -> F:
+    """Adds the credential options, whose values `given_credentials` returns. Environment: TANDEM_CLIENT__CA_FILE etc.
+
+    A local stack on this machine needs none of them.
+    """
+    for name, text in reversed(_CREDENTIALS.items()):
+        is_file = name.endswith("_file")
+        option = click.option(
+            f"--{name.replace('_', '-')}",
+            name,
+            metavar="FILE" if is_file else "NAME",
+            type=click.Path(dir_okay=False, path_type=Path) if is_file else str,
+            envvar=f"TANDEM_CLIENT__{name.upper()}",
+            expose_value=False,
+            callback=_keep,
+            help=text,
+        )
+        function = option(function)
+    return function
+
+
+def given_credentials(address: str | None) -> Credentials | None:
+    """The Credentials of the command line and the environment; without any, those of the local stack that has
+    `address`, or None without an address. Raises ClickException for options that exclude each other."""
+    from tandem.client.credentials import Credentials
+    from tandem.client.registry import credentials_for
+
+    given = click.get_current_context().meta.get(_META, {})
+    try:
+        if given:
+            return Credentials(**given)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    return None if address is None else credentials_for(address)
+
+
+def _keep(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    if value is not None:  # the group of a subcommand may have been given the option as well
+        context.meta.setdefault(_META, {})[option.name] = value
+    return value
+
+
+def _parse_options(context: click.Context, option: click.Parameter, text: str) -> Options:
+    import yaml
+
+    try:
+        options = yaml.safe_load(text)
+    except yaml.YAMLError:
+        options = None
+    if not isinstance(options, dict) or not all(
+        isinstance(value, str | int | float | bool) for value in options.values()
+    ):
+        raise click.BadParameter("must be a map in YAML: '{num_io_threads: 4, digest: false}'")
+    return {str(name): value for name, value in options.items()}
+
+
+kv_options = click.option(
+    "--kv-options", "options", metavar="YAML", default="{}", callback=_parse_options,
+    help="Options of the connector's class: '{num_io_threads: 4}'.",
+)  # fmt: skip

@@ -1,0 +1,463 @@
+"""`tandem pools`: shows and resizes the pools, explains a pick, drains an instance.
+
+It calls the router's admin listener, which is not the clients' port.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+
+from protos.tandem.v1 import common_pb2, instance_pb2, pools_pb2
+from tandem.commands.options import credential_options, given_credentials
+from tandem.local_stack.settings import unknown_pool
+
+F = TypeVar("F", bound=Callable[..., Any])
+_CLEAR_SCREEN = "\x1b[H\x1b[J"
+_ADMIN = "tandem.commands.pools.admin"
+_ROLES = {"prefill": instance_pb2.ROLE_PREFILL, "decode": instance_pb2.ROLE_DECODE}
+_CALL_TIMEOUT_S = 10.0
+_POLL_INTERVAL_S = 0.25
+_INTERRUPTED = 130
+"""A shell's exit status for Ctrl-C."""
+_PORT_HINT = (
+    "give the router's admin address, which is not its clients' port: `tandem up` prints it, and "
+    "`python -m router --admin-listen host:port` sets it"
+)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+_timeout_option = click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=_CALL_TIMEOUT_S, show_default=True,
+    help="Seconds to wait for the answer.",
+)  # fmt: skip
+
+
+def _admin_options(function: F) -> F:
+    """The router's admin address, and credentials for it, both for `_admin_calls`."""
+    option = click.option(
+        "--admin", metavar="HOST:PORT", expose_value=False, callback=_keep_admin,
+        help="The router's admin address; absent: the stack that runs on this machine.",
+    )  # fmt: skip
+    return option(credential_options(function))
+
+
+def _keep_admin(context: click.Context, option: click.Parameter, value: str | None) -> None:
+    if value is not None:  # `tandem pools` may have been given it before its subcommand
+        context.meta[_ADMIN] = value
+
+
+def _call_options(function: F) -> F:
+    """The options of a command that makes a single call."""
+    return _admin_options(_timeout_option(_json_option(function)))
+
+
+@contextmanager
+def _admin_calls() -> Iterator[Callable[..., Any]]:
+    """Calls a method of the admin listener that --admin gives, or of the running stack's: `call(name, request)`.
+
+    Errors become a ClickException.
+    """
+    import grpc
+
+    from protos.tandem.v1 import pools_pb2_grpc
+    from tandem.client.channel import open_blocking_channel
+    from tandem.client.credentials import PLAINTEXT
+    from tandem.client.errors import TandemError, explain
+    from tandem.client.registry import running_admin_address
+
+    try:
+        address = click.get_current_context().meta.get(_ADMIN) or running_admin_address()
+        credentials = given_credentials(address) or PLAINTEXT
+        with open_blocking_channel(address, (("grpc.use_local_subchannel_pool", 1),), credentials) as channel:
+            stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)  # type: ignore[arg-type]  # typed for asyncio alone
+            try:
+                yield lambda method, request, **named: getattr(stub, method)(
+                    request, metadata=credentials.metadata(), **named
+                )
+            except grpc.RpcError as error:
+                raise explain(error, address, credentials) from error
+    except ValueError as error:  # an unusable file of the credentials
+        raise click.ClickException(str(error)) from None
+    except TandemError as error:
+        if error.status == "UNAVAILABLE" and error.message.startswith("no router answers"):
+            raise click.ClickException(f"nothing answers at {address}: {_PORT_HINT}") from None
+        if error.status == "UNIMPLEMENTED":
+            raise click.ClickException(f"the server at {address} is not an admin listener: {_PORT_HINT}") from None
+        raise click.ClickException(error.message) from None
+
+
+@click.group("pools", invoke_without_command=True)
+@click.option("--watch", is_flag=True, help="Show them repeatedly, until Ctrl-C.")
+@click.option(
+    "--interval", "interval_s", type=click.FloatRange(0.1, 60.0), default=1.0, show_default=True,
+    help="With --watch: seconds between two updates.",
+)  # fmt: skip
+@_call_options
+@click.pass_context
+def command(context: click.Context, watch: bool, interval_s: float, timeout_s: float, as_json: bool) -> None:
+    """Show the instances of a running stack (state, queue, KV memory) and the desired sizes of its pools.
+
+    \b
+    Examples:
+      tandem pools                                      a table of both pools
+      tandem pools --watch                              the same, live
+      tandem pools --json                               the same for programs; with --watch a line for each update
+      tandem pools --admin 10.0.0.7:7001                a router elsewhere
+      tandem pools resize decode=3                      start or drain instances until there are three
+      tandem pools explain "Once upon a time"           where it would run, and why
+      tandem pools explain --tokens 4000                the same for any prompt of 4000 tokens
+      tandem pools drain decode-1                       remove it without losing a request
+    """
+    if context.invoked_subcommand is not None:
+        return
+    with _admin_calls() as call:
+        if watch:
+            _watch(call, interval_s, as_json)
+        else:
+            answer = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=timeout_s)
+            click.echo(json.dumps(_pools_as_dict(answer), indent=2) if as_json else _pools_table(answer))
+
+
+def _watch(call: Callable[..., Any], interval_s: float, as_json: bool) -> None:
+    """Until Ctrl-C, or the router stops. On a terminal each table replaces the last one."""
+    try:
+        for answer in call("WatchPools", pools_pb2.WatchPoolsRequest(interval_s=interval_s)):
+            if as_json:
+                click.echo(json.dumps(_pools_as_dict(answer.pools)))
+            else:
+                click.echo((_CLEAR_SCREEN if sys.stdout.isatty() else "") + _pools_table(answer.pools) + "\n")
+    except KeyboardInterrupt:
+        return
+    click.echo("the router stopped", err=True)
+
+
+@command.command("resize")
+@click.argument("sizes", metavar="POOL=SIZE...", nargs=-1, required=True)
+@click.option("--wait/--no-wait", default=True, show_default=True, help="Return when the pools have these sizes.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
+    help="Seconds to wait for that. The resize continues in any case.",
+)  # fmt: skip
+@_admin_options
+@_json_option
+def _resize(sizes: tuple[str, ...], wait: bool, timeout_s: float, as_json: bool) -> None:
+    """Change the size of one pool, or of both.
+
+    New instances are started. Of those to remove, the least loaded drain: they accept no new requests, finish their
+    running ones (or hand them over), and end. No request is lost. Ctrl-C ends the waiting, not the resize.
+
+    \b
+    Examples:
+      tandem pools resize decode=3
+      tandem pools resize decode=1 prefill=2            both start together, or neither does
+      tandem pools resize decode=3 --no-wait            return as soon as it has started
+      tandem pools resize prefill=0                     decode instances also prefill
+    """
+    desired = _parse_sizes(sizes)
+    request = pools_pb2.ResizePoolsRequest(
+        sizes=[pools_pb2.PoolSize(role=_ROLES[pool], size=size) for pool, size in desired.items()]
+    )
+
+    def echo(line: str) -> None:
+        click.echo(line, err=as_json)
+
+    with _admin_calls() as call:
+        before = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=_CALL_TIMEOUT_S)
+        changes = [
+            {"pool": pool, "previous_size": change.previous_size, "size": change.size}
+            for pool, change in zip(desired, call("ResizePools", request, timeout=_CALL_TIMEOUT_S).changes, strict=True)
+        ]
+        for change in changes:
+            echo(f"{change['pool']}: {change['previous_size']} → {change['size']}")
+        if wait:
+            _wait_resized(call, desired, _InstanceChanges(before, echo), timeout_s)
+    if as_json:
+        click.echo(json.dumps({"changes": changes, "complete": wait}))
+
+
+def _parse_sizes(arguments: Iterable[str]) -> dict[str, int]:
+    """Sizes by pool, of arguments like decode=3. Raises UsageError, which says what to type."""
+    sizes: dict[str, int] = {}
+    for argument in arguments:
+        pool, equals, size = argument.partition("=")
+        if not equals:
+            raise click.UsageError(f"{argument!r} is not POOL=SIZE: write decode=3, with the new size of the pool")
+        if pool not in _ROLES:
+            raise click.UsageError(unknown_pool(pool, f"={size}"))
+        if not (size.isascii() and size.isdecimal() and len(size) <= 4):
+            raise click.UsageError(f"{argument!r}: the size must be a whole number, the new size of the pool: {pool}=3")
+        if pool in sizes:
+            raise click.UsageError(f"{pool} is named twice: give one size")
+        sizes[pool] = int(size)
+    return sizes
+
+
+class _InstanceChanges:
+    """Reports once for each instance that it starts, is ready, is out and is gone."""
+
+    def __init__(self, before: pools_pb2.ListPoolsResponse, echo: Callable[[str], None]) -> None:
+        self._echo = echo
+        self._out = {one.address: one.out for one in before.instances}
+        self._names = {one.address: one.instance_id or one.address for one in before.instances}
+
+    def update(self, now: pools_pb2.ListPoolsResponse) -> None:
+        for one in now.instances:
+            name = self._names[one.address] = one.instance_id or self._names.get(one.address, one.address)
+            if one.address not in self._out and one.out:
+                self._echo(f"  {_pool_name(one.role)} instance at {one.address} starts")
+            elif one.out != self._out.get(one.address):
+                self._echo(f"  {name} {'is ready' if not one.out else f'is out: {one.out}'}")
+            self._out[one.address] = one.out
+        for address in self._out.keys() - {one.address for one in now.instances}:
+            del self._out[address]
+            self._echo(f"  {self._names[address]} is gone")
+
+
+def _wait_resized(
+    call: Callable[..., Any], desired: Mapping[str, int], changes: _InstanceChanges, timeout_s: float
+) -> None:
+    """Returns when the pools have these sizes; raises ClickException if they will not, or not in time."""
+    started_s = time.monotonic()
+    watch = call("WatchPools", pools_pb2.WatchPoolsRequest(interval_s=_POLL_INTERVAL_S))
+    try:
+        for answer in watch:
+            changes.update(answer.pools)
+            if _is_resized(answer.pools, desired):
+                return
+            if time.monotonic() - started_s > timeout_s:
+                raise click.ClickException(
+                    f"not complete after {timeout_s:g} s; the resize continues, `tandem pools` shows its progress"
+                )
+        raise click.ClickException("the router stopped; the resize continues without it")
+    except KeyboardInterrupt:
+        click.echo("stopped waiting; the resize continues, `tandem pools` shows its progress", err=True)
+        raise click.exceptions.Exit(_INTERRUPTED) from None
+    finally:
+        watch.cancel()
+
+
+def _is_resized(answer: pools_pb2.ListPoolsResponse, desired: Mapping[str, int]) -> bool:
+    """Whether each pool has exactly as many instances as desired, and all are ready."""
+    complete = True
+    for pool in answer.pools:
+        name = _pool_name(pool.role)
+        if name not in desired:
+            continue
+        if pool.HasField("size") and pool.size != desired[name]:
+            raise click.ClickException(
+                f"the desired size of the {name} pool is now {pool.size}, not {desired[name]}: another resize changed "
+                "it, or an instance could not start; the output of `tandem up` says which"
+            )
+        num_present = sum(_pool_name(one.role) == name for one in answer.instances)
+        complete = complete and pool.num_ready == num_present == desired[name]
+    return complete
+
+
+@command.command("explain")
+@click.argument("prompt", required=False)
+@click.option(
+    "--tokens", "num_tokens", type=click.IntRange(min=1), help="Instead of PROMPT: a prompt of so many tokens."
+)
+@click.option("--session", default="", metavar="NAME", help="As if it belonged to this session.")
+@click.option("--cache-salt", default="", metavar="TEXT", help="As if it were sent with this salt.")
+@_call_options
+def _explain(
+    prompt: str | None,
+    num_tokens: int | None,
+    session: str,
+    cache_salt: str,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Say where PROMPT would run now: every instance's score and its parts, ignored instances, and whether it is split.
+
+    Nothing is generated. Without PROMPT or --tokens it is a prompt of one token.
+
+    \b
+    Examples:
+      tandem pools explain "Once upon a time"
+      tandem pools explain --tokens 4000 --json
+      tandem pools explain "And then?" --session customer-7
+    """
+    if prompt is not None and num_tokens is not None:
+        raise click.UsageError("PROMPT and --tokens exclude each other")
+    request = pools_pb2.ExplainPickRequest(session=session, cache_salt=cache_salt, text=prompt or "")
+    if prompt is None:
+        request.token_ids.CopyFrom(common_pb2.TokenIds(ids=[0] * (num_tokens or 1)))
+    with _admin_calls() as call:
+        answer = call("ExplainPick", request, timeout=timeout_s)
+    click.echo(json.dumps(_pick_as_dict(answer), indent=2) if as_json else _pick_text(answer))
+
+
+def _pick_text(answer: pools_pb2.ExplainPickResponse) -> str:
+    lines: list[str] = []
+    for pool, candidates in (("decode", answer.decode), ("prefill", answer.prefill)):
+        lines += [f"{pool} pool, lowest score first" if candidates else f"{pool} pool: empty"]
+        rows = [
+            (
+                "  →" if one.picked else "   ",
+                one.instance_id or one.address,
+                "ignored" if one.rejected else f"{one.score:g}",
+                one.rejected or " + ".join(f"{part.weight:g} × {part.scorer} {part.value:g}" for part in one.parts),
+            )
+            for one in candidates
+        ]
+        lines += [_aligned(rows, right={2})] if rows else []
+    if not answer.HasField("disaggregated"):
+        lines.append(f"It could not be served now: {answer.reason}.")
+    else:
+        verb = "would be split between the pools" if answer.disaggregated else "would run on the decode instance alone"
+        lines.append(f"It {verb}: {answer.reason}.")
+    return "\n".join(lines)
+
+
+def _pick_as_dict(answer: pools_pb2.ExplainPickResponse) -> dict[str, Any]:
+    def candidate(one: pools_pb2.Candidate) -> dict[str, Any]:
+        parts = [_fields(part, "scorer", "value", "weight") for part in one.parts]
+        result = {"rejected": one.rejected} if one.rejected else {"score": one.score, "parts": parts}
+        return {"instance": one.instance_id, "address": one.address, "picked": one.picked, **result}
+
+    return {
+        "decode": [candidate(one) for one in answer.decode],
+        "prefill": [candidate(one) for one in answer.prefill],
+        "disaggregated": answer.disaggregated if answer.HasField("disaggregated") else None,
+        "reason": answer.reason,
+    }
+
+
+@command.command("drain")
+@click.argument("name")
+@click.option(
+    "--grace-s", type=click.FloatRange(min=0), default=0.0,
+    help="Seconds that its running requests may take; 0: the instance's own setting.  [default: 0]",
+)  # fmt: skip
+@_call_options
+def _drain(name: str, grace_s: float, timeout_s: float, as_json: bool) -> None:
+    """Drain the instance NAME (or its address): no new requests go there, running ones finish, then its process ends.
+
+    It returns as soon as the drain has started; `tandem pools` shows its progress. The desired size of its pool stays:
+    a local stack restarts it. To have fewer instances, use `tandem pools resize`.
+
+    \b
+    Examples:
+      tandem pools drain decode-1
+      tandem pools drain 10.0.0.9:7000 --grace-s 120
+    """
+    request = pools_pb2.DrainInstanceRequest(instance=name, grace_s=grace_s)
+    with _admin_calls() as call:
+        answer = call("DrainInstance", request, timeout=timeout_s)
+    if as_json:
+        click.echo(json.dumps({"instance": answer.instance_id, "num_unfinished": answer.num_unfinished}))
+    else:
+        requests = "1 running request" if answer.num_unfinished == 1 else f"{answer.num_unfinished} running requests"
+        click.echo(f"{answer.instance_id} is draining, {requests}. `tandem pools` shows its progress.")
+
+
+def _pools_table(answer: pools_pb2.ListPoolsResponse) -> str:
+    """A row for each instance, then a line for each pool."""
+    rows: list[tuple[str, ...]] = [
+        ("POOL", "INSTANCE", "STATE", "WAITING", "RUNNING", "LOADING", "KV USED", "OURS", "ADDRESS")
+    ]
+    rows += [_instance_row(one) for one in answer.instances]
+    instances = "the pools are empty" if len(rows) == 1 else _aligned(rows, right={3, 4, 5, 6, 7})
+    return "\n".join([instances, "", *(line for pool in answer.pools for line in _pool_lines(pool))])
+
+
+def _instance_row(one: pools_pb2.PoolInstance) -> tuple[str, ...]:
+    has_load, load = one.HasField("load"), one.load
+    numbers = [load.num_waiting, load.num_running, load.num_loading] if has_load else ["-"] * 3
+    used = f"{load.blocks.running / one.num_blocks:.0%} of {one.num_blocks}" if has_load and one.num_blocks else "-"
+    return (
+        _pool_name(one.role),
+        one.instance_id or "-",
+        one.out or "ready",
+        *map(str, numbers),
+        used,
+        str(one.num_running_here),
+        one.address,
+    )
+
+
+def _pool_lines(pool: pools_pb2.PoolStatus) -> list[str]:
+    """Ready and desired size, the last change, and the autoscaler's state."""
+    size = f" of {pool.size}" if pool.HasField("size") else ""
+    lines = [f"{_pool_name(pool.role)}: {pool.num_ready}{size} ready"]
+    if pool.HasField("last_change"):
+        change = pool.last_change
+        sizes = f"{change.previous_size} → {change.size}"
+        lines[0] += f"; {sizes} by the {change.cause}, {format_age(change.age_s)} ago: {change.reason}"
+    if pool.HasField("autoscaler"):
+        status = pool.autoscaler
+        decision = f"desired size {status.desired_size}" if status.leads else "another router leads"
+        lines.append(f"  autoscaler {status.min_size}..{status.max_size}: {decision}; {status.reason}")
+    return lines
+
+
+def format_age(seconds: float) -> str:
+    """A duration in whole seconds, minutes or hours."""
+    for unit, unit_s in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _pools_as_dict(answer: pools_pb2.ListPoolsResponse) -> dict[str, Any]:
+    return {
+        "pools": [_pool_as_dict(pool) for pool in answer.pools],
+        "instances": [_instance_as_dict(one) for one in answer.instances],
+    }
+
+
+def _pool_as_dict(pool: pools_pb2.PoolStatus) -> dict[str, Any]:
+    change = _fields(pool.last_change, "previous_size", "size", "cause", "reason", "age_s")
+    autoscaler = _fields(pool.autoscaler, "min_size", "max_size", "leads", "desired_size", "reason", "age_s")
+    return {
+        "pool": _pool_name(pool.role),
+        "num_ready": pool.num_ready,
+        "size": pool.size if pool.HasField("size") else None,
+        "last_change": change if pool.HasField("last_change") else None,
+        "autoscaler": autoscaler if pool.HasField("autoscaler") else None,
+    }
+
+
+def _instance_as_dict(instance: pools_pb2.PoolInstance) -> dict[str, Any]:
+    load = instance.load
+    report = {
+        **_fields(load, "num_waiting", "num_running", "num_loading", "num_waiting_tokens"),
+        "num_blocks": instance.num_blocks,
+        "num_used_blocks": load.blocks.running,
+        "num_cached_blocks": load.blocks.cached,
+        **_fields(load, "step_s", "draining"),
+    }
+    return {
+        "pool": _pool_name(instance.role),
+        "instance": instance.instance_id,
+        "address": instance.address,
+        "out": instance.out or None,
+        "num_running_here": instance.num_running_here,
+        "load": report if instance.HasField("load") else None,
+    }
+
+
+def _fields(message: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in names}
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: set[int]) -> str:
+    """A table of equally long rows; the columns in `right` are flush right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    cells = (
+        [text.rjust(width) if column in right else text.ljust(width) for column, (text, width) in enumerate(pairs)]
+        for pairs in (zip(row, widths, strict=True) for row in rows)
+    )
+    return "\n".join("  ".join(row).rstrip() for row in cells)
+
+
+def _pool_name(role: int) -> str:
+    """prefill or decode, of a Role on the wire."""
+    return next((name for name, value in _ROLES.items() if value == role), "-")

@@ -1,0 +1,77 @@
+"""The KV connectors of the command line: their short names, and one connector with its URL, folder and options.
+
+Imports nothing heavy, so that a command line can be checked at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CONNECTORS = ("shared_storage", "redis", "nixl", "lmcache")
+"""The short names in instance/connectors.py that a stack of several instances can use."""
+Options = dict[str, str | int | float | bool]
+_WITH_URL, _WITH_FOLDER = ("redis", "lmcache"), ("shared_storage", "lmcache")
+_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_LOGIN = re.compile(r"://[^/@\s]*@")
+_SECRET_NAME = re.compile(r"pass|secret|token|credential|(^|_)key$", re.IGNORECASE)
+_FILE_NAME = re.compile(r"_(file|path|dir)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorChoice:
+    """One connector as configured. Raises ValueError that says what to type."""
+
+    name: str
+    """A short name, or module:Class."""
+    kv_url: str | None = None
+    kv_folder: Path | None = None
+    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in CONNECTORS and not _CLASS_PATH.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} must be one of {', '.join(CONNECTORS)}, or module:Class")
+        if self.kv_url is not None and self.name in ("shared_storage", "nixl"):
+            raise ValueError(f"--kv-url goes with --connector redis, {self.name} has no server")
+        if self.name == "lmcache" and (self.kv_url or "").startswith("redis"):
+            raise ValueError("lmcache: a redis:// URL is not supported; use --connector redis")
+        if self.kv_folder is not None and self.name in ("redis", "nixl"):
+            raise ValueError(f"--kv-folder goes with --connector shared_storage, {self.name} has no folder")
+        for name, setting in (("url", "--kv-url"), ("path", "--kv-folder")):
+            if name in self.options and self.name in CONNECTORS:
+                raise ValueError(f"give {name} by {setting}, not in --kv-options")
+
+    def redacted(self, text: str) -> str:
+        """`text` without logins in addresses and without the values of secret options."""
+        text = _LOGIN.sub("://***@", text)
+        for name, value in self.options.items():
+            is_secret = _SECRET_NAME.search(name) and not _FILE_NAME.search(name) and isinstance(value, str)
+            if is_secret and str(value):
+                text = text.replace(str(value), "***")
+        return text
+
+
+def split_connectors(
+    connector: str, kv_url: str | None, kv_folder: Path | None, options: Mapping[str, str | int | float | bool]
+) -> list[ConnectorChoice]:
+    """One for each of a list ("nixl,redis"), in which options name their connector: {"redis.ttl_s": 600}.
+
+    Raises ValueError that says what to type.
+    """
+    names = connector.split(",")
+    if len(names) == 1:
+        return [ConnectorChoice(connector, kv_url, kv_folder, options)]
+    for option in options:
+        if option.rpartition(".")[0] not in names:
+            raise ValueError(f"--kv-options: {option} must name its connector, for example {names[-1]}.{option}")
+    return [
+        ConnectorChoice(
+            name,
+            kv_url if name in _WITH_URL else None,
+            kv_folder if name in _WITH_FOLDER else None,
+            {option.rpartition(".")[2]: value for option, value in options.items() if option.startswith(f"{name}.")},
+        )
+        for name in names
+    ]

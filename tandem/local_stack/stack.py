@@ -1,0 +1,254 @@
+"""A complete Tandem on this machine: a router and its pools as child processes. `tandem up` and the fault tests run it.
+
+    LocalStack(settings) ─start()─▶ all processes started at once ─▶ all ready ─serve()─▶ supervised ─stop()─▶ gone
+                                          │
+                        a process exits: StackFailed with the end of its log
+
+supervisor.py restarts processes and follows the desired state of the pools (desired_state.py), which `resize` changes
+from any thread. The routers read and change it over a socket (server.py).
+
+The stack's files lie in one private folder that is deleted with it: secret, ready files, sockets, logs, shared store.
+The processes end with this one, however it ends (serving/lifecycle.py). All but `resize` is for one thread at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+from kv_transfer.secret import ensure_secret
+from serving.lifecycle import ParentBond
+from tandem.client import registry
+from tandem.client.credentials import ROUTER, TLS_FOLDER, Credentials, stack_credentials
+from tandem.client.registry import RunningStack, StackFolder
+from tandem.local_stack.desired_state import Role
+from tandem.local_stack.process import ManagedProcess, stop_all
+from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.supervisor import StackEvent, StackFailed, Supervisor, exit_report, log_end
+from tandem.local_stack.topology import LocalProcesses
+
+_POLL_S = 0.01
+_CHECK_INTERVAL_S = 0.05
+_SERVING_TIMEOUT_S = 60.0
+STOP_GRACE_S = 1.0
+
+Progress = Callable[[str], None]
+
+
+class StartCancelled(Exception):
+    """The stack was to stop before it was ready."""
+
+
+class LocalStack:
+    """Processes by name: router, prefill-0 …, decode-0 …. `env` and the failpoints in it are per process name."""
+
+    def __init__(self, settings: StackSettings, *, env: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        self.settings = settings
+        self._env = {name: dict(variables) for name, variables in (env or {}).items()}
+        self._cleanup = ExitStack()
+        self._folder: Path | None = None
+        self._processes: LocalProcesses | None = None
+        self._supervisor: Supervisor | None = None
+        self._announced: RunningStack | None = None
+        self._stop_starting: threading.Event | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The private folder; only while the stack runs."""
+        assert self._folder is not None, "the stack has not started"
+        return self._folder
+
+    @property
+    def store_folder(self) -> Path:
+        """The pages of the shared_storage connector."""
+        return self.folder / "store"
+
+    @property
+    def processes(self) -> dict[str, ManagedProcess]:
+        """Every process that runs or will run again, leaving ones too; the router first."""
+        return {} if self._processes is None else self._processes.by_name
+
+    @property
+    def instances(self) -> dict[str, str]:
+        """Name → host:port of every desired prefill and decode instance; not of leaving ones."""
+        if self._processes is None:
+            return {}
+        return {instance.name: instance.address for instance in self._processes.desired.snapshot.instances}
+
+    @property
+    def credentials(self) -> Credentials:
+        """The operator's, for the router, its admin listener and the instances."""
+        return stack_credentials(self.folder)
+
+    @property
+    def address(self) -> str:
+        """host:port of the router."""
+        return self.processes[ROUTER].spec.address
+
+    @property
+    def admin_address(self) -> str:
+        """host:port of the router's admin listener; empty before the start."""
+        return "" if self._processes is None else self._processes.admin_address
+
+    @property
+    def http_address(self) -> str | None:
+        """host:port of the router's OpenAI HTTP API; None: disabled, or not started."""
+        return None if self._processes is None else self._processes.http_address
+
+    def start(self, progress: Progress = lambda line: None, stop: threading.Event | None = None) -> None:
+        """Starts all processes at once; returns when all are ready.
+
+        Raises StackFailed, or StartCancelled once `stop` is set, and leaves nothing behind.
+        """
+        self._stop_starting = stop
+        registry.sweep()
+        folder = StackFolder()
+        self._cleanup.callback(folder.remove)
+        self._folder = folder.path
+        bond = ParentBond()
+        self._cleanup.callback(bond.close)
+        after_processes = self._cleanup.enter_context(ExitStack())
+        self._cleanup.callback(lambda: stop_all(list(self.processes.values()), STOP_GRACE_S))
+        try:
+            self._prepare_folder()
+            self._processes = LocalProcesses(self.settings, self.folder, bond, self._env)
+            for process in self.processes.values():
+                self._processes.start(process)
+            self._supervisor = Supervisor(self._processes)
+            # Imported late: gRPC takes a while, and the processes start meanwhile.
+            from tandem.local_stack.server import StackServer
+
+            server = StackServer(self._processes.stack_address, self._processes.desired, self._processes.resize)
+            after_processes.callback(server.stop)
+            self.wait_ready(progress=progress)
+            self._wait_serving()
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait_ready(self, *names: str, progress: Progress = lambda line: None) -> None:
+        """Waits until the named processes, or all, are ready; raises StackFailed if one exits or takes too long."""
+        waiting = [self.processes[name] for name in names or self.processes]
+        deadline_s = time.monotonic() + self.settings.start_timeout_s
+        while waiting:
+            still_waiting = []
+            for process in waiting:
+                if process.ready:
+                    progress(f"{process.name} is ready after {time.monotonic() - process.started_s:.1f} s")
+                elif process.running:
+                    still_waiting.append(process)
+                else:
+                    raise StackFailed(exit_report(process, "before it was ready"))
+            waiting = still_waiting
+            if waiting and time.monotonic() > deadline_s:
+                late = ", ".join(process.name for process in waiting)
+                raise StackFailed(
+                    f"not ready within {self.settings.start_timeout_s:g} s: {late}\n{log_end(waiting[0])}"
+                )
+            self._pause()
+
+    def _wait_serving(self) -> None:
+        """Waits until the router serves and every instance may be picked."""
+        from tandem.client.channel import ROUTER_SERVICE
+        from tandem.client.health import wait_serving
+
+        deadline_s = time.monotonic() + _SERVING_TIMEOUT_S
+        missing = "the router is not ready"
+        if wait_serving(self.address, ROUTER_SERVICE, _SERVING_TIMEOUT_S, credentials=self.credentials):
+            while (missing := self._instances_out()) and time.monotonic() < deadline_s:
+                self._pause()
+        if missing:
+            raise StackFailed(
+                f"the router did not find its instances within {_SERVING_TIMEOUT_S:g} s: {missing}\n"
+                f"{log_end(self.processes[ROUTER])}"
+            )
+
+    def _pause(self) -> None:
+        if self._stop_starting is not None and self._stop_starting.is_set():
+            raise StartCancelled
+        time.sleep(_POLL_S)
+
+    def _instances_out(self) -> str:
+        """The instances that the router does not pick, and why; nothing if it answers to operators' tokens only."""
+        import grpc
+
+        from tandem.client.health import instances_out
+
+        try:
+            return ", ".join(instances_out(self.admin_address, credentials=self.credentials))
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                raise
+            return ""
+
+    def resize(self, role: Role, size: int, victims: Sequence[str] = ()) -> int:
+        """Sets the desired size of a pool, from any thread; returns the previous one.
+
+        The processes follow in `serve` or `supervise`. `victims` are addresses of instances to remove first, in this
+        order. Raises InvalidSize for a size that is not allowed, or for which there is not enough memory.
+        """
+        assert self._processes is not None, "the stack has not started"
+        return self._processes.resize(role, size, victims)
+
+    def supervise(self) -> list[StackEvent]:
+        """Checks the processes once, to be called regularly: restarts, starts and drains them.
+
+        Raises StackFailed when a required process exits more than five times within a minute.
+        """
+        assert self._supervisor is not None, "the stack has not started"
+        events = self._supervisor.check()
+        if self._announced is not None and self._announced.instances != self.instances:
+            self._announced = replace(self._announced, instances=self.instances)
+            registry.announce(self._announced)
+        return events
+
+    def serve(self, stop: threading.Event, on_event: Callable[[StackEvent], None]) -> None:
+        """Supervises until `stop` is set. Raises what `supervise` raises."""
+        while not stop.wait(_CHECK_INTERVAL_S):
+            for event in self.supervise():
+                on_event(event)
+
+    def restart(self, name: str) -> None:
+        """Restarts a process that has ended, at its address. Does not wait."""
+        assert self._processes is not None, "the stack has not started"
+        self._processes.start(self.processes[name])
+
+    def announce(self) -> None:
+        """Lets the commands on this machine find the stack; `supervise` keeps the instances up to date."""
+        self._announced = RunningStack(
+            address=self.address,
+            folder=str(self.folder),
+            pid=os.getpid(),
+            model=self.settings.model_name,
+            instances=self.instances,
+            started_s=time.time(),
+            admin_address=self.admin_address,
+        )
+        self._cleanup.callback(registry.announce(self._announced).unlink, missing_ok=True)
+
+    def stop(self) -> None:
+        """Ends every process and removes the folder and the state file. Idempotent."""
+        self._announced = self._folder = None
+        self._cleanup.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _prepare_folder(self) -> None:
+        for name in ("logs", "ready", "run", "store"):
+            (self.folder / name).mkdir(mode=0o700)
+        ensure_secret(self.folder / "kv_secret")
+        if self.settings.tls:
+            from tandem.local_stack.pki import write_stack_files
+
+            write_stack_files(self.folder / TLS_FOLDER, self.settings.host)

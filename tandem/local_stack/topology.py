@@ -1,0 +1,226 @@
+"""The processes of one local stack and their command lines: addresses, cores, memory.
+
+The share of an instance is decided once, at the start, and is the same for all: an equal share of the memory and of the
+cores, as if both pools had their planned sizes. A later instance takes a free share of cores; if none is free it is not
+pinned and runs where the system puts it.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from engine.machine import available_bytes, usable_cores
+from serving.lifecycle import ParentBond
+from tandem.client.credentials import INSTANCE, ROUTER, TLS_FOLDER
+from tandem.connectors import CONNECTORS
+from tandem.local_stack.desired_state import DesiredInstance, DesiredState, InvalidSize, Role
+from tandem.local_stack.process import ManagedProcess, ProcessSpec
+from tandem.local_stack.settings import StackSettings
+
+_PORTS = range(20_000, 32_000)
+"""Below Linux's range for the ports of outgoing connections, so that these cannot conflict."""
+_LOOPBACK = "127.0.0.1"
+"""Host of the instances and the admin listener, whatever the clients' address is."""
+_MAX_KV_BYTES = 2 << 30
+_KV_SHARE = 0.4
+"""Of the free memory, for the KV of all instances; weights and activations need the rest."""
+
+
+def free_ports(count: int, host: str = _LOOPBACK) -> list[int]:
+    """Different ports that are free now. They are not held: another program could take one meanwhile."""
+    ports: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        if len(ports) == count:
+            break
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        ports.append(port)
+    if len(ports) < count:
+        raise OSError(f"{host} has fewer than {count} free ports between {_PORTS.start} and {_PORTS.stop - 1}")
+    return ports
+
+
+def share_cores(cores: list[int], num_instances: int, pin: bool) -> list[tuple[int, ...]]:
+    """The cores of each instance: equal, separate shares, or empty tuples without pinning or with too few cores."""
+    per_instance = len(cores) // max(1, num_instances)
+    if not pin or per_instance == 0:
+        return [()] * num_instances
+    return [tuple(cores[index * per_instance : (index + 1) * per_instance]) for index in range(num_instances)]
+
+
+class Topology:
+    """Makes the specs of one stack's processes; `folder` is its private folder. Owned by LocalProcesses."""
+
+    def __init__(self, settings: StackSettings, folder: Path) -> None:
+        self._settings = settings
+        self._folder = folder
+        self.stack_address = f"unix:{folder / 'stack.sock'}"
+        """Of the StackServer, for the routers."""
+        self.kv_cache_bytes = _kv_cache_bytes(settings)
+        """Of each instance; None if the settings give a number of blocks."""
+        shares = share_cores(usable_cores(), settings.num_planned, settings.pin)
+        self._free_cores = [share for share in shares if share]
+        self._cores: dict[str, tuple[int, ...]] = {}
+
+    def router(self, address: str, admin_address: str, http_address: str | None = None) -> ProcessSpec:
+        """The router, which follows the stack's desired state."""
+        settings = self._settings
+        flags = {
+            "--model": settings.model,
+            "--model-name": settings.model_name,
+            "--disaggregation": settings.disaggregation,
+            # The router is up seconds before the instances; on one machine frequent attempts to connect cost nothing.
+            "--pools-max-backoff-s": 0.2,
+            "--channel-max-backoff-ms": 200,
+            "--disaggregation-lease-s": settings.lease_s,
+            "--stack": self.stack_address,
+            "--admin-listen": admin_address,
+            "--http-listen": http_address,
+        }
+        return self._spec(ROUTER, address, flags, settings.router_args)
+
+    def instance(self, name: str, address: str) -> ProcessSpec:
+        """prefill-0, decode-1 …; its cores are reserved until `release`."""
+        if self._free_cores:
+            self._cores[name] = self._free_cores.pop(0)
+        settings, cores, connectors = self._settings, self._cores.get(name, ()), set(self._settings.connectors)
+        # Without its own cores it gets an equal share of all, at least one.
+        threads = settings.threads or len(cores) or max(1, len(usable_cores()) // settings.num_planned)
+        stores_here = "shared_storage" in connectors or ("lmcache" in connectors and settings.kv_url is None)
+        flags = {
+            "--model": settings.model,
+            "--served-model-name": settings.model_name,
+            "--instance-id": name,
+            "--cpu-cores": list(cores) or None,
+            "--num-threads": threads,
+            "--kv-connector": settings.connector,
+            "--kv-folder": self._folder / "store" if stores_here else None,
+            "--kv-secret-file": self._folder / "kv_secret" if connectors & set(CONNECTORS) else None,
+            "--kv-url": settings.kv_url,
+            "--kv-cache-bytes": self.kv_cache_bytes,
+            "--num-blocks": settings.num_blocks,
+            "--dtype": settings.dtype,
+            "--max-model-len": settings.max_model_len,
+            "--lease-s": settings.lease_s,
+        }
+        return self._spec(name, address, flags, settings.instance_args, threads)
+
+    def release(self, name: str) -> None:
+        """Frees the cores of an instance whose process is gone."""
+        if name in self._cores:
+            self._free_cores.append(self._cores.pop(name))
+
+    def _spec(
+        self, name: str, address: str, flags: Mapping[str, object], more_flags: Sequence[str], threads: int = 1
+    ) -> ProcessSpec:
+        """`flags` by name; those that are None are omitted."""
+        module = "router" if name == ROUTER else f"{name.partition('-')[0]}_service"
+        ready_file, run_folder = self._folder / "ready" / name, self._folder / "run" / name
+        flags = {"--listen": address, "--ready-file": ready_file, **flags, **self._tls_flags(name)}
+        given = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
+        return ProcessSpec(
+            name=name,
+            argv=(sys.executable, "-m", module, *given, *more_flags),
+            address=address,
+            ready_file=ready_file,
+            log_file=self._folder / "logs" / f"{name}.log",
+            run_folder=run_folder,
+            # TMPDIR: sockets and other files of the process are removed with it. The thread counts are for libraries
+            # that read only the environment.
+            env={"TMPDIR": str(run_folder), "OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)},
+        )
+
+    def _tls_flags(self, name: str) -> dict[str, object]:
+        """The process's certificate and the stack's CA. The instances and the router's admin listener require a client
+        certificate of that CA; the router's client port does not."""
+        if not self._settings.tls:
+            return {}
+        files, certificate = self._folder / TLS_FOLDER, ROUTER if name == ROUTER else INSTANCE
+        return {
+            "--tls-cert-file": files / f"{certificate}.crt",
+            "--tls-key-file": files / f"{certificate}.key",
+            "--tls-ca-file": files / "ca.crt",
+            "--tls-peer-name": INSTANCE,
+        }
+
+
+class LocalProcesses:
+    """The processes of one stack, created but not started. All but `resize` is for one thread."""
+
+    def __init__(
+        self, settings: StackSettings, folder: Path, bond: ParentBond, env: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        """`env` by process name extends that process's environment; "*" extends all of them."""
+        self._bond = bond
+        self._env = env
+        self._topology = Topology(settings, folder)
+        self.by_name: dict[str, ManagedProcess] = {}
+        """Every process that runs or will run again, leaving ones too; the router first."""
+        names: list[tuple[str, Role]] = [(f"prefill-{index}", "prefill") for index in range(settings.num_prefill)]
+        names += [(f"decode-{index}", "decode") for index in range(settings.num_decode)]
+        router_port, admin_port, http_port, *ports = free_ports(len(names) + 3, settings.host)
+        self.admin_address = f"{_LOOPBACK}:{admin_port}"
+        self.http_address = None if settings.http_port is None else f"{settings.host}:{settings.http_port or http_port}"
+        """Of the router's OpenAI HTTP API; None: disabled."""
+        address = f"{settings.host}:{settings.port or router_port}"
+        self._add(self._topology.router(address, self.admin_address, self.http_address))
+        instances = [
+            DesiredInstance(name, role, f"{_LOOPBACK}:{port}") for (name, role), port in zip(names, ports, strict=True)
+        ]
+        for instance in instances:
+            self.add(instance)
+        needs_prefill = settings.disaggregation == "always"
+        self.desired = DesiredState(instances, self._free_address, needs_prefill=needs_prefill)
+        self.stack_address = self._topology.stack_address
+
+    def add(self, instance: DesiredInstance) -> ManagedProcess:
+        return self._add(self._topology.instance(instance.name, instance.address))
+
+    def start(self, process: ManagedProcess) -> None:
+        process.start(self._bond)
+
+    def remove(self, process: ManagedProcess) -> None:
+        """Removes the files of a process that is gone, and frees its name, address and cores."""
+        del self.by_name[process.name]
+        process.remove_files()
+        self._topology.release(process.name)
+        self.desired.release(process.name)
+
+    def resize(self, role: Role, size: int, victims: Sequence[str] = ()) -> int:
+        """As DesiredState.resize; raises InvalidSize also if there is not enough memory."""
+        self.desired.check_size(role, size)
+        growth = size - len(self.desired.snapshot.pool(role))
+        needed_bytes, free_bytes = growth * (self._topology.kv_cache_bytes or 0), available_bytes()
+        if needed_bytes > free_bytes:
+            raise InvalidSize(
+                f"{growth} more {role} instances need {needed_bytes / 2**30:.1f} GiB for KV alone, and "
+                f"{free_bytes / 2**30:.1f} GiB are free; lower `tandem up --kv-memory`"
+            )
+        return self.desired.resize(role, size, victims)
+
+    def _add(self, spec: ProcessSpec) -> ManagedProcess:
+        env = {**spec.env, **self._env.get(spec.name, {}), **self._env.get("*", {})}
+        process = self.by_name[spec.name] = ManagedProcess(replace(spec, env=env))
+        return process
+
+    def _free_address(self, taken: Collection[str]) -> str:
+        """A free host:port that no process of the stack has or will have."""
+        taken = {*taken, self.by_name[ROUTER].spec.address}
+        addresses = (f"{_LOOPBACK}:{port}" for port in free_ports(len(taken) + 1, _LOOPBACK))
+        return next(address for address in addresses if address not in taken)
+
+
+def _kv_cache_bytes(settings: StackSettings) -> int | None:
+    if settings.num_blocks is not None:
+        return None
+    if settings.kv_cache_bytes is not None:
+        return settings.kv_cache_bytes
+    return min(_MAX_KV_BYTES, int(available_bytes() * _KV_SHARE) // settings.num_planned)

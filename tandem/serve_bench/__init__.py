@@ -1,1 +1,0 @@
-"""Load on a served model, and what its clients see: `tandem bench serve`."""

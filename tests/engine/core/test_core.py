@@ -1,0 +1,59 @@
+"""Finished I/O reaches the scheduler before a command that frees its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.config import EngineConfig, KVConnectorConfig
+from engine.core.core import EngineCore
+from engine.core.messages import AbortRequests, AddRequest, EngineRequest, RemoteKV
+from engine.kv_connector import KVConnectorOutput, KVLoadResult, NullKVConnector
+from engine.sampling.params import SamplingParams
+from engine.scheduling.request import Request
+from tests.builders import lively_checkpoint
+
+
+class ScriptedConnector(NullKVConnector):
+    """Says what the test wants at the next poll."""
+
+    def __init__(self, *, wake: Callable[[], None]) -> None:
+        super().__init__(wake=wake)
+        self.next = KVConnectorOutput()
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        return request.num_initial_tokens - num_computed_tokens
+
+    def poll(self) -> KVConnectorOutput:
+        output, self.next = self.next, KVConnectorOutput()
+        return output
+
+
+def test_an_abort_does_not_free_blocks_that_a_given_up_read_may_write_to(tmp_path: Path) -> None:
+    connector_config = KVConnectorConfig(class_path="tests.engine.core.test_core:ScriptedConnector")
+    config = EngineConfig(
+        model=str(lively_checkpoint(tmp_path / "model", "llama")),
+        dtype="float32",
+        num_blocks=16,
+        kv_connector=connector_config,
+    )
+    core = EngineCore(config, wake=lambda: None)
+    connector: object = core._connector
+    assert type(connector).__name__ == "ScriptedConnector"
+    remote = RemoteKV(transfer_id="t", reservation_s=60.0)
+    spec = EngineRequest(request_id="r", prompt_token_ids=list(range(40)), params=SamplingParams(), remote_kv=remote)
+    core.handle(AddRequest(spec))
+    core.step()
+    given_up = KVLoadResult("r", 0, 0, 3, reason="late", retained_id="late")
+    connector.next.loaded.append(given_up)  # type: ignore[attr-defined]
+
+    # STEP the result is collected while a step computes, and the abort comes before the next one begins
+    core.poll_connector()
+    core.handle(AbortRequests(["r"]))
+    assert core.load.held_blocks == 3
+    core.step()
+    assert core.load.held_blocks == 3
+    connector.next.freed_request_ids.append("late")  # type: ignore[attr-defined]
+    core.step()
+    assert core.load.held_blocks == 0
+    core.shutdown()

@@ -1,0 +1,131 @@
+"""Old and new field names of config.json give the same ModelConfig; unsupported features are rejected by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import InvalidCheckpoint, UnsupportedModel
+from engine.models.config import ModelConfig
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": [5, 6],
+}
+
+
+def _config(folder: Path, **fields: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **fields}))
+    return ModelConfig.from_folder(folder)
+
+
+def test_old_and_new_spelling_mean_the_same(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    old = _config(tmp_path, rope_theta=5e5, rope_scaling={"type": "llama3", **scaling}, torch_dtype="float16")
+    new = _config(
+        tmp_path,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling},
+        torch_dtype=None,
+        dtype="float16",
+    )
+    assert old == new
+    assert old.rope.theta == 5e5
+    assert old.rope.original_max_position_embeddings == 512
+
+
+def test_sizes_and_defaults(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (4, 8, 2, 8)
+    assert config.rope.rope_type == "default"
+    assert config.rope.theta == 10000.0
+    assert config.sliding_windows == (None,) * 4
+    assert not any((config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm, config.tie_word_embeddings))
+
+
+def test_layers_with_a_window_by_layer_types_and_by_max_window_layers(tmp_path: Path) -> None:
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "use_sliding_window": True}
+    by_count = _config(tmp_path, **qwen, max_window_layers=3)
+    by_name = _config(tmp_path, **qwen, layer_types=["full_attention"] * 3 + ["sliding_attention"])
+    assert by_count.sliding_windows == by_name.sliding_windows == (None, None, None, 16)
+    assert _config(tmp_path, **{**qwen, "use_sliding_window": False}).sliding_windows == (None,) * 4
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert _config(tmp_path, **mistral).sliding_windows == (4096,) * 4
+    assert _config(tmp_path, **mistral, sliding_window=None).sliding_windows == (None,) * 4
+
+
+def test_yarn_stretches_the_model_length(tmp_path: Path) -> None:
+    config = _config(tmp_path, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096})
+    assert config.max_model_len == 16384
+    assert _config(tmp_path).max_model_len == 4096
+
+
+def test_dtype_and_page(tmp_path: Path) -> None:
+    config = _config(tmp_path, dtype="float16")
+    assert config.resolve_dtype("auto") == "bfloat16"
+    assert config.resolve_dtype("float32") == "float32"
+    assert _config(tmp_path, dtype="float32").resolve_dtype("auto") == "float32"
+    layout = config.kv_layout(dtype="auto", block_size=16)
+    assert layout.page_shape == (4, 2, 2, 16, 8)
+    assert layout.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported; supported: Llama"),
+        ({"architectures": None}, "architecture None is not supported"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "RoPE type 'dynamic' is not supported; supported: default",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config ('gptq') is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"torch_dtype": "float8_e4m3fn"}, "weights of dtype 'float8_e4m3fn' are not supported"),
+        ({"num_key_value_heads": 3}, "8 attention heads do not divide evenly among 3"),
+        ({"hidden_size": "big"}, "hidden_size is 'big'; it must be an integer"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None; it must be a number"),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "head_dim": 8,
+                "layer_types": ["full_attention"] * 3 + ["chunked_attention"],
+            },
+            "layer type 'chunked_attention' is not supported",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=re.escape(message)):
+        _config(tmp_path, **fields)
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"config\.json"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidCheckpoint, match=r"config\.json of the checkpoint is not JSON"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_reading_a_config_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, engine.models.config; print([m for m in ('torch', 'transformers', 'numba') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,97 @@
+"""Seeded sampling gives the same tokens in any batch, after preemption, and at another instance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine import LLM, SamplingParams
+from tests.builders import lively_checkpoint
+from tests.engine.sampling.margins import sample_with_margin, sampling_row
+from tests.oracle import GreedyOracle, random_prompts
+
+NUM_TOKENS = 48
+EXCUSED_MARGIN = 1e-5
+"""A uniform this close to a boundary of the distribution may fall on either side of it in another order of
+arithmetic."""
+
+
+def params_for(index: int) -> SamplingParams:
+    """A different way of sampling for each request of the batch."""
+    ways = [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 40},
+        {"temperature": 1.0, "min_p": 0.05},
+        {"temperature": 0.9, "top_k": 100, "top_p": 0.8, "min_p": 0.01},
+    ]
+    return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=1000 + index, **ways[index % len(ways)])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_checkpoint(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(32, longest=120, vocab_size=1024, seed=3)
+
+
+def run(checkpoint: Path, prompts: list[list[int]], *, first: int = 0, num_blocks: int = 2048) -> list[list[int]]:
+    llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=num_blocks)
+    params = [params_for(first + index) for index in range(len(prompts))]
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    if num_blocks < 2048:
+        assert llm.core.load.num_preemptions > 0
+    return [answer.outputs[0].token_ids for answer in answers]
+
+
+def assert_same_but_for_near_ties(
+    checkpoint: Path, prompts: list[list[int]], left: list[list[int]], right: list[list[int]], first: int = 0
+) -> None:
+    """Equal, or different from a token on whose uniform lay within EXCUSED_MARGIN of a boundary; those are counted."""
+    num_excused = 0
+    oracle = GreedyOracle(checkpoint)
+    for index, (prompt, one, other) in enumerate(zip(prompts, left, right, strict=True)):
+        if one == other:
+            continue
+        at = next(position for position, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+        params = params_for(first + index)
+        row = sampling_row(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed or 0,
+            position=len(prompt) + at,
+        )
+        ((_, margin),) = sample_with_margin(oracle.logits(prompt, one[: at + 1])[-1:], [row])
+        assert margin < EXCUSED_MARGIN, f"request {first + index} differs at token {at}, {margin:.1e} from a boundary"
+        num_excused += 1
+    assert num_excused <= 1, f"{num_excused} near-ties among {len(prompts)} requests are too many to be chance"
+
+
+def test_a_batch_of_32_gives_what_each_gives_alone(checkpoint: Path, prompts: list[list[int]]) -> None:
+    together = run(checkpoint, prompts)
+    assert len({tuple(token_ids) for token_ids in together}) == len(prompts)
+    alone = [run(checkpoint, [prompt], first=index)[0] for index, prompt in enumerate(prompts[:10])]
+    assert_same_but_for_near_ties(checkpoint, prompts[:10], together[:10], alone)
+
+
+def test_preemption_changes_no_sampled_token(checkpoint: Path, prompts: list[list[int]]) -> None:
+    assert_same_but_for_near_ties(
+        checkpoint, prompts, run(checkpoint, prompts), run(checkpoint, prompts, num_blocks=48)
+    )
+
+
+def test_choices_of_one_prompt_differ_and_are_reproducible(checkpoint: Path, prompts: list[list[int]]) -> None:
+    llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=512)
+    params = SamplingParams(n=4, temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)
+    prompt = max(prompts, key=len)
+    first, second = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
+    choices = [output.token_ids for output in first.outputs]
+    assert choices == [output.token_ids for output in second.outputs]
+    assert len({tuple(token_ids) for token_ids in choices}) == 4
+    assert first.num_cached_tokens == (len(prompt) - 1) // 16 * 16, "sisters share the prompt's blocks"

@@ -1,0 +1,245 @@
+"""The scheduler without a model: with any requests the budget holds, blocks add up and all requests finish."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.core.messages import EngineRequest, HoldKV, LoadedEvent, RemoteKV, ReservedEvent, TokensEvent
+from engine.kv_connector import KVLoadResult, NullKVConnector
+from engine.sampling.params import SamplingParams
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
+
+BLOCK_SIZE = 4
+_ids = itertools.count()
+
+
+class HoldingConnector(NullKVConnector):
+    """A connector whose I/O takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        super().__init__(wake=lambda: None)
+        self.finished: dict[str, Request] = {}
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        return request.num_initial_tokens - num_computed_tokens if request.spec.remote_kv else 0
+
+    def request_finished(self, request: Request, block_ids: object) -> bool:
+        del block_ids
+        self.finished[request.request_id] = request
+        return request.spec.hold_kv is not None
+
+
+def make_scheduler(num_blocks: int = 16, *, max_num_seqs: int = 4, budget: int = 8, held: float = 0.5) -> Scheduler:
+    config = EngineConfig(
+        model="",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_held_fraction=held,
+        block_size=BLOCK_SIZE,
+    )
+    max_model_len = num_blocks * BLOCK_SIZE
+    kv = KVCacheManager(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=True,
+    )
+    return Scheduler(config, kv, HoldingConnector(), max_model_len)
+
+
+def add(scheduler: Scheduler, prompt: list[int], *, max_tokens: int = 4, now: float = 0.0, **fields: object) -> Request:
+    number = next(_ids)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    spec = EngineRequest(request_id=f"r{number}", prompt_token_ids=prompt, params=params, **fields)  # type: ignore[arg-type]
+    request = Request.from_spec(spec, arrival=number, fingerprint="f")
+    scheduler.add_request(request, now)
+    return request
+
+
+def step(scheduler: Scheduler, token_id: int = 1) -> SchedulerOutput:
+    output = scheduler.schedule()
+    check_blocks(scheduler)
+    drawn = Sampled({share.request.request_id: token_id for share in output.scheduled if share.samples})
+    scheduler.update_from_output(output, drawn)
+    check_blocks(scheduler)
+    return output
+
+
+def check_blocks(scheduler: Scheduler) -> None:
+    """Every block is held, in a table, cached or free, and tables are long enough for what is computed."""
+    kv = scheduler.kv
+    held = {block.block_id for blocks in scheduler.held.values() for block in blocks}
+    tables = {block_id for request_id in scheduler.requests for block_id in kv.block_ids(request_id)}
+    assert kv.num_blocks - kv.pool.num_available == len(held | tables)
+    for request in [*scheduler.running, *scheduler.loading.values()]:
+        block_ids = kv.block_ids(request.request_id)
+        assert len(block_ids) * BLOCK_SIZE >= request.num_computed_tokens
+        row = kv.block_tables[kv.rows[request.request_id], : len(block_ids)]
+        assert row.tolist() == block_ids
+
+
+def finish_all(scheduler: Scheduler, limit: int = 2000) -> list[TokensEvent]:
+    ends = []
+    for _ in range(limit):
+        step(scheduler)
+        ends += [event for event in scheduler.take_events() if isinstance(event, TokensEvent) and event.finish_reason]
+        if not scheduler.requests:
+            return ends
+    raise AssertionError(f"{len(scheduler.requests)} requests do not finish")
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=12),
+    st.integers(16, 40),
+    st.integers(1, 30),
+)
+def test_all_requests_finish_with_max_tokens(shapes: list[tuple[int, int, int]], num_blocks: int, budget: int) -> None:
+    scheduler = make_scheduler(num_blocks, budget=budget)
+    requests = [add(scheduler, [fill] * length, max_tokens=tokens) for length, tokens, fill in shapes]
+    scheduled_most = 0
+    while scheduler.requests:
+        scheduled_most = max(scheduled_most, step(scheduler).num_tokens)
+    assert scheduled_most <= budget
+    for request, (length, tokens, _) in zip(requests, shapes, strict=True):
+        expected = min(tokens, scheduler.max_model_len - length)
+        assert (request.num_output_tokens, request.finish_reason) == (expected, "length")
+    assert scheduler.kv.pool.num_available == num_blocks
+
+
+def test_a_long_prompt_is_cut_into_chunks_while_others_go_on() -> None:
+    scheduler = make_scheduler(budget=8)
+    short = add(scheduler, [1, 2], max_tokens=10)
+    step(scheduler)
+    add(scheduler, list(range(10, 40)))
+    output = step(scheduler)
+    assert [(share.request is short, share.num_tokens) for share in output.scheduled] == [(True, 1), (False, 7)]
+
+
+def test_the_latest_request_is_preempted_and_comes_back() -> None:
+    scheduler = make_scheduler(num_blocks=6, budget=100)
+    first = add(scheduler, [1] * 11, max_tokens=12)
+    second = add(scheduler, [2] * 11, max_tokens=12)
+    while not scheduler.counters.num_preemptions:
+        step(scheduler)
+    assert first in scheduler.running
+    assert second in scheduler.waiting
+    ends = finish_all(scheduler)
+    assert [event.request_id for event in ends] == [first.request_id, second.request_id]
+
+
+def test_higher_priority_goes_first() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, [1])
+    low, high = add(scheduler, [2], priority=-1), add(scheduler, [3], priority=5)
+    ends = [event.request_id for event in finish_all(scheduler)]
+    assert ends.index(high.request_id) < ends.index(low.request_id)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_both_sizes() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    add(scheduler, [1] * 17)
+    (event,) = scheduler.take_events()
+    assert isinstance(event, TokensEvent)
+    assert event.finish_reason == "error"
+    assert "5 KV blocks" in (event.error or "")
+    assert "4 in all" in (event.error or "")
+
+
+def test_hand_over_stops_after_the_first_token_and_holds_the_blocks() -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler, [1] * 9, max_tokens=50, hold_kv=HoldKV(transfer_id="t", lease_s=1.0))
+    while scheduler.requests:
+        step(scheduler)
+    assert request.finish_reason == "hand_over"
+    assert request.num_output_tokens == 1
+    assert scheduler.num_held_blocks == 3
+    scheduler.free_held(request.request_id)
+    scheduler.free_held(request.request_id)
+    assert scheduler.num_held_blocks == 0
+    assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
+
+
+def test_held_kv_makes_new_hand_overs_wait_but_not_plain_requests() -> None:
+    scheduler = make_scheduler(num_blocks=10, held=0.5, budget=100)
+    first = add(scheduler, [1] * 16, hold_kv=HoldKV(transfer_id="a", lease_s=1.0))
+    step(scheduler)
+    second = add(scheduler, [2] * 16, hold_kv=HoldKV(transfer_id="b", lease_s=1.0))
+    assert not step(scheduler).scheduled
+    assert second in scheduler.waiting
+    scheduler.free_held(first.request_id)
+    assert step(scheduler).scheduled
+
+
+def test_remote_kv_reserves_at_once_even_without_token_budget() -> None:
+    scheduler = make_scheduler(budget=2)
+    add(scheduler, [1] * 8)
+    remote = add(scheduler, [2] * 10, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    step(scheduler)
+    events = scheduler.take_events()
+    assert ReservedEvent(remote.request_id, 0, 0) in events
+    assert len(scheduler.kv.block_ids(remote.request_id)) == 3
+
+
+def test_remote_request_runs_once_kv_and_seed_are_there_and_computes_only_the_seed() -> None:
+    scheduler = make_scheduler()
+    remote = add(scheduler, [2] * 10, max_tokens=3, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    step(scheduler)
+    scheduler.load_finished(KVLoadResult(remote.request_id, 10, 10, 0))
+    assert not step(scheduler).scheduled
+    scheduler.seed(remote.request_id, [7])
+    (share,) = step(scheduler).scheduled
+    assert (share.start, share.num_tokens) == (10, 1)
+    assert LoadedEvent(remote.request_id, 10, 0) in scheduler.take_events()
+    while scheduler.requests:
+        step(scheduler)
+    assert remote.token_ids[10] == 7
+    assert remote.num_output_tokens == 3
+
+
+def test_remote_request_computes_what_did_not_arrive() -> None:
+    scheduler = make_scheduler(budget=100)
+    remote = add(scheduler, [2] * 10, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    step(scheduler)
+    scheduler.seed(remote.request_id, [7])
+    scheduler.load_finished(KVLoadResult(remote.request_id, 4, 4, 2, "digest"))
+    (share,) = step(scheduler).scheduled
+    assert (share.start, share.num_tokens) == (4, 7)
+    assert remote.num_recomputed_tokens == 6
+    assert scheduler.counters.num_recomputed_blocks == 2
+
+
+def test_a_reservation_without_a_seed_is_given_up_at_its_deadline() -> None:
+    scheduler = make_scheduler()
+    remote = add(scheduler, [2] * 10, now=100.0, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    step(scheduler)
+    scheduler.expire(104.9)
+    assert remote.request_id in scheduler.loading
+    scheduler.expire(105.0)
+    assert not scheduler.requests
+    assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
+    end = scheduler.take_events()[-1]
+    assert isinstance(end, TokensEvent)
+    assert "seed" in (end.error or "")
+
+
+def test_aborting_in_every_state_frees_everything() -> None:
+    scheduler = make_scheduler(num_blocks=6, budget=4, max_num_seqs=2)
+    running = add(scheduler, [1] * 9)
+    loading = add(scheduler, [2] * 5, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    waiting = add(scheduler, [3] * 9)
+    step(scheduler)
+    for request in (running, loading, waiting):
+        scheduler.abort(request.request_id)
+        scheduler.abort(request.request_id)
+    assert not step(scheduler).scheduled
+    assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
+    assert not scheduler.requests

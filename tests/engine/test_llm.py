@@ -1,0 +1,87 @@
+"""The offline engine's interface: conversations, and what its arguments must be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.errors import CapacityError, EngineError, InvalidRequest
+from engine.text.tokenizer import Tokenizer
+from tandem.demo import MODEL_DIR
+from tests.builders import lively_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+QUESTION = [{"role": "user", "content": "Who mends tandems?"}]
+
+
+@pytest.fixture(scope="module")
+def demo() -> LLM:
+    return LLM(MODEL_DIR, dtype="float32", num_gpu_blocks_override=256)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_checkpoint(tmp_path_factory.mktemp("lively"))
+
+
+def test_a_conversation_is_the_prompt_that_its_template_renders(demo: LLM) -> None:
+    prompt = Tokenizer.from_folder(MODEL_DIR).encode_chat(QUESTION)
+    [expected] = demo.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)
+    [one] = demo.chat(QUESTION, GREEDY, use_tqdm=False)
+    several = demo.chat([QUESTION, QUESTION], [GREEDY, GREEDY], use_tqdm=False)
+    assert one.prompt_token_ids == prompt
+    assert {output.outputs[0].text for output in (one, *several)} == {expected.outputs[0].text}
+    assert expected.outputs[0].text
+
+
+def test_parameters_are_one_for_all_prompts_or_one_for_each(demo: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling_params: 2 given for 1 prompts; allowed: one for each prompt"):
+        demo.generate("Once", [GREEDY, GREEDY], use_tqdm=False)
+
+
+def test_the_defaults_are_those_of_the_generation_config(demo: LLM) -> None:
+    config = json.loads((MODEL_DIR / "generation_config.json").read_text())
+    defaults = demo.get_default_sampling_params()
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        assert getattr(defaults, name) == config.get(name, getattr(SamplingParams(), name))
+    assert defaults.max_tokens == config.get("max_new_tokens", SamplingParams().max_tokens)
+
+
+def test_a_chat_needs_the_tokenizer(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, num_gpu_blocks_override=64, skip_tokenizer_init=True)
+    with pytest.raises(InvalidRequest, match="chat requires the tokenizer"):
+        llm.chat(QUESTION, GREEDY)
+
+
+def test_an_unknown_argument_is_named(checkpoint: Path) -> None:
+    with pytest.raises(TypeError, match=r"unknown arguments \['num_gpus'\]; known: .*'num_blocks'"):
+        LLM(checkpoint, num_gpus=2)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"has no config\.json; give the folder of a checkpoint"):
+        LLM(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_bytes": 100}, "100 bytes of KV memory are too few for 2 blocks of"),
+        ({"num_blocks": 2**40}, r"cannot allocate [0-9.]+ GiB of KV memory: [0-9.]+ GiB free; lower kv_cache_bytes"),
+        ({"max_model_len": 10**6, "num_blocks": 64}, "max_model_len 1000000 exceeds the model's limit of"),
+        ({"max_model_len": 1000, "num_blocks": 4}, "max_model_len 1000 exceeds the KV memory of 64 tokens"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_rejected_with_the_limit(
+    checkpoint: Path, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(CapacityError, match=message):
+        LLM(checkpoint, skip_tokenizer_init=True, **options)
+
+
+def test_without_a_size_the_pool_is_what_the_requests_can_use(checkpoint: Path) -> None:
+    info = LLM(checkpoint, skip_tokenizer_init=True, max_num_seqs=2, max_model_len=64).core.info
+    assert info.num_blocks == 2 * (64 // 16 + 1)

@@ -1,0 +1,160 @@
+"""Chunks continue exactly where replayed ids ended, and a stop string ends the choice wherever the instances meet."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import grpc
+import grpc.aio
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.messages import EngineRequest, TokenLogprob, TokensEvent
+from engine.errors import EngineDeadError
+from engine.sampling.params import SamplingParams
+from engine.text.tokenizer import Tokenizer
+from instance.convert import Choice
+from instance.requests import ChunkBuilder, ended_with_error, service_error
+from protos.tandem.v1 import common_pb2
+from serving.errors import Crashed, InternalError, InvalidArgument, Unavailable, from_rpc_error, status_text, trailers
+from tests.tokenizer_builders import byte_level
+
+TOKENIZER = byte_level()
+TEXT = "It was the best of times, 漢字 and STOP here. 😀 END"
+
+
+def begin(
+    emitted: list[int] | None = None, *, tokenizer: Tokenizer | None = TOKENIZER, **params: object
+) -> ChunkBuilder:
+    request = EngineRequest(
+        request_id="r",
+        prompt_token_ids=[1, 2, 3],
+        output_token_ids=emitted or [],
+        params=SamplingParams(**{"max_tokens": 1000} | params),  # type: ignore[arg-type]
+    )
+    return ChunkBuilder(Choice(stream_epoch=5, index=1, engine_request=request), tokenizer)
+
+
+def tokens(ids: list[int], reason: str | None = None) -> TokensEvent:
+    return TokensEvent("r", ids, finish_reason=reason, num_cached_tokens=2)  # type: ignore[arg-type]
+
+
+def run(ids: list[int], cuts: list[int], **params: object) -> list[common_pb2.TokenChunk]:
+    """The chunks of several instances: handed over at each cut, each instance replaying what came before."""
+    chunks: list[common_pb2.TokenChunk] = []
+    bounds = [0, *sorted(cuts), len(ids)]
+    for start, end in pairwise(bounds):
+        text = begin(ids[:start], **params)
+        for place in range(start, end):
+            reason = "length" if place == len(ids) - 1 else "hand_over" if place == end - 1 else None
+            chunks.append(text.chunk(tokens([ids[place]], reason)))
+            if text.finished and chunks[-1].finish.reason != common_pb2.FINISH_REASON_HAND_OVER:
+                return chunks
+    return chunks
+
+
+def joined(chunks: list[common_pb2.TokenChunk]) -> tuple[list[int], str]:
+    """The ids and the text, after a check that indices and offsets have neither gap nor repeat."""
+    ids: list[int] = []
+    text = ""
+    for chunk in chunks:
+        assert (chunk.stream_epoch, chunk.choice) == (5, 1)
+        assert (chunk.token_index, chunk.text_offset) == (len(ids), len(text))
+        ids += chunk.token_ids
+        text += chunk.text
+    return ids, text
+
+
+@given(cuts=st.lists(st.integers(0, 40), max_size=4), stop=st.sampled_from([(), ("STOP",), ("字 a", "D"), ("zzz",)]))
+def test_cutting_a_choice_anywhere_changes_nothing(cuts: list[int], stop: tuple[str, ...]) -> None:
+    ids = byte_level().encode(TEXT)
+    cuts = [cut for cut in cuts if 0 < cut < len(ids)]
+    whole, parts = run(ids, [], stop=stop), run(ids, cuts, stop=stop)
+    if len(parts) >= len(whole):  # a replay past the stop string is refused, see below
+        assert joined(parts) == joined(whole)
+        assert parts[-1].finish.reason == whole[-1].finish.reason
+
+
+def test_a_stop_string_across_the_hand_over_is_cut_exactly() -> None:
+    ids = byte_level().encode("aSTOPb")
+    for cut in range(1, len(ids)):
+        chunks = run(ids, [cut], stop=("STOP",))
+        got_ids, text = joined(chunks)
+        assert text == "a"
+        assert chunks[-1].finish.reason == common_pb2.FINISH_REASON_STOP
+        assert chunks[-1].finish.stop_string == "STOP"
+        assert chunks[-1].finish.usage.completion_tokens == len(got_ids)
+
+
+def test_ids_after_the_stop_string_are_not_delivered() -> None:
+    ids = byte_level().encode("x!") + byte_level().encode("yyyy")
+    chunk = begin(stop=("!",)).chunk(tokens(ids))
+    assert list(chunk.token_ids) == byte_level().encode("x!")
+    assert chunk.text == "x"
+
+
+def test_text_that_waits_is_delivered_at_the_end_and_not_at_a_hand_over() -> None:
+    ids = byte_level().encode("ST")
+    assert begin(stop=("STOP",)).chunk(tokens(ids, "hand_over")).text == ""
+    assert begin(stop=("STOP",)).chunk(tokens(ids, "length")).text == "ST"
+
+
+def test_the_last_chunk_has_the_usage() -> None:
+    text = begin([7, 8])
+    text.chunk(tokens([9]))
+    assert not text.finished
+    chunk = text.chunk(tokens([10], "length"))
+    assert text.finished
+    usage = chunk.finish.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 2)
+    assert not chunk.finish.HasField("stop_string")
+
+
+def test_emitted_ids_that_hold_a_stop_string_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="stop string"):
+        begin(byte_level().encode("aSTOPb"), stop=("STOP",))
+
+
+def test_without_a_tokenizer_ids_go_out_alone() -> None:
+    text = begin([7], tokenizer=None)
+    chunk = text.chunk(tokens([9], "length"))
+    assert (chunk.token_index, list(chunk.token_ids), chunk.text) == (1, [9], "")
+    with pytest.raises(InvalidArgument, match="tokenizer"):
+        begin(tokenizer=None, stop=("x",))
+
+
+def test_logprobs_belong_to_the_delivered_ids() -> None:
+    ids = byte_level().encode("aSTOPb")
+    text = begin(stop=("STOP",))
+    entries = [[TokenLogprob(one, -0.5 * one, 2), TokenLogprob(3, -0.25, 1)] for one in ids]
+    prompt = [[], [TokenLogprob(2, -0.75, 4)], [TokenLogprob(3, -0.125, 1)]]
+    chunk = text.chunk(msgspec.structs.replace(tokens(ids), logprobs=entries, prompt_logprobs=prompt))
+    assert [[one.token_id for one in position.candidates] for position in chunk.prompt_logprobs] == [[], [2], [3]]
+    assert chunk.finish.reason == common_pb2.FINISH_REASON_STOP
+    assert len(chunk.logprobs) == len(chunk.token_ids) < len(ids)
+    for token_id, position in zip(chunk.token_ids, chunk.logprobs, strict=True):
+        own, best = position.candidates
+        assert (own.token_id, own.logprob, own.rank) == (token_id, -0.5 * token_id, 2)
+        assert (best.token_id, best.logprob, best.rank) == (3, -0.25, 1)
+
+
+# gRPC errors for an engine's end: a crash is reported as one, a shutdown is not.
+
+
+@pytest.mark.parametrize(("crashed", "kind"), [(True, Crashed), (False, Unavailable)])
+def test_a_crash_is_reported_and_a_shutdown_is_not_called_one(crashed: bool, kind: type[Unavailable]) -> None:
+    answer = service_error(EngineDeadError("the process ended with status -11", crashed=crashed))
+    assert type(answer) is kind
+    text = status_text(answer, "r1")
+    assert "-11" not in text
+    metadata = grpc.aio.Metadata(*trailers(answer, text))
+    back = from_rpc_error(grpc.aio.AioRpcError(answer.code, grpc.aio.Metadata(), metadata, text))
+    assert type(back) is kind
+
+
+def test_parameters_that_exclude_every_token_are_an_invalid_argument() -> None:
+    event = TokensEvent("r1", [], "error", error="none is left", error_kind="nothing_allowed")
+    assert isinstance(ended_with_error(event), InvalidArgument)
+    assert isinstance(ended_with_error(TokensEvent("r1", [], "error", error="not finite")), InternalError)

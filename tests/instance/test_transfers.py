@@ -1,0 +1,112 @@
+"""Reading a transfer never delays its request, and the transfer is released on every path."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from engine.core.messages import KVProgress, LeaseCommand, TransferEvent
+from instance.convert import TransferSource
+from instance.transfers import _MAX_IDLE, PeerChannels, TransferClients
+from prefill_service.service import ROLE
+from serving.channel import ChannelSettings
+from tests.instance.rig import Rig, model_folder, running
+from tests.instance.scripted_core import INFO
+from tests.waiting import Stopwatch, until
+
+RELEASE = LeaseCommand("t1", "release")
+
+
+@pytest.fixture
+async def prefill(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with running(model_folder(tmp_path / "model"), ROLE) as rig:
+        yield rig
+
+
+class Reader:
+    """TransferClients whose core is a list."""
+
+    def __init__(self) -> None:
+        self.progress: list[KVProgress] = []
+        self.peers = PeerChannels(ChannelSettings())
+        self.transfers = TransferClients(
+            self.peers, INFO.model_identity, self.progress.append, lease_s=1.0, attach_timeout_s=5.0
+        )
+
+
+@pytest.fixture
+async def reader() -> AsyncIterator[Reader]:
+    reader = Reader()
+    yield reader
+    await reader.transfers.close()
+    assert reader.transfers.num_open == 0
+    await reader.peers.close()
+
+
+def source(prefill: Rig) -> TransferSource:
+    return TransferSource("t1", prefill.server.address, prefill.server.instance_epoch)
+
+
+async def test_what_was_never_reserved_is_released_all_the_same(prefill: Rig, reader: Reader) -> None:
+    with reader.transfers.read_transfer(source(prefill), "r1"):
+        pass
+    await until(lambda: RELEASE in prefill.core.commands)
+    assert not reader.progress
+
+
+async def test_the_first_release_counts(prefill: Rig, reader: Reader) -> None:
+    prefill.core.emit(TransferEvent("t1", 3, num_tokens=14))
+    with reader.transfers.read_transfer(source(prefill), "r1") as client:
+        client.blocks_reserved(1)
+        await until(lambda: any(progress.num_tokens == 14 for progress in reader.progress))
+        client.release(complete=True)
+        client.release(complete=False)
+        assert client.loaded.result()
+    await until(lambda: RELEASE in prefill.core.commands)
+    assert prefill.core.commands.count(RELEASE) == 1
+
+
+async def test_the_lease_is_renewed_for_as_long_as_the_load_takes(prefill: Rig, reader: Reader) -> None:
+    prefill.core.emit(TransferEvent("t1", 0))
+    with reader.transfers.read_transfer(source(prefill), "r1") as client:
+        client.blocks_reserved(0)
+        await until(lambda: sum(command.action == "renew" for command in prefill.core.of(LeaseCommand)) >= 2)
+
+
+async def test_releasing_at_an_unreachable_instance_takes_no_time(reader: Reader) -> None:
+    watch = Stopwatch()
+    with reader.transfers.read_transfer(TransferSource("t1", "127.0.0.1:1", "e"), "r1") as client:
+        client.blocks_reserved(0)
+        await until(lambda: reader.progress)
+    assert watch.s < 1.0
+    assert "UNAVAILABLE" in (reader.progress[-1].failed or "")
+
+
+# Channels are shared, kept while in use, and closed when too many lie idle.
+
+
+async def test_users_of_an_address_share_its_channel() -> None:
+    peers = PeerChannels(ChannelSettings())
+    async with peers.channel("127.0.0.1:1") as first, peers.channel("127.0.0.1:1") as second:
+        assert first is second
+    async with peers.channel("127.0.0.1:1") as third:
+        assert third is first
+    await peers.close()
+
+
+async def test_the_longest_idle_are_closed_and_none_in_use() -> None:
+    peers = PeerChannels(ChannelSettings())
+    async with peers.channel("127.0.0.1:1") as used:
+        kept = {}
+        for port in range(2, 2 + _MAX_IDLE + 5):
+            async with peers.channel(f"127.0.0.1:{port}") as channel:
+                kept[port] = channel
+        async with peers.channel("127.0.0.1:1") as again:
+            assert again is used
+        async with peers.channel(f"127.0.0.1:{1 + _MAX_IDLE + 5}") as latest:
+            assert latest is kept[1 + _MAX_IDLE + 5]
+        async with peers.channel("127.0.0.1:2") as oldest:
+            assert oldest is not kept[2]
+    await peers.close()

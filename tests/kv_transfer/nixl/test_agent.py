@@ -1,0 +1,44 @@
+"""UCX's connections in this process: found by their mark, cut, and nothing is left open by the search."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from kv_transfer.nixl.agent import UcxProcess, UcxSettings, cut_connections
+
+
+def marked(mark: int) -> tuple[socket.socket, socket.socket]:
+    """A connection over loopback with UCX's mark on its near end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near, far = socket.create_connection(server.getsockname()), server.accept()[0]
+    near.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, mark)
+    return near, far
+
+
+def test_connections_of_one_mark_are_cut_and_no_descriptor_is_left() -> None:
+    ours, others = marked(77), marked(78)
+    pipe = os.pipe()  # no socket, as most descriptors are
+    before = len(os.listdir("/proc/self/fd"))
+    assert cut_connections(77) == 1
+    assert cut_connections(76) == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert ours[1].recv(1) == b""
+    others[0].sendall(b"x")
+    assert others[1].recv(1) == b"x"
+    for each in (*ours, *others):
+        each.close()
+    for descriptor in pipe:
+        os.close(descriptor)
+
+
+def test_no_later_agent_has_the_mark_of_the_first_one_which_lends() -> None:
+    process = UcxProcess()
+    process._loaded = True  # UCX's log is another matter
+    marks = []
+    for _ in range(200):
+        with process.prepared(UcxSettings()) as mark:
+            marks.append(mark)
+    assert marks[0] not in marks[1:]
+    assert min(marks) >= 20
+    assert len(set(marks)) == 60

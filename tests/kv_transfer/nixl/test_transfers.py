@@ -1,0 +1,170 @@
+"""A producer's metadata is checked before it is used; errors where NIXL is missing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import EngineError
+from instance.config import ListenSettings, TransferSection, _connector_config
+from kv_transfer.nixl.agent import UcxSettings, net_device_of, with_tcp
+from kv_transfer.nixl.connector import NixlConnector
+from kv_transfer.nixl.transfers import LeaseTags, MetadataError, TransferMetadata, decode, encode, page_digest
+from kv_transfer.page.format import PageSpec
+from serving.settings import SettingsError
+from tests.kv_transfer.harness import FINGERPRINT, LAYOUT
+
+KEY = bytes(range(32))
+EPOCH = bytes(range(16))
+GOOD = TransferMetadata(
+    version=1,
+    agent_name=f"lends-{EPOCH.hex()}",
+    epoch=EPOCH,
+    agent_metadata=b"nixl's own",
+    memory_type="DRAM",
+    device_id=0,
+    pages_address=1 << 30,
+    page_bytes=4096,
+    num_blocks=100,
+    tags_address=1 << 20,
+    num_tags=8,
+    tag_index=7,
+    tag=b"8 bytes!",
+    block_ids=[0, 99, 3],
+)
+
+
+def test_metadata_arrives_as_it_was_sent() -> None:
+    assert decode(encode(GOOD, KEY), KEY, page_bytes=4096, num_pages=3) == GOOD
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_metadata_with_a_changed_byte_is_rejected(data: st.DataObject) -> None:
+    encoded = bytearray(encode(GOOD, KEY))
+    index = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[index] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(MetadataError, match="not authentic"):
+        decode(bytes(encoded), KEY, page_bytes=4096, num_pages=3)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_rejected_even_with_the_right_checksum(body: bytes) -> None:
+    sealed = encode(GOOD, KEY)
+    for data in (body, sealed[: len(body)]):
+        with pytest.raises(MetadataError):
+            decode(data, KEY, page_bytes=4096, num_pages=3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("version", 2),
+        ("agent_name", ""),
+        ("agent_name", "x" * 200),
+        ("agent_name", "tandem-of-another-epoch"),
+        ("epoch", b"short"),
+        ("agent_metadata", b""),
+        ("device_id", -1),
+        ("page_bytes", 8192),
+        ("num_blocks", 0),
+        ("num_blocks", 1 << 40),
+        ("pages_address", 0),
+        ("pages_address", (1 << 63) - 10),
+        ("tags_address", -5),
+        ("num_tags", 1 << 40),
+        ("tag_index", 8),
+        ("tag", b"short"),
+        ("tag", bytes(8)),
+        ("block_ids", [0, 1]),
+        ("block_ids", [0, 1, 100]),
+        ("block_ids", [0, 1, -1]),
+    ],
+)
+def test_each_field_is_checked_though_the_producer_has_the_key(field: str, value: object) -> None:
+    bad = msgspec.structs.replace(GOOD, **{field: value})
+    with pytest.raises(MetadataError, match="bad"):
+        decode(encode(bad, KEY), KEY, page_bytes=4096, num_pages=3)
+
+
+def test_a_digest_binds_the_page_to_what_it_is_and_who_holds_it() -> None:
+    spec = PageSpec(bytes(32), bytes(32), b"h" * 32, b"p" * 32, 16, 64)
+    page = bytes(64)
+    digest = page_digest(spec, page, key=KEY, epoch=EPOCH)
+    others = [
+        page_digest(spec, b"\1" + page[1:], key=KEY, epoch=EPOCH),
+        page_digest(spec, page, key=bytes(32), epoch=EPOCH),
+        page_digest(spec, page, key=KEY, epoch=bytes(16)),
+        *(
+            page_digest(PageSpec(**{**_fields(spec), **change}), page, key=KEY, epoch=EPOCH)  # type: ignore[arg-type]
+            for change in ({"block_hash": bytes(32)}, {"parent_hash": bytes(32)}, {"num_tokens": 15}, {"is_tail": True})
+        ),
+    ]
+    assert len({digest, *others}) == 1 + len(others)
+
+
+def _fields(spec: PageSpec) -> dict[str, object]:
+    return {name: getattr(spec, name) for name in PageSpec.__slots__}  # type: ignore[attr-defined]
+
+
+def test_a_lease_tag_keeps_its_value_until_it_is_released_and_never_has_it_again() -> None:
+    tags = LeaseTags(2)
+    first = tags.acquire()
+    second = tags.acquire()
+    assert first is not None
+    assert second is not None
+    assert tags.acquire() is None
+    assert first[1] != second[1]
+    tags.release(first[0])
+    again = tags.acquire()
+    assert again is not None
+    assert again[0] == first[0]
+    assert again[1] not in (first[1], second[1], bytes(8)), "a tag that is acquired again has another value"
+
+
+@pytest.mark.parametrize(
+    ("given_tls", "used"),
+    [("tcp", "tcp"), ("sm,self", "sm,self,tcp"), ("tcp:am,sm", "tcp:am,sm"), ("all", "all"), ("^rc", "^rc")],
+)
+def test_tcp_is_always_among_the_transports(given_tls: str, used: str) -> None:
+    assert with_tcp(given_tls) == used
+
+
+def test_ucx_listens_where_peers_reach_this_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    assert net_device_of("127.0.0.1") == net_device_of("localhost") == "lo"
+    assert net_device_of("0.0.0.0") == "all"
+    assert UcxSettings().environment(20)["UCX_NET_DEVICES"] == "lo"
+    assert UcxSettings(net_devices="eth7").environment(20)["UCX_NET_DEVICES"] == "eth7"
+
+
+def test_a_missing_library_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._bindings", None)
+    connector = NixlConnector(wake=lambda: None, digest=False)
+    with pytest.raises(EngineError, match="pip install 'nixl"):
+        connector.register_kv_cache(torch.zeros((4, *LAYOUT.page_shape)), LAYOUT, FINGERPRINT)
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(EngineError, match=r"ucx_tsl.*known: .*ucx_tls"):
+        NixlConnector(wake=lambda: None, digest=False, ucx_tsl="tcp")
+
+
+def test_settings_of_an_instance_become_options() -> None:
+    transfer = TransferSection(connector="nixl", secret_file=Path("key"), options={"ucx_tls": "tcp"})
+    config = _connector_config(transfer, "10.0.0.7")
+    assert config.class_path == "kv_transfer.nixl.connector:NixlConnector"
+    assert config.options == {"kv_secret_file": "key", "ucx_tls": "tcp", "address": "10.0.0.7"}
+    with pytest.raises(SettingsError, match=r"folder .* is not supported by the nixl connector"):
+        _connector_config(TransferSection(connector="nixl", secret_file=Path("key"), folder=Path("x")))
+    with pytest.raises(SettingsError, match="secret_file"):
+        _connector_config(TransferSection(connector="nixl"))
+    server = ListenSettings(listen="0.0.0.0:50051", advertise="10.0.0.7:50051")
+    assert server.advertised_host == "10.0.0.7"
+    assert ListenSettings(listen="127.0.0.1:0").advertised_host == "127.0.0.1"

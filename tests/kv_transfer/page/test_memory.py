@@ -1,0 +1,51 @@
+"""Pages are the KV memory's own bytes, on the CPU without a copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kv_transfer.page.memory import make_page_memory
+from tests.kv_transfer.harness import LAYOUT
+
+
+def kv_memory(device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn((5, *LAYOUT.page_shape), generator=generator).to(dtype).to(device)
+
+
+def bytes_of(kv: torch.Tensor, block_id: int) -> bytes:
+    return kv[block_id].cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_page_leaves_one_memory_and_enters_another(device: str, dtype: torch.dtype) -> None:
+    source, target = kv_memory(device, dtype), torch.zeros_like(kv_memory(device, dtype))
+    page = make_page_memory(source).page_out(3)
+    assert bytes(page) == bytes_of(source, 3)
+    pages = make_page_memory(target)
+    entering = pages.page_in(1)
+    entering[:] = page
+    pages.commit(1, entering)
+    assert torch.equal(target[1], source[3])
+    assert not target[[0, 2, 3, 4]].any()
+
+
+def test_page_on_the_cpu_is_a_view_and_cannot_be_written_on_its_way_out() -> None:
+    kv = kv_memory("cpu")
+    page = make_page_memory(kv).page_out(0)
+    kv[0].zero_()
+    assert not any(page)
+    assert page.readonly
+
+
+@pytest.mark.parametrize("block_id", [-1, 5])
+def test_block_that_is_not_there_is_an_error(block_id: int) -> None:
+    with pytest.raises(IndexError):
+        make_page_memory(kv_memory("cpu")).page_in(block_id)
+
+
+def test_memory_that_is_not_contiguous_is_rejected() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        make_page_memory(kv_memory("cpu").transpose(1, 2))

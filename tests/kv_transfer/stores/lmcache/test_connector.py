@@ -1,0 +1,153 @@
+"""The connector over LMCache as an engine builds it: options, settings, the library missing, no telemetry."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.config import KVConnectorConfig
+from engine.errors import EngineError
+from engine.kv_connector import make_connector
+from instance.config import TransferSection, _connector_config
+from kv_transfer.stores.base import MemoryStore
+from kv_transfer.stores.lmcache.connector import LMCacheConnector, LMCacheOptions, make_store
+from kv_transfer.stores.lmcache.disk import LMCacheDisk
+from kv_transfer.stores.lmcache.server import LMCacheServer
+from kv_transfer.stores.lmcache.store import ObjectName
+from serving.settings import SettingsError
+from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.topology import Topology
+from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, Core
+from tests.kv_transfer.stores.contract import key_of
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"needs the place of its pages; give one of path \(--kv-folder /mnt/kv\) for disk, url \(--kv-url"),
+        ({"url": "http://host"}, "needs the place of its pages"),
+        ({"backend": "gds", "path": "/x"}, "backend 'gds': must be one of disk, server$"),
+        ({"backend": "disk"}, r"backend disk needs path \(--kv-folder /mnt/kv\)"),
+        ({"backend": "server"}, r"backend server needs url \(--kv-url tcp://host:5555\)"),
+        ({"backend": "redis", "path": "/x"}, "a redis:// URL is not supported; use --connector redis"),
+        ({"path": "/x", "url": "tcp://host:1"}, "backend disk takes no url"),
+        ({"url": "tcp://host:1", "capacity_bytes": 1}, "server takes no capacity_bytes: .*--l1-size-gb"),
+        ({"url": "redis://host/0"}, "lmcache: a redis:// URL is not supported; use --connector redis"),
+        ({"url": "rediss://host/0"}, "lmcache: a redis:// URL is not supported; use --connector redis"),
+        ({"url": "tcp://host"}, "tcp://host:port of an `lmcache server` is expected"),
+        ({"url": "redis://:hunter2@host"}, "use --connector redis"),
+        ({"paths": "/x"}, "unknown field `paths`"),
+        ({"path": "/x", "timeout_s": 0}, "timeout_s is 0"),
+        ({"path": "/x", "tail_max_age_s": 1.0}, "tail_max_age_s is 1.0; it must not be less than max_lease_s"),
+        ({"path": "/x", "digest": True}, "kv_secret_file is not set"),
+        ({"path": "/dev/null/x"}, "lmcache path '/dev/null/x': Not a directory"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(EngineError, match=message) as caught:
+        LMCacheConnector(wake=lambda: None, **{"digest": False, **options})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_backend_follows_from_path_or_url(tmp_path: Path) -> None:
+    on_disk = make_store(LMCacheOptions(path=str(tmp_path)))
+    at_server = make_store(LMCacheOptions(url="tcp://127.0.0.1:1"))
+    assert isinstance(on_disk, LMCacheDisk)
+    assert isinstance(at_server, LMCacheServer)
+    for store in (on_disk, at_server):
+        store.close()
+
+
+def test_connector_starts_without_its_server() -> None:
+    config = KVConnectorConfig(
+        class_path="kv_transfer.stores.lmcache.connector:LMCacheConnector",
+        options={"url": "tcp://127.0.0.1:1", "digest": False},
+    )
+    connector = make_connector(config, lambda: None)
+    assert isinstance(connector, LMCacheConnector)
+    connector.register_kv_cache(Core(MemoryStore()).kv, LAYOUT, FINGERPRINT)
+    assert "KV is computed instead" in (connector.self_test() or "")
+    connector.shutdown()
+
+
+def test_settings_of_an_instance_become_options() -> None:
+    key = Path("key")
+    config = _connector_config(TransferSection(connector="lmcache", folder=Path("/kv"), secret_file=key))
+    assert config.class_path == "kv_transfer.stores.lmcache.connector:LMCacheConnector"
+    assert config.options == {"path": "/kv", "kv_secret_file": "key"}
+    config = _connector_config(TransferSection(connector="lmcache", url="tcp://kv:5555", secret_file=key))
+    assert config.options == {"url": "tcp://kv:5555", "kv_secret_file": "key"}
+    with pytest.raises(SettingsError, match=r"transfer\.folder .*transfer\.url .*required by the lmcache connector"):
+        _connector_config(TransferSection(connector="lmcache", secret_file=key))
+    with pytest.raises(SettingsError, match=r"transfer\.secret_file is required by the lmcache connector"):
+        _connector_config(TransferSection(connector="lmcache", folder=Path("/kv")))
+
+
+def test_local_stack_has_it_on_disk(tmp_path: Path) -> None:
+    for kv_url, flag in ((None, ("--kv-folder", str(tmp_path / "store"))), ("tcp://h:1", ("--kv-url", "tcp://h:1"))):
+        settings = StackSettings(model=tmp_path, model_name="m", connector="lmcache", kv_url=kv_url)
+        topology = Topology(settings, tmp_path)
+        for spec in (topology.instance("prefill-0", "h:1"), topology.instance("decode-0", "h:2")):
+            pairs = list(zip(spec.argv, spec.argv[1:], strict=False))
+            assert ("--kv-connector", "lmcache") in pairs
+            assert flag in pairs
+            assert ("--kv-folder" in spec.argv) != ("--kv-url" in spec.argv)
+            assert "--kv-secret-file" in spec.argv
+    with pytest.raises(ValueError, match="lmcache: a redis:// URL is not supported; use --connector redis"):
+        StackSettings(model=tmp_path, model_name="m", connector="nixl,lmcache", kv_url="redis://h:1")
+    with pytest.raises(ValueError, match="needs the address of a Redis"):
+        StackSettings(model=tmp_path, model_name="m", connector="redis")
+    with pytest.raises(ValueError, match="nixl has no server"):
+        StackSettings(model=tmp_path, model_name="m", connector="nixl", kv_url="tcp://h:1")
+
+
+def test_names_are_hex_and_differ_where_keys_do() -> None:
+    keys = (key_of(1), key_of(2), key_of(1, transfer="a@b/../c"), key_of(1, transfer="d"))
+    names = [ObjectName.of(key) for key in keys]
+    assert all(name.is_valid for name in names)
+    assert len({name.native_key for name in names}) == len({name.file_name for name in names}) == len(keys)
+    for name in names:
+        assert set(name.native_key.removeprefix("tandem-v1-")) <= set("0123456789abcdef@")
+
+
+_ASSERTIONS = """
+import os, sys
+from kv_transfer.stores.lmcache.connector import LMCacheOptions, make_store
+assert not [name for name in sys.modules if name.partition(".")[0] == "lmcache"], "imported without being used"
+make_store(LMCacheOptions(url="tcp://127.0.0.1:1")).close()
+assert not [name for name in sys.modules if name.partition(".")[0] == "lmcache"], "imported by the other backend"
+os.environ.update(LMCACHE_TRACK_USAGE="true", DO_NOT_TRACK="0")
+make_store(LMCacheOptions(path=sys.argv[1])).close()
+assert os.environ["LMCACHE_LOG_LEVEL"] == "WARNING"
+from lmcache.usage_telemetry.identity import is_usage_tracking_enabled
+assert not is_usage_tracking_enabled()
+assert not [name for name in sys.modules if name.endswith("_l2_adapter")]
+assert "google.cloud" not in sys.modules
+print("good")
+"""
+
+_MISSING = """
+import sys
+sys.modules["lmcache"] = None
+from engine.errors import EngineError
+from kv_transfer.stores.lmcache.connector import LMCacheOptions, make_store
+try:
+    make_store(LMCacheOptions(path=sys.argv[1]))
+except EngineError as error:
+    assert "pip install '.[lmcache]'" in str(error), error
+    print("raised")
+make_store(LMCacheOptions(url="tcp://127.0.0.1:1")).close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "printed"), [(_ASSERTIONS, ["good"]), (_MISSING, ["raised"])], ids=["there", "missing"]
+)
+def test_library_is_imported_late_and_without_telemetry(tmp_path: Path, code: str, printed: list[str]) -> None:
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, '.')\n{code}", str(tmp_path / "store")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.split()) == (0, printed), ended.stderr
+    assert "Warning" not in ended.stderr

@@ -1,0 +1,232 @@
+"""Failures of Redis under load: no request fails, waits longer than the time-outs or gets wrong KV."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from kv_transfer.stores.base import StoreError
+from kv_transfer.stores.redis.connection import CLIENT_NAME
+from kv_transfer.stores.redis.connector import RedisStore
+from tests.kv_transfer.stores.contract import HEADER, PAGE, key_of, read
+from tests.kv_transfer.stores.redis.redis_load import Load
+from tests.kv_transfer.stores.redis.redis_server import IMPATIENT, PATIENT, RedisServer, options_of, redis_server
+from tests.waiting import Stopwatch
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """For one test, which breaks it."""
+    with redis_server(tmp_path) as server:
+        yield server
+
+
+# A server that things happen to, under load
+
+_LOG_LINE = re.compile(
+    r"redis at 127\.0\.0\.1:\d+ (is unavailable: [a-z_]+; KV is computed instead|answers again"
+    r"|restarted: pages that it lost are computed again)"
+)
+
+
+class Fault:
+    """How a failure begins and how it ends."""
+
+    opens_breaker = True
+    costs_hits = True
+
+    def begin(self, server: RedisServer) -> None:
+        raise NotImplementedError
+
+    def end(self, server: RedisServer) -> None:
+        raise NotImplementedError
+
+
+class Killed(Fault):
+    def begin(self, server: RedisServer) -> None:
+        server.kill()
+
+    def end(self, server: RedisServer) -> None:
+        server.start()
+
+
+class Frozen(Fault):
+    def begin(self, server: RedisServer) -> None:
+        server.freeze()
+
+    def end(self, server: RedisServer) -> None:
+        server.thaw()
+
+
+class Paused(Fault):
+    """Accepts no writes; reads go on."""
+
+    def begin(self, server: RedisServer) -> None:
+        server.run("CLIENT", "PAUSE", 60_000, "WRITE")
+
+    def end(self, server: RedisServer) -> None:
+        server.run("CLIENT", "UNPAUSE")
+
+
+class PausedAltogether(Paused):
+    def begin(self, server: RedisServer) -> None:
+        server.run("CLIENT", "PAUSE", 1_200, "ALL")
+
+    def end(self, server: RedisServer) -> None:
+        time.sleep(1.3)  # UNPAUSE would wait as well
+
+
+class Full(Fault):
+    def begin(self, server: RedisServer) -> None:
+        server.run("CONFIG", "SET", "maxmemory", 1)
+
+    def end(self, server: RedisServer) -> None:
+        server.run("CONFIG", "SET", "maxmemory", 0)
+
+
+class ReadOnly(Fault):
+    def begin(self, server: RedisServer) -> None:
+        server.run("REPLICAOF", "127.0.0.1", 1)
+
+    def end(self, server: RedisServer) -> None:
+        server.run("REPLICAOF", "NO", "ONE")
+
+
+class Emptied(Fault):
+    """Nothing fails; lost pages are written again by the next request that has them."""
+
+    opens_breaker = costs_hits = False
+
+    def begin(self, server: RedisServer) -> None:
+        for _ in range(20):
+            server.run("FLUSHALL")
+            time.sleep(0.01)
+
+    def end(self, server: RedisServer) -> None:
+        return
+
+
+class Crowded(Fault):
+    """The connector's connections are closed, and maxclients admits the others alone."""
+
+    def begin(self, server: RedisServer) -> None:
+        self.others = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+        with server.client() as client:
+            client.ping()
+            client.config_set("maxclients", 1 + len(self.others))
+            for other in client.client_list():
+                if other["name"] == CLIENT_NAME:
+                    client.client_kill_filter(_id=other["id"])
+
+    def end(self, server: RedisServer) -> None:
+        for other in self.others:
+            other.close()
+        deadline = time.monotonic() + 2.0
+        while True:  # until Redis has seen that they are gone
+            try:
+                server.run("CONFIG", "SET", "maxclients", 1000)
+                return
+            except redis.RedisError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+
+class LockedOut(Fault):
+    """The password was changed and all connections closed."""
+
+    def begin(self, server: RedisServer) -> None:
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "default", "resetpass", ">other")
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        server.password = "other"
+
+    def end(self, server: RedisServer) -> None:
+        server.run("ACL", "SETUSER", "default", "nopass")
+        server.password = None
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Killed, Frozen, Paused, PausedAltogether, Full, ReadOnly, Emptied, Crowded, LockedOut],
+)
+def test_no_request_fails_whatever_happens_to_redis(
+    own_server: RedisServer, caplog: pytest.LogCaptureFixture, fault: type[Fault]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    # The defaults where they matter most; elsewhere the test need not take so long.
+    retry_s = 2.0 if fault in (Killed, Frozen) else 0.5
+    event = fault()
+    limits = IMPATIENT if event.opens_breaker else PATIENT
+    with Load(own_server, breaker_retry_s=retry_s, **limits) as load:
+        # STEP the failure begins
+        event.begin(own_server)
+        if event.opens_breaker:
+            assert load.wait_for_breaker(3.0) <= 1.0
+        if event.costs_hits:
+            load.wait_for_miss(2.0)
+        # STEP the failure ends
+        event.end(own_server)
+        assert load.wait_for_hit(5.0) <= 5.0
+    assert load.longest_s < 2.0, "a request waited for Redis"
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("kv_transfer")]
+    assert all(_LOG_LINE.fullmatch(line) for line in lines), lines
+    assert bool(lines) == event.opens_breaker
+    assert len(lines) <= 12, "a log line for each failure is too many"
+
+
+def test_restarted_server_is_detected(own_server: RedisServer) -> None:
+    store = RedisStore(options_of(own_server))
+    store.put(key_of(1), (HEADER, PAGE))
+    first = store.endpoint.run_id
+    own_server.kill()
+    own_server.start()
+    # The pool detects that the old connection is closed before anything is sent on it: no request has to fail first.
+    assert read(store, key_of(1)) is None
+    store.put(key_of(1), (HEADER, PAGE))
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    assert store.endpoint.run_id != first
+    assert store.endpoint.num_restarts == 1
+    store.close()
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 8])
+def test_frozen_server_costs_one_time_out_for_all_waiting_requests(own_server: RedisServer, max_in_flight: int) -> None:
+    timeout_s = 2.0
+    limits = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s, "breaker_retry_s": 60.0}
+    store = RedisStore(options_of(own_server, max_in_flight=max_in_flight, **limits))
+    store.put(key_of(1), (HEADER, PAGE))
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    own_server.freeze()
+    reasons: list[str] = []
+
+    def read_once() -> None:
+        try:
+            read(store, key_of(1))
+        except StoreError as error:
+            reasons.append(error.reason)
+
+    for _ in range(2):  # on the connection that was there, and while making another
+        started, watch = time.monotonic(), Stopwatch()
+        threads = [threading.Thread(target=read_once) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - started > 0.8 * timeout_s
+        assert watch.s < 2 * timeout_s
+    assert reasons == ["timeout"] * 16
+    watch = Stopwatch()
+    for number in range(100):
+        with pytest.raises(StoreError, match="down"):
+            store.delete(key_of(number))
+    assert watch.s < timeout_s, "removing tails must not hold up the end of an instance"
+    own_server.thaw()
+    store.close()

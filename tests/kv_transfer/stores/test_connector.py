@@ -1,0 +1,187 @@
+"""The connector over a folder: as the engine builds it, and with damaged files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.config import KVConnectorConfig
+from engine.errors import EngineError
+from engine.kv_connector import make_connector
+from kv_transfer.page.format import HEADER_BYTES
+from kv_transfer.page.naming import PageNaming
+from kv_transfer.secret import ensure_secret
+from kv_transfer.stores.base import MemoryStore
+from kv_transfer.stores.files import SharedStorage, SharedStorageConnector
+from tests.files_below import files_below
+from tests.kv_transfer.harness import (
+    BLOCK_SIZE,
+    FINGERPRINT,
+    LAYOUT,
+    NUM_FULL,
+    NUM_PAGES,
+    PROMPT,
+    Core,
+    reader_of,
+    writer_of,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[SharedStorage]:
+    store = SharedStorage(tmp_path / "store", capacity_bytes=1 << 30)
+    yield store
+    store.close()
+
+
+def flip(path: Path, others: list[Path]) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def flip_header(path: Path, others: list[Path]) -> None:
+    content = bytearray(path.read_bytes())
+    content[90] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path, others: list[Path]) -> None:
+    os.truncate(path, HEADER_BYTES)
+
+
+def empty(path: Path, others: list[Path]) -> None:
+    os.truncate(path, 0)
+
+
+def remove(path: Path, others: list[Path]) -> None:
+    path.unlink()
+
+
+def swap(path: Path, others: list[Path]) -> None:
+    content = others[0].read_bytes()
+    others[0].write_bytes(path.read_bytes())
+    path.write_bytes(content)
+
+
+def link(path: Path, others: list[Path]) -> None:
+    path.unlink()
+    path.symlink_to(others[0])
+
+
+def fifo(path: Path, others: list[Path]) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("damage", [flip, flip_header, truncate, empty, remove, swap, link, fifo])
+@pytest.mark.parametrize("index", [0, 2, NUM_FULL])
+def test_damage_costs_a_recompute_and_never_a_wrong_block(
+    folder: SharedStorage, tmp_path: Path, damage: Callable[[Path, list[Path]], None], index: int
+) -> None:
+    key = tmp_path / "key"
+    ensure_secret(key)
+    options = {"kv_secret_file": str(key)}
+    prefill, decode = Core(folder, **options), Core(folder, **options)
+    request, reader = writer_of(), reader_of()
+    prefill.prefill(request)
+    # STEP one page is damaged (a swap takes the last two)
+    naming = PageNaming.of(FINGERPRINT, LAYOUT)
+    hashes = naming.block_hashes(request)
+    names = [naming.full_block(hashes, request.root_hash, number) for number in range(NUM_FULL)]
+    names.append(naming.tail(request, hashes, "transfer"))
+    paths = [folder.path.joinpath(*name.key.parts) for name in names]
+    assert sorted(paths) == files_below(folder.path)
+    other = NUM_FULL - 1 if index != NUM_FULL - 1 else NUM_FULL
+    damage(paths[index], [paths[other]])
+    # STEP what precedes it is used
+    decode.reserve(reader)
+    result = decode.complete(reader)
+    first_bad = min(index, other) if damage is swap else index
+    assert result.num_verified_tokens == first_bad * BLOCK_SIZE
+    assert result.num_recomputed_blocks == NUM_PAGES - first_bad
+    assert decode.has(reader, result.num_verified_tokens)
+    assert sum(decode.connector.counters.loaded.failures.values()) >= 1
+    assert not decode.connector._io.breaker.is_open
+    # STEP what is bad has gone from the folder, and the next request heals it
+    again = writer_of(request_id="again", transfer_id="again")
+    prefill.prefill(again)
+    prefill.wait(lambda: prefill.events[-1].transfer_id == "again" and prefill.events[-1].num_tokens is not None)
+    healed = reader_of(request_id="again", transfer_id="again")
+    decode.reserve(healed)
+    if damage is not swap:
+        assert decode.complete(healed).num_verified_tokens == len(PROMPT)
+        assert decode.has(healed, len(PROMPT))
+
+
+def test_all_damage_is_gone_after_one_request_has_met_the_first_of_it(folder: SharedStorage, tmp_path: Path) -> None:
+    ensure_secret(tmp_path / "key")
+    prefill, decode = (Core(folder, kv_secret_file=str(tmp_path / "key")) for _ in range(2))
+    request, reader = writer_of(), reader_of()
+    prefill.prefill(request)
+    naming = PageNaming.of(FINGERPRINT, LAYOUT)
+    hashes = naming.block_hashes(request)
+    names = [naming.full_block(hashes, request.root_hash, index) for index in range(NUM_FULL)]
+    paths = [folder.path.joinpath(*name.key.parts) for name in names]
+    for index in (1, 2, 4):
+        flip(paths[index], [])
+    decode.reserve(reader)
+    decode.ready(reader, 2)  # the others are not even announced when the first is met
+    assert decode.result(reader).num_verified_tokens == BLOCK_SIZE
+    decode.wait(lambda: [path.exists() for path in paths] == [True, False, False, True, False])
+
+
+def test_pages_sealed_with_another_key_are_rejected(folder: SharedStorage, tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    ensure_secret(mine)
+    ensure_secret(theirs)
+    prefill, decode = Core(folder, kv_secret_file=str(theirs)), Core(folder, kv_secret_file=str(mine))
+    prefill.prefill(writer_of())
+    reader = reader_of()
+    decode.reserve(reader)
+    assert decode.complete(reader).num_verified_tokens == 0
+    assert decode.connector.counters.loaded.failures["page_digest"] >= 1
+
+
+def options_of(tmp_path: Path, **options: str | int | float | bool) -> dict[str, str | int | float | bool]:
+    ensure_secret(tmp_path / "key")
+    return {"path": str(tmp_path / "store"), "kv_secret_file": str(tmp_path / "key"), **options}
+
+
+def test_engine_builds_the_connector_by_its_class_path(tmp_path: Path) -> None:
+    config = KVConnectorConfig(
+        class_path="kv_transfer.stores.files:SharedStorageConnector",
+        options=options_of(tmp_path, num_io_threads="3"),
+    )
+    connector = make_connector(config, lambda: None)
+    assert isinstance(connector, SharedStorageConnector)
+    assert connector.name == "shared_storage"
+    connector.register_kv_cache(Core(MemoryStore()).kv, LAYOUT, FINGERPRINT)
+    connector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity_byte": 1}, "unknown field `capacity_byte`"),
+        ({"capacity_bytes": 0}, "capacity_bytes is 0; it must be greater than 0"),
+        ({"num_io_threads": "many"}, "num_io_threads"),
+        ({"kv_secret_file": ""}, "kv_secret_file is not set"),
+        ({"kv_secret_file": "/nonexistent/key"}, "openssl rand"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, options: dict[str, str | int | float | bool], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        SharedStorageConnector(wake=lambda: None, **{**options_of(tmp_path), **options})
+
+
+def test_shutdown_waits_for_saves_and_removes_what_is_private(folder: SharedStorage) -> None:
+    prefill = Core(folder)
+    request = writer_of()
+    prefill.prefill(request)
+    assert len(files_below(folder.path)) == NUM_PAGES
+    prefill.connector.shutdown()
+    assert len(files_below(folder.path)) == NUM_FULL

@@ -1,0 +1,128 @@
+"""Two real engine cores and the real connector, without the network: tokens after a hand-over are the aggregated
+engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine import LLM, SamplingParams
+from tests.kv_transfer.core_pair import CorePair, aggregated, store_config
+from tests.oracle import random_prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=200, max_tokens=24, ignore_eos=True, seed=11)
+PENALISED = SamplingParams(
+    temperature=0.8, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={7: 2.0},
+    logprobs=3, prompt_logprobs=1, max_tokens=24, ignore_eos=True, seed=12,
+)  # fmt: skip
+
+
+@pytest.fixture
+def pair(checkpoint: Path, tmp_path: Path) -> Iterator[CorePair]:
+    pair = CorePair(store_config(checkpoint, tmp_path))
+    yield pair
+    pair.close()
+    leftovers = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and "transfers" in path.parts]
+    assert leftovers == [], "transfer-scoped files stayed behind"
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_tokens_after_a_hand_over_are_the_aggregated_engines(
+    checkpoint: Path, pair: CorePair, params: SamplingParams
+) -> None:
+    prompts = [*random_prompts(10, longest=300, vocab_size=1024, seed=5), [7] * 16, [8] * 64]
+    for index, prompt in enumerate(prompts):
+        pair.start(f"r{index}", prompt, params)
+    pair.run()
+    outcomes = list(pair.outcomes.values())
+    assert [outcome.token_ids for outcome in outcomes] == aggregated(checkpoint, prompts, params)
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        assert outcome.loaded is not None
+        assert outcome.loaded.num_recomputed_blocks == 0
+        assert outcome.loaded.num_external_tokens == len(prompt) - 16 * outcome.num_local_blocks
+    load = pair.decode.load
+    assert load.num_prefilled_tokens == 0, "decode computed prompt tokens"
+    assert load.num_generated_tokens == sum(len(outcome.token_ids) - 1 for outcome in outcomes)
+
+
+def test_penalties_and_logprobs_go_on_across_a_hand_over(checkpoint: Path, pair: CorePair) -> None:
+    prompts = random_prompts(12, longest=200, vocab_size=1024, seed=6)
+    llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=1024)
+    answers = llm.generate(prompts, PENALISED, use_tqdm=False)
+    for index, prompt in enumerate(prompts):
+        pair.start(f"r{index}", prompt, PENALISED)
+    pair.run()
+    for prompt, outcome, answer in zip(prompts, pair.outcomes.values(), answers, strict=True):
+        assert outcome.loaded is not None
+        assert outcome.loaded.num_external_tokens == len(prompt) - 16 * outcome.num_local_blocks
+        [expected] = answer.outputs
+        assert outcome.token_ids == expected.token_ids
+        assert expected.logprobs is not None
+        assert answer.prompt_logprobs is not None
+        found = [[one.token_id for one in position] for position in outcome.prompt_logprobs]
+        assert found == [list(entries or ()) for entries in answer.prompt_logprobs]
+        for found, entries in zip(outcome.logprobs, expected.logprobs, strict=True):
+            assert [one.token_id for one in found] == list(entries)
+            assert [one.logprob for one in found] == pytest.approx([one.logprob for one in entries.values()], abs=1e-4)
+
+
+def test_blocks_move_while_later_chunks_are_still_computed(checkpoint: Path, tmp_path: Path) -> None:
+    pair = CorePair(store_config(checkpoint, tmp_path, max_num_batched_tokens=64))
+    pair.start("long", random_prompts(2, longest=1000, vocab_size=1024)[1], GREEDY)
+    pair.run()
+    assert pair.num_moves_before_first_token >= 3
+
+
+def test_decode_fetches_only_what_it_lacks(pair: CorePair) -> None:
+    shared = random_prompts(2, longest=160, vocab_size=1024)[1]
+    pair.start("first", shared, GREEDY)
+    pair.run()
+    pair.start("second", [*shared, 5, 6, 7], GREEDY)
+    pair.run()
+    second = pair.outcomes["second"]
+    assert second.num_local_blocks == 10
+    assert second.loaded is not None
+    assert second.loaded.num_external_tokens == 3
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "swap"])
+def test_a_damaged_page_is_recomputed_and_changes_no_token(
+    checkpoint: Path, pair: CorePair, tmp_path: Path, damage: str
+) -> None:
+    prompt = random_prompts(2, longest=200, vocab_size=1024, seed=9)[1]
+    expected = aggregated(checkpoint, [prompt], GREEDY)[0]
+    pair.start("warm", prompt, GREEDY)
+    pair.run()
+    pages = sorted(path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size > 4096)
+    assert len(pages) == 200 // 16
+    for page, other in zip(pages[3:6], pages[6:9], strict=True):
+        content = page.read_bytes()
+        if damage == "flip":
+            page.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+        elif damage == "truncate":
+            page.write_bytes(content[:-100])
+        elif damage == "swap":
+            page.write_bytes(other.read_bytes())
+        else:
+            page.unlink()
+    pair.decode.scheduler.kv.pool.forget_all()
+    pair.start("again", prompt, GREEDY)
+    pair.run()
+    again = pair.outcomes["again"]
+    assert again.token_ids == expected
+    assert again.loaded is not None
+    if damage in ("remove", "truncate"):
+        assert again.loaded.num_recomputed_blocks == 0, "prefill sees what is missing or short, and writes it again"
+    else:
+        assert again.loaded.num_recomputed_blocks > 0
+        assert pair.decode.load.num_recomputed_blocks > 0
+    pair.decode.scheduler.kv.pool.forget_all()
+    pair.start("healed", prompt, GREEDY)
+    pair.run()
+    healed = pair.outcomes["healed"]
+    assert healed.token_ids == expected
+    assert healed.loaded is not None
+    assert healed.loaded.num_recomputed_blocks == 0

@@ -1,0 +1,293 @@
+"""One core loads what another has saved: only what it lacks, and no more than it can trust."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from engine import failpoints
+from engine.core.messages import KVProgress
+from engine.kv_connector import KVLoadResult
+from engine.scheduling.request import Request
+from kv_transfer.page.naming import PageKey
+from kv_transfer.stores.base import MemoryStore
+from tests.kv_transfer.harness import (
+    BLOCK_SIZE,
+    NUM_FULL,
+    NUM_PAGES,
+    PROMPT,
+    BrokenStore,
+    Core,
+    GatedStore,
+    make_request,
+    pair,
+    reader_of,
+    writer_of,
+)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def test_only_what_is_missing_here_is_read(store: MemoryStore) -> None:
+    prefill, decode = pair(store)
+    prefill.prefill(writer_of())
+    reader = reader_of()
+    decode.reserve(reader, num_local_blocks=2)
+    result = decode.complete(reader)
+    assert result.num_verified_tokens == len(PROMPT)
+    assert result.num_external_tokens == len(PROMPT) - 2 * BLOCK_SIZE
+    assert decode.connector.counters.loaded.num_blocks == NUM_PAGES - 2
+    assert decode.has(reader, len(PROMPT))
+
+
+def test_all_full_blocks_local_moves_only_the_tail(store: MemoryStore) -> None:
+    prefill, decode = pair(store)
+    prefill.prefill(writer_of())
+    reader = reader_of()
+    decode.reserve(reader, num_local_blocks=NUM_FULL)
+    result = decode.complete(reader)
+    assert (result.num_verified_tokens, result.num_external_tokens) == (len(PROMPT), 3)
+    assert decode.connector.counters.loaded.num_blocks == 1
+
+
+def test_nothing_to_move_is_a_result_once_the_producer_has_finished(store: MemoryStore) -> None:
+    _, decode = pair(store)
+    prompt = PROMPT[: NUM_FULL * BLOCK_SIZE]
+    reader = reader_of(prompt)
+    assert decode.connector.get_num_new_matched_tokens(reader, len(prompt)) == 0
+    decode.reserve(reader, num_local_blocks=NUM_FULL)
+    assert not decode.loaded
+    result = decode.complete(reader)
+    assert (result.num_verified_tokens, result.num_external_tokens) == (len(prompt), 0)
+
+
+def test_producer_that_fails_half_way_leaves_a_verified_prefix(store: MemoryStore) -> None:
+    prefill, decode = pair(store)
+    prefill.prefill(writer_of())
+    reader = reader_of()
+    decode.reserve(reader)
+    decode.ready(reader, 3)
+    decode.connector.handle(KVProgress("request", 3, failed="the stream broke"))
+    result = decode.result(reader)
+    assert (result.num_verified_tokens, result.num_recomputed_blocks) == (3 * BLOCK_SIZE, NUM_PAGES - 3)
+    assert result.reason == "the stream broke"
+    assert decode.has(reader, 3 * BLOCK_SIZE)
+
+
+def test_producer_with_another_prompt_is_rejected(store: MemoryStore) -> None:
+    prefill, decode = pair(store)
+    prefill.prefill(writer_of())
+    reader = reader_of()
+    decode.reserve(reader)
+    decode.connector.handle(KVProgress("request", 99, num_tokens=7))
+    result = decode.result(reader)
+    assert result.num_verified_tokens == 0
+    assert result.reason == f"7 tokens were offered, {len(PROMPT)} are needed"
+
+
+def test_progress_of_unknown_and_finished_requests_is_ignored(store: MemoryStore) -> None:
+    prefill, decode = pair(store)
+    prefill.prefill(writer_of())
+    reader = reader_of()
+    decode.connector.handle(KVProgress("unknown", 3))
+    decode.reserve(reader)
+    decode.complete(reader)
+    for _ in range(2):
+        decode.connector.handle(KVProgress("request", 5, num_tokens=len(PROMPT)))
+        decode.connector.handle(KVProgress("request", 5, failed="late"))
+        decode.settle()
+    assert len(decode.loaded) == 1
+
+
+def test_abort_while_reading_frees_blocks_only_after_the_reads_have_ended() -> None:
+    store = GatedStore()
+    store.gate.set()
+    prefill, decode = pair(store)
+    prefill.prefill(writer_of())
+    store.gate.clear()
+    store.num_entered = 0
+    reader = reader_of()
+    decode.reserve(reader)
+    decode.connector.handle(KVProgress("request", NUM_FULL, num_tokens=len(PROMPT)))
+    decode.wait(lambda: store.num_entered == 2)
+    assert decode.finish(reader, "abort")
+    # STEP a request of the same name comes while the old one's reads are under way
+    again = reader_of()
+    decode.reserve(again)
+    decode.settle()
+    assert decode.freed == []
+    store.gate.set()
+    decode.wait(lambda: decode.freed == ["request"])
+    assert decode.loaded == [], "late reads count for no request"
+    result = decode.complete(again)
+    assert result.num_verified_tokens == len(PROMPT)
+    assert decode.has(again, len(PROMPT))
+
+
+def test_store_that_hangs_is_given_up_and_keeps_its_blocks(store: MemoryStore) -> None:
+    gated = GatedStore()
+    gated.gate.set()
+    passed_s = 0.0
+    prefill, decode = Core(gated), Core(gated, clock=lambda: passed_s, load_timeout_s=0.05, num_io_threads=1)
+    prefill.prefill(writer_of())
+    gated.gate.clear()
+    gated.num_entered = 0
+    reader = reader_of()
+    decode.reserve(reader)
+    decode.connector.handle(KVProgress("request", NUM_FULL, num_tokens=len(PROMPT)))
+    decode.wait(lambda: gated.num_entered == 1)
+    passed_s = 0.06
+    result = decode.result(reader)
+    assert result.num_verified_tokens == 0
+    assert result.reason == "the store did not deliver within 0.05 s"
+    assert result.retained_id not in (None, *decode.freed), "a read under way still writes to its block"
+    gated.gate.set()
+    decode.wait(lambda: decode.freed == [result.retained_id])
+    assert gated.num_entered == 1
+
+
+def test_store_that_hangs_is_not_used_and_delays_no_other_request(store: MemoryStore) -> None:
+    gated = GatedStore()
+    decode = Core(gated, load_timeout_s=0.02, num_io_threads=1, breaker_failures=2, breaker_retry_s=0.01)
+    for number in range(2):
+        reader = make_request(PROMPT, request_id=f"hangs-{number}", transfer_id=f"t{number}", remote=True)
+        decode.reserve(reader)
+        decode.connector.handle(KVProgress(reader.request_id, NUM_FULL, num_tokens=len(PROMPT)))
+        decode.step()
+        time.sleep(0.04)
+        decode.step()
+        assert decode.result(reader).reason == "the store did not deliver within 0.02 s"
+    reader = make_request(PROMPT, request_id="later", transfer_id="later", remote=True)
+    decode.reserve(reader)
+    decode.connector.handle(KVProgress("later", NUM_FULL, num_tokens=len(PROMPT)))
+    result = decode.complete(reader)
+    assert (result.num_verified_tokens, result.retained_id) == (0, None), "it waited for a store that is known to hang"
+    assert decode.connector.counters.loaded.failures["store_down"] >= 1
+    gated.gate.set()
+
+
+def test_failpoints_stand_on_the_way(store: MemoryStore) -> None:
+    prefill, decode = pair(store)
+    prefill.prefill(writer_of())
+    reader = reader_of()
+    decode.reserve(reader)
+    failpoints.configure("kv.load=fail@3;kv.save=fail;kv.store.put=fail;kv.store.get=fail@9")
+    try:
+        assert decode.complete(reader).num_verified_tokens < len(PROMPT)
+        assert decode.connector.counters.loaded.failures["failpoint"] == 1
+        other = writer_of([9] * 9, request_id="other", transfer_id="other")
+        prefill.prefill(other)
+        assert prefill.ended == "failed"
+    finally:
+        failpoints.configure(None)
+
+
+# A prompt that is not handed over: what the store has of it is loaded, the rest is computed.
+
+
+@pytest.fixture
+def filled_store() -> MemoryStore:
+    """Has the prompt's pages, its tail's too."""
+    store = MemoryStore()
+    Core(store).prefill(make_request(PROMPT, hold=True))
+    return store
+
+
+def seek(core: Core, request: Request, num_local_blocks: int = 0) -> KVLoadResult:
+    """Admit a request that is to be computed here, and wait for what was found of it."""
+    table = core.allocate(request)
+    core.fill(request, num_local_blocks)
+    assert core.connector.get_num_new_matched_tokens(request, num_local_blocks * BLOCK_SIZE) > 0
+    core.connector.update_state_after_alloc(request, table, num_local_blocks)
+    return core.result(request)
+
+
+def full_block_keys(store: MemoryStore) -> list[PageKey]:
+    """In the order in which they were written: that of the prompt."""
+    return [key for key in store.values if not key.scope]
+
+
+def test_full_blocks_are_found_and_the_tail_is_not_looked_up(filled_store: MemoryStore) -> None:
+    core, request = Core(filled_store), make_request(PROMPT)
+    result = seek(core, request)
+    assert (result.num_verified_tokens, result.num_external_tokens) == (NUM_FULL * BLOCK_SIZE, NUM_FULL * BLOCK_SIZE)
+    assert (result.num_recomputed_blocks, result.reason) == (0, None)
+    assert core.has(request, NUM_FULL * BLOCK_SIZE)
+    assert core.connector.counters.loaded.num_blocks == NUM_FULL
+    assert not core.finish(request, "stop")
+
+
+def test_one_token_is_left_to_compute(filled_store: MemoryStore) -> None:
+    core, request = Core(filled_store), make_request(PROMPT[: 3 * BLOCK_SIZE])
+    assert seek(core, request).num_verified_tokens == 2 * BLOCK_SIZE
+    assert Core(filled_store).connector.get_num_new_matched_tokens(make_request(PROMPT[:BLOCK_SIZE]), 0) == 0
+
+
+def test_local_blocks_are_not_read(filled_store: MemoryStore) -> None:
+    core, request = Core(filled_store), make_request(PROMPT)
+    result = seek(core, request, num_local_blocks=3)
+    assert (result.num_verified_tokens, result.num_external_tokens) == (NUM_FULL * BLOCK_SIZE, 2 * BLOCK_SIZE)
+    assert core.connector.counters.loaded.num_blocks == 2
+
+
+def test_a_new_prompt_costs_one_lookup() -> None:
+    store = GatedStore()
+    store.gate.set()
+    core = Core(store)
+    result = seek(core, make_request(PROMPT))
+    assert (result.num_verified_tokens, result.num_recomputed_blocks, store.num_entered) == (0, 0, 1)
+
+
+def test_what_precedes_a_missing_block_is_used(filled_store: MemoryStore) -> None:
+    filled_store.delete(full_block_keys(filled_store)[3])
+    core, request = Core(filled_store), make_request(PROMPT)
+    assert seek(core, request).num_verified_tokens == 3 * BLOCK_SIZE
+    assert core.has(request, 3 * BLOCK_SIZE)
+
+
+def test_a_damaged_block_is_counted_removed_and_computed(filled_store: MemoryStore) -> None:
+    key = full_block_keys(filled_store)[2]
+    filled_store.values[key] = filled_store.values[key][:-1]
+    core = Core(filled_store)
+    assert seek(core, make_request(PROMPT)).num_verified_tokens == 2 * BLOCK_SIZE
+    assert core.connector.counters.loaded.failures["page_size"] == 1
+    assert key not in filled_store.values
+
+
+def test_a_dead_store_is_used_until_the_breaker_opens() -> None:
+    store = BrokenStore()
+    core = Core(store, breaker_failures=2)
+    for number in range(5):
+        assert seek(core, make_request(PROMPT, request_id=str(number))).num_verified_tokens == 0
+    assert store.num_calls == 2
+
+
+def test_a_store_that_hangs_is_given_up_and_keeps_the_blocks() -> None:
+    store = GatedStore()
+    core, request = Core(store, load_timeout_s=0.05), make_request(PROMPT)
+    result = seek(core, request)
+    assert result.num_verified_tokens == 0
+    assert result.retained_id is not None
+    assert result.retained_id not in core.freed
+    store.gate.set()
+    core.wait(lambda: core.freed == [result.retained_id])
+
+
+def test_an_abort_keeps_the_blocks_until_the_read_has_ended() -> None:
+    store = GatedStore()
+    core, request = Core(store), make_request(PROMPT)
+    core.connector.update_state_after_alloc(request, core.allocate(request), 0)
+    core.wait(lambda: store.num_entered == 1)
+    assert core.finish(request, "abort")
+    store.gate.set()
+    core.wait(lambda: core.freed == [request.request_id])
+    assert not core.loaded
+
+
+def test_lookups_can_be_switched_off(filled_store: MemoryStore) -> None:
+    core = Core(filled_store, lookup=False)
+    assert core.connector.get_num_new_matched_tokens(make_request(PROMPT), 0) == 0

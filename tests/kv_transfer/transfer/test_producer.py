@@ -1,0 +1,249 @@
+"""One core saves what it computes: in what order, until when, and what of it stays."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from engine.core.messages import LeaseCommand
+from kv_transfer.page.format import HEADER_BYTES
+from kv_transfer.page.naming import PageKey
+from kv_transfer.stores.base import MemoryStore
+from tests.kv_transfer.harness import (
+    BLOCK_SIZE,
+    LAYOUT,
+    LEASE_S,
+    NUM_FULL,
+    NUM_PAGES,
+    PROMPT,
+    BrokenStore,
+    Core,
+    GatedStore,
+    pair,
+    reader_of,
+    writer_of,
+)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def test_blocks_become_ready_while_later_chunks_are_computed(store: MemoryStore) -> None:
+    prefill, decode = pair(store)
+    request, reader = writer_of(), reader_of()
+    prefill.allocate(request)
+    decode.reserve(reader)
+    assert prefill.connector.num_transfers == 0
+    for num_tokens in (6, 13, len(PROMPT)):
+        # STEP a chunk is computed
+        prefill.fill(request, -(-num_tokens // BLOCK_SIZE))
+        prefill.progress(request, num_tokens)
+        num_ready = num_tokens // BLOCK_SIZE
+        prefill.wait(lambda: prefill.events[-1].num_ready_blocks == num_ready)  # noqa: B023
+        assert len(store.values) == num_ready
+        # STEP decode reads it before the next one
+        decode.ready(reader, num_ready)
+        decode.wait(lambda: decode.connector.counters.loaded.num_blocks == num_ready)  # noqa: B023
+        assert decode.has(reader, num_ready * BLOCK_SIZE)
+        assert not decode.loaded
+    prefill.finish(request, "hand_over")
+    prefill.wait(lambda: prefill.events[-1].num_tokens == len(PROMPT))
+    result = decode.complete(reader)
+    assert (result.num_verified_tokens, result.num_external_tokens) == (len(PROMPT), len(PROMPT))
+    assert (result.num_recomputed_blocks, result.reason) == (0, None)
+    assert decode.has(reader, len(PROMPT))
+    ready = [event.num_ready_blocks for event in prefill.events]
+    assert ready == sorted(ready)
+    assert ready[0] == 0, "the offer itself is an event"
+
+
+def test_blocks_of_a_finished_request_stay_until_their_saves_have_ended() -> None:
+    store = GatedStore()
+    prefill = Core(store)
+    request = writer_of()
+    prefill.allocate(request)
+    prefill.fill(request)
+    prefill.progress(request, len(PROMPT))
+    assert prefill.finish(request, "hand_over")
+    prefill.settle()
+    assert prefill.freed == []
+    store.gate.set()
+    prefill.wait(lambda: prefill.freed == ["request"])
+    assert prefill.events[-1].num_tokens == len(PROMPT)
+    assert prefill.connector.num_transfers == 1, "the lease outlives the blocks"
+
+
+def test_exact_multiple_of_the_block_size_has_no_tail(store: MemoryStore) -> None:
+    prefill, decode = pair(store)
+    prompt = PROMPT[: NUM_FULL * BLOCK_SIZE]
+    request, reader = writer_of(prompt), reader_of(prompt)
+    prefill.prefill(request)
+    assert len(store.values) == NUM_FULL
+    decode.reserve(reader)
+    result = decode.complete(reader)
+    assert (result.num_verified_tokens, result.num_recomputed_blocks) == (len(prompt), 0)
+    assert decode.has(reader, len(prompt))
+
+
+def test_prompt_shorter_than_a_block_is_all_tail(store: MemoryStore) -> None:
+    prefill, decode = pair(store)
+    prefill.prefill(writer_of([7, 8]))
+    reader = reader_of([7, 8])
+    decode.reserve(reader)
+    assert decode.complete(reader).num_verified_tokens == 2
+    assert decode.has(reader, 2)
+
+
+def test_full_blocks_are_written_once_and_tails_belong_to_their_transfer(store: MemoryStore) -> None:
+    prefill, decode = pair(store)
+    for number in range(3):
+        request = writer_of(request_id=f"r{number}", transfer_id=f"t{number}")
+        prefill.prefill(request)
+        prefill.wait(lambda: prefill.events[-1].num_tokens is not None)
+    assert len(store.values) == NUM_FULL + 3
+    assert prefill.connector.counters.saved.num_blocks == NUM_FULL + 3
+    assert prefill.connector.counters.num_shared_blocks == 2 * NUM_FULL
+    stranger = reader_of(transfer_id="t9")
+    decode.reserve(stranger)
+    result = decode.complete(stranger)
+    assert (result.num_verified_tokens, result.num_recomputed_blocks) == (NUM_FULL * BLOCK_SIZE, 1)
+    assert decode.connector.counters.loaded.failures == {"missing": 1}
+
+
+def test_release_removes_the_tail_and_keeps_the_full_blocks(store: MemoryStore) -> None:
+    prefill, _ = pair(store)
+    prefill.prefill(writer_of())
+    assert len(store.values) == NUM_PAGES
+    prefill.release()
+    prefill.release()
+    prefill.wait(lambda: len(store.values) == NUM_FULL)
+    assert [event.ended for event in prefill.events].count("released") == 1
+    assert prefill.connector.num_transfers == 0
+
+
+def test_expired_lease_ends_the_transfer(store: MemoryStore) -> None:
+    prefill, _ = pair(store)
+    request = writer_of()
+    now = time.monotonic()
+    prefill.connector._clock = lambda: now
+    prefill.prefill(request)
+    prefill.connector.handle(LeaseCommand("transfer", "attach", LEASE_S))
+    assert prefill.connector.next_deadline_s() == pytest.approx(LEASE_S)
+    now += LEASE_S - 0.01
+    prefill.step()
+    assert prefill.ended is None
+    now += 0.02
+    prefill.step()
+    assert prefill.ended == "expired"
+    assert prefill.num_expired == 1
+    prefill.wait(lambda: len(store.values) == NUM_FULL)
+    assert prefill.connector.next_deadline_s() is None
+
+
+def test_release_before_the_offer_saves_nothing(store: MemoryStore) -> None:
+    prefill, _ = pair(store)
+    prefill.release()
+    request = writer_of()
+    prefill.allocate(request)
+    prefill.progress(request, len(PROMPT))
+    assert not prefill.finish(request, "hand_over")
+    prefill.settle()
+    assert store.values == {}
+    assert prefill.ended == "released"
+    assert prefill.connector.num_transfers == 0
+
+
+@pytest.mark.parametrize("reason", ["abort", "stop", "length", "error"])
+def test_request_that_is_not_handed_over_fails_its_transfer(store: MemoryStore, reason: str) -> None:
+    prefill, _ = pair(store)
+    request = writer_of()
+    prefill.allocate(request)
+    prefill.progress(request, 6)
+    held = prefill.finish(request, reason)  # type: ignore[arg-type]
+    prefill.wait(lambda: prefill.freed == ["request"] or not held)
+    assert prefill.ended == "failed"
+    assert prefill.events[-1].reason == f"the request ended: {reason}"
+    assert prefill.connector.num_transfers == 0
+
+
+def test_request_that_ends_in_the_queue_notifies_its_reader(store: MemoryStore) -> None:
+    prefill, _ = pair(store)
+    assert not prefill.finish(writer_of(), "abort")
+    assert prefill.ended == "failed"
+
+
+def test_two_requests_with_one_transfer_id_do_not_disturb_each_other(store: MemoryStore) -> None:
+    prefill, _ = pair(store)
+    first, second = writer_of(request_id="first"), writer_of([1, 2, 3, 4, 5], request_id="second")
+    prefill.prefill(first)
+    prefill.allocate(second)
+    prefill.progress(second, 5)
+    assert not prefill.finish(second, "abort")
+    assert prefill.ended is None
+    assert prefill.connector.num_transfers == 1
+    assert len(store.values) == NUM_PAGES
+
+
+def test_abort_in_flight_frees_blocks_only_after_the_saves_have_ended() -> None:
+    store = GatedStore()
+    prefill = Core(store)
+    request = writer_of()
+    prefill.allocate(request)
+    prefill.fill(request)
+    prefill.progress(request, len(PROMPT))
+    prefill.wait(lambda: store.num_entered == 2)  # both I/O threads are inside
+    assert prefill.finish(request, "abort")
+    prefill.settle()
+    assert prefill.freed == []
+    store.gate.set()
+    prefill.wait(lambda: prefill.freed == ["request"])
+    assert store.num_entered == 2, "what had not begun was dropped"
+
+
+def test_store_that_cannot_be_written_fails_the_transfer_and_not_the_request() -> None:
+    store = BrokenStore()
+    prefill = Core(store, breaker_failures=2, breaker_retry_s=60.0)
+    for number in range(3):
+        request = writer_of(request_id=f"r{number}", transfer_id=f"t{number}")
+        prefill.allocate(request)
+        prefill.progress(request, len(PROMPT))
+        prefill.finish(request, "hand_over")
+        prefill.wait(lambda: prefill.connector.num_transfers == 0)
+    assert prefill.ended == "failed"
+    failures = prefill.connector.counters.saved.failures
+    assert failures["store_eio"] <= 3
+    assert failures["store_down"] > 0
+    assert store.num_calls <= 3, "a dead store is not used"
+
+
+def test_counters_have_bytes_and_seconds(store: MemoryStore) -> None:
+    prefill, decode = pair(store)
+    prefill.prefill(writer_of())
+    reader = reader_of()
+    decode.reserve(reader)
+    decode.complete(reader)
+    num_bytes = NUM_PAGES * (HEADER_BYTES + LAYOUT.bytes_per_block)
+    for counters in (prefill.connector.counters.saved, decode.connector.counters.loaded):
+        assert (counters.num_bytes, counters.num_blocks) == (num_bytes, NUM_PAGES)
+        assert counters.seconds > 0
+
+
+def test_a_page_that_could_not_be_removed_at_once_is_removed_later(store: MemoryStore) -> None:
+    class BusyStore(MemoryStore):
+        num_refusals = 2
+
+        def delete(self, key: PageKey) -> None:
+            if self.num_refusals:
+                self.num_refusals -= 1
+                raise OSError(11, "busy")
+            super().delete(key)
+
+    busy = BusyStore()
+    prefill = Core(busy)
+    prefill.prefill(writer_of())
+    assert len(busy.values) == NUM_PAGES
+    prefill.release()
+    prefill.wait(lambda: len(busy.values) == NUM_FULL)

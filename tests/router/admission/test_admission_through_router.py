@@ -1,0 +1,113 @@
+"""Admission as clients see it: a waiting call ends like a running one, and the gateway names the tenant."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos.tandem.v1 import common_pb2, generation_pb2
+from tests.fakes.instance import FakeInstance
+from tests.router.conftest import Run
+from tests.router.rig import Rig, request_of, slow
+from tests.waiting import until
+
+ONE = {"max_requests": 1, "queue_timeout_s": 20.0, "tenant_key": "x-tenant"}
+SHORT_QUEUE = {**ONE, "max_queued": 1}
+
+
+async def until_queued(rig: Rig, num: int) -> None:
+    await until(lambda: rig.app.admission.num_queued == num)
+
+
+async def test_a_waiting_request_is_served_when_its_turn_comes(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow(0.01))], admission=ONE) as rig:
+        answers = await asyncio.gather(*(rig.generate() for _ in range(4)))
+        assert all(answer.is_exactly(12) for answer in answers)
+        assert rig.app.admission.wait_s.count == 4
+
+
+async def test_a_prompt_that_has_been_computed_is_no_work_ahead_of_others(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=ONE) as rig:
+        running = asyncio.create_task(rig.generate(max_tokens=50))
+        await rig.decode[0].until("token")
+        await until(lambda: rig.app.admission.in_use.num_prefill_tokens == 0)
+        assert rig.app.admission.in_use.num_requests == 1
+        assert (await running).is_exactly(50)
+
+
+async def test_an_abort_ends_a_request_that_waits(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=ONE) as rig:
+        running = asyncio.create_task(rig.generate(max_tokens=50))
+        await rig.decode[0].until("token")
+        waiting = asyncio.create_task(rig.generate(request_id="mine", n=2))
+        await until_queued(rig, 1)
+        answer = await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine"]))
+        assert answer.num_aborted == 1
+        assert (await waiting).finish(1).reason == common_pb2.FINISH_REASON_ABORT
+        assert rig.app.admission.num_queued == 0
+        assert (await running).is_exactly(50)
+
+
+async def test_a_waiting_client_that_goes_leaves_the_queue_at_once(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=ONE) as rig:
+        running = asyncio.create_task(rig.generate(max_tokens=50))
+        await rig.decode[0].until("token")
+        call = rig.call()
+        await until_queued(rig, 1)
+        call.cancel()
+        await until_queued(rig, 0)
+        assert not running.done()
+        assert rig.app.admission.num_abandoned == 1
+        assert (await running).is_exactly(50)
+
+
+async def test_a_waiting_requests_deadline_ends_it(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=ONE) as rig:
+        running = asyncio.create_task(rig.generate(max_tokens=60))
+        await rig.decode[0].until("token")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await rig.generate(timeout=0.3)
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until_queued(rig, 0)
+        assert (await running).is_exactly(60)
+
+
+async def ask_as(rig: Rig, tenant: str) -> None:
+    async for _ in rig.stub.Generate(request_of(), timeout=20, metadata=(("x-tenant", tenant),)):
+        pass
+
+
+async def test_tenants_have_queues_of_their_own(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=SHORT_QUEUE) as rig:
+        tasks = [asyncio.create_task(rig.generate(max_tokens=50))]
+        await rig.decode[0].until("token")
+        for num, tenant in enumerate(("alice", "bob"), start=1):
+            tasks.append(asyncio.create_task(ask_as(rig, tenant)))
+            await until_queued(rig, num)
+        with pytest.raises(grpc.aio.AioRpcError, match="full"):
+            await ask_as(rig, "alice")
+        await asyncio.gather(*tasks)
+
+
+async def test_without_a_key_a_clients_own_header_makes_it_no_tenant(run: Run) -> None:
+    async with run(
+        decode=[FakeInstance("decode", behaviour=slow())], admission={**SHORT_QUEUE, "tenant_key": ""}
+    ) as rig:
+        tasks = [asyncio.create_task(rig.generate(max_tokens=50))]
+        await rig.decode[0].until("token")
+        tasks.append(asyncio.create_task(ask_as(rig, "alice")))
+        await until_queued(rig, 1)
+        with pytest.raises(grpc.aio.AioRpcError, match="full"):
+            await ask_as(rig, "bob")
+        await asyncio.gather(*tasks)
+
+
+async def test_what_is_no_tenants_name_is_a_wrong_argument(run: Run) -> None:
+    async with run(admission=ONE) as rig:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await ask_as(rig, "not a name")
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "x-tenant" in (raised.value.details() or "")

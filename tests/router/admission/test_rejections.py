@@ -1,0 +1,128 @@
+"""Which requests are rejected, when, and what the error says."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from router.admission.capacity import Capacity, Usage
+from router.admission.controller import AdmissionController
+from router.admission.settings import AdmissionSettings, TenantSettings
+from router.request.generation_request import GenerationRequest
+from serving.errors import Overloaded, trailers
+from tests.router.admission.admission_rig import GUARD_S, AdmissionRig, request, settled
+
+
+async def test_a_full_queue_refuses_at_once_with_a_hint() -> None:
+    rig = AdmissionRig(max_queued=1, retry_after_s=2.0)
+    for name in "abcd":
+        await rig.arrive(name)
+    error = await rig.rejection("d")
+    assert error.retry_after_s is not None
+    assert 2.0 <= error.retry_after_s <= 3.0
+    sent = dict(trailers(error, "text"))
+    assert int(sent["grpc-retry-pushback-ms"]) >= 2000
+    assert rig.admission.num_rejected == {"queue_full": 1}
+    await rig.close()
+
+
+async def test_hints_are_spread() -> None:
+    rig = AdmissionRig(max_queued=0)
+    for number in range(12):
+        await rig.arrive(str(number))
+    hints = {(await rig.rejection(str(number))).retry_after_s for number in range(2, 12)}
+    assert len(hints) == 10
+    await rig.close()
+
+
+async def test_a_request_that_waits_too_long_is_rejected_at_the_limit() -> None:
+    rig = AdmissionRig(queue_timeout_s=0.2)
+    for name in "abc":
+        await rig.arrive(name)
+    started_s = asyncio.get_running_loop().time()
+    error = await rig.rejection("c")
+    assert asyncio.get_running_loop().time() - started_s >= 0.1
+    assert error.retry_after_s is not None
+    assert rig.admission.num_rejected == {"queue_timeout": 1}
+    assert rig.admission.num_queued == 0
+    await rig.close()
+
+
+async def test_a_wait_that_would_be_too_long_is_refused_at_once() -> None:
+    now_s = 0.0
+    admission = AdmissionController(
+        AdmissionSettings(sequence_fraction=1.0, queue_timeout_s=5.0, max_retry_after_s=60.0),
+        lambda: Capacity(num_instances=1, num_sequences=1),
+        clock=lambda: now_s,
+    )
+
+    async def stay(wanted: GenerationRequest, turns: asyncio.Queue[AsyncExitStack]) -> None:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(admission.admit(wanted))
+            turns.put_nowait(stack)
+            await asyncio.Event().wait()
+
+    turns: asyncio.Queue[AsyncExitStack] = asyncio.Queue()
+    tasks = [asyncio.create_task(stay(request(), turns)) for _ in range(20)]
+    for _ in range(12):  # one a second
+        holder = await turns.get()
+        now_s += 1.0
+        await holder.aclose()
+    await settled()
+    assert admission.num_queued == 7
+    with pytest.raises(Overloaded) as raised:
+        async with asyncio.timeout(GUARD_S), admission.admit(request()):
+            pass
+    assert admission.num_rejected == {"wait_too_long": 1}
+    assert raised.value.retry_after_s is not None
+    assert 6.0 <= raised.value.retry_after_s <= 12.0, "seven wait, one a second begins"
+    for _ in range(5):
+        holder = await turns.get()
+        now_s += 1.0
+        await holder.aclose()
+    with pytest.raises(Overloaded):
+        async with asyncio.timeout(GUARD_S), admission.admit(request(deadline_s=now_s + 1.0)):
+            pass
+    assert admission.num_rejected["deadline"] == 1
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert admission.in_use == Usage()
+    assert admission.num_queued == 0
+
+
+async def test_what_a_tenant_may_never_have_is_refused_for_good() -> None:
+    rig = AdmissionRig(tenants={"small": TenantSettings(max_tokens=9)})
+    await rig.arrive("a", request(tenant="small"))
+    error = await rig.rejection("a")
+    assert error.retry_after_s is None
+    assert dict(trailers(error, "text"))["grpc-retry-pushback-ms"] == "-1"
+    assert rig.admission.num_rejected == {"quota": 1}
+    await rig.close()
+
+
+async def test_higher_priority_displaces_the_last_of_lower_priority_of_its_tenant() -> None:
+    rig = AdmissionRig(max_queued=2)
+    for name in "abcd":
+        await rig.arrive(name, request(priority=-1))
+    await rig.arrive("urgent", request(priority=3))
+    assert (await rig.rejection("d")).retry_after_s is not None
+    assert rig.admission.num_rejected == {"displaced": 1}
+    await rig.finish("a")
+    assert rig.inside == ["a", "b", "urgent"]
+    await rig.close()
+
+
+async def test_the_tokens_that_wait_are_bounded_and_parted_among_tenants() -> None:
+    rig = AdmissionRig(max_queued_tokens=100, max_queued=1000)
+    for number in range(20):
+        await rig.arrive(f"flood-{number}", request(tenant="flood"))
+    assert rig.admission.queue.queued_cost == 100
+    await rig.arrive("other", request(tenant="other"))
+    assert not rig.tasks["other"].done(), "the flood's tokens are not the other's"
+    await rig.arrive("flood-20", request(tenant="flood"))
+    await rig.rejection("flood-20")
+    assert rig.admission.num_rejected == {"queue_full": 9}
+    await rig.close()

@@ -1,0 +1,224 @@
+"""/v1/completions as OpenAI's own client sees it: the same tokens as over gRPC, in OpenAI's format."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from protos.tandem.v1 import common_pb2, generation_pb2
+from router.request.validation import ServedModel
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.fakes.tokens import expected_ids, text_of
+from tests.router.api.openai.conftest import RunHttp
+from tests.router.rig import PROMPT, SEED, SHORT
+
+
+async def test_a_completion_has_the_tokens_of_the_grpc_answer(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        reference = await http.rig.generate(max_tokens=40)
+        answer = await http.openai.completions.create(
+            model="fake", prompt=PROMPT, max_tokens=40, seed=SEED, extra_body={"return_token_ids": True}
+        )
+        [choice] = answer.choices
+        assert choice.text == reference.text()
+        assert choice.model_extra is not None
+        assert choice.model_extra["token_ids"] == reference.ids()
+        assert choice.model_extra["prompt_token_ids"] == PROMPT
+        assert (choice.index, choice.finish_reason) == (0, "length")
+        assert (answer.object, answer.model) == ("text_completion", "fake")
+        await http.rig.until_idle()
+
+
+async def test_usage_covers_both_instances(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        answer = await http.openai.completions.create(model="fake", prompt=PROMPT, max_tokens=5)
+        usage = answer.usage
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (100, 5, 105)
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == 16
+
+
+async def test_a_stream_has_the_tokens_of_the_grpc_answer_one_by_one(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        reference = await http.rig.generate(max_tokens=20)
+        stream = await http.openai.completions.create(
+            model="fake",
+            prompt=PROMPT,
+            max_tokens=20,
+            seed=SEED,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True},
+        )
+        events = [event async for event in stream]
+        *pieces, last = events
+        assert [piece.choices[0].text for piece in pieces] == [chunk.text for chunk in reference.chunks()]
+        ids = [piece.choices[0].model_extra["token_ids"] for piece in pieces]
+        assert [token_id for some in ids for token_id in some] == reference.ids()
+        assert [piece.choices[0].finish_reason for piece in pieces] == [None] * 19 + ["length"]
+        assert all(piece.usage is None for piece in pieces)
+        assert last.choices == []
+        assert last.usage is not None
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(PROMPT), 20)
+        assert len({event.id for event in events}) == 1
+
+
+async def test_a_stream_ends_with_done(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        response = await http.post(prompt=SHORT, max_tokens=2, stream=True)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = response.text.split("\n\n")
+        assert len(events) == 4
+        assert all(event.startswith("data: {") for event in events[:2])
+        assert events[2:] == ["data: [DONE]", ""]
+
+
+async def test_text_prompts_are_tokenised_as_over_grpc(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        request = generation_pb2.GenerateRequest(
+            text="héllo", sampling=common_pb2.SamplingParams(max_tokens=6, seed=SEED)
+        )
+        reference = await http.rig.generate(request)
+        answer = await http.openai.completions.create(model="fake", prompt="héllo", max_tokens=6, seed=SEED)
+        assert answer.choices[0].text == reference.text()
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len("héllo".encode())
+
+
+async def test_several_prompts_are_answered_in_their_order(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        prompts = [SHORT, PROMPT, [30, 31, 32]]
+        answer = await http.openai.completions.create(model="fake", prompt=prompts, max_tokens=5, n=2, seed=SEED)
+        assert [choice.index for choice in answer.choices] == list(range(6))
+        for index, choice in enumerate(answer.choices):
+            ids = expected_ids(prompts[index // 2], SEED, 5, index % 2)
+            assert choice.text == text_of(ids), f"choice {index}"
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (113, 30)
+
+
+async def test_several_texts_stream_side_by_side(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        stream = await http.openai.completions.create(
+            model="fake", prompt=["one", "two"], max_tokens=8, seed=SEED, stream=True
+        )
+        texts = {0: "", 1: ""}
+        async for event in stream:
+            texts[event.choices[0].index] += event.choices[0].text
+        for index, prompt in enumerate(("one", "two")):
+            alone = await http.openai.completions.create(model="fake", prompt=prompt, max_tokens=8, seed=SEED)
+            assert texts[index] == alone.choices[0].text
+
+
+async def test_one_invalid_prompt_of_several_rejects_them_all(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        with pytest.raises(openai.BadRequestError) as raised:
+            await http.openai.completions.create(model="fake", prompt=[SHORT, [5000]], max_tokens=500)
+        assert raised.value.param == "prompt"
+        await http.rig.until_idle()
+
+
+async def test_sixteen_tokens_are_the_default(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        answer = await http.openai.completions.create(model="fake", prompt=SHORT)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 16
+
+
+async def test_a_seed_repeats_and_none_differs(run_http: RunHttp) -> None:
+    async with run_http() as http:
+
+        async def text(seed: int | None) -> str:
+            answer = await http.openai.completions.create(model="fake", prompt=SHORT, max_tokens=30, seed=seed)
+            return answer.choices[0].text
+
+        assert await text(5) == await text(5)
+        assert await text(None) != await text(None)
+
+
+async def test_logprobs_have_four_columns(run_http: RunHttp, model: ServedModel) -> None:
+    assert model.tokenizer is not None
+    async with run_http() as http:
+        answer = await http.openai.completions.create(model="fake", prompt=SHORT, max_tokens=3, seed=SEED, logprobs=1)
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        ids = expected_ids(SHORT, SEED, 3)
+        texts = [model.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+        assert logprobs.tokens == texts
+        assert logprobs.token_logprobs == [0.0, -0.5, -1.0]
+        assert logprobs.top_logprobs == [{text: -0.5 * i} for i, text in enumerate(texts)]
+        assert logprobs.text_offset == [0, len(text_of(ids[:1])), len(text_of(ids[:2]))]
+
+
+async def test_an_echo_precedes_every_choice(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        answer = await http.openai.completions.create(
+            model="fake", prompt="héllo", max_tokens=3, n=2, seed=SEED, echo=True, logprobs=0
+        )
+        plain = await http.openai.completions.create(model="fake", prompt="héllo", max_tokens=3, n=2, seed=SEED)
+        for echoed, alone in zip(answer.choices, plain.choices, strict=True):
+            assert echoed.text == "héllo" + alone.text
+            assert echoed.logprobs is not None
+            assert echoed.logprobs.token_logprobs == [None, *[-1.0] * 5, 0.0, -0.5, -1.0]
+            assert len(echoed.logprobs.tokens or []) == 9
+            offsets = echoed.logprobs.text_offset or []
+            assert offsets[:6] == [0, 1, 2, 3, 4, 5], "a token a byte"
+            assert offsets[6] == len("héllo")
+        streamed = await http.openai.completions.create(
+            model="fake", prompt="héllo", max_tokens=3, seed=SEED, echo=True, stream=True
+        )
+        assert "".join([event.choices[0].text async for event in streamed]) == answer.choices[0].text
+
+
+async def test_a_stop_ends_a_choice(run_http: RunHttp) -> None:
+    async with run_http(decode=[FakeInstance("decode", behaviour=Behaviour(stop_at=2))]) as http:
+        answer = await http.openai.completions.create(model="fake", prompt=SHORT, max_tokens=9, seed=SEED)
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.choices[0].text == text_of(expected_ids(SHORT, SEED, 3))
+
+
+async def test_every_parameter_reaches_the_instance(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        await http.openai.completions.create(
+            model="fake",
+            prompt=SHORT,
+            max_tokens=3,
+            temperature=0.5,
+            top_p=0.9,
+            frequency_penalty=0.1,
+            presence_penalty=-0.2,
+            logit_bias={"17": -3},
+            stop=["x", "y"],
+            user="a-user",
+            extra_body={
+                "top_k": 4,
+                "min_p": 0.1,
+                "repetition_penalty": 1.1,
+                "ignore_eos": True,
+                "min_tokens": 2,
+                "stop_token_ids": [11],
+                "cache_salt": "salt",
+                "priority": -7,
+                "bad_words": ["ab"],
+                "skip_special_tokens": False,
+                "include_stop_str_in_output": True,
+            },
+        )
+        wanted = http.rig.decode[0].recorded("decode")[0].detail.request
+        sampling = wanted.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 4, 0.1)
+        assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.1, -0.2, 1.1)
+        assert (sampling.min_tokens, sampling.ignore_eos, sampling.skip_special_tokens) == (2, True, False)
+        assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["x", "y"], [11])
+        assert (dict(sampling.logit_bias), list(sampling.bad_words)) == ({17: -3.0}, ["ab"])
+        assert sampling.include_stop_str_in_output
+        assert (wanted.cache_salt, wanted.priority) == ("salt", 7)  # vLLM's lower is the router's larger
+
+
+async def test_a_null_means_not_given(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        response = await http.post(prompt=SHORT, max_tokens=None, stop=None, tools=None, nonsense=None, seed=None)
+        assert response.status_code == 200
+        assert response.json()["usage"]["completion_tokens"] == 16

@@ -1,0 +1,246 @@
+"""Errors: OpenAI's format and statuses, hints when to retry, and the parameter's own name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from router.api.openai.errors import body_of, headers_of, status_of
+from serving import errors
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.router.api.openai.conftest import HttpRig, RunHttp
+from tests.router.rig import SHORT, slow
+
+GOOD: dict[str, Any] = {"prompt": SHORT, "max_tokens": 4}
+
+
+async def test_an_unknown_model_is_not_found(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        with pytest.raises(openai.NotFoundError) as raised:
+            await http.openai.completions.create(model="gpt-9", prompt="x")
+        assert (raised.value.param, raised.value.code) == ("model", "model_not_found")
+        assert "served: 'fake'" in raised.value.message
+
+
+async def test_no_instance_is_unavailable_with_a_retry_hint(run_http: RunHttp) -> None:
+    async with run_http(prefill=0, decode=0) as http:
+        response = await http.post(**GOOD)
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["type"] == "service_unavailable_error"
+
+
+async def test_an_overload_is_a_429_with_a_retry_hint(run_http: RunHttp) -> None:
+    decode = [FakeInstance("decode", behaviour=slow(0.05))]
+    async with run_http(prefill=0, decode=decode, admission={"max_requests": 1, "max_queued": 0}) as http:
+        running = asyncio.create_task(http.post(**GOOD | {"max_tokens": 30}))
+        await decode[0].until("token")
+        with pytest.raises(openai.RateLimitError) as raised:
+            await http.openai.completions.create(model="fake", **GOOD)
+        headers = raised.value.response.headers
+        assert int(headers["retry-after"]) >= 1
+        assert 0 < int(headers["retry-after-ms"]) <= int(headers["retry-after"]) * 1000
+        assert headers["x-should-retry"] == "true"
+        assert raised.value.code == "rate_limit_exceeded"
+        # The client's own retries get an answer later.
+        patient = http.openai.with_options(max_retries=8)
+        assert (await patient.completions.create(model="fake", **GOOD)).choices[0].finish_reason == "length"
+        assert (await running).status_code == 200
+
+
+async def test_the_longest_deadline_ends_an_answer(run_http: RunHttp) -> None:
+    decode = [FakeInstance("decode", behaviour=slow(0.05))]
+    async with run_http(prefill=0, decode=decode, server={"max_deadline_s": 0.4}) as http:
+        response = await http.post(**GOOD | {"max_tokens": 400})
+        assert response.status_code == 408
+        assert response.headers["x-should-retry"] == "false"
+        await http.rig.until_idle()
+
+
+async def test_an_error_in_mid_stream_is_an_event(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", behaviour=Behaviour(fail_at=3))
+    async with run_http(prefill=0, decode=[decode]) as http:
+        stream = aiter(await http.openai.completions.create(model="fake", **GOOD | {"max_tokens": 9}, stream=True))
+        for _ in range(3):
+            assert (await anext(stream)).choices
+        with pytest.raises(openai.APIError, match="internal error") as raised:
+            await anext(stream)
+        assert raised.value.type == "server_error"
+        await http.rig.until_router_is_idle()
+
+
+async def test_an_internal_error_reveals_no_internals(run_http: RunHttp) -> None:
+    async with run_http(prefill=0, decode=[FakeInstance("decode", behaviour=Behaviour(fail_at=0))]) as http:
+        response = await http.post(**GOOD)
+        assert response.status_code == 500
+        error = response.json()["error"]
+        assert error == {"message": "internal error", "type": "server_error", "param": None, "code": None}
+
+
+INVALID: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": 3}, "temperature", "0..2"),
+    ({"temperature": "hot"}, "temperature", "valid number"),
+    ({"top_p": 0}, "top_p", "(0,1]"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens >= 1"),
+    ({"max_tokens": 2**70}, "max_tokens", "less than or equal"),
+    ({"max_tokens": 1.5}, "max_tokens", "integer"),
+    ({"max_tokens": "4"}, "max_tokens", "integer"),
+    ({"n": 0}, "n", "1..8"),
+    ({"n": 9}, "n", "1..8"),
+    ({"n": 2, "temperature": 0}, "n", "temperature"),
+    ({"seed": -1}, "seed", "greater than or equal to 0"),
+    ({"logprobs": 21}, "logprobs", "0..20"),
+    ({"stop": [""]}, "stop", "is empty"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "[-100,100]"),
+    ({"priority": 101}, "priority", "100"),
+    ({"cache_salt": "x" * 257}, "cache_salt", "257 bytes"),
+    ({"prompt_cache_key": "x" * 129}, "prompt_cache_key", "129 bytes"),
+    ({"prompt": []}, "prompt", "0 prompts"),
+    ({"prompt": [[]]}, "prompt", "prompt is empty"),
+    ({"prompt": ""}, "prompt", "prompt is empty"),
+    ({"prompt": ["x"] * 33}, "prompt", "33 prompts"),
+    ({"prompt": [1, "x"]}, "prompt", "prompt[1]='x' is not a token id"),
+    ({"prompt": [1, True]}, "prompt", "prompt[1]=True is not a token id"),
+    ({"prompt": [300]}, "prompt", "out of range"),
+    ({"prompt": [2**80]}, "prompt", "is not a token id"),
+    ({"prompt": {"text": "x"}}, "prompt", "is not a prompt"),
+    ({"prompt": list(range(20, 200)) * 30}, "prompt", "limit 4095"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "requires stream=true"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not permitted"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        "requires include_usage=true",
+    ),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "is not supported; omit it"),
+    ({"tools": [{"type": "function"}]}, "tools", "is not supported; omit it or pass []"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported; omit it"),
+    ({"kv_transfer_params": {"remote_host": "10.0.0.1"}}, "kv_transfer_params", "is not supported; omit it"),
+    ({"guided_json": {}}, "guided_json", "is not supported; omit it"),
+    ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
+    ({"best_of": 3}, "best_of", "not supported"),
+    ({"model": 5}, "model", "valid string"),
+]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "said"), INVALID, ids=[str(next(iter(row[0].items())))[:40] for row in INVALID]
+)
+async def test_a_wrong_parameter_is_named(run_http: RunHttp, wrong: dict[str, Any], param: str, said: str) -> None:
+    async with run_http() as http:
+        response = await http.post(**GOOD | wrong)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert (error["param"], said in error["message"]) == (param, True), error
+        assert len(error["message"]) <= 512
+
+
+NEUTRAL: list[dict[str, Any]] = [
+    {"tools": []},
+    {"response_format": {"type": "text"}},
+    {"user": "a-user", "metadata": {"a": "b"}, "service_tier": "auto"},
+    {"store": False, "parallel_tool_calls": True},
+    {"use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True},
+    {"best_of": 1},
+]
+
+
+@pytest.mark.parametrize("neutral", NEUTRAL, ids=str)
+async def test_a_value_without_effect_is_ignored(run_http: RunHttp, neutral: dict[str, Any]) -> None:
+    async with run_http() as http:
+        assert (await http.post(**GOOD | neutral)).status_code == 200
+
+
+async def rejected(http: HttpRig, status_code: int, **request: Any) -> httpx.Response:
+    request = {"headers": {"content-type": "application/json"}, **request}
+    response = await http.http.post("/v1/completions", **request)
+    assert response.status_code == status_code, response.text
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    return response
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"prompt": "a\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"metadata": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+        b'{"prompt": "x", "logit_bias": {"' + b"1" * 5000 + b'": 1}}',
+    ],
+    ids=lambda body: repr(body[:32]),
+)
+async def test_an_invalid_body_is_a_400(run_http: RunHttp, body: bytes) -> None:
+    async with run_http() as http:
+        await rejected(http, 400, content=body)
+
+
+async def test_a_body_of_another_type_is_rejected(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        body = json.dumps(GOOD).encode()
+        form = await rejected(http, 415, content=body, headers={"content-type": "application/x-www-form-urlencoded"})
+        assert "-H 'Content-Type: application/json'" in form.json()["error"]["message"]
+        await rejected(
+            http, 415, content=body, headers={"content-type": "application/json", "content-encoding": "gzip"}
+        )
+
+
+async def test_unknown_paths_and_methods_are_rejected(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        for method, path, status_code in (
+            ("GET", "/v1/nothing", 404),
+            ("GET", "/v1/completions", 405),
+            ("GET", "/v1/models/other", 404),
+        ):
+            response = await http.http.request(method, path)
+            assert response.status_code == status_code
+            assert response.json()["error"]["message"]
+            assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status_code", "retry_after"),
+    [
+        (errors.InvalidArgument("x"), 400, None),
+        (errors.FailedPrecondition("x"), 400, None),
+        (errors.OutOfRange("x"), 400, None),
+        (errors.Unsupported("x"), 400, None),
+        (errors.Unauthenticated("x"), 401, None),
+        (errors.PermissionDenied("x"), 403, None),
+        (errors.NotFound("x"), 404, None),
+        (errors.DeadlineExceeded("x"), 408, None),
+        (errors.AlreadyExists("x"), 409, None),
+        (errors.Aborted("x"), 409, None),
+        (errors.Overloaded("x", 1.2), 429, "2"),
+        (errors.Overloaded("x", None), 429, None),
+        (errors.InternalError("x"), 500, None),
+        (errors.Unavailable("x", 0.25), 503, "1"),
+        (errors.Crashed("x"), 503, "1"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_every_error_has_a_status(error: errors.ServiceError, status_code: int, retry_after: str | None) -> None:
+    assert status_of(error) == status_code
+    assert headers_of(error).get("retry-after") == retry_after
+    assert set(body_of(error, {})["error"]) == {"message", "type", "param", "code"}
+    if isinstance(error, errors.Overloaded) and error.retry_after_s is None:
+        assert headers_of(error) == {"x-should-retry": "false"}  # a quota is used up

@@ -1,0 +1,207 @@
+"""One HTTP request: its id, its end by disconnect, abort or drain, and the limits it shares with the gRPC port."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from protos.tandem.v1 import generation_pb2
+from tests.fakes.instance import FakeInstance
+from tests.router.api.openai.conftest import RunHttp
+from tests.router.rig import PROMPT, SEED, SHORT, slow
+
+
+async def test_the_clients_request_id_is_returned(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        answer = await http.openai.completions.with_raw_response.create(
+            model="fake", prompt=SHORT, max_tokens=2, extra_headers={"X-Request-Id": "mine-7"}
+        )
+        assert answer.headers["x-request-id"] == "mine-7"
+        assert answer.parse().id == "cmpl-mine-7"
+        nameless = await http.post(prompt=SHORT, max_tokens=2)
+        assert nameless.json()["id"] == f"cmpl-{nameless.headers['x-request-id']}"
+        for wrong in ("x" * 129, "a b", "esc\x1b[31m"):
+            response = await http.http.post(
+                "/v1/completions", json={"prompt": SHORT, "max_tokens": 2}, headers={"x-request-id": wrong}
+            )
+            assert response.status_code == 200
+            assert response.headers["x-request-id"] != wrong
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_route_is_in_the_headers(run_http: RunHttp, stream: bool) -> None:
+    async with run_http() as http:
+        response = await http.post(prompt=PROMPT, max_tokens=3, stream=stream)
+        headers = response.headers
+        assert (headers["tandem-disaggregated"], headers["tandem-prefill"]) == ("yes", "prefill-0")
+        assert headers["tandem-decode"] == "decode-0"
+        assert "100 tokens" in headers["tandem-reason"]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+async def test_a_disconnect_from_a_stream_ends_its_request(run_http: RunHttp, num_tokens: int) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run_http(prefill=0, decode=[decode]) as http:
+        opening = http.http.stream(
+            "POST", "/v1/completions", json={"prompt": SHORT, "max_tokens": 2000, "stream": True}
+        )
+        if num_tokens == 0:
+            asking = asyncio.create_task(opening.__aenter__())
+            await decode.until("decode")
+            asking.cancel()
+            await asyncio.wait({asking})
+        else:
+            async with opening as response:
+                lines = response.aiter_lines()
+                for _ in range(2 * num_tokens):
+                    await anext(lines)
+        [ended] = await decode.until("decode cancelled")
+        assert len(decode.recorded("token")) < 20
+        assert ended.request_id
+        await http.rig.until_idle()
+
+
+async def test_openais_client_cancels_in_mid_stream(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run_http(decode=[decode]) as http:
+        stream = await http.openai.completions.create(model="fake", prompt=PROMPT, max_tokens=2000, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        await decode.until("decode cancelled")
+        await http.rig.until_idle()
+
+
+async def test_a_disconnect_before_a_whole_answer_ends_its_request(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run_http(prefill=0, decode=[decode]) as http:
+        asking = asyncio.create_task(http.post(prompt=SHORT, max_tokens=2000, n=2))
+        await decode.until("token", 2)
+        asking.cancel()
+        await decode.until("decode cancelled", 2)
+        await http.rig.until_idle()
+
+
+async def test_a_disconnect_from_the_queue_frees_its_place(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run_http(prefill=0, decode=[decode], admission={"max_requests": 1, "queue_timeout_s": 60}) as http:
+        running = asyncio.create_task(http.post(prompt=SHORT, max_tokens=2000))
+        await decode.until("token")
+        waiting = asyncio.create_task(http.post(prompt=SHORT, max_tokens=2000))
+        async with asyncio.timeout(20):
+            while http.rig.app.service.abort_registry.num_requests < 2:
+                await asyncio.sleep(0.01)
+        for task in (waiting, running):
+            task.cancel()
+        await http.rig.until_idle()
+        assert len(decode.recorded("decode")) == 1
+
+
+async def test_an_abort_by_name_ends_an_answer(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run_http(prefill=0, decode=[decode]) as http:
+        asking = asyncio.create_task(
+            http.http.post(
+                "/v1/completions",
+                json={"prompt": SHORT, "max_tokens": 2000, "seed": SEED},
+                headers={"x-request-id": "mine"},
+            )
+        )
+        await decode.until("token", 3)
+        aborted = await http.rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine"]))
+        assert aborted.num_aborted == 1
+        [choice] = (await asking).json()["choices"]
+        assert choice["finish_reason"] == "abort"
+        assert choice["text"]
+
+
+async def test_both_ports_share_the_limits_on_open_calls(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run_http(prefill=0, decode=[decode], server={"max_calls_per_peer": 1}) as http:
+        asking = asyncio.create_task(http.rig.generate(prompt=SHORT, max_tokens=20))
+        await decode.until("token")
+        response = await http.post(prompt=SHORT, max_tokens=2)
+        assert response.status_code == 429
+        assert "open calls" in response.json()["error"]["message"]
+        await asking
+
+
+async def test_answers_to_many_invalid_requests_are_delayed(run_http: RunHttp) -> None:
+    async with run_http(prefill=0, server={"max_bad_calls_per_s": 1.0}) as http:
+        for _ in range(2):
+            assert (await http.post(prompt=SHORT, max_tokens=-1)).status_code == 400
+        began_s = time.monotonic()
+        asking = asyncio.create_task(http.post(prompt=SHORT, max_tokens=-1))
+        assert (await http.post(prompt=SHORT, max_tokens=2)).status_code == 200
+        assert (await asking).status_code == 400
+        assert time.monotonic() - began_s >= 0.5  # one a second, less what came back before
+
+
+async def test_a_drain_finishes_running_requests_and_rejects_new_ones(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.03))
+    async with run_http(prefill=0, decode=[decode], server={"drain_grace_s": 30.0}) as http:
+        asking = asyncio.create_task(http.post(prompt=SHORT, max_tokens=40))
+        await decode.until("token")
+        assert (await http.http.get("/health")).status_code == 200
+        draining = asyncio.create_task(http.rig.app.drain())
+        async with asyncio.timeout(20):
+            while (await http.http.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            while (refused := await http.post(prompt=SHORT, max_tokens=1)).status_code != 503:
+                await asyncio.sleep(0.01)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "draining" in refused.json()["error"]["message"]
+        assert not asking.done()
+        assert (await asking).json()["usage"]["completion_tokens"] == 40
+        assert await draining, "the drain has cut something off"
+
+
+async def test_a_stop_ends_streams_with_an_error_event(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run_http(prefill=0, decode=[decode]) as http:
+        asking = asyncio.create_task(http.post(prompt=SHORT, max_tokens=2000, stream=True))
+        await decode.until("token", 10)  # so that the first one has begun the stream
+        assert not await http.rig.app.stop()
+        events = (await asking).text.split("\n\n")
+        assert "ended before the request was finished" in events[-3]
+        assert events[-2:] == ["data: [DONE]", ""]
+
+
+async def test_health_follows_the_pools(run_http: RunHttp) -> None:
+    async with run_http(prefill=0) as http:
+        async with asyncio.timeout(20):
+            while (await http.http.get("/health")).status_code != 200:
+                await asyncio.sleep(0.01)
+        await http.rig.decode[0].kill()
+        async with asyncio.timeout(20):
+            while (sick := await http.http.get("/health")).status_code != 503:
+                await asyncio.sleep(0.01)
+        assert sick.headers["retry-after"] == "1"
+
+
+async def test_models_are_listed(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        [model] = [model async for model in http.openai.models.list()]
+        assert (model.id, model.owned_by) == ("fake", "tandem")
+        assert model.model_extra == {"max_model_len": 4096}
+        assert (await http.openai.models.retrieve("fake")).id == "fake"
+
+
+async def test_metrics_count_http_requests(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        await http.post(prompt=SHORT, max_tokens=2)
+        response = await http.http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        [line] = [line for line in response.text.splitlines() if "requests_ended_total" in line and "finished" in line]
+        assert line.endswith(" 1.0")
+
+
+async def test_the_api_describes_itself(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        paths = (await http.http.get("/openapi.json")).json()["paths"]
+        body = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert {"prompt", "temperature", "top_k"} <= set(body["properties"])
+        assert body["required"] == ["prompt"]

@@ -1,0 +1,163 @@
+"""Limits on HTTP clients: long or slow bodies and headers, many connections, and clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from tests.fakes.instance import FakeInstance
+from tests.router.api.openai.conftest import HttpRig, RunHttp
+from tests.router.rig import SHORT
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+async def opened(http: HttpRig) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*http.host_and_port)
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """Everything until the server ends the connection."""
+    async with asyncio.timeout(20):
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+
+
+async def still_serves(http: HttpRig) -> None:
+    assert (await http.post(prompt=SHORT, max_tokens=2)).status_code == 200
+
+
+@pytest.mark.parametrize("num_chars", [20_000, 1_000_000])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_is_too_long_is_a_413(run_http: RunHttp, chunked: bool, num_chars: int) -> None:
+    async with run_http(http={"max_body_bytes": 10_000}) as http:
+        body = json.dumps({"prompt": "x" * num_chars}).encode()
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, len(body), 1000):
+                yield body[start : start + 1000]
+
+        asking = http.http.post(
+            "/v1/completions", content=pieces() if chunked else body, headers={"content-type": "application/json"}
+        )
+        try:
+            response = await asking
+        except httpx.TransportError:  # a client that sends much more may not receive the answer
+            assert num_chars == 1_000_000
+        else:
+            assert response.status_code == 413
+            assert "10000 bytes" in response.json()["error"]["message"]
+            assert response.headers["connection"] == "close"
+        await still_serves(http)
+
+
+async def test_a_body_that_does_not_arrive_is_a_408(run_http: RunHttp) -> None:
+    async with run_http(http={"read_timeout_s": 0.3}) as http:
+        reader, writer = await opened(http)
+        writer.write(HEAD + b'Content-Length: 100\r\n\r\n{"prompt"')
+        said = await until_closed(reader)
+        assert said.startswith(b"HTTP/1.1 408 ")
+        assert b"the body was not received within" in said
+        writer.close()
+        await still_serves(http)
+
+
+@pytest.mark.parametrize("beginning", [b"", b"POST /v1/comple", HEAD])
+async def test_headers_that_do_not_arrive_end_the_connection(run_http: RunHttp, beginning: bytes) -> None:
+    async with run_http(http={"read_timeout_s": 0.3}) as http:
+        reader, writer = await opened(http)
+        writer.write(beginning)
+        for byte in b"X-A: b" if beginning else b"":
+            await asyncio.sleep(0.01)
+            writer.write(bytes([byte]))
+        assert await until_closed(reader) == b""
+        writer.close()
+        await still_serves(http)
+
+
+async def test_slow_headers_on_a_kept_connection_end_it(run_http: RunHttp) -> None:
+    async with run_http(http={"read_timeout_s": 0.3}) as http:
+        reader, writer = await opened(http)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200" in await reader.readline()
+        writer.write(b"GET /he")
+        assert b"HTTP/1.1" not in await until_closed(reader)
+        writer.close()
+
+
+async def test_an_answer_may_take_longer_than_its_headers(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode")
+    decode.behaviour.token_s = 0.1
+    async with run_http(prefill=0, decode=[decode], http={"read_timeout_s": 0.3}) as http:
+        response = await http.post(prompt=SHORT, max_tokens=8)
+        assert response.json()["usage"]["completion_tokens"] == 8
+
+
+async def test_headers_that_are_too_long_are_rejected(run_http: RunHttp) -> None:
+    async with run_http(http={"max_header_bytes": 4096}) as http:
+        reader, writer = await opened(http)
+        writer.write(HEAD + b"X-Long: " + b"x" * 10_000)
+        assert (await until_closed(reader)).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+        await still_serves(http)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"nonsense\r\n\r\n",
+        HEAD + b"Content-Length: x\r\n\r\n",
+        HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        HEAD + b"Transfer-Encoding: gzip\r\n\r\n",
+    ],
+    ids=lambda said: repr(said[-24:]),
+)
+async def test_invalid_http_is_rejected(run_http: RunHttp, said: bytes) -> None:
+    async with run_http(http={"read_timeout_s": 2}) as http:
+        reader, writer = await opened(http)
+        writer.write(said)
+        answer = await until_closed(reader)
+        assert answer == b"" or answer.split()[1] in {b"400", b"404", b"501"}
+        writer.close()
+        await still_serves(http)
+
+
+async def test_connections_beyond_the_limit_are_closed_at_once(run_http: RunHttp) -> None:
+    async with run_http(http={"max_connections": 8}) as http:
+        kept = [await opened(http) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        reader, writer = await opened(http)
+        assert await until_closed(reader) == b""
+        writer.close()
+        for _, one in kept:
+            one.close()
+        await asyncio.gather(*(until_closed(one) for one, _ in kept))
+        await still_serves(http)
+
+
+async def test_a_client_that_does_not_read_is_dropped(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", max_model_len=300_000)
+    # The flood keeps this loop busy: no instance may be taken for dead.
+    patient = {"beat_timeout_s": 60.0}
+    async with run_http(prefill=0, decode=[decode], server={"write_timeout_s": 0.5}, pools=patient) as http:
+        # Each of the eight choices begins with an echo that takes 1.2 MB of JSON: more than the sockets take.
+        wanted = {"prompt": "\x01" * 200_000, "echo": True, "n": 8, "max_tokens": 50_000, "stream": True}
+        body = json.dumps(wanted).encode()
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(deaf, http.host_and_port)
+        await asyncio.get_running_loop().sock_sendall(deaf, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await decode.until("decode cancelled", timeout_s=60)
+        deaf.close()
+        await http.rig.until_idle()
+        await still_serves(http)

@@ -1,0 +1,59 @@
+"""Any bytes as a body become a request that fits the wire, or an error that names a parameter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from router.api.openai.requests import ChatBody, CompletionBody, RequestBody
+from serving.errors import InvalidArgument
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+NAMES = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "user", "nonsense"})
+BODIES = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6)
+GOOD: dict[type[RequestBody], dict[str, Any]] = {
+    CompletionBody: {"prompt": "x"},
+    ChatBody: {"messages": [{"role": "user", "content": "x"}]},
+}
+
+
+def is_accepted(kind: type[RequestBody], body: bytes) -> bool:
+    """Whether `body` becomes requests; otherwise the error must name a field."""
+    refusal: InvalidArgument | None = None
+    try:
+        parsed = kind.parse(body)
+    except InvalidArgument as error:
+        refusal = error
+    if refusal is not None:
+        assert refusal.violations[0].field
+        return False
+    for request in parsed.requests("label"):  # type: ignore[attr-defined]
+        assert request.SerializeToString()
+    return True
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(body=BODIES)
+def test_any_object_is_accepted_or_rejected(kind: type[RequestBody], body: dict[str, Any]) -> None:
+    is_accepted(kind, json.dumps(GOOD[kind] | body).encode())
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+@given(at=st.integers(0, 200), data=st.binary(min_size=1, max_size=3))
+def test_any_bytes_are_accepted_or_rejected(kind: type[RequestBody], at: int, data: bytes) -> None:
+    body = json.dumps(GOOD[kind] | {"temperature": 0.5, "stop": ["a"], "logit_bias": {"5": 1.5}, "n": 2}).encode()
+    is_accepted(kind, body[:at] + data + body[at + len(data) :])
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_a_valid_body_is_accepted(kind: type[RequestBody]) -> None:
+    assert is_accepted(kind, json.dumps(GOOD[kind]).encode())

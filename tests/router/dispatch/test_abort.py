@@ -1,0 +1,244 @@
+"""Requests that are ended from outside: cancelled, aborted, drained."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Self
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.router.conftest import Run
+from tests.router.failing import deaf_client
+from tests.router.rig import Rig, request_of, slow
+
+
+async def test_a_clients_cancel_in_decode_ends_everything(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow())]) as rig:
+        call = rig.call(max_tokens=1000)
+        await anext(aiter(call))
+        await rig.decode[0].until("token", 3)
+        call.cancel()
+        await rig.until_idle()
+        assert rig.decode[0].recorded("decode cancelled")
+
+
+async def test_a_clients_cancel_in_prefill_ends_both_calls_and_releases(run: Run) -> None:
+    async with run(prefill=[FakeInstance("prefill", behaviour=Behaviour(prefill_s=60))]) as rig:
+        call = rig.call()
+        await rig.prefill[0].until("prefill")
+        call.cancel()
+        await rig.until_idle()
+        assert rig.prefill[0].recorded("prefill cancelled")
+        assert rig.decode[0].recorded("decode cancelled")
+        assert await rig.prefill[0].until("released by router")
+
+
+async def test_a_clients_cancel_before_the_reservation_never_reaches_prefill(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=Behaviour(reserve_s=60))]) as rig:
+        call = rig.call()
+        await rig.decode[0].until("decode")
+        call.cancel()
+        await rig.until_idle()
+        assert not rig.prefill[0].recorded("prefill")
+
+
+async def test_a_lost_connection_is_a_cancel(run: Run) -> None:
+    decode = FakeInstance("decode", behaviour=slow())
+    async with (
+        run(decode=[decode]) as rig,
+        _Wire(rig.app.address) as wire,
+        grpc.aio.insecure_channel(wire.address) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        await anext(aiter(stub.Generate(request_of(max_tokens=1000))))
+        wire.cut()
+        await rig.until_idle()
+        assert decode.recorded("decode cancelled")
+
+
+async def test_many_cancels_at_any_moment_leave_nothing(run: Run) -> None:
+    fakes = [FakeInstance("decode", f"decode-{i}", behaviour=slow(0.002, reserve_s=0.01)) for i in range(2)]
+    async with run(prefill=[FakeInstance("prefill", behaviour=Behaviour(prefill_s=0.02))], decode=fakes) as rig:
+        calls = [rig.call(max_tokens=50) for _ in range(40)]
+        for i, call in enumerate(calls):
+            await asyncio.sleep(0.004)
+            calls[i // 2].cancel()
+            call.cancel() if i % 3 == 0 else None
+        for call in calls:
+            call.cancel()
+        await rig.until_idle()
+
+
+async def test_an_abort_ends_every_request_with_its_label(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow())]) as rig:
+        same = [asyncio.create_task(rig.generate(request_id="same", max_tokens=1000)) for _ in range(3)]
+        other = asyncio.create_task(rig.generate(request_id="other", max_tokens=30))
+        await rig.decode[0].until("token", 8)
+        aborted = await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["same", "unknown"]))
+        assert aborted.num_aborted == 3
+        for answer in await asyncio.gather(*same):
+            finish = answer.finish()
+            assert finish.reason == common_pb2.FINISH_REASON_ABORT
+            assert finish.usage.completion_tokens == len(answer.ids())
+            assert answer.is_exactly(len(answer.ids()))
+        assert (await other).is_exactly(30)
+        await rig.until_idle()
+
+
+async def test_an_abort_ends_every_choice(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow())]) as rig:
+        pending = asyncio.create_task(rig.generate(request_id="mine", n=3, max_tokens=1000))
+        await rig.decode[0].until("token", 12)
+        await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine"]))
+        answer = await pending
+        assert [answer.finish(choice).reason for choice in range(3)] == [common_pb2.FINISH_REASON_ABORT] * 3
+        await rig.until_idle()
+
+
+async def test_aborts_at_any_moment_of_a_fast_stream_keep_what_was_delivered(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow(0.0005))]) as rig:
+        for moment in range(12):
+            label = f"fast-{moment}"
+            pending = asyncio.create_task(rig.generate(request_id=label, n=1 + 2 * (moment % 2), max_tokens=2000))
+            await rig.decode[0].until("decode", moment + 1)
+            await asyncio.sleep(0.01 * moment)
+            while not (await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=[label]))).num_aborted:
+                await asyncio.sleep(0.001)
+            answer = await pending
+            for choice in range(1 + 2 * (moment % 2)):
+                assert answer.finish(choice).reason == common_pb2.FINISH_REASON_ABORT
+                assert answer.is_exactly(answer.finish(choice).usage.completion_tokens, choice=choice)
+            await rig.until_idle()
+
+
+async def test_an_abort_frees_the_instances_of_a_client_that_does_not_read(run: Run) -> None:
+    async with run(server={"write_timeout_s": 30}) as rig, deaf_client(rig) as call:
+        await _stuck(rig.decode[0])
+        assert rig.app.service.abort_registry.num_requests == 1
+        await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["deaf"]))
+        await rig.until_idle()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_an_abort_of_nothing_is_no_error(run: Run) -> None:
+    async with run() as rig:
+        assert (await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["a", "b"]))).num_aborted == 0
+
+
+async def test_a_drain_lets_running_requests_finish(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow())]) as rig:
+        pending = asyncio.create_task(rig.generate(max_tokens=20))
+        await rig.decode[0].until("token", 2)
+        draining = asyncio.create_task(rig.app.drain())
+        await asyncio.sleep(0.05)
+        assert await _code(rig) is grpc.StatusCode.UNAVAILABLE
+        assert (await pending).is_exactly(20)
+        assert await draining
+
+
+async def test_a_stop_releases_what_it_cuts_off(run: Run) -> None:
+    async with run(prefill=[FakeInstance("prefill", behaviour=Behaviour(prefill_s=60))]) as rig:
+        pending = asyncio.create_task(_code(rig))
+        await rig.prefill[0].until("prefill")
+        await rig.app.stop()
+        assert await pending in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert rig.prefill[0].recorded("released by router")
+        await rig.until_idle()
+
+
+async def test_a_full_router_rejects_at_once_with_a_hint(run: Run) -> None:
+    decode = FakeInstance("decode", behaviour=slow())
+    async with run(decode=[decode], admission={"max_requests": 2, "max_queued": 0, "retry_after_s": 3}) as rig:
+        running = [asyncio.create_task(rig.generate(max_tokens=20)) for _ in range(2)]
+        await decode.until("token", 2)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await rig.generate(timeout=10)
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailers = dict(tuple(raised.value.trailing_metadata() or ()))
+        assert 3000 <= int(trailers["grpc-retry-pushback-ms"]) <= 4500
+        assert all(answer.is_exactly(20) for answer in await asyncio.gather(*running))
+        assert (await rig.generate()).is_exactly(12)
+
+
+async def test_the_tokens_in_flight_are_bounded_but_no_request_is_too_big_alone(run: Run) -> None:
+    decode = FakeInstance("decode", behaviour=slow())
+    async with run(decode=[decode], admission={"max_tokens": 50, "max_queued": 0}) as rig:
+        running = asyncio.create_task(rig.generate(max_tokens=20))
+        await decode.until("token", 1)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await rig.generate()
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await running).is_exactly(20)
+
+
+async def test_a_client_that_does_not_read_is_ended(run: Run) -> None:
+    async with run(server={"write_timeout_s": 0.3}) as rig, deaf_client(rig) as call:
+        await rig.prefill[0].until("prefill")
+        async with asyncio.timeout(20):
+            while rig.app.admission.in_use.num_requests:
+                await asyncio.sleep(0.02)
+        await rig.until_idle()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "client too slow" in str(raised.value.details())
+
+
+class _Wire:
+    """A TCP connection that a test can cut."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, self._port = target.rpartition(":")
+        self._writers: list[asyncio.StreamWriter] = []
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cut()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    def cut(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
+        self._writers += [writer, far_writer]
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            self._pumps.add(asyncio.create_task(self._pump(source, sink)))
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            sink.write(data)
+            await sink.drain()
+
+
+async def _stuck(fake: FakeInstance) -> None:
+    """Returns when the instance gets rid of no more tokens."""
+    num_tokens = -1
+    async with asyncio.timeout(20):
+        while num_tokens != len(fake.records):
+            num_tokens = len(fake.records)
+            await asyncio.sleep(0.5)
+
+
+async def _code(rig: Rig) -> grpc.StatusCode:
+    try:
+        await rig.generate()
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK

@@ -1,0 +1,164 @@
+"""What a report can have counted: neither twice nor not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from router.pools.in_flight import InFlightCalls
+
+
+class Accounting:
+    """InFlightCalls whose times are given; a number stands for a call."""
+
+    def __init__(self, report_lag_s: float = 0.1) -> None:
+        self._now_s = 0.0
+        self.calls: Any = InFlightCalls(report_lag_s, clock=lambda: self._now_s)
+
+    def sent(self, call: int, now_s: float, num_tokens: int = 0) -> None:
+        self._now_s = now_s
+        self.calls.add(call, num_tokens)
+
+    def acknowledged(self, call: int) -> None:
+        self.calls.acknowledge(call)
+
+    def ended(self, call: int, now_s: float) -> None:
+        self._now_s = now_s
+        self.calls.complete(call)
+
+    def reported(self, now_s: float, age_s: float = 0.0) -> None:
+        self._now_s = now_s
+        self.calls.report_received(age_s)
+
+    def clear(self) -> None:
+        self.calls.instance_restarted()
+
+    def __getattr__(self, name: str) -> int:
+        number: int = getattr(self.calls, name)
+        return number
+
+
+def test_a_request_is_unreported_until_a_report_follows_its_answer() -> None:
+    inflight = Accounting(report_lag_s=0.5)
+    inflight.sent(1, 0.0, num_tokens=7)
+    inflight.reported(0.1)  # may have left before the request came
+    assert (inflight.num_unreported, inflight.num_unreported_tokens) == (1, 7)
+    inflight.acknowledged(1)
+    assert inflight.num_unreported == 1
+    inflight.reported(0.2)
+    assert (inflight.num_unreported, inflight.num_unreported_tokens, inflight.num_requests) == (0, 0, 1)
+
+
+def test_a_request_without_an_answer_is_reported_after_the_lag() -> None:
+    inflight = Accounting(report_lag_s=0.5)
+    inflight.sent(1, 0.0)
+    inflight.reported(0.6)
+    assert inflight.num_unreported == 0
+
+
+def test_a_report_of_a_silent_core_does_not_count_later_requests() -> None:
+    inflight = Accounting(report_lag_s=0.1)
+    inflight.sent(1, 10.0)
+    inflight.acknowledged(1)  # by the front: the core is in a long step
+    inflight.reported(11.0, age_s=1.5)
+    assert inflight.num_unreported == 1
+    inflight.reported(12.0, age_s=0.0)
+    assert inflight.num_unreported == 0
+
+
+def test_a_request_that_was_counted_stays_counted() -> None:
+    inflight = Accounting(report_lag_s=0.1)
+    inflight.sent(1, 0.0)
+    inflight.reported(1.0)
+    inflight.reported(2.0, age_s=2.0)
+    assert inflight.num_unreported == 0
+
+
+def test_an_end_corrects_the_report_that_counted_it_once() -> None:
+    inflight = Accounting(report_lag_s=0.5)
+    inflight.sent(1, 0.0)
+    inflight.ended(1, 0.1)
+    assert (inflight.num_unreported, inflight.num_ended) == (0, 0)  # no report ever counted it
+    inflight.sent(2, 0.0)
+    inflight.reported(1.0)
+    inflight.ended(2, 1.05)
+    inflight.ended(2, 1.06)
+    assert inflight.num_ended == 1
+    inflight.reported(1.1)
+    assert inflight.num_ended == 0
+
+
+def test_an_end_is_remembered_until_the_core_can_have_reported_it() -> None:
+    inflight = Accounting(report_lag_s=0.1)
+    inflight.sent(1, 0.0)
+    inflight.reported(1.0)
+    inflight.ended(1, 2.0)
+    inflight.reported(2.5, age_s=1.0)
+    assert inflight.num_ended == 1
+    inflight.reported(2.75, age_s=0.0)
+    assert inflight.num_ended == 0
+
+
+def test_another_process_has_no_requests_of_the_old_one() -> None:
+    inflight = Accounting()
+    inflight.sent(1, 0.0, num_tokens=5)
+    inflight.sent(2, 0.0, num_tokens=5)
+    inflight.reported(1.0)
+    inflight.ended(2, 1.0)
+    inflight.sent(3, 1.0, num_tokens=5)
+    inflight.clear()
+    inflight.ended(3, 2.0)
+    counted = (inflight.num_requests, inflight.num_unreported, inflight.num_unreported_tokens, inflight.num_ended)
+    assert counted == (0, 0, 0, 0)
+
+
+def test_a_call_that_begins_again_counts_once() -> None:
+    inflight = Accounting()
+    inflight.sent(1, 0.0, num_tokens=5)
+    inflight.sent(1, 0.0, num_tokens=6)
+    assert (inflight.num_unreported, inflight.num_unreported_tokens) == (1, 6)
+
+
+class Call:
+    """A registered call that records how it was notified."""
+
+    def __init__(self) -> None:
+        self.notified: list[str] = []
+
+    def instance_lost(self, reason: str) -> None:
+        self.notified.append(f"lost: {reason}")
+
+    def instance_ended(self, reason: str) -> None:
+        self.notified.append(f"ended: {reason}")
+
+    def instance_draining(self) -> None:
+        self.notified.append("stopping")
+
+
+async def test_running_calls_are_notified_and_completed_ones_keep_the_instance() -> None:
+    calls, running, completed = InFlightCalls(), Call(), Call()
+    calls.add(running)
+    calls.add(completed)
+    calls.complete(completed)
+    calls.instance_draining()
+    calls.instance_ended("gone")
+    calls.instance_lost("silent")
+    assert running.notified == ["stopping", "ended: gone", "lost: silent"]
+    assert not completed.notified
+    waiting = asyncio.create_task(calls.wait_until_empty())
+    calls.remove(running)
+    calls.remove(running)
+    await asyncio.sleep(0)
+    assert not calls.is_empty
+    assert not waiting.done()
+    calls.remove(completed)
+    await asyncio.wait_for(waiting, 20)
+
+
+async def test_calls_to_the_old_process_are_still_notified_after_a_restart() -> None:
+    calls, old = InFlightCalls(), Call()
+    calls.add(old, 5)
+    calls.instance_restarted()
+    assert (calls.num_requests, calls.num_unreported_tokens) == (0, 0)
+    calls.instance_ended("gone")
+    assert old.notified == ["ended: gone"]

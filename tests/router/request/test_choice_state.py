@@ -1,0 +1,183 @@
+"""The router is the sole authority on which tokens have been emitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.sampling.params import SamplingParams
+from protos.tandem.v1 import common_pb2
+from router.request.choice_state import Choice, StreamViolation
+from router.request.generation_request import GenerationRequest, from_wire, to_wire
+
+
+def choice(max_tokens: int = 10, **params: Any) -> Choice:
+    request = GenerationRequest("l", "r", "m", (1, 2, 3), SamplingParams(max_tokens=max_tokens, **params), seed=5)
+    begun = Choice(request, index=1)
+    begun.begin_attempt()
+    return begun
+
+
+def chunk(*ids: int, text: str = "", reason: Any = None, **fields: Any) -> common_pb2.TokenChunk:
+    made = common_pb2.TokenChunk(**{"stream_epoch": 1, "choice": 1, **fields}, token_ids=ids, text=text)
+    if reason is not None:
+        made.finish.reason = reason
+    return made
+
+
+def test_ids_and_characters_are_counted() -> None:
+    begun = choice()
+    assert begun.accept(chunk(7, 8, text="aé"))
+    assert begun.accept(chunk(9, token_index=2, text_offset=2, text="🙂"))
+    assert (begun.token_ids, begun.num_chars) == ([7, 8, 9], 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (chunk(9, token_index=2, text_offset=1), "token_index is 2, expected 1"),
+        (chunk(9, token_index=0, text_offset=1), "token_index is 0, expected 1"),
+        (chunk(9, token_index=1, text_offset=0), "text_offset is 0, expected 1"),
+        (chunk(9, token_index=1, text_offset=1, choice=0), "choice is 0, expected 1"),
+        (chunk(9, token_index=1, text_offset=1, stream_epoch=2), "stream_epoch is 2, expected 1"),
+        (chunk(*range(10), token_index=1, text_offset=1), "more than max_tokens=10"),
+        (chunk(token_index=1, text_offset=1, reason=common_pb2.FINISH_REASON_HAND_OVER), "without a token"),
+        (chunk(9, token_index=1, text_offset=1, reason=common_pb2.FINISH_REASON_ERROR), "ended the choice"),
+        (chunk(9, token_index=1, text_offset=1, reason=common_pb2.FINISH_REASON_ABORT), "ended the choice"),
+    ],
+)
+def test_what_does_not_continue_the_stream_emits_nothing(wrong: common_pb2.TokenChunk, says: str) -> None:
+    begun = choice()
+    begun.accept(chunk(7, text="a"))
+    with pytest.raises(StreamViolation, match=says):
+        begun.accept(wrong)
+    assert (begun.token_ids, begun.num_chars, begun.finished) == ([7], 1, False)
+
+
+def with_logprobs(made: common_pb2.TokenChunk, *token_ids: int) -> common_pb2.TokenChunk:
+    """`made` with a position for each of `token_ids`, as first candidate; -1 stands for a position without any."""
+    for token_id in token_ids:
+        position = made.logprobs.add()
+        if token_id >= 0:
+            position.candidates.add(token_id=token_id, logprob=-0.5, rank=1)
+            position.candidates.add(token_id=99, logprob=-1.5, rank=2)
+    return made
+
+
+def test_logprobs_run_parallel_to_the_ids() -> None:
+    begun = choice(logprobs=1)
+    assert begun.accept(with_logprobs(chunk(7, 8), 7, 8))
+    assert begun.accept(chunk(token_index=2, text="only text"))
+    assert begun.accept(
+        with_logprobs(chunk(9, token_index=2, text_offset=9, reason=common_pb2.FINISH_REASON_LENGTH), 9)
+    )
+    assert (begun.token_ids, begun.finished) == ([7, 8, 9], True)
+
+
+@pytest.mark.parametrize(
+    ("is_asked", "wrong", "says"),
+    [
+        (True, chunk(7), "number of logprobs is 0, expected 1"),
+        (True, with_logprobs(chunk(7, 8), 7), "number of logprobs is 1, expected 2"),
+        (True, with_logprobs(chunk(7), 7, 8), "number of logprobs is 2, expected 1"),
+        (True, with_logprobs(chunk(7, 8), 8, 7), "token id of the logprobs is 8, expected 7"),
+        (True, with_logprobs(chunk(7), -1), "no candidates for token id 7"),
+        (False, with_logprobs(chunk(7), 7), "number of logprobs is 1, expected 0"),
+    ],
+)
+def test_logprobs_that_do_not_fit_emit_nothing(is_asked: bool, wrong: common_pb2.TokenChunk, says: str) -> None:
+    begun = choice(logprobs=0) if is_asked else choice()
+    with pytest.raises(StreamViolation, match=says):
+        begun.accept(wrong)
+    assert begun.token_ids == []
+
+
+def with_prompt_logprobs(made: common_pb2.TokenChunk, *token_ids: int | None) -> common_pb2.TokenChunk:
+    for token_id in token_ids:
+        position = made.prompt_logprobs.add()
+        if token_id is not None:
+            position.candidates.add(token_id=token_id, logprob=-0.5, rank=1)
+    return made
+
+
+def test_prompt_logprobs_come_once_with_the_first_token_of_the_first_choice() -> None:
+    begun = choice(prompt_logprobs=0)
+    begun.index = 0
+    assert begun.accept(with_prompt_logprobs(chunk(7, choice=0), None, 2, 3))
+    assert begun.accept(chunk(8, choice=0, token_index=1))
+    begun.begin_attempt()
+    assert begun.accept(chunk(9, choice=0, token_index=2, stream_epoch=2))
+    assert choice(prompt_logprobs=0).accept(chunk(7)), "a second choice brings none"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (chunk(7, choice=0), "number of prompt_logprobs is 0, expected 3"),
+        (with_prompt_logprobs(chunk(7, choice=0), None, 2), "number of prompt_logprobs is 2, expected 3"),
+        (with_prompt_logprobs(chunk(7, choice=0), None, 3, 2), "token id of the prompt_logprobs is 3, expected 2"),
+        (with_prompt_logprobs(chunk(7, choice=0), None, None, 3), "no candidates for prompt token id 2"),
+        (with_prompt_logprobs(chunk(choice=0), None, 2, 3), "number of prompt_logprobs is 3, expected 0"),
+    ],
+)
+def test_prompt_logprobs_that_do_not_fit_emit_nothing(wrong: common_pb2.TokenChunk, says: str) -> None:
+    begun = choice(prompt_logprobs=0)
+    begun.index = 0
+    with pytest.raises(StreamViolation, match=says):
+        begun.accept(wrong)
+    assert begun.token_ids == []
+
+
+def test_an_earlier_epoch_is_dropped_and_the_next_attempt_gets_the_emitted_ids() -> None:
+    begun = choice()
+    begun.accept(chunk(7, text="a"))
+    request = begun.begin_attempt()
+    assert (request.stream_epoch, list(request.emitted_token_ids), request.request_id) == (2, [7], "r-1-2")
+    assert not begun.accept(chunk(8, token_index=1, text_offset=1))
+    assert begun.emitted_in_attempt == []
+    assert begun.accept(chunk(8, token_index=1, text_offset=1, stream_epoch=2))
+    assert begun.emitted_in_attempt == [8]
+
+
+def test_nothing_follows_a_finish() -> None:
+    begun = choice()
+    begun.accept(chunk(7, reason=common_pb2.FINISH_REASON_STOP))
+    with pytest.raises(StreamViolation, match="after the finish"):
+        begun.accept(chunk(8, token_index=1))
+
+
+def test_usage_counts_every_token_once_and_the_first_prefills_cache() -> None:
+    begun = choice()
+    first = chunk(7, reason=common_pb2.FINISH_REASON_HAND_OVER)
+    first.finish.usage.cached_tokens = 2
+    begun.accept(first)
+    assert not first.HasField("finish")
+    last = chunk(8, token_index=1, reason=common_pb2.FINISH_REASON_LENGTH)
+    last.finish.usage.CopyFrom(
+        common_pb2.Usage(prompt_tokens=4, completion_tokens=1, cached_tokens=3, external_tokens=1)
+    )
+    begun.accept(last)
+    assert last.finish.usage == common_pb2.Usage(
+        prompt_tokens=3, completion_tokens=2, cached_tokens=2, external_tokens=1
+    )
+
+
+def test_sampling_parameters_survive_the_way_to_the_instance() -> None:
+    params = SamplingParams(
+        n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=2**64 - 1, stop=("a", "b"), stop_token_ids=(4,),
+        ignore_eos=True, max_tokens=9, min_tokens=2, include_stop_str_in_output=True, skip_special_tokens=False,
+        presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5, logprobs=0, prompt_logprobs=2,
+        logit_bias={3: -1.0}, allowed_token_ids=(1, 2), bad_words=("x",),
+        bad_word_ids=((5,), (6, 7)),
+    )  # fmt: skip
+    wire = to_wire(params, params.seed)
+    assert not wire.HasField("n")
+    wire.n = 3
+    assert from_wire(wire, {}) == params
+
+
+def test_values_of_the_request_override_the_models_defaults() -> None:
+    wire = common_pb2.SamplingParams(temperature=0.0)
+    params = from_wire(wire, {"temperature": 0.7, "top_k": 5})
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.0, 5, None)

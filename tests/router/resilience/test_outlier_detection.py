@@ -1,0 +1,175 @@
+"""Instances that fail in a row are ejected for a while, never too many of them and never the last."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.resilience.outlier_detection import EjectionSettings, OutlierDetection
+from tests.fakes.behaviour import FULL, Behaviour
+from tests.router.conftest import Run
+from tests.router.failing import busy, decodes
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def view(name: str, out: str | None = None) -> InstanceView:
+    key = InstanceKey(name, "e")
+    info = InstanceInfo(name, "e", "decode", name, Identity())
+    return InstanceView(key=key, info=info, load=LoadReport("e"), out=out)
+
+
+class Scenario:
+    """A pool of ready instances and what happens to them."""
+
+    def __init__(self, size: int) -> None:
+        self.clock = Clock()
+        self.pool = [view(f"d{i}") for i in range(size)]
+        self.detection = OutlierDetection(EjectionSettings(), self.clock)
+
+    def fail(self, index: int, times: int = 5) -> None:
+        for _ in range(times):
+            self.clock.now_s += 0.2
+            self.detection.failed(self.pool[index].key, self.pool)
+
+    def out(self) -> list[int]:
+        marked = self.detection.marked(self.pool)
+        return [index for index, one in enumerate(marked) if one.out is not None]
+
+
+def test_five_failures_in_a_row_eject_for_half_a_minute() -> None:
+    scenario = Scenario(4)
+    scenario.fail(1, 4)
+    assert scenario.out() == []
+    scenario.fail(1, 1)
+    assert scenario.out() == [1]
+    assert scenario.detection.marked(scenario.pool)[1].out == "ejected for 30 s more"
+    scenario.clock.now_s += 29.9
+    assert scenario.out() == [1]
+    scenario.clock.now_s += 0.2
+    assert scenario.out() == []
+
+
+def test_a_token_between_failures_begins_the_count_anew() -> None:
+    scenario = Scenario(4)
+    for _ in range(3):
+        scenario.fail(1, 4)
+        scenario.detection.succeeded(scenario.pool[1].key)
+    assert scenario.out() == []
+
+
+def test_streams_that_break_at_the_same_moment_are_one_failure() -> None:
+    scenario = Scenario(4)
+    for _ in range(50):
+        scenario.detection.failed(scenario.pool[1].key, scenario.pool)
+    assert scenario.out() == []
+    for _ in range(500):  # a hundred failures a second are not one event for ever
+        scenario.clock.now_s += 0.01
+        scenario.detection.failed(scenario.pool[1].key, scenario.pool)
+    assert scenario.out() == [1]
+
+
+def test_on_probation_one_failure_ejects_again_and_for_longer() -> None:
+    scenario = Scenario(4)
+    scenario.fail(1)
+    scenario.clock.now_s += 30.1
+    scenario.fail(1, 1)
+    assert scenario.out() == [1]
+    scenario.clock.now_s += 59.0
+    assert scenario.out() == [1]
+    scenario.clock.now_s += 1.1
+    assert scenario.out() == []
+
+
+def test_a_token_ends_the_probation_and_time_without_failures_the_memory() -> None:
+    scenario = Scenario(4)
+    scenario.fail(1)
+    scenario.clock.now_s += 30.1
+    scenario.detection.succeeded(scenario.pool[1].key)
+    scenario.fail(1, 4)
+    assert scenario.out() == []
+    scenario.detection.succeeded(scenario.pool[1].key)
+    scenario.clock.now_s += 31.0
+    scenario.fail(1)
+    scenario.clock.now_s += 30.1
+    assert scenario.out() == [], "the earlier ejection is forgotten, so this one lasts as long as the first"
+
+
+def test_at_most_half_of_a_pool_is_ejected() -> None:
+    scenario = Scenario(5)
+    for index in range(5):
+        scenario.fail(index)
+    assert scenario.out() == [0, 1]
+    scenario.clock.now_s += 30.1
+    scenario.fail(4, 1)
+    assert scenario.out() == [4], "it had failed all the while"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_last_ready_instance_is_never_ejected(size: int) -> None:
+    scenario = Scenario(size)
+    scenario.pool[1:] = [view(f"d{index}", out="silent") for index in range(1, size)]
+    scenario.fail(0, 20)
+    assert 0 not in scenario.out()
+
+
+def test_another_process_at_the_address_begins_anew() -> None:
+    scenario = Scenario(4)
+    scenario.fail(1)
+    key = InstanceKey("d1", "later")
+    scenario.pool[1] = InstanceView(key=key, info=scenario.pool[1].info, load=LoadReport("later"))
+    assert scenario.out() == []
+
+
+def test_an_instance_whose_engine_has_crashed_is_out_at_once_even_if_it_is_the_last() -> None:
+    scenario = Scenario(2)
+    for one in scenario.pool:
+        scenario.detection.crashed(one.key)
+    assert scenario.out() == [0, 1]
+
+
+async def test_an_instance_that_reports_and_fails_is_ejected_and_comes_back(run: Run) -> None:
+    settings = {"failures": 2, "ejection_s": 5.0}
+    async with run(prefill=0, decode=decodes(Behaviour(index_error_at=0), busy()), ejection=settings) as rig:
+        for _ in range(2):
+            assert (await rig.generate()).is_exactly(12)
+            await asyncio.sleep(0.15)
+        num_sent = len(rig.decode[0].recorded("decode"))
+        assert num_sent == 2
+        assert (await rig.generate()).is_exactly(12)
+        assert len(rig.decode[0].recorded("decode")) == num_sent
+        rig.decode[0].behaviour.index_error_at = None
+        async with asyncio.timeout(20):
+            while len(rig.decode[0].recorded("decode")) == num_sent:
+                assert (await rig.generate()).is_exactly(12)
+                await asyncio.sleep(0.05)
+        assert rig.decode[0].recorded("decode ended")
+
+
+async def test_an_ejected_instance_is_better_than_none(run: Run) -> None:
+    settings = {"failures": 1, "ejection_s": 60.0}
+    async with run(prefill=0, decode=decodes(Behaviour(index_error_at=0), busy()), ejection=settings) as rig:
+        assert (await rig.generate()).is_exactly(12)
+        rig.decode[0].behaviour.index_error_at = None
+        await rig.decode[1].kill()
+        await rig.until_ready(num_decode=1)
+        assert (await rig.generate()).is_exactly(12)
+
+
+async def test_a_full_instance_is_not_ejected(run: Run) -> None:
+    settings = {"failures": 1, "ejection_s": 60.0}
+    async with run(prefill=0, decode=decodes(Behaviour(refuse=FULL), busy()), ejection=settings) as rig:
+        for num_refused in range(1, 4):
+            assert (await rig.generate()).is_exactly(12)
+            assert len(rig.decode[0].recorded("refused")) == num_refused
+            await asyncio.sleep(0.15)

@@ -1,0 +1,222 @@
+"""Requests without a token whose instance rejects them or fails: retries, their limits, and the retry budget."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+
+from router.pools.instance_info import InstanceKey
+from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, FailureKind, RetryBudget, give_up
+from serving.errors import InternalError, Overloaded, ServiceError, Unavailable
+from tests.fakes.behaviour import FULL, WRONG, Behaviour
+from tests.router.conftest import Run
+from tests.router.failing import busy, decodes, prefills, status_of
+from tests.router.rig import NOTICED_BY_BEATS, PROMPT, request_of
+from tests.waiting import until
+
+
+async def test_prefill_that_dies_before_the_first_token_is_retried(run: Run) -> None:
+    async with run(prefill=prefills(Behaviour(die_at=0), busy())) as rig:
+        answer = await rig.generate()
+        assert rig.prefill[0].recorded("died")
+        assert answer.is_exactly(12)
+        assert answer.trailers["tandem-prefill"] == "prefill-0,prefill-1"
+        await rig.until_idle()
+
+
+async def test_prefill_that_dies_alone_leaves_decode_to_prefill(run: Run) -> None:
+    async with run(prefill=prefills(Behaviour(die_at=0))) as rig:
+        assert (await rig.generate()).is_exactly(12)
+        assert rig.prefill[0].recorded("died")
+
+
+async def test_prefill_that_dies_after_the_first_token_costs_nothing(run: Run) -> None:
+    async with run(decode=decodes(Behaviour(load_s=0.1))) as rig:
+        call = rig.call()
+        responses = aiter(call)
+        ids = list((await anext(responses)).tokens.token_ids)
+        await rig.prefill[0].kill()
+        async for response in responses:
+            ids += response.tokens.token_ids
+        assert len(ids) == 12
+
+
+async def test_a_frozen_prefill_instance_is_left_before_the_first_token(run: Run) -> None:
+    async with run(prefill=prefills(Behaviour(freeze_at=0), busy()), pools=NOTICED_BY_BEATS) as rig:
+        assert (await rig.generate()).is_exactly(12)
+        assert rig.prefill[0].recorded("froze")
+
+
+async def test_a_full_decode_instance_is_excluded(run: Run) -> None:
+    async with run(decode=decodes(Behaviour(refuse=FULL), busy())) as rig:
+        assert (await rig.generate()).is_exactly(12)
+        assert rig.decode[0].recorded("refused")
+
+
+async def test_a_full_prefill_instance_is_excluded_and_its_transfer_released(run: Run) -> None:
+    async with run(prefill=prefills(Behaviour(refuse=FULL), busy())) as rig:
+        assert (await rig.generate()).is_exactly(12)
+        assert await rig.prefill[0].until("released by router")
+
+
+async def test_full_everywhere_is_resource_exhausted_with_the_instances_hint(run: Run) -> None:
+    async with run(decode=decodes(Behaviour(refuse=FULL), busy(refuse=FULL))) as rig:
+        error = await status_of(rig)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert ("grpc-retry-pushback-ms", "500") in tuple(error.trailing_metadata() or ())
+        await rig.until_idle()
+
+
+async def test_what_no_instance_would_accept_is_sent_once(run: Run) -> None:
+    async with run(decode=decodes(Behaviour(refuse=WRONG), busy())) as rig:
+        assert (await status_of(rig)).code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert not rig.decode[1].recorded("decode")
+
+
+async def test_a_request_that_breaks_two_instances_is_sent_to_no_third(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(*(Behaviour(fail_at=0, num_running=i) for i in range(3)))) as rig:
+        error = await status_of(rig)
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert "RuntimeError" not in str(error.details())
+        assert not rig.decode[2].recorded("decode")
+
+
+async def test_a_reservation_that_does_not_come_is_abandoned(run: Run) -> None:
+    settings = {"reserve_timeout_s": 0.2}
+    async with run(decode=decodes(Behaviour(reserve_s=60), busy()), disaggregation=settings) as rig:
+        assert (await rig.generate()).is_exactly(12)
+        assert not rig.decode[0].recorded("reserved")
+        await rig.until_idle()
+
+
+LIMITS = FailoverSettings(max_retries=2, max_resumptions=3)
+
+
+def failures(*kinds: tuple[FailureKind, bool], error: ServiceError | None = None) -> ServiceError | None:
+    """What `give_up` returns after these failures, each with whether its attempt brought tokens."""
+    history, result = AttemptHistory(), None
+    for i, (kind, progressed) in enumerate(kinds):
+        failure = CallFailed(InstanceKey(str(i), ""), kind, error or Unavailable("gone"), "")
+        history.record(failure, progressed=progressed)
+        result = give_up(failure, history, LIMITS, 1.0)
+    return result
+
+
+def test_two_fruitless_attempts_are_retried_and_the_third_is_not() -> None:
+    assert failures(("broken", False), ("refused", False)) is None
+    assert isinstance(failures(*[("broken", False)] * 3), Unavailable)
+
+
+def test_progress_resets_the_retries_but_not_the_resumptions() -> None:
+    assert (
+        failures(("broken", False), ("broken", False), ("broken", True), ("broken", False), ("broken", False)) is None
+    )
+    assert failures(*[("broken", True)] * 3) is None
+    assert isinstance(failures(*[("broken", True)] * 4), Unavailable)
+
+
+def test_overload_everywhere_keeps_its_kind_and_gets_a_hint() -> None:
+    result = failures(*[("refused", False)] * 3, error=Overloaded("full", None))
+    assert isinstance(result, Overloaded)
+    assert result.retry_after_s == 1.0
+
+
+def test_an_internal_error_is_retried_once() -> None:
+    assert failures(("internal", False)) is None
+    assert isinstance(failures(("internal", False), ("internal", True)), InternalError)
+
+
+# The retry budget
+
+
+PATIENT = {"beat_timeout_s": 20.0}
+
+
+def budget_of(num_active: int, **settings: float) -> RetryBudget:
+    budget = RetryBudget(FailoverSettings(**{"retry_wait_s": 0.02, **settings}))
+    budget.num_active = num_active
+    return budget
+
+
+@pytest.mark.parametrize(("num_active", "limit"), [(1, 3), (15, 3), (20, 4), (100, 20)])
+def test_a_fifth_of_the_active_may_be_retried_and_always_three(num_active: int, limit: int) -> None:
+    assert budget_of(num_active).limit == limit
+
+
+async def test_a_retry_without_a_permit_is_rejected_after_its_wait() -> None:
+    budget = budget_of(1)
+    permits = [await budget.wait_permit() for _ in range(3)]
+    assert await budget.wait_permit() is None
+    assert permits[0] is not None
+    permits[0].close()
+    permits[0].close()  # counts once
+    assert budget.num_under_way == 2
+    assert await budget.wait_permit() is not None
+
+
+async def test_a_retry_waits_for_a_permit() -> None:
+    budget = budget_of(1, retry_wait_s=20)
+    permits = [budget.resume() for _ in range(3)]
+    waiting = [asyncio.create_task(budget.wait_permit()) for _ in range(2)]
+    await asyncio.sleep(0.02)
+    assert not any(task.done() for task in waiting)
+    permits[0].close()
+    done, still = await asyncio.wait(waiting, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    assert len(done) == len(still) == 1
+    permits[1].close()
+    await asyncio.gather(*still)
+    assert budget.num_under_way == 3
+
+
+async def test_a_resumption_never_waits_but_retries_wait_for_it() -> None:
+    budget = budget_of(1)
+    permits = [budget.resume() for _ in range(10)]
+    assert budget.num_under_way == 10
+    assert await budget.wait_permit() is None
+    for permit in permits:
+        permit.close()
+    assert budget.num_under_way == 0
+
+
+async def test_many_that_one_death_has_failed_are_all_served_a_few_at_a_time(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(Behaviour(prefill_s=100), busy(prefill_s=0.02)), pools=PATIENT) as rig:
+        pending = [asyncio.create_task(rig.generate(request_of([20 + i, *PROMPT]))) for i in range(20)]
+        await rig.decode[0].until("decode", 3)
+        rig.decode[1].behaviour.num_running = 0
+        num_before = len(rig.decode[1].recorded("decode"))
+        await rig.decode[0].kill()
+        most = 0
+        while not all(task.done() for task in pending):
+            most = max(most, rig.app.safeguards.budget.num_under_way)
+            await asyncio.sleep(0.005)
+        for i, answer in enumerate(await asyncio.gather(*pending)):
+            assert answer.is_exactly(12, prompt=[20 + i, *PROMPT])
+        assert len(rig.decode[1].recorded("decode")) > num_before
+        assert 0 < most <= 4
+        assert rig.app.safeguards.budget.num_under_way == 0
+
+
+async def test_where_retries_hang_further_ones_are_rejected_with_a_hint(run: Run) -> None:
+    hanging = [Behaviour(prefill_s=100, num_running=i) for i in range(2)]
+    settings = {"retry_wait_s": 0.05, "min_retries_under_way": 1}
+    async with run(prefill=0, decode=decodes(*hanging), failover=settings, pools=PATIENT) as rig:
+        pending = [asyncio.create_task(status_of(rig, request=request_of([20 + i, *PROMPT]))) for i in range(6)]
+        await until(lambda: sum(len(fake.recorded("decode")) for fake in rig.decode) == len(pending))
+        victim = max(rig.decode, key=lambda fake: len(fake.recorded("decode")))
+        num_cut = len(victim.recorded("decode"))
+        assert num_cut >= 2
+        await victim.kill()
+        await until(lambda: sum(task.done() for task in pending) >= num_cut - 1)
+        done, still = await asyncio.wait(pending, timeout=0.2)  # the others hang for much longer
+        assert len(done) == num_cut - 1
+        for task in done:
+            error = task.result()
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert "tried again" in str(error.details())
+            assert ("grpc-retry-pushback-ms", "1000") in tuple(error.trailing_metadata() or ())
+        for task in still:
+            task.cancel()
+        await asyncio.gather(*still, return_exceptions=True)

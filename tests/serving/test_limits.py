@@ -1,0 +1,63 @@
+"""Large messages of one client are parsed one at a time with pauses; small ones and other clients' do not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from serving import limits
+from serving.errors import Overloaded
+from serving.limits import LARGE_BYTES, LargeMessages
+from tests.waiting import until
+
+LARGE = bytes(LARGE_BYTES)
+
+
+def slowly(data: bytes) -> int:
+    time.sleep(0.01)
+    return len(data)
+
+
+async def test_small_messages_are_parsed_at_once_during_a_pause() -> None:
+    messages = LargeMessages()
+    assert await messages.parsed("a", LARGE, slowly) == LARGE_BYTES
+    following = asyncio.create_task(messages.parsed("a", LARGE, slowly))
+    assert await messages.parsed("a", LARGE[1:], len) == LARGE_BYTES - 1
+    assert await messages.parsed("b", LARGE, len) == LARGE_BYTES
+    assert not following.done()
+    assert await following == LARGE_BYTES
+
+
+async def test_a_pause_is_much_longer_than_parsing() -> None:
+    messages, began_s = LargeMessages(), time.monotonic()
+    await messages.parsed("a", LARGE, slowly)
+    await messages.parsed("a", LARGE, slowly)
+    assert time.monotonic() - began_s >= 0.2
+
+
+async def test_too_many_waiting_messages_are_rejected() -> None:
+    messages = LargeMessages()
+    await messages.parsed("a", LARGE, slowly)
+    waiting = [asyncio.create_task(messages.parsed("a", LARGE, len)) for _ in range(limits._MAX_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="large messages of this client wait already"):
+        await messages.parsed("a", LARGE, len)
+    assert await messages.parsed("b", LARGE, len) == LARGE_BYTES
+    assert await asyncio.gather(*waiting) == [LARGE_BYTES] * len(waiting)
+
+
+async def test_no_state_remains_after_the_messages() -> None:
+    def broken(data: bytes) -> None:
+        raise ValueError
+
+    messages = LargeMessages()
+    with pytest.raises(ValueError):  # noqa: PT011 - ours
+        await messages.parsed("a", LARGE, broken)
+    leaving = asyncio.create_task(messages.parsed("a", LARGE, len))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert await messages.parsed("a", LARGE, len) == LARGE_BYTES
+    await until(lambda: not messages._locks and not messages._num_waiting)

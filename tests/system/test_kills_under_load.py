@@ -1,0 +1,148 @@
+"""Instances are killed under load: every answer is the fault-free run's, after a pause at most."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from engine import LLM
+from tests.system.checker import wait_idle
+from tests.system.killable import PATIENT, KillableStack, killable_stack
+from tests.system.load import Load, Outcome
+from tests.system.questions import Question, make_questions
+from tests.system.stacks import Stack, on_stack
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+NUM_TOKENS = 70
+GAP_S = 1.0
+"""Between two kills, at the least."""
+AFTER_HAND_OVER = ("kv.save", "prefill.first_token")
+"""Where a request may be while its first token is out already: then its instance's death costs the router nothing."""
+FREED_WITHIN_S = 15.0
+"""A lease, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def questions(llm: LLM) -> list[Question]:
+    found = make_questions(llm, 60, random.Random("kills"), num_tokens=NUM_TOKENS)
+    ends = {output.finish_reason for question in found for output in question.expected}
+    assert ends == {"length", "stop"}
+    assert all(len(set(output.token_ids)) > 10 for question in found for output in question.expected)
+    return found
+
+
+@pytest.fixture(scope="module")
+def modules_stack(checkpoint: Path) -> Iterator[KillableStack]:
+    with killable_stack(checkpoint, num_prefill=2, num_decode=3, router_args=PATIENT) as stack:
+        yield stack
+
+
+@pytest.fixture
+def large_stack(modules_stack: KillableStack) -> Iterator[KillableStack]:
+    """Of the slow tests; all instances up before, nothing left behind after."""
+    modules_stack.wait_up()
+    yield modules_stack
+    modules_stack.wait_up()
+    wait_idle(modules_stack.rig, FREED_WITHIN_S)
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+def kill_under_load(
+    stack: KillableStack, questions: list[Question], *, num_kills: int, num_cut: int, num_clients: int
+) -> list[Outcome]:
+    """Kills decode instances in turn until so many kills, so many cut streams, and cut ones of every kind are reached;
+    returns the cut ones."""
+    kinds = {question.kind for question in questions}
+    with Load(stack.rig.address, questions, num_clients) as load:
+        victims = itertools.cycle(stack.decode)
+        kills_s: list[float] = []
+        while len(kills_s) < num_kills or load.num_cut < num_cut or load.kinds_cut != kinds:
+            victim = next(victims)
+            others = [name for name in stack.decode if name != victim]
+            wait_until(lambda victim=victim: stack.rig.is_ready(victim), f"{victim} is not back")  # type: ignore[misc]
+            wait_until(lambda others=others: any(map(stack.rig.is_ready, others)), "no other is up")  # type: ignore[misc]
+            wait_until(lambda: load.bears_another_kill(kills_s), "answers do not end")
+            wait_until(lambda victim=victim: stack.num_running(victim) > 0, f"nothing runs at {victim}")  # type: ignore[misc]
+            kills_s.append(time.monotonic())
+            assert stack.kill(victim) > 0
+            time.sleep(GAP_S)
+        outcomes = load.finish()
+    for outcome in outcomes:
+        outcome.assert_exact()
+    cut = [outcome for outcome in outcomes if outcome.was_cut]
+    stalls = [outcome.stall_s for outcome in cut]
+    print(
+        f"\n{len(kills_s)} kills under {num_clients} clients: {len(outcomes)} streams, {len(cut)} cut; "
+        f"stall p50 {percentile(stalls, 0.5):.2f} s, p95 {percentile(stalls, 0.95):.2f} s, max {max(stalls):.2f} s"
+    )
+    return cut
+
+
+@on_stack("killable shared_storage")
+def test_killed_decode_instances_cost_a_pause_and_no_token(killable: Stack, llm: LLM) -> None:
+    questions = make_questions(llm, 24, random.Random("two kills"), num_tokens=NUM_TOKENS)
+    cut = kill_under_load(KillableStack(killable.rig), questions, num_kills=2, num_cut=12, num_clients=12)
+    assert percentile([outcome.stall_s for outcome in cut], 0.95) < 10.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_three_hundred_cut_streams_have_no_wrong_token(large_stack: KillableStack, questions: list[Question]) -> None:
+    cut = kill_under_load(large_stack, questions, num_kills=20, num_cut=300, num_clients=36)
+    assert percentile([outcome.stall_s for outcome in cut], 0.95) <= 2.0
+
+
+def kill_prefill_at(stack: KillableStack, questions: list[Question], where: str) -> None:
+    """Several requests run, one is stopped at `where` in a prefill instance, and that instance is killed."""
+    rig = stack.rig
+    with ExitStack() as armed, Load(rig.address, questions, num_clients=6) as load:
+        failpoints = [armed.enter_context(rig.armed(name, where)) for name in stack.prefill]
+        wait_until(lambda: any(failpoint.reached for failpoint in failpoints), f"no request reached {where}")
+        victim = next(failpoint.member for failpoint in failpoints if failpoint.reached)
+        stack.kill(victim, hits=where not in AFTER_HAND_OVER)
+        for failpoint in failpoints:
+            failpoint.release()
+        wait_until(lambda: sum(outcome.is_over for outcome in load.outcomes) >= 6, "answers do not end")
+        outcomes = load.finish()
+    assert len(outcomes) >= 6
+    for outcome in outcomes:
+        outcome.assert_exact()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["prefill.accepted", "prefill.first_token", "engine.step", "kv.save"])
+def test_a_prefill_instance_killed_at_any_phase_costs_a_pause_and_no_token(
+    large_stack: KillableStack, questions: list[Question], where: str
+) -> None:
+    kill_prefill_at(large_stack, questions, where)
+
+
+@pytest.mark.slow
+def test_a_prefill_instance_killed_while_its_kv_goes_over_costs_no_token(
+    large_stack: KillableStack, questions: list[Question]
+) -> None:
+    """The decode instance is stopped before the first page that it reads."""
+    stack, rig = large_stack, large_stack.rig
+    with ExitStack() as armed, Load(rig.address, questions, num_clients=6) as load:
+        failpoints = [armed.enter_context(rig.armed(name, "kv.load")) for name in stack.decode]
+        wait_until(lambda: any(failpoint.reached for failpoint in failpoints), "no request reads KV")
+        for victim in stack.prefill:
+            rig.kill(victim)
+        for failpoint in failpoints:
+            failpoint.release()
+        for victim in stack.prefill:
+            rig.stack.restart(victim)
+        wait_until(lambda: sum(outcome.is_over for outcome in load.outcomes) >= 6, "answers do not end")
+        outcomes = load.finish()
+    for outcome in outcomes:
+        outcome.assert_exact()

@@ -1,0 +1,152 @@
+"""OpenAI's own client against a real stack with the demo model, and the examples of docs/openai.md as they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tandem import Client
+from tandem.commands.up import usage_text
+from tests.system.checker import wait_idle
+from tests.system.rig import Rig
+from tests.system.stacks import Stack, on_stack
+from tests.waiting import wait_until
+
+pytestmark = [on_stack("demo"), pytest.mark.usefixtures("shared_stack")]
+STORY = "Once upon a time there was a penguin called Penny who had a tandem, but nobody to sit on the back of it. " * 4
+CHAT: list[Any] = [{"role": "user", "content": "What is a tandem?"}]
+PAGE = Path(__file__).parents[2] / "docs/openai.md"
+EXAMPLES = re.findall(r"^```(sh|python)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def client(shared_stack: Stack) -> Iterator[openai.OpenAI]:
+    url = f"http://{shared_stack.rig.stack.http_address}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 11}], ids=["greedy", "seeded"])
+def test_a_text_is_the_grpc_answer_token_by_token(rig: Rig, client: openai.OpenAI, sampling: dict[str, Any]) -> None:
+    with Client(rig.address) as grpc_client:
+        expected = grpc_client.generate(STORY, max_tokens=40, **sampling)
+    options: dict[str, Any] = {"model": "demo", "prompt": STORY, "max_tokens": 40, **sampling}
+    whole = client.completions.create(**options, extra_body={"return_token_ids": True})
+    assert whole.choices[0].text == expected.text
+    assert whole.choices[0].model_extra is not None
+    assert whole.choices[0].model_extra["token_ids"] == list(expected.token_ids)
+    assert whole.choices[0].finish_reason == expected.finish_reason
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (
+        expected.prompt_tokens,
+        len(expected.token_ids),
+    )
+    assert whole.usage.prompt_tokens_details is not None
+    assert (whole.usage.prompt_tokens_details.cached_tokens or 0) > 0, "the same prompt was computed before"
+    events = list(client.completions.create(**options, stream=True))
+    assert "".join(event.choices[0].text for event in events) == expected.text
+    assert len(events) > 1
+
+
+def test_a_chat_is_the_grpc_answer(rig: Rig, client: openai.OpenAI) -> None:
+    with Client(rig.address) as grpc_client:
+        expected = grpc_client.generate(CHAT, max_tokens=64, temperature=0.0)
+    answer = client.chat.completions.create(model="demo", messages=CHAT, temperature=0, logprobs=True, top_logprobs=3)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == "stop"
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert "".join(entry.token for entry in logprobs.content).startswith(expected.text)
+    assert all(len(entry.top_logprobs) == 3 for entry in logprobs.content)
+    assert all(entry.top_logprobs[0].token == entry.token for entry in logprobs.content), "greedy takes the best"
+
+
+def test_two_choices_differ_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
+    def texts() -> list[str]:
+        answer = client.completions.create(model="demo", prompt=STORY, max_tokens=30, n=2, seed=3, temperature=1.0)
+        return [choice.text for choice in answer.choices]
+
+    first = texts()
+    assert first[0] != first[1]
+    assert texts() == first
+
+
+def test_a_stop_string_cuts_the_text(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "demo", "prompt": STORY, "max_tokens": 60, "temperature": 0}
+    whole = client.completions.create(**options).choices[0].text
+    stop = whole[20:23]
+    cut = client.completions.create(**options, stop=[stop, "\u2603"]).choices[0]
+    assert cut.text == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert (cut.model_extra or {})["stop_reason"] == stop
+
+
+def test_a_client_that_leaves_in_mid_stream_frees_everything(rig: Rig, client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model="demo", prompt=STORY, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    wait_idle(rig, within_s=5.0)
+
+
+def test_errors_name_what_is_wrong(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-9", prompt="x")
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model="demo", messages=CHAT, temperature=7)
+    assert raised.value.param == "temperature"
+
+
+@pytest.mark.parametrize(("language", "code"), EXAMPLES, ids=[f"{kind}-{i}" for i, (kind, _) in enumerate(EXAMPLES)])
+def test_the_pages_examples_run(rig: Rig, language: str, code: str) -> None:
+    code = code.replace("127.0.0.1:8000", str(rig.stack.http_address)).replace("127.0.0.1:50051", rig.address)
+    command = [sys.executable, "-c", code] if language == "python" else ["bash", "-euo", "pipefail", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "NO_PROXY": "*"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "an example prints something"
+    assert '"error"' not in done.stdout
+
+
+def test_the_command_that_up_prints_works(rig: Rig) -> None:
+    command = usage_text(rig.stack).split("from any OpenAI client:\n")[1].split("\n\n")[0]
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+def test_the_page_has_examples() -> None:
+    assert {language for language, _ in EXAMPLES} == {"sh", "python"}
+    assert len(EXAMPLES) >= 4
+
+
+def test_without_its_decode_instance_a_stack_is_unavailable_and_recovers(
+    shared_stack: Stack, client: openai.OpenAI
+) -> None:
+    rig = shared_stack.rig
+    rig.kill("decode-0")
+    with httpx.Client(base_url=f"http://{rig.stack.http_address}", timeout=20) as http:
+        wait_until(lambda: http.get("/health").status_code != 200, "the stack stays healthy")
+    with pytest.raises(openai.InternalServerError) as raised:
+        client.completions.create(model="demo", prompt="x")
+    assert raised.value.status_code == 503
+    assert "retry-after" in raised.value.response.headers
+    back = threading.Thread(target=rig.restart, args=("decode-0",))
+    back.start()
+    try:  # the client's own retries last until it is back
+        retrying = client.with_options(max_retries=60)
+        assert retrying.completions.create(model="demo", prompt="x", max_tokens=2).choices
+    finally:
+        back.join()

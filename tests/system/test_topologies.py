@@ -1,0 +1,75 @@
+"""The demo model, and other shapes of a stack: handing over only long prompts, and no prefill pool."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tandem import Client
+from tests.lively import random_prompt, rig_settings
+from tests.system.checker import assert_same_answer, assert_usage, wait_idle
+from tests.system.reference import Reference
+from tests.system.rig import Rig
+from tests.system.stacks import GREEDY, Stack, on_stack
+
+TEXT = {"temperature": 0.0, "max_tokens": 48}
+# In full: the router fills what is missing from the model's generation_config.json, the offline engine does not.
+SEEDED_TEXT = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "seed": 3, "max_tokens": 48}
+STORY = "Once upon a time there was a mole called Müller, who mended tandems. " * 8
+
+
+@on_stack("demo")
+@pytest.mark.parametrize("prompt", ["Once upon a time", STORY, "🚲"], ids=["short", "long", "emoji"])
+@pytest.mark.parametrize("sampling", [TEXT, SEEDED_TEXT], ids=["greedy", "seeded"])
+def test_demo_model_gives_the_aggregated_engines_text(stack: Stack, prompt: str, sampling: dict[str, object]) -> None:
+    with Client(stack.rig.address) as client:
+        completion = client.generate(prompt, **sampling)  # type: ignore[arg-type]
+    assert_same_answer(completion, stack.reference.answer(prompt, **sampling))
+    assert_usage(completion)
+
+
+@on_stack("demo")
+def test_a_chat_comes_to_its_own_end(stack: Stack) -> None:
+    with Client(stack.rig.address) as client:
+        completion = client.generate([{"role": "user", "content": "Who mends tandems?"}], temperature=0.0)
+    assert completion.finish_reason == "stop"
+    assert completion.text.strip()
+    assert "<|" not in completion.text
+
+
+@on_stack("killable shared_storage")
+def test_auto_hands_over_long_prompts_and_prefills_short_ones_where_they_are_decoded(
+    stack: Stack, prompts: random.Random
+) -> None:
+    """Killable stacks split by length: more than 64 tokens."""
+
+    def num_prefilled(role: str) -> int:
+        return sum(load.num_prefilled_tokens for name, load in stack.settled().items() if name.startswith(role))
+
+    before = num_prefilled("prefill")
+    short = stack.generate(random_prompt(prompts, 40), GREEDY)
+    assert short.usage.external_tokens == 0
+    assert num_prefilled("prefill") == before
+    by_decode = num_prefilled("decode")
+    long = stack.generate(random_prompt(prompts, 200), GREEDY)
+    assert long.usage.external_tokens == 200
+    assert num_prefilled("decode") == by_decode
+
+
+def test_without_a_prefill_pool_the_decode_instance_does_it_all(
+    checkpoint: Path, reference: Reference, prompts: random.Random
+) -> None:
+    rig = Rig(rig_settings(checkpoint, num_prefill=0, disaggregation="auto"))
+    rig.start()
+    try:
+        for length in (1, 30, 200):
+            prompt = random_prompt(prompts, length)
+            with Client(rig.address) as client:
+                completion = client.generate(prompt, **GREEDY)
+            assert_same_answer(completion, reference.answer(prompt, **GREEDY))
+            assert completion.usage.external_tokens == 0
+        wait_idle(rig, 15.0)
+    finally:
+        rig.stop()

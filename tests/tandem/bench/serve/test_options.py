@@ -1,0 +1,60 @@
+"""The options of `tandem bench serve`: what goes wrong is answered with what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from click.testing import CliRunner
+
+from tandem.cli import main
+
+
+def refused(*args: str) -> str:
+    """What a command line that is wrong is answered."""
+    result = CliRunner().invoke(main, ["bench", "serve", *args])
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (("--rate", "0"), "such as 1,2,4"),
+        (("--rate", "1,x"), "such as 1,2,4"),
+        (("--rate", "nan"), "such as 1,2,4"),
+        (("--address", "h:1", "--url", "http://h"), "give only one"),
+        (("--burstiness", "2"), "goes with --arrivals gamma"),
+        (("--rate", "inf", "--duration", "3"), "goes with --num-requests"),
+        (("--prompt-as", "text", "--url", "http://h"), "--tokenizer FOLDER"),
+        (("--extra-body", "{}"), "--extra-body goes with --url"),
+        (("--url", "http://h", "--extra-body", "["), "is not JSON"),
+        (("--url", "http://h", "--extra-body", "[]"), "must be a JSON object"),
+        (("--url", "http://h", "--header", "x"), "write 'Name: value'"),
+        (("--url", "h:80"), "write one like http://"),
+        (("--goodput", "itl:5"), "ttft:MS, tpot:MS or e2e:MS"),
+        (("--goodput", "ttft:soon"), "is not a number of milliseconds"),
+        (("--goodput", "ttft:-1"), "must be above 0"),
+        (("--save-requests",), "goes with --json FILE"),
+        (("--speed", "2"), "go with --trace FILE"),
+        (("--too-long", "skip"), "go with --trace FILE"),
+        (("--prompt-len", "9:3", "--address", "{there}"), "a range like 256:1024"),
+        (("--prompt-len", "5000", "--address", "{there}"), "the limit of fake is 4096"),
+        (("--duration", "0.001", "--rate", "0.001", "--address", "{there}"), "no request is due"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_type(
+    args: tuple[str, ...], hint: str, fake_tandem: Callable[[], str]
+) -> None:
+    there = fake_tandem() if "{there}" in args else ""
+    assert hint in " ".join(refused(*(arg.replace("{there}", there) for arg in args)).split())
+
+
+def test_plots_without_matplotlib_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install '.[plots]'" in refused("--plots", "there")
+
+
+def test_help_teaches() -> None:
+    result = CliRunner().invoke(main, ["bench", "serve", "--help"])
+    assert result.output.count("tandem bench serve") >= 8

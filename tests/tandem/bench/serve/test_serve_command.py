@@ -1,0 +1,255 @@
+"""`tandem bench serve` as a process: against both kinds of endpoint, with what goes wrong, and Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.client import registry
+from tandem.client.registry import RunningStack, StackFolder
+from tandem.demo import MODEL_DIR
+from tests.tandem.bench.serve.fake_servers import Behaviour, FakeOpenAI, FakeTandem
+
+SMALL = ("--prompt-len", "8", "--output-len", "4", "--pause", "0")
+GUARD_S = 60.0
+
+
+async def started(*args: str, **environment: str) -> asyncio.subprocess.Process:
+    command = (sys.executable, "-m", "tandem.cli", "bench", "serve", *SMALL, *args)
+    return await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **environment}
+    )
+
+
+async def bench(*args: str, **environment: str) -> tuple[int | None, str, str]:
+    """Exit status, standard output, standard error."""
+    process = await started(*args, **environment)
+    async with asyncio.timeout(GUARD_S):
+        output, errors = await process.communicate()
+    return process.returncode, output.decode(), errors.decode()
+
+
+async def test_a_sweep_over_grpc_is_on_the_screen_and_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    async with FakeTandem(Behaviour(first_s=0.02, gap_s=0.01)) as server:
+        status, output, errors = await bench(
+            "--address", server.address, "--rate", "20,inf", "--num-requests", "5", "--seed", "3",
+            "--goodput", "ttft:60000,e2e:60000", "--json", str(file), "--save-requests", "--plots", str(tmp_path / "p"),
+        )  # fmt: skip
+    assert status == 0, errors
+    assert server.num_requests == 2 * (4 + 5)  # warm-up and run, twice
+    assert {len(prompt) for prompt in server.prompts} == {8}
+    assert len(set(server.prompts)) == 18
+    for part in (
+        "20/s",
+        "all at once",
+        "seed 3",
+        "5 ok, 0 failed, 0 refused",
+        "GOODPUT",
+        "100.0% met",
+        "by the token ids",
+    ):
+        assert part in output
+    assert "20/s: 5 requests" in errors
+    results = json.loads(file.read_text())
+    assert [point["num_succeeded"] for point in results["points"]] == [5, 5]
+    assert [len(one["token_s"]) for point in results["points"] for one in point["requests"]] == [4] * 10
+    assert results["settings"]["rates"] == [20, "inf"]
+    assert not results["partial"]
+    plots = {path.name for path in (tmp_path / "p").iterdir()}
+    assert plots == {"latency_cdfs.png", "itl_over_time.png", "latency_over_rate.png", "goodput_over_rate.png"}
+
+
+async def test_an_openai_endpoint_is_measured_with_prompts_of_ordinary_tokens() -> None:
+    async with FakeOpenAI() as server:
+        status, output, errors = await bench(
+            "--url", server.url, "--tokenizer", str(MODEL_DIR), "--rate", "inf", "--num-requests", "5"
+        )
+    assert status == 0, errors
+    assert "5 ok" in output
+    assert "the endpoint's usage agrees" in output
+    assert server.num_requests == 9
+
+
+async def test_the_key_of_an_endpoint_is_sent_and_never_written(tmp_path: Path) -> None:
+    async with FakeOpenAI() as server:
+        status, output, errors = await bench(
+            "--url", server.url, "--vocab-size", "500", "--rate", "inf", "--num-requests", "1",
+            "--header", "X-Secret: hidden", "--json", str(tmp_path / "j"), OPENAI_API_KEY="hidden",
+        )  # fmt: skip
+    assert status == 0, errors
+    assert server.headers["authorization"] == "Bearer hidden"
+    assert server.headers["x-secret"] == "hidden"
+    assert "hidden" not in output + errors + (tmp_path / "j").read_text()
+
+
+async def test_a_token_is_sent_to_the_router(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("of-a-tenant\n")
+    async with FakeTandem() as server:
+        status, _, errors = await bench(
+            "--address", server.address, "--rate", "inf", "--num-requests", "1", "--token-file", str(tmp_path / "token")
+        )
+        assert status == 0, errors
+        assert server.headers["authorization"] == "Bearer of-a-tenant"
+        status, _, errors = await bench("--address", server.address, "--token-file", str(tmp_path / "none"))
+    assert status == 1
+    assert "token_file: " in errors
+    assert server.num_requests == 5
+
+
+async def test_the_stack_that_runs_here_is_found(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_folder))
+    folder = StackFolder()
+    try:
+        async with FakeTandem() as server:
+            registry.announce(RunningStack(server.address, str(folder.path), os.getpid(), "fake", {}, 1.0))
+            status, output, errors = await bench("--rate", "inf", "--num-requests", "2")
+    finally:
+        folder.remove()
+    assert status == 0, errors
+    assert f"Tandem at {server.address}" in output
+
+
+async def test_without_a_stack_it_gives_the_command(short_folder: Path) -> None:
+    status, _, errors = await bench(XDG_RUNTIME_DIR=str(short_folder))
+    assert status == 1
+    assert "tandem up" in errors
+    assert "--address host:port" in errors
+
+
+def mixed(number: int) -> Behaviour:
+    """After the warm-up: one that fails, one that is refused, one that hangs up, and good ones."""
+    kinds = {4: Behaviour(fail_at=2), 5: Behaviour(refuse=True), 6: Behaviour(hang_up_at=1)}
+    return kinds.get(number, Behaviour())
+
+
+async def test_failures_and_refusals_are_counted_by_reason_and_none_is_lost() -> None:
+    async with FakeTandem(mixed) as server:
+        status, output, errors = await bench("--address", server.address, "--rate", "inf", "--num-requests", "6")
+    assert status == 0, errors
+    assert "3 ok, 2 failed, 1 refused" in output
+    for reason in ("1 x INTERNAL", "1 x RESOURCE_EXHAUSTED", "1 x DATA_LOSS"):
+        assert reason in output
+
+
+async def test_when_nothing_answers_the_warm_up_no_load_is_sent() -> None:
+    async with FakeTandem(Behaviour(refuse=True)) as server:
+        status, _, errors = await bench("--address", server.address)
+    assert status == 1
+    assert "none of the 4 requests of the warm-up succeeded: RESOURCE_EXHAUSTED: the house is full" in errors
+    assert server.num_requests == 4
+
+
+async def test_an_endpoint_that_stops_between_two_rates_leaves_the_figures_of_the_first(tmp_path: Path) -> None:
+    file = tmp_path / "j"
+    async with FakeTandem(lambda number: Behaviour(refuse=number >= 4 + 3)) as server:
+        status, output, _ = await bench(
+            "--address", server.address, "--rate", "inf,9", "--num-requests", "3", "--json", str(file)
+        )
+    assert status == 1
+    assert "3 ok, 0 failed, 0 refused" in output
+    assert "PARTIAL, stopped: none of the 4 requests of the warm-up succeeded" in output
+    assert [point["num_succeeded"] for point in json.loads(file.read_text())["points"]] == [3]
+
+
+async def test_when_everything_fails_so_does_the_command() -> None:
+    async with FakeTandem(lambda number: Behaviour(refuse=number >= 4)) as server:
+        status, output, _ = await bench("--address", server.address, "--rate", "inf", "--num-requests", "3")
+    assert status == 1
+    assert "0 ok, 0 failed, 3 refused" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_ctrl_c_ends_it_at_once_and_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
+    def half_hang(index: int) -> Behaviour:
+        return Behaviour(hang_at=2 if index >= 4 and index % 2 else None)
+
+    file = tmp_path / "j"
+    async with FakeTandem(half_hang) as server, asyncio.timeout(GUARD_S):
+        # STEP six requests are sent; three of them never end, and a second rate would follow
+        process = await started(
+            "--address", server.address, "--rate", "inf,5", "--num-requests", "6", "--json", str(file)
+        )
+        while not (server.num_requests == 10 and server.in_flight == 3):
+            assert process.returncode is None
+            await asyncio.sleep(0.02)
+        # STEP Ctrl-C
+        process.send_signal(number)
+        output, errors = await process.communicate()
+        # STEP the server's calls are gone, the figures are there and say that they are partial
+        while server.in_flight:
+            await asyncio.sleep(0.02)
+    assert process.returncode == 130, errors
+    counts = re.search(r"(\d) ok, 0 failed, 0 refused, (\d) unfinished", output.decode())
+    assert counts is not None, output.decode()
+    num_ok, num_unfinished = map(int, counts.groups())  # an answer that the server has ended may be on its way
+    assert num_ok + num_unfinished == 6
+    assert num_unfinished >= 3
+    assert "PARTIAL, stopped: Ctrl-C; figures until then" in output.decode()
+    results = json.loads(file.read_text())
+    assert results["partial"]
+    assert len(results["points"]) == 1
+    assert server.num_requests == 10
+
+
+async def test_ctrl_c_in_the_warm_up_reports_that_nothing_was_measured() -> None:
+    async with FakeTandem(Behaviour(hang_at=0)) as server, asyncio.timeout(GUARD_S):
+        process = await started("--address", server.address)
+        while server.in_flight < 4:
+            assert process.returncode is None
+            await asyncio.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        output, errors = await process.communicate()
+    assert process.returncode == 130, errors
+    assert "PARTIAL, stopped: Ctrl-C; nothing was measured" in output.decode()
+
+
+async def test_the_limit_on_concurrency_reaches_the_load() -> None:
+    async with FakeTandem(Behaviour(first_s=0.02)) as server:
+        status, output, errors = await bench(
+            "--address",
+            server.address,
+            "--rate",
+            "inf",
+            "--num-requests",
+            "12",
+            "--max-concurrency",
+            "2",
+            "--warm-up",
+            "1",
+        )
+    assert status == 0, errors
+    assert server.max_in_flight == 2
+    assert "delayed by the concurrency limit: 10 of 12 requests" in output
+
+
+async def test_a_trace_is_replayed(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    rows = ("2023-11-16 18:00:00,30,2", "2023-11-16 18:00:01,40,3", "2023-11-16 18:00:02,5000,3")
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    replay = ("--trace", str(trace), "--speed", "20", "--warm-up", "0")
+    async with FakeTandem() as server:
+        status, _, errors = await bench("--address", server.address, *replay)
+        assert (status, server.num_requests) == (2, 0)
+        assert "5000 + 3 tokens" in errors
+        status, output, errors = await bench(
+            "--address", server.address, *replay, "--max-prompt-len", "50", "--too-long", "skip"
+        )
+    assert status == 0, errors
+    assert "2 of 3 rows, 1 skipped as too long" in output
+    assert [len(prompt) for prompt in server.prompts] == [30, 40]
+
+
+async def test_an_unknown_vocabulary_must_be_given() -> None:
+    async with FakeOpenAI() as server:
+        status, _, errors = await bench("--url", server.url)
+    assert status == 2
+    assert "--tokenizer FOLDER" in errors
+    assert "--vocab-size N" in errors

@@ -1,0 +1,239 @@
+"""Traces: two formats read as recorded, damage named by its line, equal hash ids as equal prefixes."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.bench.serve.traces import (
+    HASH_BLOCK_LEN,
+    TraceError,
+    TraceRow,
+    TraceUse,
+    plan,
+    read_trace,
+)
+
+DATA = Path(__file__).parents[3] / "data"
+AZURE = DATA / "azure_llm_2023_conv_300.csv"
+MOONCAKE = DATA / "mooncake_synthetic_200.jsonl.gz"
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+IDS = range(3, 512)
+
+
+def written(folder: Path, text: str, name: str = "trace.csv") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def mooncake_line(**fields: object) -> str:
+    return json.dumps({"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]} | fields) + "\n"
+
+
+def reference_tokens(code: str) -> str:
+    """What `code` prints in a process whose clocks changed in the night of 2023-11-05, and with other hashes."""
+    return subprocess.run(
+        [sys.executable, "-c", f"from pathlib import Path; from tandem.bench.serve.traces import *; {code}"],
+        env={**os.environ, "TZ": "America/New_York", "PYTHONHASHSEED": "7"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+
+
+# Reading
+
+
+def test_azure_rows_are_read_as_recorded() -> None:
+    rows = read_trace(AZURE)
+    assert len(rows) == 300
+    assert [(row.input_len, row.output_len) for row in rows[:3]] == [(374, 44), (396, 109), (879, 55)]
+    assert rows[0].at_s == 0
+    assert rows[1].at_s == pytest.approx(50.995169 - 46.680590, abs=1e-6)
+    assert all(row.hash_ids == () for row in rows)
+
+
+def test_mooncake_rows_are_read_as_recorded() -> None:
+    rows = read_trace(MOONCAKE)
+    with gzip.open(MOONCAKE, "rt") as file:
+        recorded = [json.loads(line) for line in file]
+    assert len(rows) == len(recorded) == 200
+    for row, line in zip(rows, recorded, strict=True):
+        assert (row.input_len, row.output_len) == (line["input_length"], line["output_length"])
+        assert row.hash_ids == tuple(line["hash_ids"])
+        assert row.at_s == pytest.approx((line["timestamp"] - recorded[0]["timestamp"]) / 1000)
+
+
+def test_a_compressed_file_has_the_rows_of_the_plain_one(tmp_path: Path) -> None:
+    compressed = tmp_path / "trace.csv.gz"
+    compressed.write_bytes(gzip.compress(AZURE.read_bytes()))
+    assert read_trace(compressed) == read_trace(AZURE)
+
+
+def test_times_with_a_zone_and_in_any_order_are_sorted(tmp_path: Path) -> None:
+    lines = "2024-05-10 00:00:02.5+00:00,20,2\n2024-05-10 02:00:00+02:00,10,1\n2024-05-10 00:00:01,15,1\n"
+    rows = read_trace(written(tmp_path, HEADER + lines))
+    assert [(row.at_s, row.input_len) for row in rows] == [(0.0, 10), (1.0, 15), (2.5, 20)]
+
+
+def test_times_without_a_zone_do_not_depend_on_the_machines(tmp_path: Path) -> None:
+    trace = written(tmp_path, HEADER + "2023-11-05 00:30:00,1,1\n2023-11-05 02:30:00,1,1\n")
+    assert reference_tokens(f"print([row.at_s for row in read_trace(Path({str(trace)!r}))])") == "[0.0, 7200.0]\n"
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "2023-11-16 18:15:46,374",
+        "yesterday,374,44",
+        "2023-11-16 18:15:46,many,44",
+        "2023-11-16 18:15:46,374,4.5",
+        "9999999-11-16 18:15:46,374,4",
+    ],
+)
+def test_a_bad_azure_row_is_named_by_its_line_and_what_was_expected(tmp_path: Path, line: str) -> None:
+    path = written(tmp_path, HEADER + "2023-11-16 18:15:46,1,1\n\n" + line + "\n")
+    with pytest.raises(TraceError, match=r"trace\.csv, line 4: .* is not a row; expected for example 2023-11-16 18:15"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("value", ["0", "-7", "99999999999"])
+def test_a_length_that_cannot_be_is_refused(tmp_path: Path, value: str) -> None:
+    path = written(tmp_path, f"{HEADER}2023-11-16 18:15:46,{value},44\n")
+    with pytest.raises(TraceError, match=rf"line 2: ContextTokens is {value}; expected a number of tokens from 1"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{\n", "not a row"),
+        (mooncake_line(timestamp="soon"), "not a row .*timestamp"),
+        (mooncake_line(input_length=1.5), "not a row .*input_length"),
+        ('{"timestamp": 0, "input_length": 5}\n', "not a row .*output_length"),
+        ('{"timestamp": 1e999, "input_length": 5, "output_length": 5}\n', "not a row"),
+        ("[" * 100_000 + "\n", "not a row"),
+        (mooncake_line(output_length=0), "output_length is 0; expected a number of tokens from 1"),
+        (mooncake_line(hash_ids=[5]), "1 hash_ids for 600 tokens; expected 2 of them"),
+        (mooncake_line(hash_ids=[5, -1]), "2 hash_ids for 600 tokens; expected 2 of them, .* from 0 to"),
+    ],
+)
+def test_a_bad_mooncake_row_is_named_by_its_line(tmp_path: Path, line: str, problem: str) -> None:
+    path = written(tmp_path, mooncake_line() + line, "trace.jsonl")
+    with pytest.raises(TraceError, match=rf"trace\.jsonl, line 2: {problem}"):
+        read_trace(path)
+
+
+def test_another_kind_of_file_is_answered_with_the_expected_format(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"line 1: no column ContextTokens, .* expected the header TIMESTAMP,Cont"):
+        read_trace(written(tmp_path, "TIMESTAMP,tokens,GeneratedTokens\n"))
+    with pytest.raises(TraceError, match="has no rows"):
+        read_trace(written(tmp_path, HEADER))
+
+
+def test_a_cut_or_foreign_file_is_an_error_of_the_trace(tmp_path: Path) -> None:
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(MOONCAKE.read_bytes()[:-200])
+    foreign = tmp_path / "picture.csv"
+    foreign.write_bytes(b"\x89PNG\r\n\x1a\n\xff\xfe")
+    for path in (cut, foreign):
+        with pytest.raises(TraceError, match="is damaged, or is not text"):
+            read_trace(path)
+    plain_named_gz = tmp_path / "plain.csv.gz"
+    plain_named_gz.write_bytes(AZURE.read_bytes())
+    with pytest.raises(TraceError, match="is damaged"):
+        read_trace(plain_named_gz)
+
+
+# Planning
+
+
+def test_slice_and_speed_keep_the_recorded_order_and_gaps() -> None:
+    rows = read_trace(AZURE)
+    whole = plan(rows, TraceUse(), IDS)
+    part = plan(rows, TraceUse(begin_s=10, duration_s=30, speed=4), IDS)
+    wanted = [row for row in rows if 10 <= row.at_s < 40]
+    assert 0 < len(wanted) < len(rows)
+    assert [request.at_s for request in part.requests] == pytest.approx([(row.at_s - 10) / 4 for row in wanted])
+    assert part.num_outside == len(rows) - len(wanted)
+    prompts = {request.prompt_token_ids for request in whole.requests}
+    assert all(request.prompt_token_ids in prompts for request in part.requests), "a slice changes no prompt"
+
+
+@pytest.mark.parametrize("too_long", ["cut", "skip"])
+def test_rows_above_a_cap_are_cut_or_skipped_and_counted(too_long: str) -> None:
+    rows = read_trace(AZURE)
+    num_above = sum(row.input_len > 500 or row.output_len > 60 for row in rows)
+    use = TraceUse(max_input_len=500, max_output_len=60, too_long=too_long)
+    planned = plan(rows, use, IDS)
+    assert 0 < num_above < len(rows)
+    assert all(len(one.prompt_token_ids) <= 500 and one.max_tokens <= 60 for one in planned.requests)
+    if too_long == "cut":
+        assert (planned.num_cut, planned.num_skipped, len(planned.requests)) == (num_above, 0, 300)
+        assert str(planned) == f"300 of 300 rows, {num_above} cut to the cap"
+    else:
+        assert (planned.num_cut, planned.num_skipped, len(planned.requests)) == (0, num_above, 300 - num_above)
+        assert str(planned) == f"{300 - num_above} of 300 rows, {num_above} skipped as too long"
+
+
+def test_prompts_are_the_same_in_every_process() -> None:
+    rows = [TraceRow(0.0, 5, 1), TraceRow(1.0, 700, 1, (7, 9))]
+    here = plan(rows, TraceUse(), IDS).requests
+    assert reference_tokens(f"print(plan({rows}, TraceUse(), {IDS}).requests)") == f"{here}\n"
+
+
+def shared_prefix_len(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+@given(
+    ids=st.tuples(*[st.lists(st.integers(0, 3), min_size=1, max_size=4)] * 2),
+    rest=st.tuples(*[st.integers(1, HASH_BLOCK_LEN)] * 2),
+    scale=st.floats(0.02, 1.5),
+    cap=st.none() | st.integers(1, 1500),
+)
+def test_prompts_share_exactly_the_prefix_that_their_hash_ids_share(
+    ids: tuple[list[int], list[int]], rest: tuple[int, int], scale: float, cap: int | None
+) -> None:
+    rows = [
+        TraceRow(0.0, HASH_BLOCK_LEN * (len(some) - 1) + more, 1, tuple(some))
+        for some, more in zip(ids, rest, strict=True)
+    ]
+    use = TraceUse(length_scale=scale, max_input_len=cap)
+    first, second = (one.prompt_token_ids for one in plan(rows, use, range(3, 1 << 40)).requests)
+    for row, prompt in zip(rows, (first, second), strict=True):
+        wanted = max(1, round(row.input_len * scale))
+        assert len(prompt) == min(wanted, cap or wanted)
+    block_len = -(-HASH_BLOCK_LEN * scale // 1)
+    num_shared_blocks = shared_prefix_len(rows[0].hash_ids, rows[1].hash_ids)
+    assert shared_prefix_len(first, second) == min(num_shared_blocks * block_len, len(first), len(second))
+
+
+@given(st.sets(st.integers(0, 1 << 20), min_size=1), st.integers(0, 1 << 70))
+def test_prompts_have_only_the_given_ids(ids: set[int], seed: int) -> None:
+    rows = [TraceRow(0.0, 40, 1), TraceRow(0.0, 40, 1, (9,))]
+    for request in plan(rows, TraceUse(), sorted(ids), seed=seed).requests:
+        assert ids.issuperset(request.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [{"speed": 0}, {"length_scale": -1}, {"duration_s": 0}, {"begin_s": -1}, {"max_input_len": 0}],
+)
+def test_an_invalid_use_names_the_field(use: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(use))):
+        TraceUse(**use)

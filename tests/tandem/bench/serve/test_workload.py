@@ -1,0 +1,157 @@
+"""What is sent: lengths, prefixes, ordinary tokens only, and the same again from the same seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.bench.serve.endpoint import PlannedRequest
+from tandem.bench.serve.traces import TraceRow, TraceUse
+from tandem.bench.serve.workload import Lengths, RandomWorkload, Schedule, TraceWorkload, Vocabulary
+from tandem.demo import MODEL_DIR
+
+VOCABULARY = Vocabulary.middle(4000, end_ids=frozenset({600}))
+TEN = Schedule(num_requests=10)
+ROWS = [TraceRow(0.0, 700, 5, (1, 2)), TraceRow(1.0, 30, 6), TraceRow(3.0, 520, 7, (1, 3)), TraceRow(4.0, 9, 8)]
+
+
+def workload(seed: int = 1, **fields: object) -> RandomWorkload:
+    defaults: dict[str, object] = {"prompt": Lengths(20, 20), "output": Lengths(5, 5), "schedule": TEN}
+    return RandomWorkload(VOCABULARY, seed=seed, **{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def trace(schedule: Schedule | None = None, **use: object) -> TraceWorkload:
+    return TraceWorkload(VOCABULARY, schedule or Schedule(), 1, ROWS, TraceUse(**use))  # type: ignore[arg-type]
+
+
+def prompts(requests: list[PlannedRequest]) -> list[tuple[int, ...]]:
+    return [one.prompt_token_ids for one in requests]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 50), st.integers(0, 50))
+def test_lengths_lie_in_their_range_and_tokens_are_ordinary(seed: int, low: int, more: int) -> None:
+    planned = workload(seed, prompt=Lengths(low, low + more), output=Lengths(low, low + more)).plan(1, 5.0)
+    assert len(planned) == 10
+    for one in planned:
+        assert low <= len(one.prompt_token_ids) <= low + more
+        assert low <= one.max_tokens <= low + more
+        assert set(one.prompt_token_ids) <= set(VOCABULARY.ids)
+
+
+def test_both_ends_of_a_range_occur() -> None:
+    planned = workload(schedule=Schedule(num_requests=200), prompt=Lengths(3, 5)).plan(1, 5.0)
+    assert {len(one.prompt_token_ids) for one in planned} == {3, 4, 5}
+
+
+@given(st.integers(0, 2**31))
+def test_equal_seeds_send_equal_requests_and_other_seeds_and_runs_others(seed: int) -> None:
+    first = workload(seed).plan(1, 5.0)
+    assert first == workload(seed).plan(1, 5.0)
+    others = [workload(seed + 1).plan(1, 5.0), workload(seed).plan(2, 5.0), workload(seed).warm_up(1, 10)]
+    for other in others:
+        assert not set(prompts(first)) & set(prompts(other))
+
+
+def test_twice_the_rate_is_the_same_series_at_twice_the_speed() -> None:
+    slow, fast = workload().plan(1, 2.0), workload().plan(2, 4.0)
+    assert [one.at_s for one in slow] == pytest.approx([2 * one.at_s for one in fast])
+
+
+def test_a_schedule_is_all_at_once_even_or_drawn() -> None:
+    assert TEN.times_s(float("inf"), 1) == [0.0] * 10
+    assert Schedule(None, num_requests=3).times_s(4.0, 1) == [0, 0.25, 0.5]
+    assert Schedule(2.0, num_requests=10).times_s(4.0, 1) != TEN.times_s(4.0, 1)
+    assert 60 < len(Schedule(duration_s=10).times_s(10.0, 1)) < 140
+
+
+@pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])
+def test_a_number_of_requests_has_the_requested_rate_for_every_seed(burstiness: float) -> None:
+    for seed in range(50):
+        times_s = Schedule(burstiness, num_requests=200).times_s(10.0, seed)
+        assert len(times_s) == 200
+        assert 17 < times_s[-1] < 20
+
+
+def test_prefixes_are_shared_in_turns_by_every_run_and_its_warm_up() -> None:
+    shared = workload(prefix_len=8, num_prefixes=3)
+    planned = [*shared.plan(1, 5.0), *shared.plan(2, 5.0), *shared.warm_up(1, 10)]
+    heads = [one.prompt_token_ids[:8] for one in planned]
+    assert len(set(heads)) == 3
+    assert heads[0:3] == heads[3:6] == heads[10:13]
+    assert len({one.prompt_token_ids[8:] for one in planned}) == len(planned)
+    assert all(len(one.prompt_token_ids) == 28 for one in planned)
+
+
+def test_a_trace_is_replayed_at_its_own_times_or_at_a_rate() -> None:
+    assert [one.at_s for one in trace(speed=2.0).plan(1, None)] == [0, 0.5, 1.5, 2.0]
+    assert [one.at_s for one in trace(Schedule(None)).plan(1, 2.0)] == [0, 0.5, 1.0, 1.5]
+    planned = trace(Schedule(None, num_requests=3)).plan(1, 2.0)
+    assert [(one.at_s, len(one.prompt_token_ids), one.max_tokens) for one in planned] == [
+        (0.0, 700, 5), (0.5, 30, 6), (1.0, 520, 7)
+    ]  # fmt: skip
+
+
+def test_a_trace_is_cut_to_the_requested_number_and_duration() -> None:
+    assert len(trace(Schedule(num_requests=2)).plan(1, None)) == 2
+    assert len(trace(Schedule(duration_s=3.5)).plan(1, None)) == 3
+    assert len(trace(Schedule(num_requests=2)).warm_up(1, 9)) == 4
+
+
+def test_a_traces_prompts_are_ordinary_shared_by_hash_id_and_new_in_every_run() -> None:
+    first, second = prompts(trace().plan(1, None)), prompts(trace().plan(2, None))
+    assert first[0][:512] == first[2][:512]
+    assert first[0][512:520] != first[2][512:520]
+    assert first[0][:512] != second[0][:512]
+    assert {one for prompt in first for one in prompt} <= set(VOCABULARY.ids)
+
+
+def test_cut_and_skipped_rows_of_a_trace_are_reported() -> None:
+    assert "1 skipped as too long" in str(trace(max_input_len=600, too_long="skip"))
+    assert "4 of 4 rows, 1 cut to the cap" in str(trace(max_input_len=600))
+
+
+def test_a_length_is_a_number_or_a_range() -> None:
+    assert (Lengths.parse("5"), Lengths.parse("2:7")) == (Lengths(5, 5), Lengths(2, 7))
+
+
+@pytest.mark.parametrize("text", ["0", "", "9:3", "a", "1:2:3", "-4", "1.5"])
+def test_what_is_no_length_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="like 512, a range like 256:1024"):
+        Lengths.parse(text)
+
+
+# Vocabulary
+
+
+def test_special_and_added_tokens_are_never_drawn() -> None:
+    from engine.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(MODEL_DIR)
+    vocabulary = Vocabulary.of_tokenizer(MODEL_DIR, end_ids=frozenset({100}))
+    assert tokenizer.special_ids
+    assert not set(vocabulary.ids) & (tokenizer.special_ids | {100})
+    assert len(vocabulary.ids) > 0.9 * tokenizer.vocab_size
+    assert vocabulary.ids == Vocabulary.of_tokenizer(MODEL_DIR / "tokenizer.json", end_ids=frozenset({100})).ids
+
+
+def test_ids_that_the_model_does_not_have_are_never_drawn() -> None:
+    assert max(Vocabulary.of_tokenizer(MODEL_DIR, vocab_size=300, end_ids=frozenset()).ids) < 300
+
+
+def test_without_a_tokenizer_ids_come_from_the_middle() -> None:
+    assert VOCABULARY.ids[0] == 500
+    assert VOCABULARY.ids[-1] == 1999
+    assert 600 not in VOCABULARY.ids
+    with pytest.raises(ValueError, match="no ordinary token is left"):
+        Vocabulary.middle(1, end_ids=frozenset())
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a readable tokenizer.json"):
+        Vocabulary.of_tokenizer(tmp_path, end_ids=frozenset())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a readable"):
+        Vocabulary.of_tokenizer(tmp_path, end_ids=frozenset())

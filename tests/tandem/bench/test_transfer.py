@@ -1,0 +1,199 @@
+"""`tandem bench transfer` measures what moves, compares every byte, and leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from click.testing import CliRunner
+
+from engine.kv_connector import KVConnectorConfig
+from kv_transfer.secret import ensure_secret
+from tandem.bench.transfer import media
+from tandem.bench.transfer.endpoint import Shape, TransferEndpoint, TransferFailed, as_bytes
+from tandem.bench.transfer.measure import Figures, Result, measure, table
+from tandem.bench.transfer.media import Medium, SharedStorageMedium, file_system, transport
+from tandem.cli import main
+from tests.kv_transfer.stores.redis.redis_server import redis_server
+
+SMALL = ["--blocks", "4", "--block-bytes", "65536", "--rounds", "3"]
+FINGERPRINT = bytes(range(32))
+
+
+def bench(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["bench", "transfer", *SMALL, *args])
+    return result.exit_code, result.output
+
+
+def test_shared_storage_is_measured_next_to_reading_its_files(tmp_path: Path) -> None:
+    status, output = bench("--connector", "shared_storage", "--kv-folder", str(tmp_path), "--json", str(tmp_path / "j"))
+    assert status == 0, output
+    for part in ("digests off", "digests on", "raw: read the files", "of raw", "80%", "50%"):
+        assert part in output
+    (result,) = json.loads((tmp_path / "j").read_text())["results"]
+    assert [way["way"] for way in result["ways"]] == ["off", "on", "raw: read the files"]
+    assert all(len(way["all_blocks_s"]) == 3 for way in result["ways"])
+    assert result["ways"][2]["share_of_raw"] == 1.0
+    assert not list(tmp_path.glob("tandem-transfer-*"))
+
+
+def test_nixl_is_measured_next_to_a_bare_loop_and_names_its_transport() -> None:
+    status, output = bench("--connector", "nixl", "--tls", "tcp", "--digest", "on")
+    assert status == 0, output
+    assert "nixl/tcp, 4 blocks of 0.07 MB, 3 rounds, over UCX by TCP [" in output
+    assert "raw: bare nixl read" in output
+    assert "digests off" not in output
+
+
+@pytest.mark.slow
+def test_redis_gets_a_server_of_its_own_that_ends_with_the_measurement() -> None:
+    status, output = bench("--connector", "redis")
+    assert status == 0, output
+    assert "raw: GET, recv_into" in output
+    assert not [child for child in psutil.Process().children(recursive=True) if "redis" in child.name()]
+
+
+def test_a_redis_of_the_users_own_has_no_key_more_than_before(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        server.run("SET", "mine", "1")
+        status, output = bench("--connector", "redis", "--kv-url", server.url, "--digest", "off")
+        assert status == 0, output
+        assert server.names() == [b"mine"]
+
+
+def test_without_a_redis_it_gives_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media.shutil, "which", lambda name: None)
+    status, output = bench("--connector", "redis")
+    assert status == 1
+    assert "redis: skipped" in output
+    assert "--kv-url redis://host:port/0" in output
+
+
+def test_a_connector_that_fails_is_named_and_the_others_are_measured() -> None:
+    status, output = bench("--connector", "no.such:Thing", "--connector", "shared_storage", "--digest", "off")
+    assert status == 1
+    assert "no.such:Thing: failed: kv_connector: cannot import" in output
+    assert "raw: read the files" in output
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["--block-bytes", "100"], "64 is"),
+        (["--connector", "nixl", "--kv-url", "redis://h"], "--kv-url goes with"),
+        (["--digest", "maybe"], "'both', 'on', 'off'"),
+        (["--kv-options", "["], "a map in YAML"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_type(args: list[str], hint: str) -> None:
+    status, output = bench(*args)
+    assert status == 2
+    assert hint in output
+
+
+def test_help_teaches() -> None:
+    result = CliRunner().invoke(main, ["bench", "transfer", "--help"])
+    assert result.output.count("tandem bench transfer") >= 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_whatever_ends_it_leaves_no_process_and_ctrl_c_no_file_either(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-m", "tandem.cli", "bench", "transfer", "--connector", "redis", *SMALL]
+    process = subprocess.Popen(
+        [*command, "--rounds", "1000", "--digest", "off"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        # STEP wait until server and holder are there, and let some rounds pass
+        parent, deadline = psutil.Process(process.pid), time.monotonic() + 30
+        while len(parent.children()) < 2:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(1.5)
+        children = parent.children(recursive=True)
+        # STEP end it
+        process.send_signal(number)
+        started = time.monotonic()
+        process.wait(10)
+        gone, alive = psutil.wait_procs(children, timeout=8)
+        assert not alive
+        assert time.monotonic() - started < 8, "it takes tenths of a second where nothing else runs"
+        assert len(gone) >= 2
+        if number == signal.SIGINT:
+            assert process.returncode == 130
+            assert not list(tmp_path.iterdir())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_other_bytes_than_were_lent_are_noticed_without_any_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = TransferEndpoint.load
+
+    def damaged(endpoint: TransferEndpoint, *args: object) -> float:
+        seconds = load(endpoint, *args)  # type: ignore[arg-type]
+        as_bytes(memories[0])[5] ^= 1
+        return seconds
+
+    memories: list[torch.Tensor] = []
+    memory = Shape.memory
+    monkeypatch.setattr(Shape, "memory", lambda shape: memories.append(memory(shape)) or memories[0])
+    monkeypatch.setattr(TransferEndpoint, "load", damaged)
+    with pytest.raises(TransferFailed, match="the bytes read differ from the bytes offered"):
+        measure(SharedStorageMedium(parent=tmp_path), Shape(2, 4096), digests=["off"], num_rounds=1, progress=print)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_is_down_is_a_failure_with_its_reason(tmp_path: Path) -> None:
+    ensure_secret(tmp_path / "secret")
+    options: dict[str, str | int | float | bool] = {"url": "redis://127.0.0.1:1", "digest": False}
+    config = KVConnectorConfig(class_path="kv_transfer.stores.redis.connector:RedisConnector", options=options)
+    shape = Shape(2, 4096)
+    endpoint = TransferEndpoint(shape, config, FINGERPRINT, shape.memory())
+    with pytest.raises(TransferFailed, match="store_"):
+        endpoint.offer(1, 2)
+    endpoint.shutdown()
+
+
+def test_a_third_partys_connector_is_measured_without_a_ceiling(tmp_path: Path) -> None:
+    medium = Medium(
+        "kv_transfer.stores.files:SharedStorageConnector",
+        options={"path": str(tmp_path), "digest": False},
+    )
+    result = measure(medium, Shape(2, 4096), digests=["off"], num_rounds=2, progress=print)
+    assert result.share(result.figures[0]) is None
+    assert "digests off" in "\n".join(table(result))
+
+
+def test_shares_are_ratios_of_medians() -> None:
+    ours, raw = Figures("off", [0.3, 0.1, 0.2], [0.001, 0.002]), Figures("raw", [0.1, 0.2, 0.1], [0.001])
+    result = Result("x", "", Shape(10, 100_000), [ours, raw], {"off": 0.8})
+    assert result.share(ours) == 0.5
+    assert result.gb_s(ours) == pytest.approx(0.005)
+    assert ours.one_ms(0.99) == 2.0
+
+
+def test_names_of_places() -> None:
+    assert file_system(Path("/proc")) == "proc"
+    assert transport("intra-node am(tcp/lo  cma/memory)").startswith("CMA [")
+    assert transport("inter-node rma(rc_mlx5/mlx5_0:1)").startswith("RDMA [")
+
+
+def test_the_command_line_is_checked_without_torch() -> None:
+    code = (
+        "import sys, tandem.commands.bench; print([name for name in ('torch', 'numpy', 'grpc') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,142 @@
+"""A client of several routers: routing, retries, and the answers to invalid addresses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tandem import AsyncClient, Client, TandemError
+from tandem.client.channel import ROUTER_SERVICE, router_target
+
+
+class Router(generation_pb2_grpc.GenerationServiceServicer):
+    """Answers two tokens and its name as the model, or refuses, or breaks off after the first token."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.refuses = False
+        self.breaks = False
+        self.num_requests = 0
+        self.health = health.HealthServicer()
+        self.address = ""
+
+    def Generate(self, request: Any, context: Any) -> Iterator[generation_pb2.GenerateResponse]:  # type: ignore[override]
+        self.num_requests += 1
+        if self.refuses:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+        for index, text in enumerate(["a", "b"]):
+            if self.breaks and index == 1:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
+            chunk = common_pb2.TokenChunk(token_index=index, token_ids=[index], text=text, text_offset=index)
+            if index == 1:
+                chunk.finish.reason = common_pb2.FINISH_REASON_LENGTH
+            yield generation_pb2.GenerateResponse(tokens=chunk, model=self.name)
+
+    @contextmanager
+    def serving(self) -> Iterator[Router]:
+        server = grpc.server(ThreadPoolExecutor(8))
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call, unused-ignore]
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        self.is_ready(True)
+        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        try:
+            yield self
+        finally:
+            server.stop(None).wait()
+
+    def is_ready(self, is_ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        self.health.set(ROUTER_SERVICE, status.SERVING if is_ready else status.NOT_SERVING)
+
+
+@pytest.fixture
+def two() -> Iterator[list[Router]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Router(name).serving()) for name in ("left", "right")]
+
+
+def addresses(several: list[Router]) -> list[str]:
+    return [router.address for router in several]
+
+
+def test_several_routers_share_the_requests(two: list[Router]) -> None:
+    with Client(addresses(two)) as client:
+        models = [client.generate("go").model for _ in range(20)]
+    assert {"left", "right"} == set(models)
+
+
+def test_a_request_rejected_by_one_router_is_answered_by_the_other(two: list[Router]) -> None:
+    two[0].refuses = True
+    with Client(",".join(addresses(two))) as client:
+        answers = [client.generate("go") for _ in range(10)]
+    assert [(answer.model, answer.text) for answer in answers] == [("right", "ab")] * 10
+    assert two[0].num_requests, "no request was sent to it, so nothing was retried"
+
+
+async def test_the_asyncio_client_does_the_same(two: list[Router]) -> None:
+    two[1].refuses = True
+    async with AsyncClient(addresses(two)) as client:
+        assert [(await client.generate("go")).model for _ in range(10)] == ["left"] * 10
+    assert two[1].num_requests
+
+
+def test_a_stream_that_has_begun_is_never_retried(two: list[Router]) -> None:
+    for router in two:
+        router.breaks = True
+    with Client(addresses(two)) as client, pytest.raises(TandemError, match="the stream broke"):
+        client.generate("go")
+    assert sum(router.num_requests for router in two) == 1
+
+
+def test_a_router_that_is_not_ready_is_left_out(two: list[Router]) -> None:
+    two[0].is_ready(False)
+    with Client(addresses(two)) as client:
+        assert [client.generate("go").model for _ in range(10)] == ["right"] * 10
+    assert two[0].num_requests == 0
+
+
+def test_a_name_stands_for_every_address_it_has(two: list[Router]) -> None:
+    port = two[0].address.rpartition(":")[2]
+    with Client(f"dns:localhost:{port}") as client:
+        assert client.generate("go").model == "left"
+
+
+@pytest.mark.parametrize(("retries", "num_requests"), [(None, 1), (0, 1), (2, 3)])
+def test_a_single_router_is_retried_on_request(two: list[Router], retries: int | None, num_requests: int) -> None:
+    two[0].refuses = True
+    with Client(two[0].address, retries=retries) as client, pytest.raises(TandemError, match="draining"):
+        client.generate("go")
+    assert two[0].num_requests == num_requests
+
+
+def test_targets() -> None:
+    assert router_target("10.0.0.1:1", None).target == "10.0.0.1:1"
+    assert router_target(["10.0.0.1:1", " 10.0.0.2:2"], None).target == "ipv4:10.0.0.1:1,10.0.0.2:2"
+    assert router_target("[::1]:1,[::2]:2", None).target == "ipv6:[::1]:1,[::2]:2"
+    assert router_target("dns:///router:1", None).target == "dns:///router:1"
+    config = json.loads(str(dict(router_target("10.0.0.1:1", None).options)["grpc.service_config"]))
+    assert config == {}, "no retries and no health checks for a single router"
+
+
+@pytest.mark.parametrize(
+    ("address", "retries", "message"),
+    [
+        (["router:1", "10.0.0.1:1"], None, "'router:1' is not.*dns:name:port"),
+        (["10.0.0.1", "10.0.0.2"], None, "'10.0.0.1' is not"),
+        (["10.0.0.1:1", "[::1]:1"], None, "do not go together"),
+        ("10.0.0.1:1,", None, "is empty"),
+        ("10.0.0.1:1", 5, r"retries: is 5; allowed: 0\.\.4"),
+    ],
+)
+def test_invalid_addresses_are_answered_with_what_to_write(address: Any, retries: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        router_target(address, retries)

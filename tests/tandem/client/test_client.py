@@ -1,0 +1,195 @@
+"""Both clients against a real gRPC server with scripted answers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner
+
+import tandem
+from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tandem import AsyncClient, Client, StreamError, TandemError
+from tandem.cli import main
+from tandem.client.completion import TokenLogprob
+from tandem.client.request import generate_request
+
+TEXTS = ["Once", " upon", " a", " time"]
+
+
+class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
+    """Answers with TEXTS, one token each; the prompt's text selects the fault."""
+
+    def __init__(self) -> None:
+        self.requests: list[generation_pb2.GenerateRequest] = []
+        self.cancelled = threading.Event()
+
+    def Generate(self, request: Any, context: Any) -> Iterator[generation_pb2.GenerateResponse]:  # type: ignore[override]
+        self.requests.append(request)
+        context.add_callback(self.cancelled.set)
+        if request.text == "refuse":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature: is 9; allowed: 0..2")
+        offset = 0
+        for index, text in enumerate(TEXTS):
+            last = index == len(TEXTS) - 1
+            chunk = common_pb2.TokenChunk(token_index=index, token_ids=[index], text=text, text_offset=offset)
+            if request.sampling.HasField("logprobs"):
+                chunk.logprobs.add().candidates.extend(
+                    common_pb2.Logprob(token_id=index + more, logprob=-0.5 - more, rank=1 + more)
+                    for more in range(max(1, request.sampling.logprobs))
+                )
+            if request.text == "skip" and index == 2:
+                continue
+            if last and request.text == "endless":
+                self.cancelled.wait(10)
+                return
+            if last:
+                chunk.finish.reason = common_pb2.FINISH_REASON_LENGTH
+            yield generation_pb2.GenerateResponse(tokens=chunk, prompt_tokens=1, seed=3, model="scripted")
+            offset += len(text)
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[ScriptedRouter, str]]:
+    servicer = ScriptedRouter()
+    server = grpc.server(ThreadPoolExecutor(4))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call, unused-ignore]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_generate_returns_the_whole_answer(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client:
+        completion = client.generate("go", max_tokens=4, temperature=0.0, stop="###", request_id="mine")
+    assert completion.text == "Once upon a time"
+    assert completion.token_ids == (0, 1, 2, 3)
+    assert completion.finish_reason == "length"
+    request = router[0].requests[0]
+    assert (request.text, request.request_id, request.sampling.max_tokens) == ("go", "mine", 4)
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("top_p")
+    assert list(request.sampling.stop) == ["###"]
+
+
+def test_logprobs_come_with_each_piece_and_with_the_whole(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client:
+        pieces = list(client.stream("go", logprobs=2))
+        completion = client.generate("go", logprobs=2, presence_penalty=1.0, logit_bias={3: -1.0})
+        without = client.generate("go")
+    expected = tuple((TokenLogprob(index, -0.5, 1), TokenLogprob(index + 1, -1.5, 2)) for index in range(4))
+    assert tuple(piece.logprobs[0] for piece in pieces) == completion.choices[0].logprobs == expected
+    assert without.choices[0].logprobs == ()
+    sampling = router[0].requests[1].sampling
+    assert (sampling.logprobs, sampling.presence_penalty, dict(sampling.logit_bias)) == (2, 1.0, {3: -1.0})
+
+
+def test_the_command_lists_logprobs_after_the_text(router: tuple[ScriptedRouter, str]) -> None:
+    result = CliRunner().invoke(main, ("generate", "go", "--logprobs", "2", "--address", router[1]))
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "Once upon a time\n"
+    lines = result.stderr.splitlines()
+    assert lines[0].split() == ["0", "token", "0", "-0.5000", "rank", "1", "|", "1", "-1.5000"]
+    assert len(lines) == 4
+
+
+def test_stream_yields_pieces_as_they_come_and_leaving_it_cancels_the_call(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client:
+        pieces = client.stream("endless")
+        assert [next(pieces).text for _ in range(3)] == TEXTS[:3]
+        assert not router[0].cancelled.is_set()
+        pieces.close()  # type: ignore[attr-defined]
+        assert router[0].cancelled.wait(20)
+
+
+def test_a_missing_token_raises_instead_of_giving_wrong_text(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client, pytest.raises(StreamError, match="token_index 3 where 2 was expected"):
+        client.generate("skip")
+
+
+def test_an_error_carries_status_and_message(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client, pytest.raises(TandemError) as caught:
+        client.generate("refuse")
+    assert caught.value.status == "INVALID_ARGUMENT"
+    assert "sampling.temperature" in caught.value.message
+
+
+def test_a_deadline_ends_the_call(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client, pytest.raises(TandemError) as caught:
+        client.generate("endless", timeout_s=0.2)
+    assert caught.value.status == "DEADLINE_EXCEEDED"
+
+
+def test_a_router_that_is_not_there_is_named() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(TandemError, match=r"no router answers at 127\.0\.0\.1:1"):
+        client.generate("go", timeout_s=5)
+
+
+async def test_async_client_streams_and_generates(router: tuple[ScriptedRouter, str]) -> None:
+    async with AsyncClient(router[1]) as client:
+        assert (await client.generate([1, 2, 3])).text == "Once upon a time"
+        assert [piece.text async for piece in client.stream("go")] == TEXTS
+    assert list(router[0].requests[0].token_ids.ids) == [1, 2, 3]
+
+
+async def test_leaving_an_async_stream_cancels_the_call(router: tuple[ScriptedRouter, str]) -> None:
+    async with AsyncClient(router[1]) as client:
+        async with aclosing(client.stream("endless")) as pieces:
+            async for _ in pieces:
+                break
+        assert await asyncio.to_thread(router[0].cancelled.wait, 2)
+
+
+async def test_async_errors_are_the_same(router: tuple[ScriptedRouter, str]) -> None:
+    async with AsyncClient(router[1]) as client:
+        with pytest.raises(StreamError):
+            await client.generate("skip")
+        with pytest.raises(TandemError, match="INVALID_ARGUMENT"):
+            await client.generate("refuse")
+
+
+def test_without_a_running_stack_the_error_gives_the_command() -> None:
+    with pytest.raises(TandemError, match="tandem up"):
+        Client()
+
+
+def test_three_kinds_of_prompt() -> None:
+    assert generate_request("hi", {}).text == "hi"
+    assert list(generate_request([5, 6], {}).token_ids.ids) == [5, 6]
+    chat = generate_request([{"role": "user", "content": "hi"}], {}).chat
+    assert chat.messages[0].content == "hi"
+    assert generate_request([], {}).HasField("token_ids"), "an empty prompt is the router's to refuse"
+    with pytest.raises(TypeError, match="role and content"):
+        generate_request([{"role": "user"}], {})
+    with pytest.raises(TypeError, match="a prompt is"):
+        generate_request([1, "two"], {})  # type: ignore[list-item]
+
+
+def test_lists_in_options_find_their_fields() -> None:
+    options = {"allowed_token_ids": [], "bad_words": ["a"], "bad_word_ids": [[1], (2, 3)], "logit_bias": {4: -1}}
+    sampling = generate_request("hi", options).sampling
+    assert sampling.HasField("allowed_token_ids")
+    assert list(sampling.bad_words) == ["a"]
+    assert [list(sequence.ids) for sequence in sampling.bad_word_ids] == [[1], [2, 3]]
+    assert dict(sampling.logit_bias) == {4: -1.0}
+
+
+def test_a_mistyped_option_gets_a_suggestion() -> None:
+    with pytest.raises(TypeError, match="did you mean 'temperature'"):
+        generate_request("hi", {"temprature": 1})
+    with pytest.raises(TypeError, match="max_tokens"):
+        generate_request("hi", {"max_tokens": "many"})
+
+
+def test_the_package_exports_lazily_what_it_promises() -> None:
+    for name in tandem.__all__:
+        assert getattr(tandem, name).__name__ == name
+    with pytest.raises(AttributeError):
+        tandem.Clinet  # type: ignore[attr-defined]  # noqa: B018

@@ -1,0 +1,63 @@
+"""Errors of a service as their client sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from protos.tandem.v1 import generation_pb2
+from serving.errors import FieldViolation, InvalidArgument, Overloaded
+from serving.interceptor import Context
+from serving.server import Server, ServerSettings
+from tandem import AsyncClient, TandemError
+from tandem.client.errors import from_rpc
+
+SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+
+
+class Failing:
+    """Every call fails: one with field violations, one with a retry delay."""
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> Any:
+        violations = [FieldViolation("sampling.temperature", "is 9; allowed: 0 … 2")]
+        raise InvalidArgument("sampling.temperature: is 9; allowed: 0 … 2", violations)
+        yield generation_pb2.GenerateResponse()
+
+    async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
+        raise Overloaded("the queue is full", retry_after_s=2.5)
+
+    async def GetModelInfo(
+        self, request: generation_pb2.GetModelInfoRequest, context: Context
+    ) -> generation_pb2.GetModelInfoResponse:
+        return generation_pb2.GetModelInfoResponse()
+
+
+async def failure(call: Any) -> TandemError:
+    try:
+        await call
+    except TandemError as error:
+        return error
+    raise AssertionError("it succeeded")
+
+
+async def test_violations_and_retry_delay_reach_the_client() -> None:
+    server = Server(ServerSettings(drain_accept_s=0.0))
+    await server.register(SERVICE, Failing())
+    await server.start()
+    try:
+        async with AsyncClient(server.address) as client:
+            invalid = await failure(client.generate("go"))
+            overloaded = await failure(client.abort("label"))
+    finally:
+        await server.stop()
+    assert (invalid.status, invalid.retry_after_s) == ("INVALID_ARGUMENT", None)
+    [(field, problem)] = invalid.violations
+    assert field == "sampling.temperature"
+    assert problem.startswith("is 9; allowed: 0")
+    assert (overloaded.status, overloaded.retry_after_s, overloaded.violations) == ("RESOURCE_EXHAUSTED", 2.5, ())
+
+
+def test_an_error_without_a_status_is_unknown() -> None:
+    error = from_rpc(grpc.RpcError("broken"), "router:1")
+    assert (error.status, error.message, error.violations) == ("UNKNOWN", "broken", ())

@@ -1,0 +1,91 @@
+"""A stack is found while it lives, and what a killed one left is swept."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tandem.client import registry
+from tandem.client.errors import NotRunning
+from tandem.client.registry import RunningStack, StackFolder
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+
+
+def announced(folder: Path, address: str = "127.0.0.1:1", started_s: float = 1.0) -> Path:
+    return registry.announce(RunningStack(address, str(folder), os.getpid(), "demo", {}, started_s))
+
+
+def test_a_running_stack_is_found_and_the_newest_wins() -> None:
+    with pytest.raises(NotRunning):
+        registry.running_address()
+    older, newer = StackFolder(), StackFolder()
+    announced(older.path, "older:1", 1.0)
+    announced(newer.path, "newer:1", 2.0)
+    assert registry.running_address() == "newer:1"
+    newer.remove()
+    assert registry.running_address() == "older:1"
+    older.remove()
+    with pytest.raises(NotRunning):
+        registry.running_address()
+
+
+def test_folder_and_state_file_are_private() -> None:
+    folder = StackFolder()
+    path = announced(folder.path)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    folder.remove()
+
+
+def test_what_a_killed_stack_left_is_swept_and_what_a_living_one_has_is_not() -> None:
+    living = StackFolder()
+    kept = announced(living.path)
+    code = (
+        "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
+        "from tandem.client.registry import *\n"
+        "folder = StackFolder()\n"
+        "announce(RunningStack('x:1', str(folder.path), os.getpid(), 'demo', {}, 9.0))\n"
+        "(folder.path / 'store').mkdir(); (folder.path / 'store' / 'page').write_bytes(b'kv')\n"
+        "print(folder.path, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, tempfile.gettempdir()], capture_output=True, text=True)
+    left = Path(killed.stdout.strip())
+    assert left.is_dir()
+    assert registry.running_address() == "127.0.0.1:1", "the dead one is newer, but dead"
+    assert registry.sweep() == 1
+    assert not left.exists()
+    assert living.path.is_dir()
+    assert list(registry.state_dir().glob("stack-*.json")) == [kept]
+    living.remove()
+
+
+def test_a_link_in_the_temporary_folder_is_not_followed(short_folder: Path) -> None:
+    target = short_folder / "precious"
+    target.mkdir()
+    (target / "lock").touch()
+    (short_folder / f"tandem-{os.getuid()}-link").symlink_to(target)
+    assert registry.sweep() == 0
+    assert target.is_dir()
+
+
+def test_a_broken_state_file_is_no_running_stack() -> None:
+    (registry.state_dir() / "stack-1-x.json").write_text("{")
+    assert registry.running_stacks() == []
+
+
+def test_a_temporary_directory_too_deep_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = "/tmp/" + "deep/" * 20
+    monkeypatch.setattr(tempfile, "tempdir", deep)
+    assert registry.temporary_folder() == Path("/tmp")

@@ -1,0 +1,179 @@
+"""The doctor names what is wrong and what to do, and does not break when something it looks at does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tandem.cli import main
+from tandem.commands import doctor
+from tandem.commands.doctor import Finding, check_connector
+from tandem.connectors import ConnectorChoice, split_connectors
+from tests.kv_transfer.stores.redis.redis_server import redis_server
+
+
+def test_a_machine_that_runs_these_tests_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_EXTRAS", ())
+    findings = [
+        *doctor.check_python(), *doctor.check_packages(), *doctor.check_machine(),
+        *doctor.check_kernel(), *doctor.check_extras(),
+    ]  # fmt: skip
+    assert {finding.verdict for finding in findings} <= {"ok", "warn"}
+    assert {finding.subject for finding in findings} >= {"python", "packages", "cores", "memory", "death signal"}
+    assert all(finding.remedy for finding in findings if finding.verdict != "ok")
+
+
+def test_a_missing_extra_is_a_warning_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = {finding.subject: finding for finding in doctor.check_extras()}
+    assert {finding.verdict for finding in found.values()} == {"warn"}
+    assert found["nixl"].remedy == "pip install '.[nixl]'"
+
+
+def test_a_missing_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PACKAGES", ("click", "no-such-package"))
+    first, _ = doctor.check_packages()
+    assert (first.verdict, first.remedy) == ("fail", "make install")
+    assert "no-such-package" in first.text
+
+
+def test_low_disk_and_shared_memory_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 1 << 20))
+    found = {finding.subject: finding for finding in doctor.check_kernel()}
+    assert found["/dev/shm"].verdict == found["temporary files"].verdict == "warn"
+
+
+def test_a_model_that_the_engine_does_not_know_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["CarrierPigeonForCausalLM"], "model_type": "pigeon"})
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    [finding] = doctor.check_model(str(tmp_path))
+    assert finding.verdict == "fail"
+    assert "igeon" in finding.text
+
+
+def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    [finding] = doctor.check_model(str(tmp_path))
+    assert "no *.safetensors" in finding.text
+
+
+def findings(connector: str, **named: Any) -> list[Finding]:
+    """What the doctor says of a connector."""
+    return list(check_connector(ConnectorChoice(connector, **named)))
+
+
+def test_blocks_move_through_the_folder_that_is_configured_and_nothing_is_left_there(tmp_path: Path) -> None:
+    [finding] = findings("shared_storage", kv_folder=tmp_path)
+    assert finding.verdict == "ok"
+    assert f"over {tmp_path}" in finding.text
+    assert "read and verified at" in finding.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_nixl_reports_the_transport_that_ucx_chose() -> None:
+    [finding] = findings("nixl", options={"ucx_tls": "tcp", "digest": False, "load_timeout_s": 60.0})
+    assert finding.verdict == "ok"
+    assert "over UCX by TCP [" in finding.text
+    assert "compared (digests off)" in finding.text
+
+
+def test_redis_is_surveyed_and_blocks_move_through_it(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru") as server:
+        answers, warning, moved = findings("redis", kv_url=server.url)
+        assert not server.names()
+    assert answers.verdict == moved.verdict == "ok"
+    assert "allkeys-lru" in warning.text
+    assert warning.verdict == "warn"
+    assert "noeviction" in warning.remedy
+
+
+@pytest.mark.parametrize(
+    ("url", "what", "remedy"),
+    [
+        ("redis://127.0.0.1:1/0", "refused", "redis-server --port 6379"),
+        ("redis://anna:hunter2@127.0.0.1:1/0", "no login in it", "tandem doctor"),
+        ("http://127.0.0.1", "redis://host:port/db", "tandem doctor"),
+    ],
+)
+def test_an_unreachable_redis_is_a_failure_with_a_remedy(url: str, what: str, remedy: str) -> None:
+    [finding] = findings("redis", kv_url=url)
+    assert finding.verdict == "fail"
+    assert what in finding.text
+    assert remedy in finding.remedy
+    assert "hunter2" not in finding.text + finding.remedy
+
+
+def test_a_redis_with_a_password_names_the_option_and_never_shows_a_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_REDIS_PASSWORD", "wrong-one")
+    with redis_server(tmp_path, password="s3cret") as server:
+        [finding] = findings("redis", kv_url=server.url)
+    assert finding.verdict == "fail"
+    assert "auth" in finding.text
+    assert "TANDEM_REDIS_PASSWORD" in finding.remedy
+    assert "wrong-one" not in finding.text + finding.remedy
+
+
+def test_a_folder_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    [finding] = findings("shared_storage", kv_folder=tmp_path / "nowhere")
+    assert finding.verdict == "fail"
+    assert f"mkdir -p {tmp_path / 'nowhere'}" in finding.text
+
+
+def test_options_that_are_secrets_are_not_repeated() -> None:
+    choice = ConnectorChoice("no.such:Thing", options={"api_token": "t0ps3cret", "password_file": "/run/pw"})
+    assert (
+        choice.redacted("bad t0ps3cret at redis://anna:x@h:1, see /run/pw") == "bad *** at redis://***@h:1, see /run/pw"
+    )
+
+
+def test_each_connector_of_a_list_is_looked_at_with_what_is_its_own(tmp_path: Path) -> None:
+    options: dict[str, str | int | float | bool] = {"redis.ttl_s": 600, "nixl.ucx_tls": "tcp"}
+    nixl, redis = split_connectors("nixl,redis", "redis://h:1/0", None, options)
+    assert (nixl.name, nixl.kv_url, nixl.options) == ("nixl", None, {"ucx_tls": "tcp"})
+    assert (redis.name, redis.kv_url, redis.options) == ("redis", "redis://h:1/0", {"ttl_s": 600})
+    with pytest.raises(ValueError, match=r"shared_storage\.ttl_s"):
+        split_connectors("nixl,shared_storage", None, tmp_path, {"ttl_s": 600})
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["--connector", "nixl,redis"], "--kv-url redis://host:port/0"),
+        (["--connector", "redis"], "--kv-url redis://host:port/0"),
+        (["--connector", "carrier-pigeon"], "shared_storage"),
+        (["--connector", "nixl", "--kv-folder", "/tmp"], "--kv-folder goes with"),
+        (["--kv-options", "nonsense"], "a map in YAML"),
+    ],
+)
+def test_a_mistyped_doctor_is_answered_with_what_to_type(args: list[str], hint: str) -> None:
+    result = CliRunner().invoke(main, ["doctor", *args])
+    assert result.exit_code == 2
+    assert hint in result.output
+
+
+def test_a_check_that_raises_is_a_failed_line_of_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> Iterator[Finding]:
+        raise ImportError("libfoo.so is not there")
+        yield
+
+    monkeypatch.setattr(doctor, "check_kernel", broken)
+    result = CliRunner().invoke(main, ["doctor", "--quick"])
+    assert result.exit_code == 1
+    assert "fail broken" in result.output.replace("  ", " ")
+    assert "libfoo.so is not there" in result.output
+    assert "running stack" in result.output, "the checks after it were made"

@@ -1,0 +1,213 @@
+"""`tandem pools` against a real router with fake instances; what it prints, and its errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from router.app import RouterApp
+from router.request.validation import ServedModel
+from tandem.cli import main
+from tandem.client import registry
+from tandem.client.registry import RunningStack, StackFolder
+from tests.fakes.instance import FakeInstance
+from tests.fakes.model_folder import write_model_folder
+from tests.router.rig import settings_of
+
+
+class Background:
+    """A router with an admin listener and its fakes, on a loop of its own: the command line blocks its thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model_folder = write_model_folder(folder)
+        self.prefill = [FakeInstance("prefill", "prefill-0")]
+        self.decode = [FakeInstance("decode", "decode-0"), FakeInstance("decode", "decode-1")]
+        self.decode[1].behaviour.num_waiting, self.decode[1].behaviour.num_running = 1, 2
+        self.address = self.admin_address = ""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="router and fakes")
+
+    def start(self) -> None:
+        self._thread.start()
+        self.call(self._start())
+
+    def stop(self) -> None:
+        self.call(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
+
+    async def _start(self) -> None:
+        for fake in [*self.prefill, *self.decode]:
+            await fake.restart()
+        router = {"admin_listen": "127.0.0.1:0"}
+        settings = settings_of(self.model_folder, self.prefill, self.decode, router=router)
+        self._app = RouterApp(settings, ServedModel.from_folder(self.model_folder, "fake"))
+        await self._app.start()
+        while not self._app.pools.all_ready():
+            await asyncio.sleep(0.01)
+        self.address, self.admin_address = self._app.address, self._app.admin_address or ""
+
+    async def _stop(self) -> None:
+        await self._app.stop()
+        for fake in [*self.prefill, *self.decode]:
+            await fake.kill()
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
+    background = Background(tmp_path_factory.mktemp("model"))
+    background.start()
+    yield background
+    background.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_other_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No running stack is found."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ("pools", *args))
+    return result.exit_code, result.output
+
+
+def test_it_shows_a_table_of_both_pools(stack: Background) -> None:
+    status, output = run("--admin", stack.admin_address)
+    assert status == 0, output
+    table, _, pools = output.partition("\n\n")
+    assert pools.splitlines() == ["prefill: 1 ready", "decode: 2 ready"]
+    header, *rows = [line.split() for line in table.splitlines()]
+    assert header[:4] == ["POOL", "INSTANCE", "STATE", "WAITING"]
+    assert [row[:5] for row in rows] == [
+        ["prefill", "prefill-0", "ready", "0", "0"],
+        ["decode", "decode-0", "ready", "0", "0"],
+        ["decode", "decode-1", "ready", "1", "2"],
+    ]
+
+
+def test_programs_get_json(stack: Background) -> None:
+    status, output = run("--admin", stack.admin_address, "--json")
+    assert status == 0, output
+    answer = json.loads(output)
+    assert answer["pools"][1] == {
+        "pool": "decode",
+        "num_ready": 2,
+        "size": None,
+        "last_change": None,
+        "autoscaler": None,
+    }
+    last = answer["instances"][-1]
+    assert (last["pool"], last["instance"], last["out"]) == ("decode", "decode-1", None)
+    assert (last["load"]["num_waiting"], last["load"]["draining"]) == (1, False)
+
+
+def test_it_finds_the_stack_that_runs_here(stack: Background) -> None:
+    folder = StackFolder()
+    try:
+        stacks = RunningStack(stack.address, str(folder.path), os.getpid(), "demo", {}, 1.0, stack.admin_address)
+        registry.announce(stacks)
+        assert run()[0] == 0
+    finally:
+        folder.remove()
+
+
+def test_a_pick_is_explained(stack: Background) -> None:
+    status, output = run("explain", "--tokens", "200", "--admin", stack.admin_address)
+    assert status == 0, output
+    lines = output.splitlines()
+    assert lines[0] == "decode pool, lowest score first"
+    assert lines[1].split() == ["→", "decode-0", "0", "1", "×", "queue", "0"]
+    assert lines[2].split() == ["decode-1", "6", "1", "×", "queue", "6"]
+    assert "It would be split between the pools: 200 " in lines[-1]
+    assert run("--admin", stack.admin_address, "explain", "a short text")[1].splitlines()[-1].startswith("It would run")
+
+
+def test_an_explanation_in_json_has_every_part(stack: Background) -> None:
+    status, output = run("explain", "--tokens", "200", "--json", "--admin", stack.admin_address)
+    assert status == 0, output
+    explained = json.loads(output)
+    assert explained["disaggregated"] is True
+    assert explained["decode"][0]["picked"]
+    assert explained["decode"][1]["parts"] == [{"scorer": "queue", "value": 6.0, "weight": 1.0}]
+
+
+def test_a_drain_begins_and_shows(stack: Background) -> None:
+    status, output = run("drain", "decode-1", "--grace-s", "5", "--admin", stack.admin_address)
+    try:
+        assert (status, "decode-1 is draining, 0 running requests" in output) == (0, True)
+        for _ in range(500):
+            listed = json.loads(run("--admin", stack.admin_address, "--json")[1])["instances"]
+            if listed[-1]["out"] == "draining":
+                break
+        assert listed[-1]["load"]["draining"]
+        assert "ignored" in run("explain", "--tokens", "200", "--admin", stack.admin_address)[1]
+    finally:
+        stack.decode[1].behaviour.draining = False
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        ((), "tandem up"),
+        ((), "--admin host:port"),
+        (("explain", "hi"), "--admin host:port"),
+        (("--admin", "127.0.0.1:1"), "--admin-listen"),
+        (("explain", "hi", "--tokens", "3"), "exclude each other"),
+        (("explain", "--tokens", "0"), "x>=1"),
+        (("drain",), "NAME"),
+        (("drain", "x", "--grace-s", "-1"), "x>=0"),
+        (("resize",), "POOL=SIZE"),
+        (("resize", "decode"), "write decode=3"),
+        (("resize", "decode+1"), "write decode=3"),
+        (("resize", "decode", "3"), "write decode=3"),
+        (("resize", "decod=3"), "did you mean decode=3?"),
+        (("resize", "=3"), "the pools are prefill and decode"),
+        (("resize", "decode=x"), "decode=3"),
+        (("resize", "decode="), "decode=3"),
+        (("resize", "decode=+1"), "the new size of the pool"),
+        (("resize", "decode=-1"), "the new size of the pool"),
+        (("resize", "decode=99999"), "whole number"),
+        (("resize", "decode=2", "decode=3"), "decode is named twice"),
+        (("resize", "decode=2"), "tandem up"),
+        (("resize", "decode=2", "--timeout", "0"), "x>0"),
+        (("--watch", "--interval", "0"), "0.1<=x<=60"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_type(args: tuple[str, ...], hint: str) -> None:
+    status, output = run(*args)
+    assert status != 0
+    assert hint in output
+    assert "Traceback" not in output
+
+
+def test_the_clients_port_is_distinguished_from_the_admin_listener(stack: Background) -> None:
+    status, output = run("--admin", stack.address)
+    assert status != 0
+    assert f"the server at {stack.address} is not an admin listener" in output
+    assert "--admin-listen" in output
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(stack: Background) -> None:
+    status, output = run("drain", "decode-9", "--admin", stack.admin_address)
+    assert status != 0
+    assert "did you mean decode-" in output
+
+
+@pytest.mark.parametrize("command", [(), ("explain",), ("drain",), ("resize",)])
+def test_help_has_examples(command: tuple[str, ...]) -> None:
+    status, output = run(*command, "--help")
+    assert status == 0
+    assert output.count("tandem pools") >= 2

@@ -1,0 +1,175 @@
+"""The stack service over its socket, called by the router's own clients of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos.tandem.v1 import stack_pb2, stack_pb2_grpc
+from router.autoscaler.actuator import ActuatorError, StackLink
+from tandem.local_stack.desired_state import DesiredState
+from tandem.local_stack.server import LeaderLease, StackServer
+from tests.tandem.local_stack.test_desired_state import make_state, names
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def address(short_folder: Path) -> str:
+    return f"unix:{short_folder / 'stack.sock'}"
+
+
+@pytest.fixture
+def owned() -> DesiredState:
+    return make_state(num_decode=2)
+
+
+@pytest.fixture
+def server(address: str, owned: DesiredState) -> Iterator[StackServer]:
+    before = threading.active_count()
+    server = StackServer(address, owned, owned.resize)
+    yield server
+    server.stop()
+    assert threading.active_count() <= before + 1, "threads are left"
+
+
+@pytest.fixture
+async def link(address: str) -> AsyncIterator[StackLink]:
+    link = StackLink(address)
+    yield link
+    await link.close()
+
+
+def addresses(owned: DesiredState) -> frozenset[str]:
+    return frozenset(instance.address for instance in owned.snapshot.pool("decode"))
+
+
+async def test_a_router_receives_every_change_and_removals_at_once(
+    server: StackServer, owned: DesiredState, link: StackLink
+) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        updates = link.discovery("decode").addresses()
+        assert await anext(updates) == addresses(owned)
+        owned.resize("decode", 3)
+        assert await anext(updates) == addresses(owned)
+        await link.resize("decode", 1, [owned.snapshot.pool("decode")[0].address])
+        assert await anext(updates) == addresses(owned)
+        assert names(owned) == ["decode-1"]
+        owned.resize("prefill", 0)
+        prefill = link.discovery("prefill").addresses()
+        assert await anext(prefill) == frozenset(), "an empty pool is reported, too"
+
+
+async def test_what_was_known_last_holds_while_the_owner_is_away(
+    address: str, owned: DesiredState, link: StackLink
+) -> None:
+    first = StackServer(address, owned, owned.resize)
+    updates = link.discovery("decode").addresses()
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await anext(updates) == addresses(owned)
+        await asyncio.to_thread(first.stop)
+        update = asyncio.ensure_future(anext(updates))
+        with pytest.raises(ActuatorError, match="does not answer"):
+            await link.sizes()
+        assert not update.done()
+        second = StackServer(address, owned, owned.resize)
+        try:
+            again = link.discovery("decode").addresses()
+            assert await anext(again) == addresses(owned), "the owner is back"
+            await asyncio.sleep(0.5)
+            assert not update.done(), "and nothing has changed"
+            owned.resize("decode", 3)
+            assert await update == addresses(owned)
+        finally:
+            await asyncio.to_thread(second.stop)
+
+
+async def test_a_router_that_starts_before_its_owner_finds_it(
+    address: str, owned: DesiredState, link: StackLink
+) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        update = asyncio.ensure_future(anext(link.discovery("decode").addresses()))
+        await asyncio.sleep(0.1)
+        server = StackServer(address, owned, owned.resize)
+        try:
+            assert await update == addresses(owned)
+        finally:
+            await asyncio.to_thread(server.stop)
+
+
+async def test_sizes_are_read_and_changed(server: StackServer, owned: DesiredState, link: StackLink) -> None:
+    assert await link.sizes() == {"prefill": 1, "decode": 2}
+    await link.resize("decode", 4, [])
+    await link.resize("prefill", 0, [])
+    assert await link.sizes() == {"prefill": 0, "decode": 4}
+
+
+async def test_a_hundred_calls_leave_no_watch_behind(server: StackServer, link: StackLink) -> None:
+    for _ in range(100):
+        await link.sizes()
+
+
+async def test_an_invalid_size_is_reported_with_the_owners_message(server: StackServer, link: StackLink) -> None:
+    with pytest.raises(ActuatorError, match=r"decode must be between 1 and 64, not 0"):
+        await link.resize("decode", 0, [])
+
+
+async def test_one_router_leads_until_its_lease_expires(server: StackServer, link: StackLink) -> None:
+    assert await link.take_lead("one", 600.0)
+    assert await link.take_lead("one", 600.0)
+    assert not await link.take_lead("two", 600.0)
+
+
+def test_an_expired_lease_is_free() -> None:
+    now_s = 10.0
+    lease = LeaderLease(clock=lambda: now_s)
+    assert lease.acquire("one", 5.0) == "one"
+    now_s = 14.0
+    assert lease.acquire("two", 5.0) == "one"
+    assert lease.acquire("one", 5.0) == "one", "renewed: until 19"
+    now_s = 18.9
+    assert lease.acquire("two", 5.0) == "one"
+    now_s = 19.0
+    assert lease.acquire("two", 5.0) == "two"
+    assert lease.acquire("one", 5.0) == "two"
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "hint"),
+    [
+        ("ResizePool", stack_pb2.ResizePoolRequest(size=2), "ROLE_DECODE"),
+        ("TakeLead", stack_pb2.TakeLeadRequest(ttl_s=1), "holder"),
+        ("TakeLead", stack_pb2.TakeLeadRequest(holder="x" * 129, ttl_s=1), "128"),
+        ("TakeLead", stack_pb2.TakeLeadRequest(holder="x"), "ttl_s is 0"),
+        ("TakeLead", stack_pb2.TakeLeadRequest(holder="x", ttl_s=float("nan")), "ttl_s is nan"),
+        ("TakeLead", stack_pb2.TakeLeadRequest(holder="x", ttl_s=float("inf")), "3600"),
+    ],
+)
+def test_invalid_requests_are_answered_with_what_is_allowed(
+    server: StackServer, address: str, owned: DesiredState, method: str, request_: object, hint: str
+) -> None:
+    before = owned.snapshot
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
+        getattr(stack_pb2_grpc.StackServiceStub(channel), method)(request_, timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert hint in caught.value.details()
+    assert owned.snapshot is before
+
+
+def test_too_many_watches_are_rejected_and_the_rest_continues(server: StackServer, address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = stack_pb2_grpc.StackServiceStub(channel)
+        watches = [stub.WatchStack(stack_pb2.WatchStackRequest(), timeout=TIMEOUT_S) for _ in range(24)]
+        for watch in watches:
+            next(watch)
+        with pytest.raises(grpc.RpcError, match="24 watches"):
+            next(stub.WatchStack(stack_pb2.WatchStackRequest(), timeout=TIMEOUT_S))
+        assert stub.TakeLead(stack_pb2.TakeLeadRequest(holder="x", ttl_s=1), timeout=TIMEOUT_S).granted
+        for watch in watches:
+            watch.cancel()

@@ -1,0 +1,169 @@
+"""How a stack starts, supervises and ends its processes, with small scripts as processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from tandem.local_stack import stack as stack_module
+from tandem.local_stack import supervisor
+from tandem.local_stack.stack import LocalStack, StartCancelled
+from tandem.local_stack.supervisor import StackFailed
+from tests.tandem.local_stack.scripted_stack import (
+    BECOMES_READY,
+    DIES,
+    HAS_A_CHILD,
+    IGNORES_SIGTERM,
+    scripted,
+    settings,
+)
+from tests.waiting import Stopwatch
+
+
+@pytest.fixture(autouse=True)
+def temporary(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Stack folders lie here; afterwards none may be left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    yield short_folder
+    assert list(short_folder.glob("tandem-*")) == []
+
+
+def gone(pids: list[int], within_s: float = 2.0) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_processes_start_together_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, {"router": BECOMES_READY, "prefill-0": HAS_A_CHILD, "decode-0": IGNORES_SIGTERM})
+    stack = LocalStack(settings(num_prefill=1))
+    lines: list[str] = []
+    stack.start(lines.append)
+    try:
+        assert sorted(line.split()[0] for line in lines) == ["decode-0", "prefill-0", "router"]
+        pids = [process.pid for process in stack.processes.values()]
+        pids += [child.pid for pid in pids for child in psutil.Process(pid).children(recursive=True)]
+        assert len(pids) == 4
+        assert oct((stack.folder / "kv_secret").stat().st_mode & 0o777) == "0o600"
+    finally:
+        watch = Stopwatch()
+        stack.stop()
+    assert watch.s < 2, "one of them ignores SIGTERM, and Ctrl-C must still be quick"
+    assert gone(pids, within_s=5.0)
+    stack.stop()
+
+
+def test_a_process_that_cannot_start_is_named_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": DIES})
+    stack = LocalStack(settings())
+    with pytest.raises(StackFailed, match=r"(?s)decode-0 exited with status 3 before it was ready.*disk on fire"):
+        stack.start()
+    assert not any(process.running for process in stack.processes.values())
+
+
+def test_a_process_that_never_becomes_ready_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_s = 0.0
+
+    def timeout(line: str) -> None:
+        nonlocal passed_s
+        assert line.startswith("router is ready")
+        passed_s = 100.0
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s, sleep=time.sleep)
+    monkeypatch.setattr(stack_module, "time", clock)
+    scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": "import time; time.sleep(60)"})
+    stack = LocalStack(settings(start_timeout_s=90))
+    with pytest.raises(StackFailed, match=r"not ready within 90 s: decode-0"):
+        stack.start(timeout)
+
+
+def test_a_start_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": "import time; time.sleep(60)"})
+    stack, stop = LocalStack(settings(start_timeout_s=90)), threading.Event()
+    with pytest.raises(StartCancelled):
+        stack.start(lambda line: stop.set(), stop)  # once the router is ready
+    assert not any(process.running for process in stack.processes.values())
+
+
+def test_a_dead_process_is_reported_and_restarted_after_a_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.1)
+    scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": BECOMES_READY})
+    with LocalStack(settings()) as stack:
+        assert stack.supervise() == []
+        first_pid = stack.processes["decode-0"].pid
+        stack.processes["decode-0"].kill()
+        [event] = stack.supervise()
+        assert "decode-0 was killed by SIGKILL; restarting in 0.1 s" in event.text
+        assert event.lines == ("log of decode-0",)
+        assert stack.supervise() == [], "not yet"
+        time.sleep(0.11)
+        assert [event.text for event in stack.supervise()] == ["decode-0 was restarted"]
+        stack.wait_ready("decode-0")
+        assert stack.processes["decode-0"].pid != first_pid
+
+
+def test_a_process_that_keeps_exiting_ends_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+    scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": BECOMES_READY})
+    with LocalStack(settings()) as stack:
+        for _ in range(5):
+            stack.processes["decode-0"].kill()
+            stack.supervise()
+            stack.supervise()
+        stack.processes["decode-0"].kill()
+        with pytest.raises(StackFailed, match=r"6 times within 60 s; giving up"):
+            stack.supervise()
+
+
+def test_processes_end_with_a_killed_owner(temporary: Path) -> None:
+    code = (
+        "import sys, tempfile, time, pytest; tempfile.tempdir = sys.argv[1]\n"
+        "from tests.tandem.local_stack.scripted_stack import *\n"
+        "scripted(pytest.MonkeyPatch(), {'router': BECOMES_READY, 'decode-0': BECOMES_READY})\n"
+        "stack = LocalStack(settings()); stack.start()\n"
+        "print(*(process.pid for process in stack.processes.values()), flush=True); time.sleep(60)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code, str(temporary)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(pids) == 2
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    assert gone(pids)
+    left = list(temporary.glob(f"tandem-{os.getuid()}-*"))
+    assert len(left) == 1, "a killed owner cannot clear up"
+    assert_swept(left[0])
+
+
+def assert_swept(folder: Path) -> None:
+    """The next start does."""
+    from tandem.client.registry import sweep
+
+    assert sweep() == 1
+    assert not folder.exists()
+
+
+def test_environment_reaches_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    prints_environment = BECOMES_READY.replace(
+        'print(f"log of {sys.argv[1]}"', 'print(os.environ.get("TANDEM_X"), os.environ.get("TANDEM_Y")'
+    )
+    scripted(monkeypatch, {"router": prints_environment, "decode-0": prints_environment})
+    env = {"decode-0": {"TANDEM_X": "1"}, "*": {"TANDEM_Y": "2"}}
+    with LocalStack(settings(), env=env) as stack:
+        assert stack.processes["router"].last_lines() == ["None 2"]
+        assert stack.processes["decode-0"].last_lines() == ["1 2"]

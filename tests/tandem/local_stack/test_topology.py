@@ -1,0 +1,105 @@
+"""The command lines of a stack's processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.local_stack.process import ProcessSpec
+from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.topology import Topology, free_ports, share_cores
+
+
+def topology(**fields: object) -> Topology:
+    return Topology(StackSettings(model=Path("/m"), model_name="demo", **fields), Path("/f"))  # type: ignore[arg-type]
+
+
+def instances(made: Topology, *names: str) -> list[ProcessSpec]:
+    return [made.instance(name, f"127.0.0.1:{7001 + number}") for number, name in enumerate(names)]
+
+
+def option(spec: ProcessSpec, name: str) -> str:
+    return spec.argv[spec.argv.index(name) + 1]
+
+
+def test_the_router_follows_the_stack_and_has_no_static_pools() -> None:
+    made = topology(num_prefill=2, disaggregation="always")
+    router = made.router("0.0.0.0:7000", "127.0.0.1:7003")
+    assert option(router, "--stack") == made.stack_address == "unix:/f/stack.sock"
+    assert "--prefill" not in router.argv
+    assert "--decode" not in router.argv
+    assert option(router, "--disaggregation") == "always"
+    assert option(router, "--listen") == router.address == "0.0.0.0:7000"
+    assert option(router, "--admin-listen") == "127.0.0.1:7003"
+
+
+def test_instances_share_store_and_secret_and_have_explicit_memory_and_threads() -> None:
+    made = topology(lease_s=2.0)
+    for spec in instances(made, "prefill-0", "decode-0"):
+        assert option(spec, "--kv-folder") == "/f/store"
+        assert option(spec, "--kv-secret-file") == "/f/kv_secret"
+        assert int(option(spec, "--kv-cache-bytes")) == made.kv_cache_bytes > 0  # type: ignore[operator]
+        assert int(option(spec, "--num-threads")) >= 1
+        assert spec.env["OMP_NUM_THREADS"] == option(spec, "--num-threads")
+        assert option(spec, "--lease-s") == "2.0"
+        assert "--admin-listen" not in spec.argv
+    assert option(made.router("h:1", "h:2"), "--disaggregation-lease-s") == "2.0"
+
+
+def test_a_role_is_a_module_and_a_name() -> None:
+    prefill, decode = instances(topology(), "prefill-1", "decode-0")
+    assert prefill.argv[2] == "prefill_service"
+    assert decode.argv[2] == "decode_service"
+    assert option(prefill, "--instance-id") == prefill.ready_file.name == "prefill-1"
+
+
+def test_memory_is_shared_out_for_the_planned_sizes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.local_stack.topology.available_bytes", lambda: 1 << 30)
+    small, planned = topology(), topology(max_decode=3)
+    assert planned.kv_cache_bytes == small.kv_cache_bytes // 2  # type: ignore[operator]
+    monkeypatch.setattr("tandem.local_stack.topology.available_bytes", lambda: 1 << 20)
+    [later] = instances(small, "decode-7")
+    assert int(option(later, "--kv-cache-bytes")) == small.kv_cache_bytes, "the first ones' part, not a new one"
+    assert topology(num_blocks=64).kv_cache_bytes is None
+
+
+def test_a_new_instance_gets_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.local_stack.topology.usable_cores", lambda: [0, 1, 2, 3, 4, 5])
+    made = topology(max_decode=2)
+    first = instances(made, "prefill-0", "decode-0")
+    assert [option(spec, "--cpu-cores") for spec in first] == ["[0, 1]", "[2, 3]"]
+    planned, beyond = instances(made, "decode-1", "decode-2")
+    assert option(planned, "--cpu-cores") == "[4, 5]"
+    assert "--cpu-cores" not in beyond.argv
+    assert option(beyond, "--num-threads") == option(planned, "--num-threads") == "2"
+    made.release("decode-0")
+    made.release("decode-2")
+    assert option(made.instance("decode-3", "h:1"), "--cpu-cores") == "[2, 3]"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_decode": 0}, {"num_prefill": -1}, {"num_prefill": 0, "disaggregation": "always"}]
+)
+def test_a_stack_that_cannot_serve_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"between|at least one"):
+        topology(**fields)
+
+
+def test_cores_are_shared_out_in_equal_separate_parts() -> None:
+    assert share_cores([0, 1], 2, True) == [(0,), (1,)]
+    assert share_cores([0, 1, 2, 3, 4], 2, True) == [(0, 1), (2, 3)]
+    assert share_cores([0, 1], 3, True) == [(), (), ()]
+    assert share_cores([0, 1], 2, False) == [(), ()]
+
+
+def test_free_ports_differ_and_are_not_those_of_outgoing_connections() -> None:
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    assert all(20_000 <= port < 32_000 for port in ports)
+
+
+def test_the_router_serves_http_at_the_given_address() -> None:
+    made = topology()
+    assert "--http-listen" not in made.router("h:1", "h:2").argv
+    assert option(made.router("h:1", "h:2", "h:3"), "--http-listen") == "h:3"
