@@ -142,7 +142,7 @@ class NixlConnector(TransferConnector):
         write_page(self._memory, first, content)
         failure = _hand_over(self, self._naming, first, last)
         if failure is not None and not self.counters.loaded.failures["page_digest"]:
-            # On a busy machine a read may take longer than its time-out (docs/critiques.md).
+            # On a busy machine a read may take longer than its time-out.
             _log.warning("self-test of the nixl connector: %s; trying again with a new agent", failure)
             self._reader.rebuild()
             failure = _hand_over(self, self._naming, first, last)

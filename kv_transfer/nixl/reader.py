@@ -176,7 +176,7 @@ class PageReader:
         self._region = pages
         self._on_end = on_end
         self._on_rebuilt = on_rebuilt
-        self._jobs: queue.SimpleQueue[Read | Literal["rebuild", "end"]] = queue.SimpleQueue()
+        self._jobs: queue.Queue[Read | Literal["rebuild", "end"]] = queue.Queue()
         self._queued: deque[Read] = deque()
         self._active: list[_ActiveRead] = []
         self._tags = np.zeros(_NUM_TAGS, dtype="<u8")
@@ -224,11 +224,13 @@ class PageReader:
         self._destroy(keep_wanted=False)
 
     def _poll_interval_s(self) -> float | None:
-        """Short for young reads, long for those that were given up; None: none is in flight."""
+        """Short for young reads, long for those that were given up; None: wait for a job."""
+        if not self._active:
+            return 0.0 if self._queued else None  # the reads that a queued one waited for have ended
         started = [active.started for active in self._active if active.is_wanted]
         if started:
             return min(2e-3, max(1e-4, (time.monotonic() - max(started)) / 20))
-        return 0.02 if self._active else None
+        return 0.02
 
     def _advance(self) -> None:
         self._step_all()

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 
 from engine import failpoints
 from engine.failpoints import FailpointError
@@ -203,7 +203,7 @@ def self_test_store(
     """
     content = os.urandom(naming.layout.bytes_per_block)
     write_page(io.memory, _SELF_TEST_BLOCK, content)
-    done: SimpleQueue[bytearray | Exception | None] = SimpleQueue()
+    done: Queue[bytearray | Exception | None] = Queue()
     threads.submit(lambda: done.put(_outcome(io, naming.private_page())))
     try:
         outcome = done.get(timeout=timeout_s)

@@ -124,7 +124,7 @@ class IOThreads:
     """Threads that run jobs in order: the step loop never waits for a disk or a network. A job must not raise."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
         # Daemons: a thread that hangs in a dead file system must not keep the process alive.
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(num_threads)

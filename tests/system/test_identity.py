@@ -80,7 +80,7 @@ class Holder:
 
     def attach(self, opened: Open) -> list[kv_transfer_pb2.AttachResponse]:
         """The responses that a reader gets until all pages are there; then it releases."""
-        requests: queue.SimpleQueue[kv_transfer_pb2.AttachRequest | None] = queue.SimpleQueue()
+        requests: queue.Queue[kv_transfer_pb2.AttachRequest | None] = queue.Queue()
         requests.put(kv_transfer_pb2.AttachRequest(open=opened))
         responses = []
         try:

@@ -172,7 +172,7 @@ def _set_receive_buffer(sock: socket.socket, num_bytes: int) -> None:
 
 def _resolve(host: str, port: int, deadline: float) -> list[Any]:
     """getaddrinfo with a time-out, which it lacks: a name server that is down delays it for many seconds."""
-    outcome: queue.SimpleQueue[list[Any] | OSError] = queue.SimpleQueue()
+    outcome: queue.Queue[list[Any] | OSError] = queue.Queue()
 
     def resolve() -> None:
         try:

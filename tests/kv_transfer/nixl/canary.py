@@ -221,7 +221,7 @@ def run_producer(secret_file: str, ucx_tls: str) -> None:
     """Lend one transfer after another until standard input ends."""
     kv_cache = torch.zeros((2 * NUM_READ_BLOCKS, *LAYOUT.page_shape))
     pages: Pages = kv_cache.view(len(kv_cache), -1).view(torch.int64).numpy().view(np.uint64)
-    inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
+    inbox: queue.Queue[str] = queue.Queue()
     connector = NixlConnector(wake=lambda: inbox.put(""), kv_secret_file=secret_file, ucx_tls=ucx_tls)
     connector.register_kv_cache(kv_cache, LAYOUT, FINGERPRINT)
 

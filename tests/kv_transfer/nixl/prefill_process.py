@@ -124,7 +124,7 @@ def run_engine() -> None:
     from engine.core.core import EngineCore
 
     config = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=EngineConfig)
-    inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    inbox: queue.Queue[str | None] = queue.Queue()
     core = EngineCore(config, wake=lambda: inbox.put(""))
     decoder = msgspec.msgpack.Decoder(Command)
 

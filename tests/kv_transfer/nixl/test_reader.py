@@ -1,0 +1,120 @@
+"""The reading thread, with a library whose reads end when the test says so."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import pytest
+
+from kv_transfer.nixl.agent import Handle, NixlAgent, Region
+from kv_transfer.nixl.reader import PageReader, Read
+from kv_transfer.nixl.transfers import VERSION, TransferMetadata
+from kv_transfer.page.naming import PageName
+from kv_transfer.transfer.loader import Load, LoadOp
+from tests.waiting import wait_until
+
+TAG = bytes(8)
+"""What the tag of a read is before anything was read into it."""
+_NAME = cast(PageName, None)  # the reader does not look at it
+
+
+class FakeAgent(NixlAgent):
+    """All reads end once one from the peer `answering` has begun."""
+
+    transport = "(none)"
+
+    def __init__(self) -> None:
+        self.answering = ""
+        self.begun: list[str] = []
+        self._handles = itertools.count()
+        self._peers: dict[Handle, str] = {}
+        self._reads: dict[Handle, str] = {}
+
+    def register(self, region: Region) -> None:
+        del region
+
+    def add_peer(self, metadata: bytes) -> str:
+        return metadata.decode()
+
+    def prepare(self, region: Region, peer: str | None = None) -> Handle:
+        del region
+        handle = next(self._handles)
+        self._peers[handle] = peer or ""
+        return handle
+
+    def make_read(self, into: Handle, into_ids: Sequence[int], source: Handle, source_ids: Sequence[int]) -> Handle:
+        handle = next(self._handles)
+        self._reads[handle] = self._peers[source]
+        return handle
+
+    def post(self, read: Handle) -> bool:
+        self.begun.append(self._reads[read])
+        return self.is_done(read)
+
+    def is_done(self, read: Handle) -> bool:
+        return self.answering in self.begun
+
+    def release_read(self, read: Handle) -> None:
+        del self._reads[read]
+
+    def release_list(self, handle: Handle) -> None:
+        del self._peers[handle]
+
+    def remove_peer(self, name: str) -> None:
+        del name
+
+    def close(self) -> None:
+        assert not self._reads
+        assert not self._peers
+
+
+def read_from(peer: str) -> Read:
+    """A read of one block."""
+    source = TransferMetadata(
+        VERSION, peer, b"", peer.encode(), "DRAM", 0, pages_address=0, page_bytes=8, num_blocks=1,
+        tags_address=0, num_tags=1, tag_index=0, tag=TAG, block_ids=[0],
+    )  # fmt: skip
+    load = Load(
+        "request", "transfer", num_tokens=16, block_size=16, num_full_blocks=1, num_local_blocks=0, pages=[],
+        block_ids=(0,), is_lookup=False, num_started=0,
+    )  # fmt: skip
+    return Read(load, source, [LoadOp(0, 0, _NAME, load)], [], deadline=0.0)
+
+
+class Reading:
+    """A reader over a fake agent, and what it reported."""
+
+    def __init__(self) -> None:
+        self.agent = FakeAgent()
+        self.ended: list[tuple[Read, str | None]] = []
+        self.reader = PageReader(
+            lambda: self.agent,
+            Region("DRAM", 0, 0, 8, 1),
+            own_name="",
+            on_end=lambda read, failure, seconds: self.ended.append((read, failure)),
+            on_rebuilt=lambda: None,
+        )
+
+    def submit(self, peer: str) -> None:
+        self.reader.submit(read_from(peer))
+
+
+@pytest.fixture
+def reading() -> Iterator[Reading]:
+    made = Reading()
+    yield made
+    made.reader.shutdown(20.0)
+
+
+def test_a_queued_read_begins_when_all_that_it_waited_for_end_in_the_same_moment(reading: Reading) -> None:
+    """The busy peer's reads end while another peer's read is begun: nothing is in flight then, and no job comes."""
+    for _ in range(2):
+        reading.submit("busy")
+    wait_until(lambda: reading.agent.begun == ["busy", "busy"])
+    reading.submit("busy")
+    reading.agent.answering = "other"
+    reading.submit("other")
+    wait_until(lambda: len(reading.ended) == 4, "a read was forgotten")
+    assert {failure for _, failure in reading.ended} == {None}
