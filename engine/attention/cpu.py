@@ -1,6 +1,7 @@
-"""Paged attention on CPU: compiled loops for decode and short chunks, matrix products for long chunks.
+"""Paged attention on CPU: one compiled kernel for decode and for chunks of any length.
 
-A step's plan (tiles, long chunks, masks) depends on the metadata alone: it is made at the first layer and kept for the
+One kernel, so that the bits of a row depend on its query and its keys alone: not on the chunk, the batch or the threads
+that it is computed with. A step's plan depends on the metadata alone: it is made at the first layer and kept for the
 others.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -19,10 +20,7 @@ from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
 
 TILE_TOKENS = 16
-"""Query tokens that share a pass over the pages in the compiled loops."""
-LONG_CHUNK = 32
-LONG_WORK = 1 << 14
-"""From LONG_CHUNK query tokens and LONG_WORK query-key pairs on, gathering pages and matrix products are faster."""
+"""Query tokens that share a pass over the pages."""
 SERIAL_ELEMENTS = 1 << 15
 """Below this many KV elements one thread finishes before a second has started."""
 
@@ -31,22 +29,10 @@ _AttentionArguments = ctypes.c_int64 * 17
 
 
 @dataclass(slots=True)
-class _LongChunk:
-    """A request computed with matrix products. `masks`: by sliding window, made when first needed."""
-
-    rows: slice
-    block_table: torch.Tensor
-    query_len: int
-    seq_len: int
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class _Plan:
     """One step. `tiles` int32 [num_tiles, 4]: request, first token of the step, tokens, position of the first token."""
 
     tiles: torch.Tensor
-    long_chunks: list[_LongChunk]
     max_tile_tokens: int
     num_visible: int
     """Sum over the tiles of their visible positions: the work of one head."""
@@ -86,10 +72,7 @@ class CpuAttention:
             self._metadata = metadata
         _write_kv(key, value, kv_cache, layer, metadata.slot_mapping)
         output = torch.empty(query.shape, dtype=query.dtype)
-        if plan.max_tile_tokens:
-            _attend_tiles(query, kv_cache, output, layer, metadata, plan, scale, sliding_window or 0)
-        for chunk in plan.long_chunks:
-            output[chunk.rows] = _attend_long(query[chunk.rows], kv_cache, layer, chunk, scale, sliding_window)
+        _attend_tiles(query, kv_cache, output, layer, metadata, plan, scale, sliding_window or 0)
         return output
 
 
@@ -101,23 +84,14 @@ def _make_plan(metadata: AttentionMetadata) -> _Plan:
     assert metadata.slot_mapping.is_contiguous()
     starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     tiles: list[tuple[int, int, int, int]] = []
-    long_chunks = []
     for request, seq_len in enumerate(seq_lens):
-        start, end = starts[request], starts[request + 1]
-        query_len = end - start
-        if query_len == 1:
-            tiles.append((request, start, 1, seq_len - 1))
-        elif query_len >= LONG_CHUNK and query_len * seq_len >= LONG_WORK:
-            table = metadata.block_tables[request]
-            long_chunks.append(_LongChunk(slice(start, end), table, query_len, seq_len))
-        else:
-            for token in range(0, query_len, TILE_TOKENS):
-                count = min(TILE_TOKENS, query_len - token)
-                tiles.append((request, start + token, count, seq_len - query_len + token))
+        query_len = starts[request + 1] - starts[request]
+        for token in range(0, query_len, TILE_TOKENS):
+            count = min(TILE_TOKENS, query_len - token)
+            tiles.append((request, starts[request] + token, count, seq_len - query_len + token))
     return _Plan(
         tiles=torch.tensor(tiles, dtype=torch.int32),
-        long_chunks=long_chunks,
-        max_tile_tokens=max((tile[2] for tile in tiles), default=0),
+        max_tile_tokens=max(tile[2] for tile in tiles),
         num_visible=sum(tile[2] + tile[3] for tile in tiles),
     )
 
@@ -183,50 +157,6 @@ def _attend_tiles(
     num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1
     run = launcher_for(cpu_kernels.paged_attention_address, kv_cache.dtype)
     run(num_threads, ctypes.addressof(arguments))
-
-
-def _attend_long(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    layer: int,
-    chunk: _LongChunk,
-    scale: float,
-    sliding_window: int | None,
-) -> torch.Tensor:
-    """query [query_len, num_heads, head_dim] of one request -> the same shape."""
-    keys, values = _gather_heads(kv_cache, layer, chunk)
-    mask = chunk.masks.get(sliding_window)
-    if mask is None:
-        mask = chunk.masks[sliding_window] = _mask(chunk, sliding_window, query.dtype)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        keys[None],
-        values[None],
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=query.shape[1] != keys.shape[0],
-    )
-    return output[0].transpose(0, 1)
-
-
-def _gather_heads(kv_cache: torch.Tensor, layer: int, chunk: _LongChunk) -> tuple[torch.Tensor, torch.Tensor]:
-    """keys, values [num_kv_heads, seq_len, head_dim] of one request, copied out of its pages."""
-    _, _, num_planes, num_kv_heads, block_size, head_dim = kv_cache.shape
-    num_blocks = -(-chunk.seq_len // block_size)
-    pages = kv_cache[:, layer].index_select(0, chunk.block_table[:num_blocks])
-    heads = pages.permute(1, 2, 0, 3, 4).reshape(num_planes, num_kv_heads, num_blocks * block_size, head_dim)
-    keys, values = heads[:, :, : chunk.seq_len].unbind(0)
-    return keys, values
-
-
-def _mask(chunk: _LongChunk, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [query_len, seq_len]: 0, or -inf where a query must not see a key."""
-    keys = torch.arange(chunk.seq_len)
-    queries = keys[chunk.seq_len - chunk.query_len :, None]
-    hidden = keys > queries
-    if sliding_window is not None:
-        hidden |= keys <= queries - sliding_window
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _row_major(rows: torch.Tensor) -> torch.Tensor:

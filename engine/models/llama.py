@@ -5,6 +5,7 @@ The families differ in biases, in the norm of query and key heads, in sliding wi
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -143,8 +144,11 @@ class PackedLinear:
     """y = x W^T + b. On CPU the weight is copied once into oneDNN's blocked layout.
 
     Without packing oneDNN reorders the weight, or reads it strided, in every call: one row of bfloat16 then runs at a
-    third of the memory bandwidth. In float32 packing pays from a few rows on. The number of rows in a call changes a
-    row's result by no more than float rounding.
+    third of the memory bandwidth. In float32 packing pays from a few rows on.
+
+    On CPU the bits of a row do not depend on the other rows of the call. For a single row oneDNN takes another kernel,
+    which may add in another order: where it does, a single row is computed as two. In float32 that costs nothing, in
+    bfloat16 up to the time of the product again (benchmarks/LOG.md).
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -155,13 +159,29 @@ class PackedLinear:
         # Looked up once: the lookup costs as much as a small layer.
         self._product = torch.ops.mkldnn._linear_pointwise.default if is_packed else None
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if is_packed else weight
+        is_exact = is_packed and weight.dtype == torch.bfloat16 and _is_one_row_exact()
+        self._doubles_single_rows = weight.device.type == "cpu" and not is_exact
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
+        if self._doubles_single_rows and x.shape[0] == 1:
+            return self(x.expand(2, -1))[:1]
         if self._product is not None:
             y: torch.Tensor = self._product(x, self._weight, self._bias, "none", [], "")
             return y
         return torch.nn.functional.linear(x, self._weight, self._bias)
+
+
+@functools.cache
+def _is_one_row_exact() -> bool:
+    """Whether oneDNN's products of one bfloat16 row have the bits that the row has among others. Tried on 2^17 results,
+    of which one in 2,000 to 20,000 differs where the kernels add in another order."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, 1024, generator=generator).to(torch.bfloat16) for size in (512, 256))
+    product = torch.ops.mkldnn._linear_pointwise.default
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    one_by_one = torch.cat([product(row, packed, None, "none", [], "") for row in x.split(1)])
+    return torch.equal(one_by_one, product(x, packed, None, "none", [], ""))
 
 
 def _can_pack(weight: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,22 +111,48 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     torch.testing.assert_close(output, expected[0].transpose(0, 1), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("query_len", [31, 116, 117, 118, 140])
-def test_the_way_of_long_chunks_and_that_of_short_ones_agree(query_len: int) -> None:
-    metadata, _, num_blocks = paged_step([(1, 9), (query_len, 141), (3, 50)], block_size=16)
+@settings(max_examples=25)
+@given(
+    ends=st.lists(st.integers(1, 300), max_size=8, unique=True).map(sorted),
+    group=st.sampled_from([1, 2, 3]),
+    head_dim=st.sampled_from([16, 64, 80]),
+    window=st.sampled_from([None, 1, 20, 100]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    neighbours=st.lists(st.sampled_from([(1, 9), (3, 50), (40, 40)]), max_size=2),
+)
+def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
+    ends: list[int],
+    group: int,
+    head_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+    neighbours: list[tuple[int, int]],
+) -> None:
+    """A prompt in one step beside other requests, then the same prompt alone, in chunks that end at `ends`."""
+    num_tokens, kv_heads = 301, 2
+    metadata, _, num_blocks = paged_step([(num_tokens, num_tokens), *neighbours], block_size=16)
     query, key, value, cache = _tensors(
-        metadata, num_blocks, block_size=16, kv_heads=2, group=2, head_dim=32, dtype=torch.float32
+        metadata, num_blocks, block_size=16, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
     )
-    for window in (None, 20):
-        backends = (
-            select_backend("cpu", block_size=16, head_dim=32, dtype=torch.float32, device=CPU),
-            ReferenceAttention(),
+    backend = select_backend("cpu", block_size=16, head_dim=head_dim, dtype=dtype, device=CPU)
+
+    def forward(rows: slice, of: AttentionMetadata, into: torch.Tensor) -> torch.Tensor:
+        return backend.forward(
+            query[rows], key[rows], value[rows], into, layer=LAYER, metadata=of, scale=0.2, sliding_window=window
         )
-        output, expected = (
-            backend.forward(query, key, value, cache, layer=0, metadata=metadata, scale=0.2, sliding_window=window)
-            for backend in backends
+
+    in_chunks = cache.clone()
+    whole = forward(slice(None), metadata, cache)[:num_tokens]
+    for start, end in pairwise([0, *ends, num_tokens]):
+        chunk = AttentionMetadata(
+            query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            block_tables=metadata.block_tables[:1],
+            slot_mapping=metadata.slot_mapping[start:end],
+            max_query_len=end - start,
+            max_seq_len=end,
         )
-        torch.testing.assert_close(output, expected, atol=2e-5, rtol=0)
+        assert torch.equal(forward(slice(start, end), chunk, in_chunks), whole[start:end])
 
 
 def test_a_plan_is_not_reused_for_another_step() -> None:
