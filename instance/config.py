@@ -137,7 +137,11 @@ class TransferSection(Section):
         30.0, "Seconds for which KV is held after the last renewal by its reader.", flag="--lease-s", gt=0, le=3600
     )
     reservation_s: float = setting(
-        30.0, "Seconds for which blocks stay reserved without KV or seed.", flag="--reservation-s", gt=0, le=3600
+        30.0,
+        "Most seconds that a request waits for room, and that blocks stay reserved without KV or seed.",
+        flag="--reservation-s",
+        gt=0,
+        le=3600,
     )
     max_held_fraction: float = setting(0.5, "Fraction of the blocks that transfers may hold.", gt=0, le=1)
 

@@ -211,6 +211,7 @@ class EngineCore:
             num_running=len(scheduler.running),
             num_loading=len(scheduler.loading),
             num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_without_room=scheduler.num_without_room,
             free_blocks=pool.num_available - pool.num_cached,
             cached_blocks=pool.num_cached,
             running_blocks=scheduler.kv.num_blocks - pool.num_available - held,

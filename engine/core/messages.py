@@ -35,7 +35,7 @@ class RemoteKV(msgspec.Struct, frozen=True, kw_only=True):
 
     transfer_id: str
     reservation_s: float
-    """How long blocks stay reserved without KV or seed before the request ends."""
+    """How long the request may wait for room, and then how long its blocks stay reserved without KV or seed."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,6 +224,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_running: int = 0
     num_loading: int = 0
     num_waiting_tokens: int = 0
+    num_without_room: int = 0
     free_blocks: int = 0
     cached_blocks: int = 0
     running_blocks: int = 0

@@ -47,6 +47,7 @@ class Scheduler:
     """Blocks of finished requests, and of abandoned loads, that the connector still needs."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     _events: list[Event] = field(default_factory=list)
+    _now: float = 0.0
 
     # Commands
 
@@ -103,6 +104,7 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """End requests that have waited too long for blocks, KV or seed."""
+        self._now = now
         for request in [*self.loading.values(), *self.waiting]:
             if request.deadline is not None and now >= request.deadline:
                 missing = "room" if request.status is RequestStatus.WAITING else "KV" if request.seeded else "the seed"
@@ -164,6 +166,11 @@ class Scheduler:
         """Tokens that waiting requests have yet to compute, without regard to prefix hits."""
         return sum(request.num_uncomputed_tokens for request in self.waiting)
 
+    @property
+    def num_without_room(self) -> int:
+        """Waiting requests with KV of another instance: only blocks or a place in the batch are missing."""
+        return sum(request.awaits_kv for request in self.waiting)
+
     # Internals
 
     def _admit(self, budget: int, scheduled: list[ScheduledRequest]) -> None:
@@ -222,6 +229,8 @@ class Scheduler:
         num_local_blocks = request.num_computed_tokens // self.kv.block_size
         if request.spec.remote_kv is not None:
             self._events.append(ReservedEvent(request.request_id, request.num_cached_tokens, num_local_blocks))
+            # The wait for room takes nothing from the time in which the prompt is computed elsewhere.
+            request.deadline = max(request.deadline or 0.0, self._now + request.spec.remote_kv.reservation_s)
         if num_external > 0:
             block_ids = self.kv.block_ids(request.request_id)
             self.connector.update_state_after_alloc(request, block_ids, num_local_blocks)

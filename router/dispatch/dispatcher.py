@@ -142,7 +142,7 @@ class Dispatcher:
         prefill_call = self._prefill_call(flow, plan.prefill.instance, attempt)
         async with self._decode_call(flow, plan, attempt) as decode, prefill_call as prefill:
             decode.start(request, self._transfer(plan.prefill.instance, transfer_id))
-            await decode.reserved(self.disaggregation.reserve_timeout_s)
+            await decode.reserved(self.disaggregation.reserve_timeout_s, self.disaggregation.reservation_s)
             try:
                 # 4. The prefill instance computes the prompt; its first token goes to the client at once.
                 await flow.guard.wait_probation(plan.prefill.instance.key)

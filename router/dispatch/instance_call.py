@@ -312,17 +312,33 @@ class DecodeCall(InstanceCall):
         if self._joined is not None:
             self._call_reader = asyncio.create_task(self._read_call())
 
-    async def reserved(self, timeout_s: float) -> None:
-        """Waits for the reservation. Raises CallFailed when it is refused or does not come in time."""
+    async def reserved(self, timeout_s: float, max_wait_s: float) -> None:
+        """Waits for the reservation, at most `max_wait_s`. Raises CallFailed when it is refused or does not come.
+
+        A full instance lets requests wait for room, and reports them: the wait is no failure of the instance. One that
+        has reported none for `timeout_s` and has not answered has failed.
+        """
+        started_s = time.monotonic()
+        reading = asyncio.create_task(self._read())  # one for all waits: grpcio ends a call whose read is cancelled
         try:
-            async with asyncio.timeout(timeout_s):
-                message = await self._read()
-        except TimeoutError:
-            raise self._broken(f"no reservation within {timeout_s:g} s") from None
+            while not reading.done():
+                silent_s = max(started_s, self.instance.last_full_s) + timeout_s
+                if (remaining_s := min(silent_s, started_s + max_wait_s) - time.monotonic()) <= 0:
+                    raise self._not_reserved(timeout_s, max_wait_s)
+                await asyncio.wait({reading}, timeout=remaining_s)
+        finally:
+            reading.cancel()
+        message = reading.result()
         if message is None or message.WhichOneof("event") != "reserved":
             raise self._broken("did not answer start with a reservation")
         self._check_epoch(message.reserved.instance_epoch)
         self.trace.event(RequestEvent.KV_RESERVED)
+
+    def _not_reserved(self, timeout_s: float, max_wait_s: float) -> CallFailed:
+        if time.monotonic() - self.instance.last_full_s >= timeout_s:
+            return self._broken(f"no reservation within {timeout_s:g} s")
+        error = Overloaded("the instance is full", None)
+        return CallFailed(self.key, "refused", error, f"no room within {max_wait_s:g} s")
 
     def seed(self, token_ids: list[int]) -> None:
         """Sends the ids that prefill emitted, as the last request. Raises CallFailed when the instance is lost."""

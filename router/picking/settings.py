@@ -38,9 +38,13 @@ class DisaggregationSettings(Section):
     )
     lease_s: float = setting(30.0, "Seconds that a prefill instance holds KV without a request of its reader.", gt=0)
     reservation_s: float = setting(
-        30.0, "Seconds that a decode instance keeps blocks reserved without KV or seed.", gt=0
+        30.0,
+        "Seconds that a request may wait for room at a decode instance, and then for KV and seed with blocks reserved.",
+        gt=0,
     )
-    reserve_timeout_s: float = setting(10.0, "Seconds to wait for a decode instance's reservation.", gt=0)
+    reserve_timeout_s: float = setting(
+        10.0, "Seconds to wait for the reservation of a decode instance that reports no request without room.", gt=0
+    )
 
 
 class PickingSettings(Section):

@@ -76,6 +76,8 @@ class UpstreamInstance:
         self.info: InstanceInfo | None = None
         """Of the process that answered last at this address."""
         self._load: LoadReport | None = None
+        self.last_full_s = -math.inf
+        """The last moment at which its engine core said that requests wait for room."""
         self._first_seen_s = math.inf
         self._lost: str | None = "connecting"
         self._lost_state: State = "connecting"
@@ -185,7 +187,7 @@ class UpstreamInstance:
         if mismatch := self.expected.mismatch(info):
             raise _UnexpectedInstance(mismatch)
         if self.info is None or info.epoch != self.info.epoch:
-            self._first_seen_s = time.monotonic()
+            self._first_seen_s, self.last_full_s = time.monotonic(), -math.inf
             self.calls.instance_restarted()
             self.throughput.clear()
             _log.info(
@@ -203,6 +205,8 @@ class UpstreamInstance:
             return False
         before = self.out if self._load is not None else "connecting"
         self._load, self._lost = report, None
+        if report.num_without_room:
+            self.last_full_s = time.monotonic() - report.core_silence_s
         self._failure_detector.report_received(report.core_silence_s, report.step_s)
         self.calls.report_received(report.core_silence_s)
         self.throughput.report_received(report.num_prefilled_tokens, report.num_waiting_tokens, time.monotonic())

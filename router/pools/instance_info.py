@@ -106,6 +106,8 @@ class LoadReport:
     num_running: int = 0
     num_loading: int = 0
     num_waiting_tokens: int = 0
+    num_without_room: int = 0
+    """Of the waiting ones: whose KV comes from another instance, and for which there is no room yet."""
     free_blocks: int = 0
     cached_blocks: int = 0
     step_s: float = 0.0

@@ -4,8 +4,9 @@
                                             ▲──────────────one failure──────────┘
 
 A failure is the instance's own: a broken stream, a reservation that does not come, an INTERNAL; never a rejection for
-lack of room. Failures at the same moment are one event. A dead or silent instance is out by its load reports
-(router/pools/instance.py); this is for those that report and yet fail. A new process at the address has no record.
+lack of room, nor the wait for it. Failures at the same moment are one event. A dead or silent instance is out by its
+load reports (router/pools/instance.py); this is for those that report and yet fail. A new process at the address has
+no record.
 
 At most a share of a pool is ejected, and never its last ready instance. If no other instance is available, an ejected
 one is picked nevertheless (`Dispatcher._plan_now`).

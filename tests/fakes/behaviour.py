@@ -48,7 +48,7 @@ class Behaviour:
     streams_tokens: bool = True
     """False: one of a time before token streams, which answers each Decode in its own call."""
     slots: int | None = None
-    """Decode calls that generate at one time, the others wait their turn, and it reports so; None: any number."""
+    """Decode calls that have room at one time, the others wait their turn, and it reports so; None: any number."""
     beats: bool = True
     draining: bool = False
     moving_out: bool = False
@@ -57,6 +57,7 @@ class Behaviour:
     num_waiting: int = 0
     num_running: int = 0
     num_waiting_tokens: int = 0
+    num_without_room: int = 0
     num_prefilled_tokens: int = 0
 
 

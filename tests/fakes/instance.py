@@ -195,6 +195,7 @@ class FakeInstance:
                     num_waiting=self.behaviour.num_waiting + self._num_without_slot,
                     num_running=self.behaviour.num_running + (self._num_generating if self._slots else 0),
                     num_waiting_tokens=self.behaviour.num_waiting_tokens,
+                    num_without_room=self.behaviour.num_without_room + self._num_without_slot,
                     num_prefilled_tokens=self.behaviour.num_prefilled_tokens,
                     core_silence_s=self.behaviour.core_silence_s,
                     step_s=self.behaviour.step_s,

@@ -134,23 +134,25 @@ class Servicer(
             instance.record("call", wanted.request_id, detail=context.invocation_metadata())
             await self._refuse_if_told(context)
             emitted = list(wanted.emitted_token_ids)
-            if start.HasField("transfer"):
-                await asyncio.sleep(instance.behaviour.reserve_s)
-                instance.record("reserved", wanted.request_id, start.transfer.transfer_id)
-                yield decode_pb2.DecodeResponse(reserved=decode_pb2.DecodeReserved(instance_epoch=instance.epoch))
-                loading = asyncio.create_task(self._load(start.transfer))
-                try:
-                    seed = [*(await anext(request_iterator, _NOTHING)).seed.token_ids]
-                    instance.record("seed", wanted.request_id, detail=seed)
-                    emitted += seed
-                    loaded = await loading
-                finally:
-                    loading.cancel()
-                instance.record("loaded" if loaded else "recomputed", wanted.request_id)
-                yield decode_pb2.DecodeResponse(loaded=decode_pb2.DecodeLoaded(num_recomputed_blocks=int(not loaded)))
-            else:
-                await asyncio.sleep(instance.behaviour.prefill_s)
+            has_transfer = start.HasField("transfer")
+            await asyncio.sleep(instance.behaviour.reserve_s if has_transfer else instance.behaviour.prefill_s)
             async with instance.slot():
+                if has_transfer:
+                    instance.record("reserved", wanted.request_id, start.transfer.transfer_id)
+                    yield decode_pb2.DecodeResponse(reserved=decode_pb2.DecodeReserved(instance_epoch=instance.epoch))
+                    loading = asyncio.create_task(self._load(start.transfer))
+                    try:
+                        seed = [*(await anext(request_iterator, _NOTHING)).seed.token_ids]
+                        instance.record("seed", wanted.request_id, detail=seed)
+                        emitted += seed
+                        loaded = await loading
+                    finally:
+                        loading.cancel()
+                    instance.record("loaded" if loaded else "recomputed", wanted.request_id)
+                    num_recomputed = int(not loaded)
+                    yield decode_pb2.DecodeResponse(
+                        loaded=decode_pb2.DecodeLoaded(num_recomputed_blocks=num_recomputed)
+                    )
                 async for chunk in instance.tokens(wanted, emitted, hand_over=False):
                     done = chunk.HasField("finish")
                     yield decode_pb2.DecodeResponse(tokens=chunk)

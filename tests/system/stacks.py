@@ -285,7 +285,10 @@ def tight(model: Model) -> AbstractContextManager[Stack]:
         num_blocks=128,
         instance_args=PATIENT_PEERS,
         # The instance is to reject, not the router before it.
-        router_args=("--disaggregation-reservation-s", "3", "--admission-block-fraction", "100", *PATIENT_POOLS),
+        router_args=(
+            *("--disaggregation-reservation-s", "3", "--disaggregation-reserve-timeout-s", "2"),
+            *("--admission-block-fraction", "100", *PATIENT_POOLS),
+        ),
         failpoints=False,
         faults={"decode-0": "engine.step=sleep:0.02"},
     )

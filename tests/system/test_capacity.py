@@ -10,6 +10,7 @@ from tandem import TandemError
 from tests.lively import BLOCK_SIZE, random_prompt
 from tests.system.background_request import BackgroundRequest
 from tests.system.stacks import GREEDY, Stack, on_stack
+from tests.waiting import wait_until
 
 pytestmark = on_stack("tight")
 FILLING, TOO_LONG = 1100, 1000
@@ -21,9 +22,11 @@ def test_a_prompt_without_room_is_rejected_and_leaves_nothing(stack: Stack, prom
     first, second = random_prompt(prompts, FILLING), random_prompt(prompts, TOO_LONG)
     request = BackgroundRequest(stack.rig.address, first, **filling)
     request.wait_first_token()
+    waiting = BackgroundRequest(stack.rig.address, second, **GREEDY)
+    wait_until(lambda: stack.rig.load("decode-0").num_without_room == 1, "no request waits for room")
     with pytest.raises(TandemError) as caught:
-        stack.generate(second, GREEDY)
-    assert caught.value.status == "RESOURCE_EXHAUSTED"
+        waiting.completion()
+    assert caught.value.status == "RESOURCE_EXHAUSTED", "the wait is longer than that for a silent instance"
     assert caught.value.retry_after_s is not None
     # The running request is not disturbed, and once it is gone there is room.
     stack.assert_exact(request.completion(), first, filling)

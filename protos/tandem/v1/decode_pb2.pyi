@@ -36,7 +36,7 @@ class TransferSource(_message.Message):
     instance_epoch: _builtins.str
     """Epoch of the prefill instance's process; another epoch means that the KV is lost."""
     reservation_s: _builtins.float
-    """How long blocks stay reserved without KV or seed, seconds."""
+    """How long the request may wait for room, and then how long blocks stay reserved without KV or seed, seconds."""
     def __init__(
         self,
         *,

@@ -215,6 +215,7 @@ class WatchLoadResponse(_message.Message):
     NUM_EXPIRED_LEASES_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     MOVING_OUT_FIELD_NUMBER: _builtins.int
+    NUM_WITHOUT_ROOM_FIELD_NUMBER: _builtins.int
     instance_epoch: _builtins.str
     """New with every process start."""
     sequence: _builtins.int
@@ -251,6 +252,8 @@ class WatchLoadResponse(_message.Message):
     """Requests preempted since the start."""
     moving_out: _builtins.bool
     """The drain's grace period is nearly over: running requests should continue elsewhere if an instance can take them."""
+    num_without_room: _builtins.int
+    """Of num_waiting: requests with KV of another instance, which wait for room. An instance is full while there are any."""
     @_builtins.property
     def blocks(self) -> Global___BlockUsage:
         """Blocks by class."""
@@ -277,10 +280,11 @@ class WatchLoadResponse(_message.Message):
         num_expired_leases: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
         moving_out: _builtins.bool = ...,
+        num_without_room: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "core_silence_s", b"core_silence_s", "draining", b"draining", "instance_epoch", b"instance_epoch", "moving_out", b"moving_out", "num_expired_leases", b"num_expired_leases", "num_external_tokens", b"num_external_tokens", "num_generated_tokens", b"num_generated_tokens", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_recomputed_blocks", b"num_recomputed_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_transfers", b"num_transfers", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "sequence", b"sequence", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "core_silence_s", b"core_silence_s", "draining", b"draining", "instance_epoch", b"instance_epoch", "moving_out", b"moving_out", "num_expired_leases", b"num_expired_leases", "num_external_tokens", b"num_external_tokens", "num_generated_tokens", b"num_generated_tokens", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_recomputed_blocks", b"num_recomputed_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_transfers", b"num_transfers", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "num_without_room", b"num_without_room", "sequence", b"sequence", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

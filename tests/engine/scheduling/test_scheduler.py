@@ -231,6 +231,25 @@ def test_a_reservation_without_a_seed_is_given_up_at_its_deadline() -> None:
     assert "seed" in (end.error or "")
 
 
+def test_the_wait_for_room_is_reported_and_takes_nothing_from_the_reservation() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    first = add(scheduler, [1] * 10, now=100.0, remote_kv=RemoteKV(transfer_id="a", reservation_s=50.0))
+    second = add(scheduler, [2] * 10, now=100.0, remote_kv=RemoteKV(transfer_id="b", reservation_s=5.0))
+    third = add(scheduler, [3] * 10, now=101.0, remote_kv=RemoteKV(transfer_id="c", reservation_s=5.0))
+    add(scheduler, [4] * 10, now=101.0)
+    step(scheduler)
+    assert (len(scheduler.waiting), scheduler.num_without_room) == (3, 2)
+    scheduler.expire(104.0)
+    scheduler.abort(first.request_id)
+    step(scheduler)
+    assert (len(scheduler.waiting), scheduler.num_without_room) == (2, 1)
+    scheduler.expire(108.9)
+    assert list(scheduler.loading) == [second.request_id]
+    assert third.request_id not in scheduler.requests, "it had no room for 5 s"
+    scheduler.expire(109.0)
+    assert second.request_id not in scheduler.requests
+
+
 def test_aborting_in_every_state_frees_everything() -> None:
     scheduler = make_scheduler(num_blocks=6, budget=4, max_num_seqs=2)
     running = add(scheduler, [1] * 9)
