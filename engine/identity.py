@@ -3,8 +3,8 @@
 It consists of digests of all that shapes the computation (weights, config, tokenizer, dtype, page layout); the
 fingerprint is the digest of them all and part of every block hash and page. Free of torch.
 
-Digests of weights are cached per user by real path, size, mtime and inode, so that a start does not read 140 GB again.
-A cache that is missing, damaged or not trusted is ignored, and the digests are computed again.
+Digests of weights are cached per user by real path, size, mtime, ctime and inode, so that a start does not read 140
+GB again. A cache that is missing, damaged or not trusted is ignored, and the digests are computed again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAX_CACHED = 4096
 _MAX_CACHE_BYTES = 4 << 20
 _SETTLED_NS = 2_000_000_000
-"""A file changed more recently than this may change again within one tick of its mtime: its digest is not cached."""
+"""A file changed more recently than this may change again within one tick of its ctime: its digest is not cached."""
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,19 +171,20 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# The cache of weight digests: {"<real path>|<size>|<mtime_ns>|<inode>": "<sha256 hex>"}
+# The cache of weight digests: {"<real path>|<size>|<mtime_ns>|<inode>|<ctime_ns>": "<sha256 hex>"}
 
 
 def _cache_key(path: Path) -> str:
     real = path.resolve()
     status = real.stat()
-    return f"{real}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
+    # `cp -p` over a file keeps all but its ctime, which nobody can set.
+    return f"{real}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}|{status.st_ctime_ns}"
 
 
-def _mtime_ns(key: str) -> int:
-    """The mtime in a key; a malformed key counts as too recent to be kept."""
-    parts = key.rsplit("|", 2)
-    return int(parts[1]) if len(parts) == 3 and parts[1].isdecimal() else time.time_ns()
+def _ctime_ns(key: str) -> int:
+    """The ctime in a key; a malformed key counts as too recent to be kept."""
+    parts = key.rsplit("|", 4)
+    return int(parts[4]) if len(parts) == 5 and parts[4].isdecimal() else time.time_ns()
 
 
 def _cache_path() -> Path:
@@ -211,7 +212,7 @@ def _read_cache() -> dict[str, str]:
 def _write_cache(entries: dict[str, str]) -> None:
     """Replaces the file atomically. A failure is ignored: the next start reads the weights again."""
     now_ns = time.time_ns()
-    settled = {key: value for key, value in entries.items() if now_ns - _mtime_ns(key) > _SETTLED_NS}
+    settled = {key: value for key, value in entries.items() if now_ns - _ctime_ns(key) > _SETTLED_NS}
     newest = dict(list(settled.items())[-_MAX_CACHED:])
     with contextlib.suppress(OSError, RuntimeError):
         path = _cache_path()

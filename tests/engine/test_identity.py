@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +23,7 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache of a user who has none yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(identity, "_SETTLED_NS", 0)  # the tests' files are all new
     return tmp_path / "cache" / "tandem" / "weight_digests.json"
 
 
@@ -37,8 +38,6 @@ def make_checkpoint(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
-    for path in folder.iterdir():
-        os.utime(path, (1e9, 1e9))  # long ago, so that digests are remembered
     return folder
 
 
@@ -147,13 +146,25 @@ def test_changed_file_of_the_same_size_is_read_again(folder: Path, monkeypatch: 
     assert reads == ["model-1.safetensors"]
 
 
+def test_file_that_keeps_its_size_its_inode_and_its_date_is_read_again(folder: Path, tmp_path: Path) -> None:
+    path, other = folder / "model-1.safetensors", tmp_path / "other"
+    other.write_bytes(b"weights 1ne")
+    shutil.copystat(path, other)
+    old, before = path.stat(), identify(folder)
+    while path.stat().st_ctime_ns == old.st_ctime_ns:  # the clock of files may tick each 10 ms only
+        shutil.copy2(other, path)  # as `cp -p` does
+    new = path.stat()
+    assert (new.st_size, new.st_ino, new.st_mtime_ns) == (old.st_size, old.st_ino, old.st_mtime_ns)
+    assert identify(folder) != before
+
+
 def test_file_that_was_changed_a_moment_ago_is_not_remembered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.time()
-    os.utime(folder / "model-1.safetensors", (now, now))
+    os.utime(folder / "model-1.safetensors", (1e9, 1e9))  # the date says nothing: `cp -p` sets it
+    monkeypatch.setattr(identity, "_SETTLED_NS", 3600 * 10**9)
     reads = count_reads(monkeypatch)
     identify(folder)
     identify(folder)
-    assert reads == ["model-1.safetensors", "model-2.safetensors", "model-1.safetensors"]
+    assert reads == 2 * ["model-1.safetensors", "model-2.safetensors"]
 
 
 def _garbage(memory: Path) -> None:
