@@ -67,10 +67,15 @@ class StreamWriter(Generic[M]):
     async def write(self, message: M) -> None:
         """Returns when `message` has left; raises TypeError for a message of another type than the method's."""
         data = self.serialised(message)
-        if not self._headers_sent:
-            await self._send_headers()
         self._since_s = time.monotonic()
-        await self.context.write(data)
+        try:
+            if not self._headers_sent:
+                await self._send_headers()
+            await self.context.write(data)
+        except grpc.aio.InternalError:
+            # The client has gone: grpcio is about to cancel the call's task, which may await this one. Raised here, the
+            # error would come first and look like one of the service's own.
+            await asyncio.Event().wait()
         self._since_s = None
 
     @asynccontextmanager
@@ -101,6 +106,7 @@ class StreamWriter(Generic[M]):
         """Sends the headers separately, even when cancelled. If the first message carried them and its write were
         cancelled, grpcio would send them again with the status, and the client would get no status at all."""
         sending = asyncio.ensure_future(self.context.send_initial_metadata(()))
+        sending.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it as lost
         try:
             await asyncio.shield(sending)
         except asyncio.CancelledError:
@@ -327,4 +333,7 @@ async def _abort(context: Context, error: ServiceError) -> None:
     error.__traceback__ = error.__cause__ = error.__context__ = None
     _log.debug("%s: %s", error.code.name, error.message)
     text = status_text(error, request_id())
-    await context.abort(error.code, text, trailing_metadata=trailers(error, text))
+    try:
+        await context.abort(error.code, text, trailing_metadata=trailers(error, text))
+    except grpc.aio.InternalError:  # the client has gone; once a status is under way, grpcio no longer cancels the task
+        raise asyncio.CancelledError from None

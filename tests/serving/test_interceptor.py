@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import gzip
+import logging
+import random
 from contextlib import aclosing
 
 import grpc
@@ -108,6 +110,22 @@ async def test_a_client_that_goes_away_ends_its_handler(rigs: Rigs) -> None:
     call.cancel()
     await until(lambda: rig.servicer.num_running == 0)
     assert rig.server.calls.num_open == 0
+
+
+async def test_clients_that_go_away_at_random_moments_leave_no_error_in_the_log(
+    rigs: Rigs, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = await rigs.start()
+    rng = random.Random(1)
+    for _ in range(300):
+        text = rng.choice(("hello", "flood", "full"))
+        calls = [rig.stub.Generate(pb.GenerateRequest(text=text)) for _ in range(4)]
+        await asyncio.sleep(rng.uniform(0, 0.004))
+        for call in calls:
+            call.cancel()
+    await until(lambda: rig.server.calls.num_open == 0)
+    gc.collect()  # asyncio logs a lost exception when its task is freed
+    assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
 async def test_a_slow_reader_is_cut_off_and_its_handler_closed(rigs: Rigs) -> None:

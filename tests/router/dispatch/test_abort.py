@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+import random
 from typing import Self
 
 import grpc
@@ -72,6 +75,27 @@ async def test_many_cancels_at_any_moment_leave_nothing(run: Run) -> None:
         for call in calls:
             call.cancel()
         await rig.until_idle()
+
+
+async def test_ends_of_several_choices_at_random_moments_leave_no_error_in_the_log(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(1)
+    async with run(decode=[FakeInstance("decode", behaviour=slow(0.0005))]) as rig:
+
+        async def ended_early(timeout_s: float) -> None:
+            call = rig.call(n=4, max_tokens=500, timeout=timeout_s)
+            reading = asyncio.create_task(_read(call))
+            await asyncio.wait({reading}, timeout=rng.uniform(0, 0.25))
+            call.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+        for _ in range(8):
+            await asyncio.gather(*(ended_early(60) for _ in range(10)))
+            await asyncio.gather(*(ended_early(rng.uniform(0.01, 0.1)) for _ in range(10)))
+        await rig.until_idle()
+    gc.collect()  # asyncio logs a lost exception when its task is freed
+    assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
 async def test_an_abort_ends_every_request_with_its_label(run: Run) -> None:
@@ -234,6 +258,11 @@ async def _stuck(fake: FakeInstance) -> None:
         while num_tokens != len(fake.records):
             num_tokens = len(fake.records)
             await asyncio.sleep(0.5)
+
+
+async def _read(call: grpc.aio.UnaryStreamCall) -> None:
+    async for _ in call:
+        pass
 
 
 async def _code(rig: Rig) -> grpc.StatusCode:
