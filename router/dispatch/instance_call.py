@@ -172,12 +172,17 @@ class InstanceCall:
         self._reached = self.instance.channel.get_state() is grpc.ChannelConnectivity.READY
 
     def _options(self) -> dict[str, Any]:
-        deadline_s = self.choice.request.deadline_s
-        timeout = None if deadline_s is None else max(deadline_s - time.monotonic() - _DEADLINE_MARGIN_S, 0.001)
+        remaining_s = self._remaining_s
         return {
-            "timeout": timeout,
+            "timeout": None if remaining_s is None else max(remaining_s, 0.001),
             "metadata": ((REQUEST_ID_KEY, self.choice.request.label), *tracing.outgoing_metadata()),
         }
+
+    @property
+    def _remaining_s(self) -> float | None:
+        """Seconds to the end of the call, not of its request: an end by time says nothing against the instance."""
+        deadline_s = self.choice.request.deadline_s
+        return None if deadline_s is None else deadline_s - time.monotonic() - _DEADLINE_MARGIN_S
 
     async def _read(self) -> Any:
         """The next message, None at a good end. Raises CallFailed."""
@@ -228,7 +233,8 @@ class InstanceCall:
     def _failed(self, error: grpc.aio.AioRpcError) -> CallFailed:
         code = error.code()
         if code is grpc.StatusCode.INTERNAL and error.details() == _GRPCIO_INTERNAL:
-            late = self.choice.request.deadline_s is not None and time.monotonic() >= self.choice.request.deadline_s
+            remaining_s = self._remaining_s
+            late = remaining_s is not None and remaining_s <= 0
             code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
         answer = from_rpc_error(error)
         death: Death | None = None
@@ -288,6 +294,7 @@ class DecodeCall(InstanceCall):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._to_send: asyncio.Queue[decode_pb2.DecodeRequest | None] = asyncio.Queue()
+        self._sender: asyncio.Task[None] | None = None  # grpcio's, which consumes `_requests`
         self._buffer = ReceiveBuffer()
         self._joined: tuple[TokenStream, decode_pb2.TokenStream] | None = None
         self._call_reader: asyncio.Task[None] | None = None
@@ -297,7 +304,8 @@ class DecodeCall(InstanceCall):
         if self._call_reader is not None:
             self._call_reader.cancel()
         await super().__aexit__(*error)
-        self._to_send.put_nowait(None)  # ends the iterator: grpcio leaves it waiting when the call ends by itself
+        if self._sender is not None:
+            self._sender.cancel()  # grpcio leaves it waiting when the call ends by itself
 
     def start(self, request: common_pb2.InstanceRequest, transfer: decode_pb2.TransferSource | None = None) -> None:
         self._begin()
@@ -400,6 +408,7 @@ class DecodeCall(InstanceCall):
             self._buffer.close(failure)
 
     async def _requests(self) -> AsyncIterator[decode_pb2.DecodeRequest]:
+        self._sender = asyncio.current_task()
         while (message := await self._to_send.get()) is not None:
             yield message
 
