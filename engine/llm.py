@@ -255,6 +255,8 @@ class _Batch:
 
     def _apply(self, event: TokensEvent) -> None:
         choice = self._running[event.request_id]
+        if event.error_kind == "nothing_allowed":
+            raise InvalidRequest("sampling_params", str(event.error))
         if event.finish_reason == "error":
             raise EngineError(f"{event.request_id}: {event.error}")
         output = choice.output

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 import numpy.typing as npt
@@ -48,9 +48,14 @@ class ModelRunner:
         if not sampling:
             return Sampled()
         rows = metadata.query_start_loc[1:][sampling].long() - 1
-        logits = self._model.compute_logits(hidden[rows])
         requests = [shares[index].request for index in sampling]
-        return replace(self._sample(logits, requests), prompt_logprobs=prompt_logprobs)
+        sampled = self._sample(self._model.compute_logits(hidden[rows]), requests)
+        failed = [index for index, request in enumerate(requests) if request.request_id not in sampled.token_ids]
+        nothing_allowed: frozenset[str] = frozenset()
+        if failed:  # computed again: the request's parameters have changed the logits in place
+            is_finite = self._model.compute_logits(hidden[rows[failed]]).amax(dim=-1).isfinite().tolist()
+            nothing_allowed = frozenset(requests[index].request_id for index in compress(failed, is_finite))
+        return replace(sampled, prompt_logprobs=prompt_logprobs, nothing_allowed=nothing_allowed)
 
     def warm_up(self) -> float:
         """Compile kernels and touch memory before the first request. Writes to block 0, while no request has blocks.
@@ -103,21 +108,16 @@ class ModelRunner:
         raw = {row: logits[row].clone() for row, request in with_logprobs if request.spec.params.changes_logits}
         self._adjustments.apply(logits, requests)
         token_ids = _sample_finite(logits, requests)
-        nothing_allowed = frozenset(
-            request.request_id
-            for row, request in numbered
-            if request.request_id not in token_ids and _excludes_all_tokens(logits[row], request)
-        )
         with_logprobs = [(row, request) for row, request in with_logprobs if request.request_id in token_ids]
         if not with_logprobs:
-            return Sampled(token_ids, nothing_allowed=nothing_allowed)
+            return Sampled(token_ids)
         logprobs = token_logprobs(
             [raw.get(row, logits[row]) for row, _ in with_logprobs],
             [token_ids[request.request_id] for _, request in with_logprobs],
             [request.spec.params.logprobs or 0 for _, request in with_logprobs],
         )
         by_id = {request.request_id: entries for (_, request), entries in zip(with_logprobs, logprobs, strict=True)}
-        return Sampled(token_ids, by_id, nothing_allowed=nothing_allowed)
+        return Sampled(token_ids, by_id)
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -139,13 +139,6 @@ def _sample_finite(logits: torch.Tensor, requests: list[Request]) -> dict[str, i
         tokens = sample(logits[finite], [rows[index] for index in finite])
         requests = [requests[index] for index in finite]
     return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
-
-
-def _excludes_all_tokens(logits: torch.Tensor, request: Request) -> bool:
-    """Whether the request's own parameters exclude every token; `logits` [vocab] of a broken model are NaN."""
-    params = request.spec.params
-    may_exclude = params.changes_logits or params.min_tokens > 0
-    return may_exclude and not bool(logits.isnan().any() or logits.isposinf().any())
 
 
 def _sampling_row(request: Request) -> SamplingRow:

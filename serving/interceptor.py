@@ -73,9 +73,10 @@ class StreamWriter(Generic[M]):
                 await self._send_headers()
             await self.context.write(data)
         except grpc.aio.InternalError:
-            # The client has gone: grpcio is about to cancel the call's task, which may await this one. Raised here, the
-            # error would come first and look like one of the service's own.
-            await asyncio.Event().wait()
+            # The client has gone: grpcio is about to cancel the call's task, which may await this one. Raised at once,
+            # the error would come first and look like one of the service's own.
+            await asyncio.sleep(_CANCEL_WITHIN_S)
+            raise
         self._since_s = None
 
     @asynccontextmanager
@@ -126,6 +127,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _MIN_DEADLINE_S = 0.002  # gRPC rounds a deadline of 0 up under way: without this, some such calls get through
 _REJECTED_READ_S = 1.0
+_CANCEL_WITHIN_S = 5.0
+"""In which grpcio has cancelled the task of a call whose client has gone."""
 """Longest wait for the message of a call that is rejected: it comes with the headers, or not at all."""
 _MAX_REJECTED = 512  # calls of one address in that wait: more than can have their messages under way
 _deadline_s: ContextVar[float | None] = ContextVar("tandem_deadline", default=None)

@@ -17,6 +17,8 @@ from engine.errors import InvalidRequest, shown
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would only overflow."""
+MIN_REPETITION_PENALTY = 1e-9
+"""Logits are divided by it in float32, where much smaller numbers are 0 or make them infinite."""
 MAX_CHOICES = 8
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
@@ -132,7 +134,7 @@ _RANGES = (
     _Range("min_p", 0, 1, "[0,1]", kind=float),
     _Range("presence_penalty", -2, 2, "[-2,2]", kind=float),
     _Range("frequency_penalty", -2, 2, "[-2,2]", kind=float),
-    _Range("repetition_penalty", 0, 2, "(0,2]", open_low=True, kind=float),
+    _Range("repetition_penalty", MIN_REPETITION_PENALTY, 2, f"[{MIN_REPETITION_PENALTY:g},2]", kind=float),
     _Range("n", 1, MAX_CHOICES, f"1..{MAX_CHOICES}"),
     _Range("seed", 0, MAX_SEED, "0..2^64-1", optional=True),
     _Range("logprobs", 0, MAX_LOGPROBS, f"0..{MAX_LOGPROBS}", optional=True),

@@ -297,7 +297,8 @@ class Scheduler:
             if request.request_id in sampled.nothing_allowed:
                 self._fail(
                     request,
-                    "allowed_token_ids, bad_words, logit_bias and min_tokens exclude every token",
+                    "allowed_token_ids, bad_words, logit_bias and min_tokens exclude every token, "
+                    f"or repetition_penalty={request.spec.params.repetition_penalty} makes logits that are not finite",
                     "nothing_allowed",
                 )
             else:

@@ -49,7 +49,7 @@ class Sampled:
     prompt_logprobs: dict[str, list[list[TokenLogprob]]] = field(default_factory=dict)
     """Of requests that need them."""
     nothing_allowed: frozenset[str] = frozenset()
-    """Requests whose own parameters exclude every token."""
+    """Requests whose own parameters exclude every token or made logits that are not finite, though the model's are."""
 
     def event(self, request: Request, *, finish_reason: FinishReason | None, stop_token_id: int | None) -> TokensEvent:
         """The event of this request's token."""

@@ -61,6 +61,7 @@ def test_bytes_that_are_no_request(rig: Rig, message: bytes, status: grpc.Status
         ("hi", {"temperature": float("nan")}, ["temperature", "nan"]),
         ("hi", {"temperature": 2.5}, ["temperature", "2.5"]),
         ("hi", {"top_p": 0.0}, ["top_p"]),
+        ("hi", {"repetition_penalty": 5e-324}, ["repetition_penalty", "5e-324", "[1e-09,2]"]),
         ("hi", {"n": 9}, ["n", "9"]),
         ("hi", {"stop": [""]}, ["stop"]),
         ("hi", {"stop_token_ids": [10**9]}, ["stop_token_ids"]),

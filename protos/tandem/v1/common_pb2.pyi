@@ -169,7 +169,7 @@ class SamplingParams(_message.Message):
     presence_penalty: _builtins.float
     """Penalty for having occurred in the output; allowed -2..2; default 0."""
     repetition_penalty: _builtins.float
-    """Divides (multiplies if negative) the logits of tokens seen in prompt or output; allowed (0, 2]; default 1."""
+    """Divides (multiplies if negative) the logits of tokens seen in prompt or output; allowed [1e-9, 2]; default 1."""
     logprobs: _builtins.int
     """Log-probabilities of each output token and of this many best tokens at its position; allowed 0..20; absent: none."""
     prompt_logprobs: _builtins.int

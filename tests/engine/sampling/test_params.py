@@ -66,7 +66,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     *[("top_p", v, "(0,1]") for v in (0, -1, 1.0001, NAN, "x")],
     *[("top_k", v, "1..1000") for v in (-2, 1001, 2**31, 0.5)],
     *[("min_p", v, "[0,1]") for v in (NAN, 2, -0.1)],
-    *[("repetition_penalty", v, "(0,2]") for v in (0, -1, NAN, INF, 2.1)],
+    *[("repetition_penalty", v, "[1e-09,2]") for v in (0, -1, NAN, INF, 2.1, 5e-324, 1e-45, 1e-37, 9e-10)],
     *[("frequency_penalty", v, "[-2,2]") for v in (2.01, -2.01, NAN)],
     *[("presence_penalty", v, "[-2,2]") for v in (2.01, -2.01, NAN)],
     # rows 30, 33, 35

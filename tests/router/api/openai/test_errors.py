@@ -87,6 +87,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 3}, "temperature", "0..2"),
     ({"temperature": "hot"}, "temperature", "valid number"),
     ({"top_p": 0}, "top_p", "(0,1]"),
+    ({"repetition_penalty": 1e-45}, "repetition_penalty", "1e-45 is out of range; allowed: [1e-09,2]"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens >= 1"),
     ({"max_tokens": 2**70}, "max_tokens", "less than or equal"),
     ({"max_tokens": 1.5}, "max_tokens", "integer"),
