@@ -15,6 +15,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -190,6 +191,12 @@ class Rig:
         """Warnings and errors of the router so far: why KV was computed again, which calls failed."""
         lines = self.stack.processes["router"].spec.log_file.read_text().splitlines()
         return "\n".join(line for line in lines if " WARNING " in line or " ERROR " in line)
+
+    def logged_exceptions(self) -> Counter[str]:
+        """The lines that begin a traceback or name an exception that nobody has retrieved, by process."""
+        signs = ("Traceback (most recent call last)", "never retrieved", "Task was destroyed")
+        logs = {name: process.spec.log_file.read_text() for name, process in self.stack.processes.items()}
+        return Counter({name: sum(map(log.count, signs)) for name, log in logs.items()})
 
     def load(self, member: str) -> instance_pb2.WatchLoadResponse:
         """The next load report of an instance."""

@@ -160,6 +160,7 @@ def test_an_aborted_request_frees_everything(stack: Stack, prompts: random.Rando
 async def test_requests_cancelled_at_random_leave_nothing(stack: Stack, prompts: random.Random, count: int) -> None:
     shared = random_prompt(prompts, 10 * BLOCK_SIZE)
     ends = {"cancelled": 0, "finished": 0}
+    logged = stack.rig.logged_exceptions()
 
     async with AsyncClient(stack.rig.address) as client:
 
@@ -167,7 +168,8 @@ async def test_requests_cancelled_at_random_leave_nothing(stack: Stack, prompts:
             prompt = shared[: prompts.randrange(0, len(shared))] + random_prompt(prompts, prompts.randrange(1, 250))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(prompts.uniform(0.0, 0.3)):
-                    await client.generate(prompt, **{**LONG, "max_tokens": 300})
+                    several = prompts.choice(({}, {"n": 4, "temperature": 1.0}))
+                    await client.generate(prompt, **{**LONG, "max_tokens": 300, **several})
                     ends["finished"] += 1
                     return
             ends["cancelled"] += 1
@@ -181,6 +183,7 @@ async def test_requests_cancelled_at_random_leave_nothing(stack: Stack, prompts:
     prompt = shared + random_prompt(prompts, 40)
     stack.wait_idle()
     stack.assert_exact(stack.generate(prompt, GREEDY), prompt, GREEDY)
+    assert stack.rig.logged_exceptions() == logged
 
 
 @on_stack("pair shared_storage")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
+import grpc.aio
 import pytest
 
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from router.resilience.outlier_detection import EjectionSettings, OutlierDetection
-from tests.fakes.behaviour import FULL, Behaviour
+from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes
 
@@ -164,6 +166,17 @@ async def test_an_ejected_instance_is_better_than_none(run: Run) -> None:
         await rig.decode[1].kill()
         await rig.until_ready(num_decode=1)
         assert (await rig.generate()).is_exactly(12)
+
+
+async def test_requests_that_an_instance_calls_invalid_do_not_eject_it(run: Run) -> None:
+    settings = {"failures": 1, "ejection_s": 60.0}
+    async with run(prefill=0, decode=decodes(Behaviour(refuse=WRONG), busy()), ejection=settings) as rig:
+        for num_refused in range(1, 4):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await rig.generate()
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert len(rig.decode[0].recorded("refused")) == num_refused
+            await asyncio.sleep(0.15)
 
 
 async def test_a_full_instance_is_not_ejected(run: Run) -> None:
