@@ -127,9 +127,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _MIN_DEADLINE_S = 0.002  # gRPC rounds a deadline of 0 up under way: without this, some such calls get through
 _REJECTED_READ_S = 1.0
+"""Longest wait for the message of a call that is rejected: it comes with the headers, or not at all."""
 _CANCEL_WITHIN_S = 5.0
 """In which grpcio has cancelled the task of a call whose client has gone."""
-"""Longest wait for the message of a call that is rejected: it comes with the headers, or not at all."""
 _MAX_REJECTED = 512  # calls of one address in that wait: more than can have their messages under way
 _deadline_s: ContextVar[float | None] = ContextVar("tandem_deadline", default=None)
 
