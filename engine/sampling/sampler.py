@@ -33,7 +33,7 @@ as the work (8 ms per row instead of 0.6)."""
 
 
 class NonFiniteLogits(EngineError):
-    """The best logit of `rows` is NaN or infinite: a broken model, or every token excluded. No row was sampled."""
+    """The best logit of `rows` is NaN or infinite: a broken model, or the request's parameters. No row was sampled."""
 
     def __init__(self, rows: tuple[int, ...]) -> None:
         self.rows = rows
