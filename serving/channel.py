@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partialmethod
 from types import TracebackType
 from typing import Any, Self
@@ -65,22 +65,22 @@ def open_channel(
     *,
     tls: TlsFiles | None = None,
     peer_name: str | None = None,
+    options: Sequence[tuple[str, str | int]] | None = None,
 ) -> grpc.aio.Channel:
     """A channel to `address` (host:port or any gRPC target); it connects at the first call. Close it when done.
 
     `tls` None is plaintext; with TLS the peer must present a certificate of the files' CA, and is presented theirs.
-    `peer_name` is the name that the peer's certificate must carry; None: the address's host.
+    `peer_name` is the name that the peer's certificate must carry; None: the address's host. `options` take the place
+    of `settings`.
     """
-    options = channel_options(settings or ChannelSettings())
+    chosen = [*(channel_options(settings or ChannelSettings()) if options is None else options)]
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.insecure_channel(address, options=chosen)
     if peer_name is not None:
-        options.append(("grpc.ssl_target_name_override", peer_name))
-
-    def dial(material: TlsMaterial) -> grpc.aio.Channel:
-        return grpc.aio.secure_channel(address, channel_credentials(material), options=options)
-
-    return ReloadingChannel(tls, dial)
+        chosen.append(("grpc.ssl_target_name_override", peer_name))
+    return ReloadingChannel(
+        tls, lambda material: grpc.aio.secure_channel(address, channel_credentials(material), options=chosen)
+    )
 
 
 def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:

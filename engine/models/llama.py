@@ -176,8 +176,7 @@ class PackedLinear:
 def _is_one_row_exact() -> bool:
     """Whether oneDNN's products of one bfloat16 row have the bits that the row has among others. Tried on 2^17 results,
     of which one in 2,000 to 20,000 differs where the kernels add in another order."""
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(size, 1024, generator=generator).to(torch.bfloat16) for size in (512, 256))
+    weight, x = (torch.randn(n, 1024, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (512, 256))
     product = torch.ops.mkldnn._linear_pointwise.default
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     one_by_one = torch.cat([product(row, packed, None, "none", [], "") for row in x.split(1)])

@@ -230,7 +230,7 @@ class NixlConnector(TransferConnector):
         duration_per_page_s = duration_s / len(read.ops)
         for index, op in enumerate(read.ops):
             if failure is None and self._key is not None:
-                self._submit_verification(op, read, read.digests[index], duration_per_page_s)
+                self._submit(op, partial(self._verify, op, read, read.digests[index], duration_per_page_s))
             else:
                 num_bytes = 0 if failure else op.name.spec.payload_bytes
                 self._end_op(OpResult(op, failure, num_bytes, duration_per_page_s))
@@ -246,9 +246,6 @@ class NixlConnector(TransferConnector):
             reads.count_success(duration_s, read.post_s, num_bytes, len(read.ops))
         elif failure not in (SKIPPED, GIVEN_UP):
             reads.num_failed += 1
-
-    def _submit_verification(self, op: LoadOp, read: Read, digest: bytes, read_s: float) -> None:
-        self._submit(op, lambda: self._verify(op, read, digest, read_s))
 
     def _verify(self, op: LoadOp, read: Read, digest: bytes, read_s: float) -> OpResult:
         if op.is_cancelled:

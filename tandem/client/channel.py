@@ -122,14 +122,9 @@ def open_async_channel(target: str, options: Options, credentials: Credentials) 
     files = _tls_files(credentials)
     if files is None:
         return grpc.aio.insecure_channel(target, options=options)
-    from serving.channel import ReloadingChannel, channel_credentials
+    from serving.channel import open_channel
 
-    def dial(material: TlsMaterial) -> grpc.aio.Channel:
-        return grpc.aio.secure_channel(
-            target, channel_credentials(material), options=(*options, *_tls_options(credentials))
-        )
-
-    return ReloadingChannel(files, dial)
+    return open_channel(target, tls=files, peer_name=credentials.server_name, options=options)
 
 
 def open_blocking_channel(
@@ -142,7 +137,9 @@ def open_blocking_channel(
         return grpc.insecure_channel(target, options=options)
     from serving.channel import channel_credentials
 
-    return grpc.secure_channel(target, channel_credentials(material), options=(*options, *_tls_options(credentials)))
+    if credentials.server_name is not None:
+        options = (*options, ("grpc.ssl_target_name_override", credentials.server_name))
+    return grpc.secure_channel(target, channel_credentials(material), options=options)
 
 
 def _tls_files(credentials: Credentials) -> TlsFiles | None:
@@ -152,11 +149,6 @@ def _tls_files(credentials: Credentials) -> TlsFiles | None:
     from serving.tls import TlsFiles
 
     return TlsFiles(credentials.ca_file, credentials.cert_file, credentials.key_file)
-
-
-def _tls_options(credentials: Credentials) -> Options:
-    name = credentials.server_name
-    return () if name is None else (("grpc.ssl_target_name_override", name),)
 
 
 @dataclass(slots=True, eq=False)
