@@ -35,6 +35,7 @@ from engine.attention.simd import (
     prefetch,
     splat,
     store,
+    store_totals,
     total,
 )
 
@@ -198,10 +199,8 @@ def _score(rows, at, shape, cache, keys, ahead, count):
             a3, b3 = a3 + a * k, b3 + b * k
         for d in range(0, 4 * head_dim, LINE):
             prefetch(cache, ahead + token * head_dim + d)
-        rows[first + token], rows[first + token + 1] = total(a0), total(a1)
-        rows[first + token + 2], rows[first + token + 3] = total(a2), total(a3)
-        rows[second + token], rows[second + token + 1] = total(b0), total(b1)
-        rows[second + token + 2], rows[second + token + 3] = total(b2), total(b3)
+        store_totals(rows, first + token, a0, a1, a2, a3)
+        store_totals(rows, second + token, b0, b1, b2, b3)
 
 
 @njit

@@ -212,6 +212,28 @@ def total(typingctx, value):
 
 
 @intrinsic
+def store_totals(typingctx, base, index, first, second, third, fourth):
+    """Writes the sums of four vectors to elements [index, index + 4). In one tree: a third of the work of four sums."""
+
+    def codegen(context, builder, sig, args):
+        def halves_added(left, right, width):
+            """Groups of `width` elements, of `left` and then of `right`, become groups of half of that."""
+            groups = range(0, 2 * WIDTH if right is not left else left.type.count, width)
+            low = [group + offset for group in groups for offset in range(width // 2)]
+            order = [ir.Constant(ir.VectorType(_I32, len(low)), [at + by for at in low]) for by in (0, width // 2)]
+            return builder.fadd(*(builder.shuffle_vector(left, right, one) for one in order))
+
+        a, b = halves_added(*args[2:4], WIDTH), halves_added(*args[4:6], WIDTH)
+        sums = halves_added(a, b, WIDTH // 2)
+        for width in (WIDTH // 4, WIDTH // 8):
+            sums = halves_added(sums, sums, width)
+        builder.store(sums, _vector_pointer(builder, args[0], args[1], sums.type), align=4)
+        return context.get_dummy_value()
+
+    return types.void(base, types.int64, floats, floats, floats, floats), codegen
+
+
+@intrinsic
 def largest(typingctx, value):
     """Maximum of the elements."""
 

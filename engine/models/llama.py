@@ -147,8 +147,7 @@ class PackedLinear:
     third of the memory bandwidth. In float32 packing pays from a few rows on.
 
     On CPU the bits of a row do not depend on the other rows of the call. For a single row oneDNN takes another kernel,
-    which may add in another order: where it does, a single row is computed as two. In float32 that costs nothing, in
-    bfloat16 up to the time of the product again (benchmarks/LOG.md).
+    which may add in another order: where it does, a single row is computed as two (benchmarks/LOG.md has the cost).
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -159,8 +158,8 @@ class PackedLinear:
         # Looked up once: the lookup costs as much as a small layer.
         self._product = torch.ops.mkldnn._linear_pointwise.default if is_packed else None
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if is_packed else weight
-        is_exact = is_packed and weight.dtype == torch.bfloat16 and _is_one_row_exact()
-        self._doubles_single_rows = weight.device.type == "cpu" and not is_exact
+        self._doubles_single_rows = False
+        self._doubles_single_rows = weight.device.type == "cpu" and not self._is_one_row_exact(weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
@@ -171,11 +170,17 @@ class PackedLinear:
             return y
         return torch.nn.functional.linear(x, self._weight, self._bias)
 
+    def _is_one_row_exact(self, dtype: torch.dtype) -> bool:
+        """Whether one row has the bits that it has among others. In float32 most results show another order."""
+        if self._product is None or dtype == torch.bfloat16:
+            return self._product is not None and _is_one_bfloat16_row_exact()
+        x = torch.randn(2, self.in_features, generator=torch.Generator().manual_seed(0))
+        return torch.equal(self(x[:1]), self(x)[:1])
+
 
 @functools.cache
-def _is_one_row_exact() -> bool:
-    """Whether oneDNN's products of one bfloat16 row have the bits that the row has among others. Tried on 2^17 results,
-    of which one in 2,000 to 20,000 differs where the kernels add in another order."""
+def _is_one_bfloat16_row_exact() -> bool:
+    """As PackedLinear._is_one_row_exact, on 2^17 results: one in 2,000 to 20,000 shows another order of addition."""
     weight, x = (torch.randn(n, 1024, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (512, 256))
     product = torch.ops.mkldnn._linear_pointwise.default
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
