@@ -223,7 +223,7 @@ def store_totals(typingctx, base, index, first, second, third, fourth):
             order = [ir.Constant(ir.VectorType(_I32, len(low)), [at + by for at in low]) for by in (0, width // 2)]
             return builder.fadd(*(builder.shuffle_vector(left, right, one) for one in order))
 
-        a, b = halves_added(*args[2:4], WIDTH), halves_added(*args[4:6], WIDTH)
+        a, b = halves_added(args[2], args[3], WIDTH), halves_added(args[4], args[5], WIDTH)
         sums = halves_added(a, b, WIDTH // 2)
         for width in (WIDTH // 4, WIDTH // 8):
             sums = halves_added(sums, sums, width)
