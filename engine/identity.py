@@ -177,7 +177,7 @@ def _file_digest(path: Path) -> str:
 def _cache_key(path: Path) -> str:
     real = path.resolve()
     status = real.stat()
-    # `cp -p` over a file keeps all but its ctime, which nobody can set.
+    # `cp -p` over a file keeps all but its ctime, which no program can set.
     return f"{real}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}|{status.st_ctime_ns}"
 
 

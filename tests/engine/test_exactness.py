@@ -141,7 +141,7 @@ def test_sampled_tokens_and_logprobs_have_the_same_bits_however_they_are_compute
     """Alone and cold; then from the prefix cache, in batches, in chunks, preempted, and with other threads."""
     folder = checkpoint if model == "random" else MODEL_DIR
     prompts = random_prompts(24, longest=400, vocab_size=1024 if model == "random" else 500, seed=3)
-    wishes = [
+    params = [
         SamplingParams(
             temperature=0.7 + 0.1 * (index % 6), seed=index, max_tokens=32, ignore_eos=True, logprobs=3,
             repetition_penalty=1.0 + 0.1 * (index % 2), presence_penalty=0.2 * (index % 3),
@@ -156,7 +156,7 @@ def test_sampled_tokens_and_logprobs_have_the_same_bits_however_they_are_compute
             for group in groups
             for answer in llm.generate(
                 [{"prompt_token_ids": prompts[index]} for index in group],
-                [wishes[index] for index in group],
+                [params[index] for index in group],
                 use_tqdm=False,
             )
         ]

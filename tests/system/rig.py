@@ -193,7 +193,7 @@ class Rig:
         return "\n".join(line for line in lines if " WARNING " in line or " ERROR " in line)
 
     def logged_exceptions(self) -> Counter[str]:
-        """The lines that begin a traceback or name an exception that nobody has retrieved, by process."""
+        """The lines that begin a traceback or name an exception that no code has retrieved, by process."""
         signs = ("Traceback (most recent call last)", "never retrieved", "Task was destroyed")
         logs = {name: process.spec.log_file.read_text() for name, process in self.stack.processes.items()}
         return Counter({name: sum(map(log.count, signs)) for name, log in logs.items()})

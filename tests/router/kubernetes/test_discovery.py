@@ -25,11 +25,11 @@ class Followed:
         self.now: frozenset[str] | None = None
         self.num_yielded = 0
         self._found = found
-        self._told = EndpointSliceDiscovery(found.cluster(), pool, 50051).addresses()
+        self._reports = EndpointSliceDiscovery(found.cluster(), pool, 50051).addresses()
 
     async def listen(self) -> None:
         """For ever."""
-        async for addresses in self._told:
+        async for addresses in self._reports:
             self.now = addresses
             self.num_yielded += 1
 
