@@ -8,6 +8,7 @@ tests of a shared stack (tests/system/stacks.py), whatever their files. The long
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -94,6 +95,22 @@ def _stack(item: pytest.Item) -> str:
 def _rank(item: pytest.Item) -> int:
     unit = unit_of(item.nodeid)
     return next((at for at, beginning in enumerate(LONGEST_FIRST) if unit.startswith(beginning)), len(LONGEST_FIRST))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer() -> Iterator[None]:
+    """A test that hangs ends at its time-out, even if that is raised in a callback of asyncio, which only logs it."""
+    result = yield
+    raise_timeout = signal.getsignal(signal.SIGALRM)
+
+    def stop(number: int, frame: Any) -> None:
+        if loop := asyncio._get_running_loop():
+            loop.stop()
+        raise_timeout(number, frame)
+
+    if callable(raise_timeout):
+        signal.signal(signal.SIGALRM, stop)
+    return result
 
 
 @pytest.fixture

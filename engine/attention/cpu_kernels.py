@@ -52,17 +52,11 @@ LINE = 32
 def write_kv_address(bfloat16: bool) -> int:
     """`void(int64*)`: counter, num_tokens, num_kv_heads, head_dim, block_size, key, value, their row strides,
     slot_mapping, page of this layer, elements per page."""
-    if bfloat16:
+    kind = BFLOAT16 if bfloat16 else FLOAT32
 
-        @kernel
-        def compiled(a):
-            _write_kv(a, BFLOAT16)
-
-    else:
-
-        @kernel
-        def compiled(a):
-            _write_kv(a, FLOAT32)
+    @kernel
+    def compiled(a):
+        _write_kv(a, kind)
 
     return int(compiled.address)
 
@@ -72,17 +66,11 @@ def paged_attention_address(bfloat16: bool) -> int:
     """`void(int64*)`: counter, num_tiles, num_kv_heads, group, head_dim, block_size, query, its row stride, output,
     tiles, block_tables, its row stride, page of this layer, elements per page, scale (bits of a double),
     sliding window (0: none), rows of the largest tile."""
-    if bfloat16:
+    kind = BFLOAT16 if bfloat16 else FLOAT32
 
-        @kernel
-        def compiled(a):
-            _paged_attention(a, BFLOAT16)
-
-    else:
-
-        @kernel
-        def compiled(a):
-            _paged_attention(a, FLOAT32)
+    @kernel
+    def compiled(a):
+        _paged_attention(a, kind)
 
     return int(compiled.address)
 

@@ -14,6 +14,8 @@ numba's cache does not depend on this file: delete `__pycache__` after changing 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import operator
 
@@ -45,12 +47,16 @@ _HALVES = ir.VectorType(_I16, WIDTH)
 
 def kernel(body):
     """Compiles `void body(int64 *arguments)`, or loads it from numba's cache beside the source, in NUMBA_CACHE_DIR or
-    in the home folder. Without a writable cache it compiles at every start, one second per kernel."""
-    try:
-        return cfunc(SIGNATURE, cache=True)(body)
-    except RuntimeError as error:
-        logger.warning("%s is compiled at every start: %s; set NUMBA_CACHE_DIR", body.__qualname__, error)
-        return cfunc(SIGNATURE)(body)
+    in the home folder. Of several processes that start together, one compiles and the others load. Without a writable
+    cache it compiles at every start, some seconds in all."""
+    with contextlib.ExitStack() as lock:
+        with contextlib.suppress(OSError):  # no file, or a file system without locks
+            fcntl.flock(lock.enter_context(open(body.__code__.co_filename, "rb")), fcntl.LOCK_EX)
+        try:
+            return cfunc(SIGNATURE, cache=True)(body)
+        except RuntimeError as error:
+            logger.warning("%s is compiled at every start: %s; set NUMBA_CACHE_DIR", body.__qualname__, error)
+            return cfunc(SIGNATURE)(body)
 
 
 class Floats(types.Type):

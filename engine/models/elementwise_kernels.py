@@ -33,17 +33,11 @@ from engine.attention.simd import (
 @functools.cache
 def add_rms_norm_address(bfloat16: bool) -> int:
     """`void(int64*)`: counter, rows, hidden, x (0: none), residual, weight, output, eps (bits of a double)."""
-    if bfloat16:
+    kind = BFLOAT16 if bfloat16 else FLOAT32
 
-        @kernel
-        def compiled(a):
-            _add_rms_norm(a, BFLOAT16)
-
-    else:
-
-        @kernel
-        def compiled(a):
-            _add_rms_norm(a, FLOAT32)
+    @kernel
+    def compiled(a):
+        _add_rms_norm(a, kind)
 
     return int(compiled.address)
 
@@ -52,17 +46,11 @@ def add_rms_norm_address(bfloat16: bool) -> int:
 def rotate_address(bfloat16: bool) -> int:
     """`void(int64*)`: counter, rows, num_heads, num_kv_heads, head_dim, qkv, its row stride, cos, sin,
     query weight (0: no norm), key weight, eps (bits of a double)."""
-    if bfloat16:
+    kind = BFLOAT16 if bfloat16 else FLOAT32
 
-        @kernel
-        def compiled(a):
-            _rotate(a, BFLOAT16)
-
-    else:
-
-        @kernel
-        def compiled(a):
-            _rotate(a, FLOAT32)
+    @kernel
+    def compiled(a):
+        _rotate(a, kind)
 
     return int(compiled.address)
 
@@ -70,17 +58,11 @@ def rotate_address(bfloat16: bool) -> int:
 @functools.cache
 def silu_and_mul_address(bfloat16: bool) -> int:
     """`void(int64*)`: counter, rows, columns of the output, gate_up, output."""
-    if bfloat16:
+    kind = BFLOAT16 if bfloat16 else FLOAT32
 
-        @kernel
-        def compiled(a):
-            _silu_and_mul(a, BFLOAT16)
-
-    else:
-
-        @kernel
-        def compiled(a):
-            _silu_and_mul(a, FLOAT32)
+    @kernel
+    def compiled(a):
+        _silu_and_mul(a, kind)
 
     return int(compiled.address)
 

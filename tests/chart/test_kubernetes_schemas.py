@@ -13,6 +13,7 @@ import yaml
 
 from helm.rendering import CHART, Manifest
 from tests.chart.rendered import NAMES, deployment, manifests
+from tests.chart.schemas import validate
 
 OLDEST, NEWEST = "1.27", "1.37"
 SINCE = {"devices": "1.34"}
@@ -25,7 +26,7 @@ def check(manifest: Manifest, version: str) -> None:
     if manifest["kind"] in CRDS:
         jsonschema.validate(manifest, {**CRDS[manifest["kind"]], "definitions": CRDS["definitions"]})
     else:
-        kubernetes_validate.validate(manifest, version, strict=True)
+        validate(manifest, version, strict=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

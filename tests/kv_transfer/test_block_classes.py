@@ -192,7 +192,7 @@ class OverNixl(Machine):
         return ScriptedNixlConnector(NUM_BLOCKS, lambda: self.now, secret_file)
 
 
-_SETTINGS = settings(max_examples=100, stateful_step_count=50)
+_SETTINGS = settings(max_examples=50, stateful_step_count=50)
 TestOverStore, TestOverNixl = OverStore.TestCase, OverNixl.TestCase
 TestOverStore.settings = TestOverNixl.settings = _SETTINGS
 

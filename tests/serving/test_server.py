@@ -154,7 +154,7 @@ async def test_pings_without_end_neither_grow_the_process_nor_end_the_connection
         assert process.memory_info().rss - before < 64 << 20
         await until(lambda: connection.received[http2.PING] > 100)
         assert connection.goaway is None
-    assert await rig.generate("hello") == ["token"] * 3
+    assert await rig.generate("hello", wait_for_ready=True) == ["token"] * 3
 
 
 async def test_connections_over_the_cap_are_closed_and_the_others_serve_on(rigs: Rigs) -> None:

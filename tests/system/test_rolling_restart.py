@@ -160,6 +160,7 @@ ONE_OF_EACH_AT_A_TIME = [["router", "prefill-0", "decode-0"], ["router-1", "pref
 ONE_BY_ONE = [["prefill-0"], ["decode-0"], ["router"], ["decode-1"], ["router-1"], ["prefill-1"]]
 
 
+@pytest.mark.slow
 def test_a_rolling_restart_of_everything_loses_nothing(routers: TwoRouters, reference: Reference) -> None:
     questions = questions_of(reference, 6)
     num_drains = {name: len(refusals(routers, name)) for name in routers.processes}

@@ -18,6 +18,7 @@ from tests.chart.fake_kube.kinds import Object, Place
 from tests.chart.fake_kube.refusal import Refused, invalid
 from tests.chart.fake_kube.selecting import selector_text
 from tests.chart.fake_kube.store import Store, now
+from tests.chart.schemas import validate
 
 _UNTYPED = "monitoring.coreos.com"
 """Custom resources: Kubernetes knows their schema by a definition that is not here."""
@@ -145,7 +146,7 @@ class Verbs:
             return
         bare = copy.deepcopy(new)
         try:
-            kubernetes_validate.validate(bare, f"1.{self._minor}", strict=write.strict)
+            validate(bare, f"1.{self._minor}", strict=write.strict)
         except (kubernetes_validate.ValidationError, jsonschema.ValidationError) as error:
             code, reason = (400, "BadRequest") if "Additional properties" in str(error) else (422, "Invalid")
             raise Refused(code, reason, f"{new['kind']} {new['metadata'].get('name')!r}: {error}") from error

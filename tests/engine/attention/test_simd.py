@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +28,7 @@ from engine.attention.simd import (
     store_totals,
     total,
 )
+from tests.waiting import wait_until
 
 
 @cfunc(SIGNATURE)
@@ -85,6 +90,27 @@ def test_a_kernel_that_numba_has_no_place_to_cache_is_compiled_all_the_same(capl
     _call(kernel(names["body"]), target.data_ptr())
     assert target.item() == 7
     assert "NUMBA_CACHE_DIR" in caplog.text
+
+
+def _waits_for_a_lock_of(file: str) -> bool:
+    return any(
+        "->" in line and f":{os.stat(file).st_ino} " in line for line in Path("/proc/locks").read_text().splitlines()
+    )
+
+
+def test_a_process_that_starts_meanwhile_waits_for_the_compiled_kernel() -> None:
+    def body(a: Any) -> None:
+        pointer(a[0], FLOAT32)[0] = 7
+
+    compiled: list[Any] = []
+    other = threading.Thread(target=lambda: compiled.append(kernel(body)))
+    with open(__file__, "rb") as source:
+        fcntl.flock(source, fcntl.LOCK_EX)
+        other.start()
+        wait_until(lambda: _waits_for_a_lock_of(__file__))
+        assert not compiled
+    other.join(60)
+    assert compiled
 
 
 def test_operators_and_reductions() -> None:

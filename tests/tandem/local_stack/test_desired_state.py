@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -143,3 +144,4 @@ class Resizing(RuleBasedStateMachine):
 
 
 TestResizing = Resizing.TestCase
+TestResizing.settings = settings(max_examples=50)
