@@ -33,6 +33,7 @@ from google.protobuf.message_factory import GetMessageClass
 from serving.abuse_limits import AbuseLimits
 from serving.errors import (
     DeadlineExceeded,
+    FieldViolation,
     InternalError,
     InvalidArgument,
     Overloaded,
@@ -321,7 +322,8 @@ class _Method:
         try:
             return self._request.FromString(data)
         except DecodeError:
-            raise InvalidArgument(f"request is not a valid {self.request_name}") from None
+            problem = f"is not a valid {self.request_name}"
+            raise InvalidArgument(f"request {problem}", [FieldViolation("request", problem)]) from None
 
     def serialised(self, response: Message) -> bytes:
         if not isinstance(response, self._response):

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
 from serving.abuse_limits import AbuseLimits
+from serving.errors import from_rpc_error
 from serving.interceptor import CallInterceptor, CallLimits, Context, StreamWriter
 from serving.limits import OpenCalls
 from tests.serving.conftest import SERVICE, Rigs, Scripted, trailers_of
@@ -36,6 +37,8 @@ async def test_malformed_bytes_are_an_invalid_argument(rigs: Rigs, data: bytes) 
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.details().startswith("request is not a valid GenerateRequest")
     assert "0xc3" not in caught.value.details()
+    [violation] = from_rpc_error(caught.value).violations
+    assert (violation.field, violation.description) == ("request", "is not a valid GenerateRequest")
     assert rig.servicer.limits_s == []
 
 
