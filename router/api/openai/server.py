@@ -15,14 +15,21 @@ import contextlib
 import logging
 import socket
 import ssl
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import h11
+import msgspec
 import uvicorn
+from fastapi import status
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from router.api.openai.errors import HttpError, body_of
+from router.api.openai.exchange import REQUEST_ID_HEADER
+from serving.logging import valid_request_id
 from serving.settings import Address, Section, format_address, parse_address, setting
 from serving.tls import TlsFiles, TlsMaterial
 
@@ -139,6 +146,23 @@ class _Connection(H11Protocol):
             self._start_timer("headers", self.config.settings.read_timeout_s)
         else:
             self._stop_timer("headers")
+
+    def send_400_response(self, msg: str) -> None:
+        """Called while h11's error is handled. In uvicorn the answer is plain text, and a second one to a request that
+        has been answered raises."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        problem = HttpError(status.HTTP_400_BAD_REQUEST, f"this is not valid HTTP/1.1: {sys.exception() or msg}")
+        headers = {
+            "content-type": "application/json",
+            "connection": "close",
+            REQUEST_ID_HEADER: valid_request_id(None),
+        }
+        response = h11.Response(status_code=problem.status_code, headers=list(headers.items()), reason="Bad Request")
+        for event in (response, h11.Data(msgspec.json.encode(body_of(problem, {}))), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -116,6 +117,7 @@ async def test_headers_that_are_too_long_are_rejected(run_http: RunHttp) -> None
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"nonsense\r\n\r\n",
         HEAD + b"Content-Length: x\r\n\r\n",
+        HEAD + b"Content-Length: -5\r\n\r\n",
         HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
         HEAD + b"Transfer-Encoding: gzip\r\n\r\n",
     ],
@@ -126,9 +128,38 @@ async def test_invalid_http_is_rejected(run_http: RunHttp, said: bytes) -> None:
         reader, writer = await opened(http)
         writer.write(said)
         answer = await until_closed(reader)
-        assert answer == b"" or answer.split()[1] in {b"400", b"404", b"501"}
+        assert answer.split()[1] in {b"400", b"404", b"501"}
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"content-type: application/json" in head
+        assert b"x-request-id: " in head
+        error = json.JSONDecoder().raw_decode(body.decode())[0]["error"]  # another response may follow
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
         writer.close()
         await still_serves(http)
+
+
+async def test_the_error_of_invalid_http_says_what_is_wrong(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        reader, writer = await opened(http)
+        writer.write(HEAD + b"Content-Length: -5\r\n\r\n")
+        assert b"not valid HTTP/1.1: bad Content-Length" in await until_closed(reader)
+        writer.close()
+
+
+async def test_an_invalid_rest_of_an_answered_request_ends_the_connection_without_a_traceback(
+    run_http: RunHttp, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with run_http() as http:
+        reader, writer = await opened(http)
+        writer.write(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert b"404" in await reader.readline()
+        writer.write(b"no chunk\r\n")
+        with contextlib.suppress(TimeoutError):
+            await until_closed(reader)
+        writer.close()
+        await still_serves(http)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_connections_beyond_the_limit_are_closed_at_once(run_http: RunHttp) -> None:
