@@ -120,12 +120,14 @@ class OpenAIApi:
 
     def _generation(self, body_type: type[B], form_type: Callable[[B, TokenTexts], Format[RequestBody]]) -> Exchange:
         async def handler(exchange: Exchange) -> None:
-            form = form_type(body_type.parse(await exchange.read_body()), self._texts)
-            await self._generate(exchange, form)
+            body, requests = await exchange.parsed_body(lambda data: _parsed(body_type, data, exchange.request_id))
+            await self._generate(exchange, form_type(body, self._texts), requests)
 
         return self._exchange(handler, body_type.renamed)
 
-    async def _generate(self, exchange: Exchange, form: Format[RequestBody]) -> None:
+    async def _generate(
+        self, exchange: Exchange, form: Format[RequestBody], requests: list[generation_pb2.GenerateRequest]
+    ) -> None:
         response = ResponseBody(
             id=f"{form.id_prefix}-{exchange.request_id}",
             created=int(time.time()),
@@ -133,7 +135,6 @@ class OpenAIApi:
             system_fingerprint=self._fingerprint(),
         )
         builder: ResponseBuilder = (StreamedResponse if form.body.stream else WholeResponse)(exchange, form, response)
-        requests = form.body.requests(exchange.request_id)
         async with exchange.while_connected():
             calls = await self._call_all(exchange, builder, requests)
             await builder.finish(routing_headers(calls[0]) if len(calls) == 1 else {})
@@ -173,6 +174,11 @@ class OpenAIApi:
             raise problem
 
         return self._exchange(handler)
+
+
+def _parsed(body_type: type[B], data: bytes, label: str) -> tuple[B, list[generation_pb2.GenerateRequest]]:
+    body = body_type.parse(data)
+    return body, body.requests(label)
 
 
 def _documented(body: type[RequestBody]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 from fastapi import Request, Response, status
@@ -27,7 +28,7 @@ from router.api.openai.errors import HttpError, body_of, headers_of, status_of
 from serving import tracing
 from serving.abuse_limits import AbuseLimits
 from serving.errors import DeadlineExceeded, InternalError, InvalidArgument, ServiceError
-from serving.limits import REQUEST, OpenCalls, grpc_peer
+from serving.limits import REQUEST, LargeMessages, OpenCalls, grpc_peer, peer_key
 from serving.logging import set_request_id, valid_request_id
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 Metadata = tuple[tuple[str, str], ...]  # A request's headers, names in lower case: gRPC's metadata
 Authorizer = Callable[[Metadata], object]
 """Checks the caller before anything else happens. Raises Unauthenticated or PermissionDenied."""
+T = TypeVar("T")
 
 
 class ClientDisconnected(Exception):
@@ -52,6 +54,7 @@ class HttpLimits:
     max_body_bytes: int
     read_timeout_s: float
     max_deadline_s: float
+    large: LargeMessages = field(default_factory=LargeMessages)
 
 
 class Exchange(Response):
@@ -83,7 +86,8 @@ class Exchange(Response):
         try:
             if self._authorizer is not None:
                 self._authorizer(self.metadata)
-            await self._handle_within_limits(grpc_peer(*(scope.get("client") or ("", 0))))
+            self._peer = grpc_peer(*(scope.get("client") or ("", 0)))
+            await self._handle_within_limits(self._peer)
         except ClientDisconnected:
             _log.debug("the client has disconnected")
         except ServiceError as error:
@@ -94,6 +98,11 @@ class Exchange(Response):
 
     def remaining_s(self) -> float:
         return max(self._deadline_s - time.monotonic(), 0.0)
+
+    async def parsed_body(self, parse: Callable[[bytes], T]) -> T:
+        """`parse` of the complete JSON body, in a thread if it is large. Raises as `read_body` and `parse` do, and
+        Overloaded."""
+        return await self._limits.large.parsed(peer_key(self._peer), await self.read_body(), parse)
 
     async def read_body(self) -> bytes:
         """The complete JSON body. Raises HttpError for one that is too long, too slow, or of another type."""

@@ -199,6 +199,7 @@ def _unknown(name: str, known: list[str]) -> ServiceError:
 
 _PROMPT_FORMS = f"text, a list of token ids, or a list of 1..{MAX_PROMPTS} of either"
 Prompt = str | list[int]
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 def _prompts(value: Any) -> list[Prompt]:
@@ -216,10 +217,16 @@ def _prompt(name: str, value: Any) -> Prompt:
         return value
     if not isinstance(value, list):
         raise invalid_argument(name, f"{shown(value)} is not a prompt", _PROMPT_FORMS)
-    for index, token_id in enumerate(value):
-        if type(token_id) is not int or not -(2**63) <= token_id < 2**63:
-            raise invalid_argument(name, f"{name}[{index}]={shown(token_id)} is not a token id", _PROMPT_FORMS)
-    return value
+    try:
+        return msgspec.convert(value, list[_Int64])  # a tenth of a Python loop's time: there can be millions
+    except msgspec.ValidationError:
+        index = next(index for index, token_id in enumerate(value) if not _is_int64(token_id))
+        problem = f"{name}[{index}]={shown(value[index])} is not a token id"
+        raise invalid_argument(name, problem, _PROMPT_FORMS) from None
+
+
+def _is_int64(value: object) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
 class CompletionBody(RequestBody):

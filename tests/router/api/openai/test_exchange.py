@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import pytest
 
 from protos.tandem.v1 import generation_pb2
+from router.api.openai.requests import CompletionBody
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.rig import PROMPT, SEED, SHORT, slow
@@ -137,6 +139,18 @@ async def test_answers_to_many_invalid_requests_are_delayed(run_http: RunHttp) -
         assert (await http.post(prompt=SHORT, max_tokens=2)).status_code == 200
         assert (await asking).status_code == 400
         assert time.monotonic() - began_s >= 0.5  # one a second, less what came back before
+
+
+async def test_a_large_body_is_parsed_off_the_event_loop(run_http: RunHttp) -> None:
+    body = msgspec.json.encode({"prompt": [1] * 1_000_000, "max_tokens": 2})
+    async with run_http(prefill=0) as http:
+        began_s = time.thread_time()
+        CompletionBody.parse(body).requests("oracle")
+        parsing_s, began_s = time.thread_time() - began_s, time.thread_time()
+        response = await http.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert time.thread_time() - began_s < parsing_s  # this thread's CPU time: also the client's and the sockets'
+        assert response.status_code == 400
+        assert "1000000 tokens" in response.json()["error"]["message"]
 
 
 async def test_a_drain_finishes_running_requests_and_rejects_new_ones(run_http: RunHttp) -> None:
