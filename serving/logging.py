@@ -14,6 +14,7 @@ import re
 import sys
 import time
 import uuid
+from collections.abc import Hashable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -78,6 +79,7 @@ class Timeline:
 
 
 _MAX_VALUE_CHARS = 8192
+_MAX_WARNINGS = 1000  # remembered by one Repeats
 _VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _request_id: ContextVar[str | None] = ContextVar("tandem_request_id", default=None)
 
@@ -113,6 +115,23 @@ def set_request_id(value: str | None) -> None:
 def log_event(logger: logging.Logger, event: RequestEvent, message: str = "", /, **fields: object) -> None:
     """One INFO record for a request's event; `fields` are numbers and short strings, never prompts."""
     logger.info(message or event.value, extra={"event": event.value, "fields": fields})
+
+
+class Repeats:
+    """Of equal warnings in a row one is enough: says which repeat an earlier one. Belongs to one thread."""
+
+    def __init__(self, within_s: float = 60.0) -> None:
+        self._within_s = within_s
+        self._seen_at_s: dict[Hashable, float] = {}  # least recently seen first
+
+    def is_repeat(self, warning: Hashable) -> bool:
+        """Whether `warning` came before, and since then at least every `within_s`."""
+        now_s = time.monotonic()
+        seen_at_s = self._seen_at_s.pop(warning, -math.inf)
+        if len(self._seen_at_s) >= _MAX_WARNINGS:
+            del self._seen_at_s[next(iter(self._seen_at_s))]
+        self._seen_at_s[warning] = now_s
+        return now_s - seen_at_s <= self._within_s
 
 
 def escaped(text: str, *, keep_newlines: bool = False) -> str:

@@ -31,8 +31,10 @@ from router.request.choice_state import Choice
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, give_up, no_instance
 from router.resilience.safeguards import Guard, Safeguards
 from serving.errors import ServiceError
+from serving.logging import Repeats
 
 _log = logging.getLogger(__name__)
+_repeats = Repeats()
 _PLAN_INTERVAL_S = 0.25
 
 
@@ -196,7 +198,8 @@ class Dispatcher:
                 return plan
             remaining_s = until_s - time.monotonic()
             if remaining_s <= 0:
-                _log.warning("%s: %s", plan.message, plan.why)
+                if not _repeats.is_repeat(plan.why):
+                    _log.warning("%s: %s", plan.message, plan.why)
                 flow.trace.request.not_picked(plan)
                 raise no_instance(flow.history, self.retry_after_s, plan.message)
             await self.pools.wait_for_change(min(remaining_s, _PLAN_INTERVAL_S))

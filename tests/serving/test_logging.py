@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving.logging import LogSettings, RequestEvent, Timeline, configure, log_event, set_request_id
+from serving.logging import LogSettings, Repeats, RequestEvent, Timeline, configure, log_event, set_request_id
 
 log = logging.getLogger("tests.logging")
 
@@ -111,3 +111,19 @@ def test_an_engine_core_logs_as_its_front_does() -> None:
     written = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
     line = json.loads(written)
     assert (line["level"], line["logger"], line["message"]) == ("info", "kv_transfer.x", "hello password=[redacted]")
+
+
+def test_equal_warnings_in_a_row_are_repeats_until_they_pause() -> None:
+    repeats = Repeats(within_s=60.0)
+    assert [repeats.is_repeat(warning) for warning in ("a", "a", "b", "a", "b")] == [False, True, False, True, True]
+    pausing = Repeats(within_s=-1.0)
+    assert [pausing.is_repeat("a") for _ in range(2)] == [False, False]
+
+
+def test_a_bounded_number_of_warnings_is_remembered() -> None:
+    repeats = Repeats()
+    for number in range(2000):
+        repeats.is_repeat(number)
+    assert len(repeats._seen_at_s) == 1000
+    assert repeats.is_repeat(1999)
+    assert not repeats.is_repeat(0)

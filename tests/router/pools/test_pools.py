@@ -252,6 +252,16 @@ async def test_incompatible_instances_are_named_and_never_paired(run: Run, caplo
     ]
 
 
+async def test_requests_that_find_no_partner_log_it_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    odd = FakeInstance("prefill", "odd", identity={"layout_digest": "l1", "fingerprint": "f1"})
+    with caplog.at_level(logging.WARNING, "router"):
+        async with run(prefill=[odd], disaggregation={"mode": "always"}) as rig:
+            for _ in range(3):
+                with pytest.raises(grpc.aio.AioRpcError, match="no prefill instance is available"):
+                    await rig.generate()
+    assert sum("layout_digest" in record.getMessage() for record in caplog.records) == 2  # of the pair, of the request
+
+
 async def test_each_request_pairs_within_its_own_version(run: Run) -> None:
     def version(role: str, name: str) -> FakeInstance:
         return FakeInstance(role, f"{role}-{name}", identity={"fingerprint": name})  # type: ignore[arg-type]
