@@ -147,9 +147,9 @@ class LargeMessages:
           ├────another is parsed, or pause──▶ waits ──▲
           └────too many wait──▶ rejected
 
-    Parsing takes some 10 ms for a MiB of token ids, and as long again to validate and free them. It happens in a thread,
-    but the parser keeps Python's lock for most of it, and so the event loop waiting. The pause limits each client to a
-    small share of the loop's time. Clients do not wait for each other.
+    Parsing takes some 10 ms for a MiB of token ids, and as long again to validate and free them. It happens in a
+    thread, but the parser keeps Python's lock for most of it, and so the event loop waiting. The pause limits each
+    client to a small share of the loop's time. Clients do not wait for each other.
     """
 
     def __init__(self) -> None:

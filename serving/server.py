@@ -29,7 +29,7 @@ from serving.health import Health
 from serving.interceptor import Authorizer, CallInterceptor, CallLimits
 from serving.limits import CONTROL, CallPolicy, OpenCalls
 from serving.settings import Address, Section, format_address, parse_address, setting
-from serving.tls import TlsFiles, TlsMaterial
+from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
 
 
 class ServerSettings(Section):
@@ -94,7 +94,7 @@ def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.http2.ping_timeout_ms", 5_000),
-        ("grpc.server_handshake_timeout_ms", 5_000),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.max_connection_idle_ms", int(settings.max_idle_s * 1000)),
         ("grpc.max_allowed_incoming_connections", min(settings.max_connections, num_files * 3 // 4)),
         # Identity only: gRPC decompresses a message before it checks its size, so 4 KiB could become 4 GiB.

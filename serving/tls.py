@@ -30,6 +30,8 @@ from serving.file_watcher import FileWatcher, read_bytes
 from serving.metrics import counter, gauge
 from serving.settings import Section, SettingsError, environment_name, setting
 
+HANDSHAKE_TIMEOUT_S = 5.0
+"""For the handshake of a new connection to a server."""
 _log = logging.getLogger(__name__)
 _BEGIN = b"-----BEGIN CERTIFICATE-----"
 _EXPIRES_SOON = 0.1

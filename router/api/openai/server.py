@@ -1,11 +1,12 @@
 """The HTTP port: uvicorn on the router's event loop, with a limit on every wait for a client.
 
-    accepted ─▶ waiting for headers ─complete─▶ a request ─answered─▶ kept alive ─▶ …
-       │               └─read_timeout_s─▶ closed     └─ a write that waits longer than write_timeout_s ─▶ closed
-       └─ more than max_connections ─▶ closed at once
+    accepted ─TLS handshake─▶ waiting for headers ─complete─▶ a request ─answered─▶ kept alive ─▶ …
+       │          └─ 5 s ─▶ closed   └─read_timeout_s─▶ closed   └─ a write longer than write_timeout_s ─▶ closed
+       └─ more than max_connections, handshakes included ─▶ closed at once
 
-uvicorn waits for ever for headers that do not come and for a client that does not read; its connections are closed
-here. It has no signal handlers and no thread: the composition root starts and stops it.
+uvicorn waits for ever for headers that do not come and for a client that does not read, and for a minute for a TLS
+handshake, of which it does not know; such connections are closed here. It has no signal handlers and no thread: the
+composition root starts and stops it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from router.api.openai.errors import HttpError, body_of
 from router.api.openai.exchange import REQUEST_ID_HEADER
 from serving.logging import valid_request_id
 from serving.settings import Address, Section, format_address, parse_address, setting
-from serving.tls import TlsFiles, TlsMaterial
+from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
 
 _STOP_S = 1
+_ACCEPT_AGAIN_S = 0.1  # when there is no free descriptor
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +47,9 @@ class HttpSettings(Section):
     )
     max_body_bytes: int = setting(4 << 20, "Longest body of a request in bytes.", ge=1024)
     max_header_bytes: int = setting(16 << 10, "Longest headers of a request in bytes.", ge=1024)
-    max_connections: int = setting(1024, "Open connections; further ones are closed at once.", ge=1)
+    max_connections: int = setting(
+        1024, "Open connections, TLS handshakes included; further ones are closed at once.", ge=1
+    )
     read_timeout_s: float = setting(10.0, "Seconds to receive a request's headers, and then its body.", gt=0)
     keep_alive_s: int = setting(75, "Seconds that a connection without a request is kept.", ge=0)
 
@@ -179,13 +183,56 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
+    config: _Config
+
     def __init__(self, config: _Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._accepting: list[asyncio.Task[None]] = []
+        self._handshakes: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self.config.tls is None:
+            await super().startup(sockets)
+        else:  # asyncio's server would hand a connection over when its handshake is over, and count none before
+            await super().startup(sockets=[])
+            self._accepting = [asyncio.create_task(self._accept(listener)) for listener in sockets or ()]
         self.listening.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in (*self._accepting, *self._handshakes):
+            task.cancel()
+        await super().shutdown(sockets)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                _log.warning("cannot accept a connection: %s", error.strerror)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
+            if len(self.server_state.connections) + len(self._handshakes) >= self.config.settings.max_connections:
+                connection.close()
+                continue
+            task = asyncio.create_task(self._shake_hands(connection))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, connection: socket.socket) -> None:
+        """From here on the connection belongs to its protocol, or is closed."""
+        timeout_s = min(HANDSHAKE_TIMEOUT_S, self.config.settings.read_timeout_s)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._new_connection, connection, ssl=self.config.ssl, ssl_handshake_timeout=timeout_s
+            )
+        except OSError as error:
+            _log.debug("a TLS handshake failed: %s", error)
+
+    def _new_connection(self) -> _Connection:
+        return _Connection(self.config, self.server_state, self.lifespan.state)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

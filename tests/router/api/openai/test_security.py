@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -58,14 +60,14 @@ def issued(folder: Path, name: str, authority: StackCa) -> Files:
 
 
 @asynccontextmanager
-async def serving(tls: HttpTls) -> AsyncIterator[str]:
+async def serving(tls: HttpTls, **limits: Any) -> AsyncIterator[str]:
     """A port that says hello."""
 
     async def hello(request: object) -> PlainTextResponse:
         return PlainTextResponse("hello")
 
     app = Starlette(routes=[Route("/", hello)])
-    server = HttpServer(app, HttpSettings(listen="127.0.0.1:0"), write_timeout_s=5.0, tls=tls)
+    server = HttpServer(app, HttpSettings(listen="127.0.0.1:0", **limits), write_timeout_s=5.0, tls=tls)
     await server.start()
     try:
         yield f"https://{server.address}/"
@@ -126,3 +128,20 @@ async def test_clients_show_a_certificate_where_that_is_asked_for(tmp_path: Path
                 await hello(url, files, own)
     async with serving(HttpTls(files.tls(), require_client_cert=True, client_names=())) as url:
         assert await hello(url, files, other) == "hello"
+
+
+async def test_handshakes_count_as_connections_and_end_in_time(tmp_path: Path) -> None:
+    files = issued(tmp_path / "router", "router", StackCa())
+    tls = HttpTls(files.tls(), require_client_cert=False, client_names=())
+    async with serving(tls, max_connections=4, read_timeout_s=2.0) as url, asyncio.timeout(TIMEOUT_S):
+        host, port = url.removeprefix("https://").removesuffix("/").split(":")
+        half_open = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+        half_open[0][1].write(b"\x16\x03\x01\x02\x00")  # the beginning of a ClientHello
+        further = await asyncio.open_connection(host, int(port))
+        assert await further[0].read() == b"", "one more than the limit is served"
+        assert not any(reader.at_eof() for reader, _ in half_open), "the first ones have ended before"
+        for reader, _ in half_open:
+            assert await reader.read() == b"", "a handshake does not end"
+        assert await hello(url, files) == "hello"
+        for _, writer in (*half_open, further):
+            writer.close()
