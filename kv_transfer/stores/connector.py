@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,9 @@ from kv_transfer.page.memory import make_page_memory
 from kv_transfer.page.naming import PageNaming
 from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, CircuitBreaker, PageIO, self_test_store
-from kv_transfer.transfer.connector import OpResult, TransferConnector, TransferOptions
-from kv_transfer.transfer.loader import Loader, LoadOp
-from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, Producer, SaveOp
+from kv_transfer.transfer.connector import SKIPPED, OpResult, TransferConnector, TransferOptions
+from kv_transfer.transfer.loader import Load, Loader, LoadOp
+from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, ProducedTransfer, Producer, SaveOp
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,11 @@ class StoreConnector(TransferConnector):
         self._naming: PageNaming
         self._submitted: dict[int, float] = {}
         """Start of each operation that has not ended, by its id; the oldest is first."""
+        self._queued: dict[int, SaveOp | LoadOp] = {}
+        """Operations that no thread has begun, by their id. They belong to the one that takes them out: a thread that
+        begins one, or the step loop."""
+        self._num_ops: Counter[ProducedTransfer | Load] = Counter()
+        """Operations that have not ended, by their owner."""
 
     # Worker side
 
@@ -95,6 +101,8 @@ class StoreConnector(TransferConnector):
         self._producer.expire(now)
         for _ in range(self._loader.expire(now)):
             self._io.breaker.record(ok=False)  # a store that hangs reports nothing itself
+        if any(owner.has_cancelled for owner in self._num_ops):
+            self._end_cancelled(now)
         for key in self._producer.take_deletes():
             self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
         return self._output()
@@ -119,15 +127,31 @@ class StoreConnector(TransferConnector):
     def _submit(self, op: SaveOp | LoadOp) -> None:
         """Threads that hang in a store do not report it: operations that would only queue behind them fail here."""
         now = self._clock()
+        self._num_ops[op.owner] += 1
         oldest = next(iter(self._submitted.values()), now)
         if self._io.breaker.is_open and now - oldest > self._options.breaker_retry_s:
             self._end_op(OpResult(op, STORE_DOWN))
             return
         self._submitted[id(op)] = now
-        self._threads.submit(lambda: self._end_op(self._io.execute(op)))
+        self._queued[id(op)] = op
+        self._threads.submit(lambda: self._run(op))
+
+    def _run(self, op: SaveOp | LoadOp) -> None:
+        """On an I/O thread."""
+        if self._queued.pop(id(op), None) is not None:
+            self._end_op(self._io.execute(op))
+
+    def _end_cancelled(self, now: float) -> None:
+        """Ends what was cancelled before it began, so that it keeps no blocks while the threads hang in the store."""
+        for op in [op for op in list(self._queued.values()) if op.is_cancelled]:
+            if self._queued.pop(id(op), None) is not None:
+                self._apply(OpResult(op, SKIPPED), now)
 
     def _apply(self, result: OpResult, now: float) -> None:
         self._submitted.pop(id(result.op), None)
+        self._num_ops[result.op.owner] -= 1
+        if self._num_ops[result.op.owner] <= 0:
+            del self._num_ops[result.op.owner]
         if isinstance(result.op, SaveOp):
             self.counters.num_shared_blocks += result.failure is None and result.num_bytes == 0
         elif result.is_damage:

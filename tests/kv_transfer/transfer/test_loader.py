@@ -128,6 +128,25 @@ def test_abort_while_reading_frees_blocks_only_after_the_reads_have_ended() -> N
     assert decode.has(again, len(PROMPT))
 
 
+def test_abort_of_reads_that_wait_behind_a_store_that_hangs_frees_their_blocks_at_once() -> None:
+    store = GatedStore()
+    decode = Core(store, num_io_threads=1)
+    readers = [make_request(PROMPT, request_id=name, transfer_id=name, remote=True) for name in ("begun", "queued")]
+    for reader in readers:
+        decode.reserve(reader)
+        decode.connector.handle(KVProgress(reader.request_id, NUM_FULL, num_tokens=len(PROMPT)))
+        decode.wait(lambda: store.num_entered == 1)
+    # STEP both are aborted while the only thread hangs in the first one's first page
+    for reader in readers:
+        assert decode.finish(reader, "abort")
+    assert decode.freed == ["queued"]
+    store.gate.set()
+    decode.wait(lambda: decode.freed == ["queued", "begun"])
+    assert store.num_entered == 1, "what had not begun was dropped"
+    assert not decode.connector._queued
+    assert not decode.connector._num_ops
+
+
 def test_store_that_hangs_is_given_up_and_keeps_its_blocks(store: MemoryStore) -> None:
     gated = GatedStore()
     gated.gate.set()

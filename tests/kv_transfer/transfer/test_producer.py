@@ -203,6 +203,23 @@ def test_abort_in_flight_frees_blocks_only_after_the_saves_have_ended() -> None:
     assert store.num_entered == 2, "what had not begun was dropped"
 
 
+def test_saves_that_wait_behind_a_store_that_hangs_keep_no_blocks_of_an_aborted_request() -> None:
+    store = GatedStore()
+    prefill = Core(store, num_io_threads=1)
+    requests = [writer_of(request_id=name, transfer_id=name) for name in ("begun", "queued")]
+    for request in requests:
+        prefill.allocate(request)
+        prefill.fill(request)
+        prefill.progress(request, len(PROMPT))
+        prefill.wait(lambda: store.num_entered == 1)
+    for request in requests:
+        assert prefill.finish(request, "abort")
+    assert prefill.freed == ["queued"]
+    store.gate.set()
+    prefill.wait(lambda: prefill.freed == ["queued", "begun"])
+    assert store.num_entered == 1
+
+
 def test_store_that_cannot_be_written_fails_the_transfer_and_not_the_request() -> None:
     store = BrokenStore()
     prefill = Core(store, breaker_failures=2, breaker_retry_s=60.0)
