@@ -159,17 +159,35 @@ class SharedStorage:
         """A descriptor of the folder; None: there is none. Opened one part at a time, so that no link is followed."""
         descriptor: int | None = None
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = _open_root(self.path, create=create)
             for part in parts:
+                if descriptor is None:
+                    break
                 inner = _open_folder(part, descriptor, create=create)
                 os.close(descriptor)
                 descriptor = inner
-                if descriptor is None:
-                    break
             yield descriptor
         finally:
             if descriptor is not None:
                 os.close(descriptor)
+
+
+def _open_root(path: Path, *, create: bool) -> int | None:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError:
+        if not create:
+            return None
+        _make_again(path)
+        return os.open(path, flags)
+
+
+def _make_again(path: Path) -> None:
+    """The store's folder was removed while it is in use: its pages are gone, and are computed like any others."""
+    with contextlib.suppress(FileExistsError):  # another thread or instance was first
+        path.mkdir(mode=0o700, parents=True)
+        _log.warning("the KV folder %s was removed; it is made again, and its pages are computed again", path)
 
 
 def _open_folder(name: str, parent: int, *, create: bool) -> int | None:
@@ -325,7 +343,11 @@ class Sweeper:
     def _now_ns(self) -> int:
         """Time by the clock of the file system."""
         folder = self._path / "v1"
-        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except FileNotFoundError:
+            _make_again(self._path)
+            folder.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, prefix=TEMP_PREFIX) as probe:
             return os.fstat(probe.fileno()).st_mtime_ns
 

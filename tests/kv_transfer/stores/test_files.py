@@ -235,6 +235,29 @@ def wait(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def test_the_folder_itself_is_made_again_where_it_is_deleted(
+    store: SharedStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put(key_of(1), (HEADER, PAGE))
+    for number in range(2):
+        store.path.rename(tmp_path / f"gone-{number}")
+        # STEP its pages are missing, which is no failure of the store
+        assert read(store, key_of(1)) is None
+        assert not store.contains(key_of(1), len(HEADER) + len(PAGE))
+        store.delete(key_of(1))
+        # STEP the next page is kept
+        store.put(key_of(2), (HEADER, PAGE))
+        store.put(key_of(3), (HEADER, PAGE))
+        assert read(store, key_of(2)) == (HEADER, PAGE)
+    store.path.rename(tmp_path / "gone")
+    store.sweeper.sweep()
+    assert store.path.is_dir()
+    logged = [
+        record.getMessage() for record in caplog.records if "was removed; it is made again" in record.getMessage()
+    ]
+    assert len(logged) == 3, "once for each time that it was deleted"
+
+
 def test_several_instances_keep_one_folder_within_its_size(tmp_path: Path) -> None:
     stores = [open_store(tmp_path, num_values=20, scan_interval_s=0.05) for _ in range(3)]
     for number in range(90):
