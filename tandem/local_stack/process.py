@@ -77,10 +77,11 @@ class ManagedProcess:
         return self.ready_s is not None and self.running
 
     def start(self, bond: ParentBond) -> None:
-        """Starts the process, which ends with `bond`; its output is appended to the log file."""
+        """Starts the process, which ends with `bond`, in an empty run folder; its output is appended to the log file."""
         assert not self.running, f"{self.name} runs already"
         self.spec.ready_file.unlink(missing_ok=True)
-        self.spec.run_folder.mkdir(mode=0o700, exist_ok=True)
+        shutil.rmtree(self.spec.run_folder, ignore_errors=True)  # a process that was killed leaves its files there
+        self.spec.run_folder.mkdir(mode=0o700)
         self.ready_s = None
         self._group_is_gone = False
         self.started_s = time.monotonic()

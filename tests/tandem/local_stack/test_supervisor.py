@@ -66,6 +66,18 @@ def test_a_pool_grows_and_shrinks_and_removed_instances_leave_nothing(monkeypatc
         assert list(stack.instances) == ["decode-0", "decode-2", "decode-1"]
 
 
+def test_a_killed_process_leaves_no_file_to_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, {})
+    with LocalStack(settings()) as stack:
+        decode = stack.processes["decode-0"]
+        (decode.spec.run_folder / "core").mkdir()
+        (decode.spec.run_folder / "core" / "socket").touch()
+        decode.kill()
+        until(stack, lambda: not decode.ready)
+        until(stack, lambda: decode.ready)
+        assert list(decode.spec.run_folder.iterdir()) == []
+
+
 def test_growth_during_a_drain_starts_a_new_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {}, others=DRAINS)
     with LocalStack(settings(num_decode=2)) as stack:
