@@ -21,6 +21,8 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.process_logs import ProcessLogs
+
 # Before torch is imported: on tiny models a second thread only spins, and other tests' processes need the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell's background job ignores Ctrl-C, and so would the commands that tests interrupt.
@@ -138,6 +140,21 @@ def _own_ports(worker_id: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "_PORTS", topology._PORTS[number::count])
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def process_logs() -> Iterator[ProcessLogs]:
+    """Fails the run if a stack that a test or a shared fixture has stopped left an exception in a log."""
+    logs = ProcessLogs()
+    with logs.watched():
+        yield logs
+    assert not (found := logs.take_found()), "exceptions in logs of processes:\n" + "\n".join(found)
+
+
+@pytest.fixture(autouse=True)
+def _no_exception_is_logged(process_logs: ProcessLogs) -> Iterator[None]:
+    yield
+    assert not (found := process_logs.take_found()), "exceptions in logs of processes:\n" + "\n".join(found)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -27,6 +27,7 @@ from protos.tandem.v1 import instance_pb2
 from tandem.client.health import load
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.stack import LocalStack
+from tests.process_logs import exceptions_in
 from tests.waiting import wait_until
 
 ARRIVAL_TIMEOUT_S = 30.0
@@ -193,10 +194,9 @@ class Rig:
         return "\n".join(line for line in lines if " WARNING " in line or " ERROR " in line)
 
     def logged_exceptions(self) -> Counter[str]:
-        """The lines that begin a traceback or name an exception that no code has retrieved, by process."""
-        signs = ("Traceback (most recent call last)", "never retrieved", "Task was destroyed")
+        """The number of exceptions in the log of each process so far (tests/process_logs.py)."""
         logs = {name: process.spec.log_file.read_text() for name, process in self.stack.processes.items()}
-        return Counter({name: sum(map(log.count, signs)) for name, log in logs.items()})
+        return Counter({name: len(exceptions_in(log)) for name, log in logs.items()})
 
     def load(self, member: str) -> instance_pb2.WatchLoadResponse:
         """The next load report of an instance."""

@@ -1,0 +1,81 @@
+"""Exceptions in the logs of the processes that tests start: each is a bug, but where a failpoint raised it on purpose.
+
+Every local stack's logs are read before its folder is removed, and those of a removed instance before that. The test
+run fails where one has a traceback, or an exception that asyncio or the garbage collector found. A test that makes such
+an exception on purpose says so with `expected`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tandem.client.registry import StackFolder
+from tandem.local_stack.process import ManagedProcess
+
+_SIGNS = re.compile(
+    r"Traceback \(most recent call last\)|exception was never retrieved|Exception ignored in|Task was destroyed"
+)
+_ON_PURPOSE = re.compile(r"engine\.failpoints\.FailpointError")
+_NEXT_LINE = re.compile(r'^(?:\d\d:\d\d:\d\d\.\d{3} |\{"time")', re.MULTILINE)
+_MAX_CHARS = 4000
+
+
+def exceptions_in(log: str) -> list[str]:
+    """The log lines that hold an exception, each with the lines that belong to it."""
+    starts = [0, *(match.start() for match in _NEXT_LINE.finditer(log)), len(log)]
+    lines = (log[start:end] for start, end in zip(starts, starts[1:], strict=False))
+    return [line for line in lines if _SIGNS.search(line) and not _ON_PURPOSE.search(line)]
+
+
+class ProcessLogs:
+    """What was found in the logs of this test process's stacks. One per session."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        self._expected: list[re.Pattern[str]] = []
+
+    @contextmanager
+    def expected(self, pattern: str) -> Iterator[None]:
+        """Exceptions whose text matches are on purpose in logs that are read inside the block."""
+        self._expected.append(re.compile(pattern))
+        try:
+            yield
+        finally:
+            self._expected.pop()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Reads the logs of local stacks before they are removed."""
+        remove_folder, remove_files = StackFolder.remove, ManagedProcess.remove_files
+
+        def read_and_remove_folder(folder: StackFolder) -> None:
+            for file in sorted((folder.path / "logs").glob("*.log")):
+                self.read(file)
+            remove_folder(folder)
+
+        def read_and_remove_files(process: ManagedProcess) -> None:
+            self.read(process.spec.log_file)
+            remove_files(process)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StackFolder, "remove", read_and_remove_folder)
+            patch.setattr(ManagedProcess, "remove_files", read_and_remove_files)
+            yield
+
+    def read(self, file: Path) -> None:
+        """Searches one log; a file that is missing has none."""
+        if not file.exists():
+            return
+        for text in exceptions_in(file.read_text(errors="replace")):
+            if not any(pattern.search(text) for pattern in self._expected):
+                self._found.append(f"{file.name}:\n{text[:_MAX_CHARS]}")
+
+    def take_found(self) -> list[str]:
+        """What was found since the last call."""
+        found, self._found = self._found, []
+        return found
