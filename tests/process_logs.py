@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ _MAX_CHARS = 4000
 def exceptions_in(log: str) -> list[str]:
     """The log lines that hold an exception, each with the lines that belong to it."""
     starts = [0, *(match.start() for match in _NEXT_LINE.finditer(log)), len(log)]
-    lines = (log[start:end] for start, end in zip(starts, starts[1:], strict=False))
+    lines = (log[start:end] for start, end in pairwise(starts))
     return [line for line in lines if _SIGNS.search(line) and not _ON_PURPOSE.search(line)]
 
 

@@ -77,7 +77,7 @@ class ManagedProcess:
         return self.ready_s is not None and self.running
 
     def start(self, bond: ParentBond) -> None:
-        """Starts the process in an empty run folder; it ends with `bond`, and its output is appended to the log file."""
+        """Starts the process in an empty run folder. It ends with `bond`; its output is appended to the log file."""
         assert not self.running, f"{self.name} runs already"
         self.spec.ready_file.unlink(missing_ok=True)
         shutil.rmtree(self.spec.run_folder, ignore_errors=True)  # a process that was killed leaves its files there
