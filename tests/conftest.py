@@ -21,7 +21,7 @@ import hypothesis
 import psutil
 import pytest
 
-from tests.process_logs import ProcessLogs
+from tests.process_logs import LOGS, ProcessLogs
 
 # Before torch is imported: on tiny models a second thread only spins, and other tests' processes need the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -145,10 +145,9 @@ def _own_ports(worker_id: str) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def process_logs() -> Iterator[ProcessLogs]:
     """Fails the run if a stack that a test or a shared fixture has stopped left an exception in a log."""
-    logs = ProcessLogs()
-    with logs.watched():
-        yield logs
-    assert not (found := logs.take_found()), "exceptions in logs of processes:\n" + "\n".join(found)
+    with LOGS.watched():
+        yield LOGS
+    assert not (found := LOGS.take_found()), "exceptions in logs of processes:\n" + "\n".join(found)
 
 
 @pytest.fixture(autouse=True)

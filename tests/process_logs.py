@@ -34,7 +34,7 @@ def exceptions_in(log: str) -> list[str]:
 
 
 class ProcessLogs:
-    """What was found in the logs of this test process's stacks. One per session."""
+    """What was found in the logs of the processes that this test process has started."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
@@ -80,3 +80,7 @@ class ProcessLogs:
         """What was found since the last call."""
         found, self._found = self._found, []
         return found
+
+
+LOGS = ProcessLogs()
+"""Those of this run; a test takes them by the fixture `process_logs`."""

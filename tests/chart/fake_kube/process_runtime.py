@@ -23,6 +23,7 @@ from tests.chart.fake_kube.container_view import Node
 from tests.chart.fake_kube.kinds import Object
 from tests.chart.fake_kube.kubelet import SetReady
 from tests.chart.fake_kube.process_container import Container, running_in
+from tests.process_logs import LOGS
 
 _INIT_BACKOFF_S = 1.0
 
@@ -150,6 +151,8 @@ class ProcessRuntime:
             assert not self.left, f"these do not end: {self.left}"
         finally:
             self._bond.close()
+            for log in self._folder.rglob("*.log"):
+                LOGS.read(log)
             shutil.rmtree(self._folder, ignore_errors=True)
         for result in results:
             if isinstance(result, Exception):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.process_logs import LOGS
 from tests.router.open_load import TENANT_KEY, Outcome
 
 NUM_INSTANCES = 4
@@ -93,6 +94,7 @@ def stack(model_folder: Path, folder: Path) -> Iterator[tuple[str, psutil.Proces
             router.wait()
         if router is not None and router.stdout is not None:
             router.stdout.close()
+        LOGS.read(log)
         fakes.communicate("")
 
 
