@@ -200,8 +200,10 @@ class _Server(uvicorn.Server):
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for task in (*self._accepting, *self._handshakes):
+        tasks = [*self._accepting, *self._handshakes]
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # the listener is closed next
         await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
