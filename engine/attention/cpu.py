@@ -19,8 +19,8 @@ from engine.attention.backend import AttentionMetadata
 from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
 
-TILE_TOKENS = 16
-"""Query tokens that share a pass over the pages."""
+TILE_TOKENS = 32
+"""Query tokens that share a pass over the keys."""
 SERIAL_ELEMENTS = 1 << 15
 """Below this many KV elements one thread finishes before a second has started."""
 

@@ -1,11 +1,15 @@
 """Compiled attention kernels over block-major pages, called by `engine.attention.cpu` with addresses of its tensors.
 
-One task is one tile (a few consecutive tokens of one request) and one key/value head. Its rows are the tile's tokens
-times the query heads of that head. The pages are read once, block by block, for all rows, two rows at a time; each row
-keeps a running maximum, sum and weighted values (online softmax, arXiv 1805.02867) in float32. While keys are read,
-their values are prefetched, and while values are read, the keys of the next block, whose page may be anywhere.
+One task is one tile of queries (consecutive tokens of one request) and one key/value head. Its rows are the tile's
+tokens times the query heads of that head. Keys are read once for all rows, in tiles of TILE_KEYS that begin at fixed
+positions, wherever their pages lie; each row keeps a running maximum, sum and weighted values (online softmax, arXiv
+1805.02867) in float32. So a row's bits depend on its query and its keys alone.
 
-A row's scratch, float32: query [head_dim], weighted values [head_dim], weights [padded], then maximum, sum, shrink.
+Few rows (decode) read keys and values where they lie, two rows at a time: while keys are read, their values are
+prefetched, and while values are read, the keys of the next tile. Many rows (prefill) share a tile that is converted to
+float32 once, its keys transposed, four rows at a time (`micro_kernels`). Both add the same numbers in the same order.
+
+A row's scratch, float32: query [head_dim], weighted values [head_dim], weights [TILE_KEYS], then maximum, sum, shrink.
 """
 
 # The compiled bodies are typed by numba, not by annotations.
@@ -18,6 +22,13 @@ import functools
 import numpy as np
 from numba import njit
 
+from engine.attention.micro_kernels import (
+    NUM_ROWS,
+    add_weighted_16,
+    add_weighted_64,
+    store_products,
+    store_transposed,
+)
 from engine.attention.simd import (
     BFLOAT16,
     FLOAT32,
@@ -26,6 +37,7 @@ from engine.attention.simd import (
     WIDTH,
     as_double,
     exp,
+    fused,
     kernel,
     largest,
     load,
@@ -44,6 +56,9 @@ UNSEEN = np.float32(-1e30)
 ZERO = np.float32(0)
 ONE = np.float32(1)
 MAXIMUM, SUM, SHRINK = 0, 1, 2
+TILE_KEYS = 64
+PACKED_ROWS = 8
+"""From so many rows on, a converted and transposed tile costs less than reading it again and again."""
 LINE = 32
 """Elements from one prefetch to the next: a cache line of bfloat16."""
 
@@ -102,10 +117,15 @@ def _paged_attention(a, kind):
     query, output, cache = pointer(a[6], kind), pointer(a[8], kind), pointer(a[12], kind)
     tiles, tables = pointer(a[9], INT32), pointer(a[10], INT32)
     scale = splat(np.float32(as_double(a[14])))
-    padded = (block_size + WIDTH - 1) // WIDTH * WIDTH
-    shape = (head_dim, padded, 2 * head_dim + padded + WIDTH)
-    memory = np.zeros((a[16] + 1) * shape[2], np.float32)  # one row more: an odd last row has a neighbour
-    rows = pointer(np.int64(memory.ctypes.data), FLOAT32)
+    stride = 2 * head_dim + TILE_KEYS + WIDTH
+    shape = (head_dim, stride, num_kv_heads * block_size * head_dim)
+    num_scratch = (a[16] + NUM_ROWS - 1) * stride  # the last rows have neighbours
+    memory = np.zeros(num_scratch + 2 * TILE_KEYS * head_dim + WIDTH, np.float32)
+    places = np.zeros(2 * TILE_KEYS, np.int64)
+    rows_address = (np.int64(memory.ctypes.data) + 63) & ~63  # whole cache lines
+    keys_address = rows_address + 4 * num_scratch
+    rows, offsets = pointer(rows_address, FLOAT32), pointer(np.int64(places.ctypes.data), INT64)
+    tile_kv = pointer(keys_address, FLOAT32), pointer(keys_address + 4 * TILE_KEYS * head_dim, FLOAT32)
     while True:
         task = next_task(a)
         if task >= num_tasks:
@@ -113,106 +133,195 @@ def _paged_attention(a, kind):
         tile, head = 4 * (task // num_kv_heads), task % num_kv_heads
         table, first_token = tiles[tile] * a[11], np.int64(tiles[tile + 1])
         num_tokens, first_position = np.int64(tiles[tile + 2]), np.int64(tiles[tile + 3])
-        end = first_position + num_tokens
+        num_rows, end = num_tokens * group, first_position + num_tokens
         source = first_token * query_stride + head * group * head_dim
-        for row in range(num_tokens * group):
+        for row in range(num_rows):
             column = source + (row // group) * query_stride + (row % group) * head_dim
-            _start_row(rows, row * shape[2], shape, query, column, scale)
-        first = max(0, first_position - window + 1) // block_size if window > 0 else 0
-        last = (end - 1) // block_size
-        in_page = head * block_size * head_dim
-        keys = tables[table + first] * page_size + in_page
-        for index in range(first, last + 1):
-            next_keys = tables[table + min(index + 1, last)] * page_size + in_page
-            values = keys + num_kv_heads * block_size * head_dim
-            start = index * block_size
-            count = min(block_size, end - start)
-            for row in range(0, num_tokens * group, 2):
-                at = row * shape[2]
-                _score(rows, at, shape, cache, keys, values, count)
-                low, high = count, np.int64(0)
-                for one in range(row, row + 2):
-                    position = first_position + one // group - start
-                    begin = max(0, position - window + 1) if window > 0 else 0
-                    stop = min(count, position + 1)
-                    _weigh(rows, one * shape[2], shape, begin, stop)
-                    low, high = min(low, begin), max(high, stop)
-                _accumulate(rows, at, shape, cache, (values, next_keys), low, high)
-            keys = next_keys
+            _start_row(rows, row * stride, head_dim, query, column, scale)
+        first = _visible(first_position, window, end)[0] // TILE_KEYS * TILE_KEYS
+        pages = (tables, table, page_size, head * block_size * head_dim, block_size, head_dim)
+        here, there = np.int64(0), np.int64(TILE_KEYS)
+        _find_keys(offsets, here, pages, first, end)
+        for start in range(first, end, TILE_KEYS):
+            _find_keys(offsets, there, pages, start + TILE_KEYS, end)
+            queries = (num_rows, group, first_position - start, window)
+            if num_rows >= PACKED_ROWS:
+                _pack(cache, offsets, here, shape, min(TILE_KEYS, end - start), tile_kv)
+                _attend_packed(rows, shape, tile_kv, queries)
+            else:
+                _attend_in_place(rows, shape, cache, (offsets, here, there), queries)
+            here, there = there, here
         target = (first_token * num_kv_heads + head) * group * head_dim
-        for row in range(num_tokens * group):
+        for row in range(num_rows):
             column = target + (row // group) * num_kv_heads * group * head_dim + (row % group) * head_dim
-            _finish_row(rows, row * shape[2], shape, output, column)
+            _finish_row(rows, row * stride, head_dim, output, column)
     memory[0] = ZERO  # numba frees an array after the last line that names it, whatever points into it
+    places[0] = 0
 
 
 @njit
-def _start_row(rows, at, shape, query, column, scale):
-    head_dim, padded, _ = shape
+def _visible(position, window, count):
+    """The keys of `count` that a query sees whose own key is number `position`: [begin, stop)."""
+    begin = max(0, position - window + 1) if window > 0 else 0
+    return min(begin, count), max(0, min(count, position + 1))
+
+
+@njit
+def _attend_packed(rows, shape, tile_kv, queries):
+    """All rows' scores, weights and weighted values of a packed tile, four rows at a time."""
+    head_dim, stride, _ = shape
+    num_rows, group, position, window = queries
+    keys, values = tile_kv
+    for row in range(0, num_rows, NUM_ROWS):
+        past = min(row + NUM_ROWS, num_rows)
+        low, high = _span(row, past, queries)
+        if low >= high:
+            continue
+        at, weights = row * stride, row * stride + 2 * head_dim
+        for token in range(low // WIDTH * WIDTH, high, WIDTH):
+            places = (at, stride, weights + token)
+            store_products(rows, places, keys, (token, TILE_KEYS, head_dim // WIDTH))
+        for one in range(row, past):
+            seen = _visible(position + one // group, window, TILE_KEYS)
+            _weigh(rows, one * stride, head_dim, (low, high), seen)
+        whole = head_dim // 64 * 64
+        for d in range(0, whole, 64):
+            places = (at + head_dim + d, weights, weights + TILE_KEYS + SHRINK, stride)
+            add_weighted_64(rows, places, values, (d, head_dim, low, high))
+        for d in range(whole, head_dim, WIDTH):
+            places = (at + head_dim + d, weights, weights + TILE_KEYS + SHRINK, stride)
+            add_weighted_16(rows, places, values, (d, head_dim, low, high))
+
+
+@njit
+def _attend_in_place(rows, shape, cache, offsets, queries):
+    """The same with keys and values where they lie, two rows at a time."""
+    head_dim, stride, _ = shape
+    num_rows, group, position, window = queries
+    for row in range(0, num_rows, 2):
+        past = min(row + 2, num_rows)
+        low, high = _span(row, past, queries)
+        if low >= high:
+            continue
+        _score(rows, row * stride, shape, cache, offsets, low, high)
+        for one in range(row, past):
+            seen = _visible(position + one // group, window, TILE_KEYS)
+            _weigh(rows, one * stride, head_dim, (low, high), seen)
+        _accumulate(rows, row * stride, shape, cache, offsets, low, high)
+
+
+@njit
+def _span(row, past, queries):
+    """The keys of a tile that one of the rows [row, past) sees: [low, high)."""
+    _, group, position, window = queries
+    low, _ = _visible(position + row // group, window, TILE_KEYS)
+    _, high = _visible(position + (past - 1) // group, window, TILE_KEYS)
+    return low, high
+
+
+@njit
+def _find_keys(offsets, at, pages, start, end):
+    """Element offsets of the keys [start, start + TILE_KEYS), up to `end`; the last one fills up a group."""
+    tables, table, page_size, in_page, block_size, head_dim = pages
+    count = min(TILE_KEYS, end - start)
+    found = np.int64(0)
+    while found < count:
+        block = (start + found) // block_size
+        inside = start + found - block * block_size
+        key = tables[table + block] * page_size + in_page + inside * head_dim
+        for _ in range(min(block_size - inside, count - found)):
+            offsets[at + found] = key
+            key += head_dim
+            found += 1
+    while found > 0 and found % WIDTH:
+        offsets[at + found] = offsets[at + found - 1]
+        found += 1
+
+
+@njit
+def _pack(cache, offsets, first, shape, count, tile_kv):
+    """Keys of a tile as float32 [head_dim, TILE_KEYS], its values as [TILE_KEYS, head_dim]."""
+    head_dim, _, plane = shape
+    keys, values = tile_kv
+    for token in range(0, count, WIDTH):
+        for d in range(0, head_dim, WIDTH):
+            store_transposed(cache, offsets, first + token, d, keys, d * TILE_KEYS + token, TILE_KEYS)
+    for token in range(count):
+        source = offsets[first + token] + plane
+        for d in range(0, head_dim, WIDTH):
+            store(values, token * head_dim + d, load(cache, source + d))
+
+
+@njit
+def _start_row(rows, at, head_dim, query, column, scale):
     for d in range(0, head_dim, WIDTH):
         store(rows, at + d, load(query, column + d) * scale)
         store(rows, at + head_dim + d, splat(ZERO))
-    state = at + 2 * head_dim + padded
+    state = at + 2 * head_dim + TILE_KEYS
     rows[state + MAXIMUM] = UNSEEN
     rows[state + SUM] = ZERO
 
 
 @njit
-def _finish_row(rows, at, shape, output, column):
-    head_dim, padded, _ = shape
-    inverse = splat(ONE / rows[at + 2 * head_dim + padded + SUM])
+def _finish_row(rows, at, head_dim, output, column):
+    inverse = splat(ONE / rows[at + 2 * head_dim + TILE_KEYS + SUM])
     for d in range(0, head_dim, WIDTH):
         store(output, column + d, load(rows, at + head_dim + d) * inverse)
 
 
 @njit
-def _score(rows, at, shape, cache, keys, ahead, count):
-    """Two rows' products with `count` keys, four keys at a time, into their weights. Up to three more keys of the same
-    page are scored, and masked later."""
-    head_dim, _, stride = shape
+def _score(rows, at, shape, cache, offsets, low, high):
+    """Two rows' products with keys [low, high), four keys at a time, into their weights. Up to three more keys of the
+    same page are scored, and masked later."""
+    head_dim, stride, plane = shape
+    found, here, _ = offsets
     first, second = at + 2 * head_dim, at + stride + 2 * head_dim
-    for token in range(0, count, 4):
-        k0 = keys + token * head_dim
+    for token in range(low // 4 * 4, high, 4):
+        k0 = found[here + token]
         k1, k2, k3 = k0 + head_dim, k0 + 2 * head_dim, k0 + 3 * head_dim
         a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = splat(ZERO)
         for d in range(0, head_dim, WIDTH):
             a, b = load(rows, at + d), load(rows, at + stride + d)
             k = load(cache, k0 + d)
-            a0, b0 = a0 + a * k, b0 + b * k
+            a0, b0 = fused(a, k, a0), fused(b, k, b0)
             k = load(cache, k1 + d)
-            a1, b1 = a1 + a * k, b1 + b * k
+            a1, b1 = fused(a, k, a1), fused(b, k, b1)
             k = load(cache, k2 + d)
-            a2, b2 = a2 + a * k, b2 + b * k
+            a2, b2 = fused(a, k, a2), fused(b, k, b2)
             k = load(cache, k3 + d)
-            a3, b3 = a3 + a * k, b3 + b * k
+            a3, b3 = fused(a, k, a3), fused(b, k, b3)
         for d in range(0, 4 * head_dim, LINE):
-            prefetch(cache, ahead + token * head_dim + d)
+            prefetch(cache, k0 + plane + d)
         store_totals(rows, first + token, a0, a1, a2, a3)
         store_totals(rows, second + token, b0, b1, b2, b3)
 
 
 @njit
-def _weigh(rows, at, shape, begin, stop):
-    """Scores of one row -> weights relative to the new maximum, 0 outside [begin, stop); moves the running sum."""
-    head_dim, padded, _ = shape
-    weights, state = at + 2 * head_dim, at + 2 * head_dim + padded
+def _weigh(rows, at, head_dim, span, seen):
+    """Scores of one row in `span` -> weights relative to the new maximum, 0 where it does not see; moves the running
+    sum."""
+    (low, high), (begin, stop) = span, seen
+    first, past = low // WIDTH * WIDTH, (high + WIDTH - 1) // WIDTH * WIDTH
+    weights, state = at + 2 * head_dim, at + 2 * head_dim + TILE_KEYS
     if begin >= stop:
-        for token in range(0, padded, WIDTH):
+        for token in range(first, past, WIDTH):
             store(rows, weights + token, splat(ZERO))
         rows[state + SHRINK] = ONE
         return
-    _fill_outside(rows, weights, padded, begin, stop, UNSEEN)
+    _fill(rows, weights + first, begin - first, UNSEEN)
+    _fill(rows, weights + stop, past - stop, UNSEEN)
     old = rows[state + MAXIMUM]
     top = splat(old)
-    for token in range(0, padded, WIDTH):
+    for token in range(first, past, WIDTH):
         top = maximum(top, load(rows, weights + token))
     new = largest(top)
     weight_sum = splat(ZERO)
-    for token in range(0, padded, WIDTH):
+    for token in range(first, past, WIDTH):
         weight = exp(load(rows, weights + token) - splat(new))
         store(rows, weights + token, weight)
         weight_sum = weight_sum + weight
-    _fill_outside(rows, weights, padded, begin, stop, ZERO)
+    _fill(rows, weights + first, begin - first, ZERO)
+    _fill(rows, weights + stop, past - stop, ZERO)
     shrink = largest(exp(splat(old - new)))
     rows[state + MAXIMUM] = new
     rows[state + SUM] = rows[state + SUM] * shrink + total(weight_sum)
@@ -220,30 +329,28 @@ def _weigh(rows, at, shape, begin, stop):
 
 
 @njit
-def _fill_outside(rows, weights, padded, begin, stop, number):
-    for token in range(begin):
-        rows[weights + token] = number
-    for token in range(stop, padded):
-        rows[weights + token] = number
+def _fill(rows, at, count, number):
+    for token in range(count):
+        rows[at + token] = number
 
 
 @njit
-def _accumulate(rows, at, shape, cache, values_and_ahead, low, high):
+def _accumulate(rows, at, shape, cache, offsets, low, high):
     """Adds values [low, high), times the weights, to two rows' shrunken weighted values, 32 elements at a time."""
-    head_dim, padded, stride = shape
-    values, ahead = values_and_ahead
+    head_dim, stride, plane = shape
+    found, here, there = offsets
     first, second = at + 2 * head_dim, at + stride + 2 * head_dim
-    shrink_a, shrink_b = splat(rows[first + padded + SHRINK]), splat(rows[second + padded + SHRINK])
+    shrink_a, shrink_b = splat(rows[first + TILE_KEYS + SHRINK]), splat(rows[second + TILE_KEYS + SHRINK])
     for d in range(0, head_dim - WIDTH, 2 * WIDTH):
         into_a, into_b = at + head_dim + d, at + stride + head_dim + d
         a0, a1 = load(rows, into_a) * shrink_a, load(rows, into_a + WIDTH) * shrink_a
         b0, b1 = load(rows, into_b) * shrink_b, load(rows, into_b + WIDTH) * shrink_b
         for token in range(low, high):
-            v0 = load(cache, values + token * head_dim + d)
-            v1 = load(cache, values + token * head_dim + d + WIDTH)
+            value = found[here + token] + plane + d
+            v0, v1 = load(cache, value), load(cache, value + WIDTH)
             wa, wb = splat(rows[first + token]), splat(rows[second + token])
-            a0, a1, b0, b1 = a0 + wa * v0, a1 + wa * v1, b0 + wb * v0, b1 + wb * v1
-            prefetch(cache, ahead + token * head_dim + d)
+            a0, a1, b0, b1 = fused(wa, v0, a0), fused(wa, v1, a1), fused(wb, v0, b0), fused(wb, v1, b1)
+            prefetch(cache, found[there + token] + d)
         store(rows, into_a, a0)
         store(rows, into_a + WIDTH, a1)
         store(rows, into_b, b0)
@@ -253,8 +360,7 @@ def _accumulate(rows, at, shape, cache, values_and_ahead, low, high):
         a0 = load(rows, at + head_dim + d) * shrink_a
         b0 = load(rows, at + stride + head_dim + d) * shrink_b
         for token in range(low, high):
-            v0 = load(cache, values + token * head_dim + d)
-            a0 = a0 + splat(rows[first + token]) * v0
-            b0 = b0 + splat(rows[second + token]) * v0
+            v0 = load(cache, found[here + token] + plane + d)
+            a0, b0 = fused(splat(rows[first + token]), v0, a0), fused(splat(rows[second + token]), v0, b0)
         store(rows, at + head_dim + d, a0)
         store(rows, at + stride + head_dim + d, b0)

@@ -135,8 +135,29 @@ def as_double(typingctx, bits):
     return types.float64(types.int64), codegen
 
 
-def _vector_pointer(builder, base, index, vector):
+def vector_at(builder, base, index, vector=_VECTOR):
+    """The address of the vector that begins at base[index]."""
     return builder.bitcast(builder.gep(base, [index]), vector.as_pointer())
+
+
+def as_floats(builder, base, index, is_bfloat16):
+    """Loads elements [index, index + 16)."""
+    if not is_bfloat16:
+        return builder.load(vector_at(builder, base, index), align=4)
+    halves = builder.load(vector_at(builder, base, index, _HALVES), align=2)
+    wide = builder.shl(builder.zext(halves, _INTEGERS), _constant(16, integer=True))
+    return builder.bitcast(wide, _VECTOR)
+
+
+def repeated(builder, number):
+    """Sixteen copies of one float."""
+    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_INTEGERS, [0] * WIDTH))
+
+
+def fused_product(builder, left, right, added):
+    """left * right + added, rounded once."""
+    return _call(builder, f"llvm.fma.v{WIDTH}f32", _VECTOR, [left, right, added])
 
 
 @intrinsic
@@ -145,12 +166,7 @@ def load(typingctx, base, index):
     is_bfloat16 = base.dtype == types.uint16
 
     def codegen(context, builder, sig, args):
-        memory = _HALVES if is_bfloat16 else _VECTOR
-        value = builder.load(_vector_pointer(builder, args[0], args[1], memory), align=2 if is_bfloat16 else 4)
-        if is_bfloat16:
-            wide = builder.zext(value, _INTEGERS)
-            value = builder.bitcast(builder.shl(wide, _constant(16, integer=True)), _VECTOR)
-        return value
+        return as_floats(builder, *args, is_bfloat16)
 
     return floats(base, types.int64), codegen
 
@@ -163,10 +179,10 @@ def store(typingctx, base, index, value):
     def codegen(context, builder, sig, args):
         target, offset, vector = args
         if not is_bfloat16:
-            builder.store(vector, _vector_pointer(builder, target, offset, _VECTOR), align=4)
+            builder.store(vector, vector_at(builder, target, offset), align=4)
         else:
             halves = builder.trunc(builder.lshr(_round(builder, vector), _constant(16, integer=True)), _HALVES)
-            builder.store(halves, _vector_pointer(builder, target, offset, _HALVES), align=2)
+            builder.store(halves, vector_at(builder, target, offset, _HALVES), align=2)
         return context.get_dummy_value()
 
     return types.void(base, types.int64, floats), codegen
@@ -196,12 +212,21 @@ def rounded_to(typingctx, value, kind):
 
 
 @intrinsic
+def fused(typingctx, left, right, added):
+    """left * right + added, rounded once, where `*` and `+` may or may not."""
+
+    def codegen(context, builder, sig, args):
+        return fused_product(builder, *args)
+
+    return floats(floats, floats, floats), codegen
+
+
+@intrinsic
 def splat(typingctx, number):
     """Sixteen copies of a float32."""
 
     def codegen(context, builder, sig, args):
-        one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), args[0], ir.Constant(_I32, 0))
-        return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_INTEGERS, [0] * WIDTH))
+        return repeated(builder, args[0])
 
     return floats(types.float32), codegen
 
@@ -233,7 +258,7 @@ def store_totals(typingctx, base, index, first, second, third, fourth):
         sums = halves_added(a, b, WIDTH // 2)
         for width in (WIDTH // 4, WIDTH // 8):
             sums = halves_added(sums, sums, width)
-        builder.store(sums, _vector_pointer(builder, args[0], args[1], sums.type), align=4)
+        builder.store(sums, vector_at(builder, args[0], args[1], sums.type), align=4)
         return context.get_dummy_value()
 
     return types.void(base, types.int64, floats, floats, floats, floats), codegen

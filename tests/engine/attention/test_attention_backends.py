@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.attention import select_backend
@@ -111,6 +111,8 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     torch.testing.assert_close(output, expected[0].transpose(0, 1), atol=1e-5, rtol=0)
 
 
+@example(ends=list(range(1, 301)), group=2, head_dim=64, window=None, dtype=torch.float32, neighbours=[])
+@example(ends=list(range(1, 301)), group=3, head_dim=80, window=100, dtype=torch.bfloat16, neighbours=[(40, 40)])
 @settings(max_examples=25)
 @given(
     ends=st.lists(st.integers(1, 300), max_size=8, unique=True).map(sorted),
