@@ -143,7 +143,7 @@ class UpstreamInstance:
             try:
                 reason = await self._connect()
             except grpc.aio.AioRpcError as error:
-                reason = f"its load stream failed: {error.code().name}"
+                reason = _failure_text(error)
             except TimeoutError:
                 reason = self._silence
             except _UnexpectedInstance as error:
@@ -261,3 +261,10 @@ class UpstreamInstance:
             extra={"fields": {"address": self.address, "epoch": self.info.epoch if self.info else None}},
         )
         self.on_change(self)
+
+
+def _failure_text(error: grpc.aio.AioRpcError) -> str:
+    """Why a connection to an instance could not be made, or broke."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE and "Connection refused" in (error.details() or ""):
+        return "starting: nothing listens at its address yet"
+    return f"its load stream failed: {error.code().name}"

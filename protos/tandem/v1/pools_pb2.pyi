@@ -331,7 +331,7 @@ class PoolInstance(_message.Message):
     role: _instance_pb2.Role.ValueType
     """The pool it is in."""
     out: _builtins.str
-    """Why it is not picked: connecting, draining, silent, ejected…; empty when it may be."""
+    """Why it is not picked: connecting, starting, draining, silent, ejected…; empty when it may be."""
     num_running_here: _builtins.int
     """Requests of this router that run there now."""
     num_blocks: _builtins.int

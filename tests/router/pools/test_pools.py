@@ -24,6 +24,7 @@ from tests.fakes.behaviour import FULL, Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, Rig, request_of, slow
+from tests.waiting import until
 
 SERVICE = "tandem.v1.GenerationService"
 
@@ -181,6 +182,20 @@ async def test_a_port_that_connects_and_says_nothing_is_never_ready(run: Run) ->
                     ] != "lost":
                         await asyncio.sleep(0.01)
                 assert (await second.generate()).is_exactly(12)
+
+
+async def test_an_instance_that_starts_or_is_restarted_is_reported_as_starting(run: Run) -> None:
+    async with run(prefill=0) as rig, asyncio.timeout(20):
+        [instance] = rig.app.pools.decode.instances
+        await rig.decode[0].kill()
+        await until(lambda: (instance.out or "").startswith("starting"))
+        await rig.decode[0].restart()
+        await rig.until_ready()
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            address = f"127.0.0.1:{closed.getsockname()[1]}"
+        async with beside(rig, decode=f"{rig.decode[0].address},{address}") as second:
+            new = next(one for one in second.app.pools.decode.instances if one.address == address)
+            await until(lambda: (new.out or "").startswith("starting"))
 
 
 async def test_two_routers_side_by_side_are_both_right(run: Run) -> None:
