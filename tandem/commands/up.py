@@ -22,6 +22,7 @@ from tandem.models import ModelNotFound, display_name, resolve
 
 if TYPE_CHECKING:
     from tandem.client.completion import Usage
+    from tandem.client.credentials import Credentials
 
 _START_REDIS = "start one, for example: redis-server --port 6379"
 _DEMO_PROMPT = """\
@@ -237,7 +238,7 @@ def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
         stack.start(lambda line: click.echo(f"  {line}"), stop)
         stack.announce()
         if try_it:
-            _show_first_text(stack)
+            _show_first_text(stack.address, stack.credentials)
         starting = False
         click.echo(f"ready in {time.monotonic() - started_s:.1f} s")
         click.echo(usage_text(stack))
@@ -259,24 +260,25 @@ def _echo_event(event: StackEvent) -> None:
         click.echo(f"  | {line}")
 
 
-def _show_first_text(stack: LocalStack) -> None:
-    """Streams the answer to one request through the whole stack. Raises StackFailed."""
+def _show_first_text(address: str, credentials: Credentials) -> None:
+    """Streams the answer to one request through the whole stack. A request that fails is reported and ends nothing."""
     from tandem.client.client import Client
     from tandem.client.completion import Usage
     from tandem.client.errors import TandemError
 
-    click.echo("")
+    usage: Usage | None = None
     try:
-        with Client(stack.address, timeout_s=60) as client:
-            click.secho(_DEMO_PROMPT, bold=True, nl=False)
-            usage = Usage()
+        with Client(address, timeout_s=60, credentials=credentials) as client:
             for piece in client.stream(_DEMO_PROMPT, max_tokens=_DEMO_TOKENS, temperature=0.0):
+                if usage is None:
+                    usage = Usage()
+                    click.secho(f"\n{_DEMO_PROMPT}", bold=True, nl=False)
                 click.echo(piece.text, nl=False)
                 usage = piece.usage or usage
-            click.echo(" …\n")
-            click.echo(_hand_over_text(usage))
     except TandemError as error:
-        raise StackFailed(f"the stack is up but did not answer: {error}") from error
+        click.echo(f"\n(no example text: {error.message})\n")
+        return
+    click.echo(f" …\n\n{_hand_over_text(usage or Usage())}")
 
 
 def _hand_over_text(usage: Usage) -> str:
