@@ -9,7 +9,9 @@ from pathlib import Path
 TLS_FOLDER = "tls"
 """In the private folder of a stack with TLS: ca.crt, and a .crt and a .key for each of these names."""
 ROUTER, INSTANCE, OPERATOR = "router", "instance", "operator"
-_TOKEN = re.compile(r"[!-~]{1,4096}")
+API_KEY_FILE = "api_key"
+"""In the private folder of a stack with `--api-key`: the clients' bearer token."""
+TOKEN = re.compile(r"[!-~]{1,4096}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Credentials:
                 raise ValueError(f"token_file: {self.token_file} cannot be read: {type(error).__name__}") from None
         if token is None:
             return ()
-        if not _TOKEN.fullmatch(token):
+        if not TOKEN.fullmatch(token):
             raise ValueError(f"the token of {self.token_file or 'this client'} is empty or not printable ASCII")
         return (("authorization", f"Bearer {token}"),)
 
@@ -56,7 +58,9 @@ PLAINTEXT = Credentials()
 
 def stack_credentials(folder: Path) -> Credentials:
     """The operator's credentials for the local stack with this private folder."""
-    files = folder / TLS_FOLDER
+    files, key = folder / TLS_FOLDER, folder / API_KEY_FILE
+    token_file = key if key.is_file() else None
     if not files.is_dir():
-        return PLAINTEXT
-    return Credentials(files / "ca.crt", files / f"{OPERATOR}.crt", files / f"{OPERATOR}.key")
+        return Credentials(token_file=token_file)
+    certificate, private_key = files / f"{OPERATOR}.crt", files / f"{OPERATOR}.key"
+    return Credentials(files / "ca.crt", certificate, private_key, token_file=token_file)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import signal
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -36,6 +38,11 @@ _DEMO_TOKENS = 60
 
 @click.command("up")
 @click.option(
+    "--config", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), is_eager=True, expose_value=False,
+    callback=lambda context, option, value: _read_config(context, value),
+    help="YAML file with these options, `decode: 2`; those of the command line win.",
+)  # fmt: skip
+@click.option(
     "--prefill", "num_prefill", type=click.IntRange(0, 64), default=1, show_default=True,
     help="Prefill instances; 0 serves without disaggregation.",
 )  # fmt: skip
@@ -50,6 +57,7 @@ _DEMO_TOKENS = 60
     "--model", default="demo", show_default=True, metavar="NAME",
     help="demo, a checkpoint's folder, or owner/name on the Hugging Face hub.",
 )  # fmt: skip
+@click.option("--served-model-name", metavar="NAME", help="Name of the model in requests; absent: --model's last part.")
 @click.option(
     "--connector",
     default="shared_storage",
@@ -87,6 +95,11 @@ _DEMO_TOKENS = 60
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads of each instance; absent: one for each of its cores."
 )
+@click.option(
+    "--api-key", metavar="KEY", envvar="TANDEM_API_KEY", show_envvar=True,
+    help="Clients must send it as bearer token; commands of this user on this machine do. Absent: no token is "
+    "required. Other users see a command line, not the environment.",
+)  # fmt: skip
 @click.option("--tls", is_flag=True, help="Encrypts all connections with mTLS, using a CA generated for this stack.")
 @click.option(
     "--pin/--no-pin", default=True, show_default=True, help="Give every instance its own cores, if there are enough."
@@ -105,6 +118,7 @@ _DEMO_TOKENS = 60
 def command(
     *,
     model: str,
+    served_model_name: str | None,
     connector: str,
     disaggregation: Disaggregation,
     autoscale: tuple[str, ...],
@@ -124,6 +138,8 @@ def command(
       tandem up --prefill 2 --decode 2 --port 50051
       tandem up --model Qwen/Qwen3-0.6B --dtype bfloat16 --kv-memory 2
       tandem up --prefill 0                            one instance that does both: the baseline
+      TANDEM_API_KEY=$KEY tandem up --host 0.0.0.0     clients of other machines, with a token
+      tandem up --config stack.yaml --decode 3         options from a file, and one above it
       tandem up --tls                                  mTLS on every connection
       tandem up --autoscale decode=1..3                a decode pool that follows the load
       tandem up --connector redis --kv-url redis://127.0.0.1:6379/0
@@ -134,7 +150,7 @@ def command(
     try:
         settings = StackSettings(
             model=resolve(model),
-            model_name="demo" if model == "demo" else display_name(model),
+            model_name=served_model_name or ("demo" if model == "demo" else display_name(model)),
             connector=connector,
             disaggregation=disaggregation,
             kv_cache_bytes=None if kv_memory is None else int(kv_memory * 2**30),
@@ -145,6 +161,33 @@ def command(
         raise click.ClickException(str(error)) from None
     _check_addresses(settings)
     _run_stack(settings, model, try_it)
+
+
+def _read_config(context: click.Context, path: Path | None) -> None:
+    """Makes the options in the YAML file the defaults of this command."""
+    if path is None:
+        return
+    import yaml
+
+    try:
+        given = yaml.safe_load(path.read_text()) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise click.BadParameter(f"{path}: {error}") from None
+    if not isinstance(given, dict):
+        raise click.BadParameter(f"{path} must be a map from options to values, such as `decode: 2`")
+    options = {option.opts[0].removeprefix("--"): option for option in context.command.params}
+    context.default_map = {}
+    for name, value in given.items():
+        option = options.get(str(name).replace("_", "-"))
+        if option is None or option.name == "config":
+            similar = difflib.get_close_matches(str(name), options, n=1)
+            hint = (
+                f"did you mean {similar[0]}?"
+                if similar
+                else "settings of the services go into router-arg, instance-arg"
+            )
+            raise click.BadParameter(f"{path}: `tandem up` has no option {name!r}; {hint}")
+        context.default_map[option.name] = [value] if option.multiple and not isinstance(value, list) else value
 
 
 def _check_connector(value: str) -> str:
@@ -290,7 +333,8 @@ def _hand_over_text(usage: Usage) -> str:
 
 def usage_text(stack: LocalStack) -> str:
     """The addresses of all processes, and commands to try."""
-    address, ca_file = stack.address, stack.credentials.ca_file
+    address, ca_file, key_file = stack.address, stack.credentials.ca_file, stack.credentials.token_file
+    token = "" if key_file is None else f""" -H "Authorization: Bearer $(cat {key_file})\""""
     grpcurl_tls = "-plaintext" if ca_file is None else f"-cacert {ca_file}"
     curl_scheme = "http" if ca_file is None else f"--cacert {ca_file} https"
     lines = [f"  {name:<11} {process.spec.address}" for name, process in stack.processes.items()]
@@ -306,15 +350,15 @@ def usage_text(stack: LocalStack) -> str:
         f'  print(Client("{address}").generate("Once upon a time", max_tokens=32).text)',
         "",
         "from any gRPC client:",
-        f"""  grpcurl {grpcurl_tls} -d '{{"text": "Once upon a time", "sampling": {{"max_tokens": 32}}}}' \\""",
+        f"""  grpcurl {grpcurl_tls}{token} -d '{{"text": "Once upon a time", "sampling": {{"max_tokens": 32}}}}' \\""",
         f"    {address} tandem.v1.GenerationService/Generate",
         "",
     ]
     if stack.http_address is not None:
         lines += [
             "from any OpenAI client:",
-            f"  curl {curl_scheme}://{stack.http_address}/v1/chat/completions -H 'Content-Type: application/json' \\",
-            """    -d '{"messages": [{"role": "user", "content": "What is a tandem?"}], "max_tokens": 32}'""",
+            f"  curl {curl_scheme}://{stack.http_address}/v1/chat/completions{token} \\",
+            """    -H 'Content-Type: application/json' -d '{"messages": [{"role": "user", "content": "What is a tandem?"}], "max_tokens": 32}'""",
             "",
         ]
     return "\n".join([*lines, "Ctrl-C ends it."])

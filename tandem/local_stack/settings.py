@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from tandem.client.credentials import TOKEN
 from tandem.local_stack.desired_state import MAX_SIZE, ROLES, Role
 
 Disaggregation = Literal["always", "auto", "never"]
@@ -45,6 +46,8 @@ class StackSettings:
     num_blocks: int | None = None
     """Per instance, instead of kv_cache_bytes: for tests with small pools."""
     threads: int | None = None
+    api_key: str | None = field(default=None, repr=False)
+    """The clients' bearer token."""
     tls: bool = False
     pin: bool = True
     lease_s: float | None = None
@@ -59,6 +62,8 @@ class StackSettings:
             raise ValueError(f"decode must be between 1 and {MAX_SIZE}, not {self.num_decode}")
         if not 0 <= self.num_prefill <= MAX_SIZE:
             raise ValueError(f"prefill must be between 0 and {MAX_SIZE}, not {self.num_prefill}")
+        if self.api_key is not None and not TOKEN.fullmatch(self.api_key):
+            raise ValueError("--api-key must be printable ASCII without spaces")
         if "redis" in self.connectors and self.kv_url is None:
             raise ValueError("the redis connector needs the address of a Redis: --kv-url redis://host:port/0")
         if "lmcache" in self.connectors and (self.kv_url or "").startswith("redis"):

@@ -13,6 +13,7 @@ The processes end with this one, however it ends (serving/lifecycle.py). All but
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -25,13 +26,13 @@ from typing import Self
 from kv_transfer.secret import ensure_secret
 from serving.lifecycle import ParentBond
 from tandem.client import registry
-from tandem.client.credentials import ROUTER, TLS_FOLDER, Credentials, stack_credentials
+from tandem.client.credentials import API_KEY_FILE, ROUTER, TLS_FOLDER, Credentials, stack_credentials
 from tandem.client.registry import RunningStack, StackFolder
 from tandem.local_stack.desired_state import Role
 from tandem.local_stack.process import ManagedProcess, stop_all
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.supervisor import StackEvent, StackFailed, Supervisor, exit_report, log_end
-from tandem.local_stack.topology import LocalProcesses
+from tandem.local_stack.topology import TOKENS_FILE, LocalProcesses
 
 _POLL_S = 0.01
 _CHECK_INTERVAL_S = 0.05
@@ -248,6 +249,9 @@ class LocalStack:
         for name in ("logs", "ready", "run", "store"):
             (self.folder / name).mkdir(mode=0o700)
         ensure_secret(self.folder / "kv_secret")
+        if (key := self.settings.api_key) is not None:
+            (self.folder / API_KEY_FILE).write_text(key)  # only this user may enter the folder
+            (self.folder / TOKENS_FILE).write_text(f"client: {hashlib.sha256(key.encode()).hexdigest()}\n")
         if self.settings.tls:
             from tandem.local_stack.pki import write_stack_files
 

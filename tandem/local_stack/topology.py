@@ -26,6 +26,8 @@ _PORTS = range(20_000, 32_000)
 """Below Linux's range for the ports of outgoing connections, so that these cannot conflict."""
 _LOOPBACK = "127.0.0.1"
 """Host of the instances and the admin listener, whatever the clients' address is."""
+TOKENS_FILE = "tokens"
+"""In the stack's folder: the digest of its `api_key`, for the router."""
 _MAX_KV_BYTES = 2 << 30
 _KV_SHARE = 0.4
 """Of the free memory, for the KV of all instances; weights and activations need the rest."""
@@ -84,6 +86,7 @@ class Topology:
             "--stack": self.stack_address,
             "--admin-listen": admin_address,
             "--http-listen": http_address,
+            "--auth-tokens-file": self._folder / TOKENS_FILE if settings.api_key is not None else None,
         }
         return self._spec(ROUTER, address, flags, settings.router_args)
 

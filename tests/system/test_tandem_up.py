@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tandem import Client, TandemError
+from tandem.client.credentials import PLAINTEXT
 from tandem.client.registry import running_stacks, sweep
 from tests.waiting import wait_until
 
@@ -72,8 +73,8 @@ def folder(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def up(folder: Path) -> Iterator[Up]:
-    running = Up(folder)
+def up(folder: Path, request: pytest.FixtureRequest) -> Iterator[Up]:
+    running = Up(folder, *getattr(request, "param", ()))
     try:
         yield running
     finally:
@@ -141,15 +142,20 @@ def test_ctrl_c_while_it_starts_leaves_nothing(up: Up, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("up", [("--api-key", "key-of-the-test", "--served-model-name", "penny")], indirect=True)
 def test_processes_end_with_up_and_a_dead_instance_is_restarted(up: Up, folder: Path) -> None:
     up.wait_for("Ctrl-C ends it")
     [stack] = running_stacks()
+    assert any("handed over" in line for line in up.lines), "\n".join(up.lines)
+    with Client(stack.address, credentials=PLAINTEXT) as client, pytest.raises(TandemError, match="UNAUTHENTICATED"):
+        client.model_info()
     # STEP: an instance is killed; the event names it, and it is restarted
     [server] = [process for process in up.descendants() if "decode_service" in " ".join(process.cmdline())][:1]
     server.kill()
     up.wait_for("decode-0 was killed by SIGKILL")
     up.wait_for("decode-0 was restarted")
     with Client(stack.address, timeout_s=10) as client:
+        assert client.model_info().model == "penny"
 
         def answers() -> bool:
             try:

@@ -7,14 +7,68 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from router.request.validation import ServedModel
+from tandem.cli import main
 from tandem.client.credentials import PLAINTEXT, Credentials
 from tandem.commands import up
+from tandem.local_stack.settings import StackSettings
 from tests.fakes.model_folder import write_model_folder
 from tests.router.rig import running
 
 TOKEN = "a" * 32
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[StackSettings]:
+    """The settings of every stack that `tandem up` would have started."""
+    settings: list[StackSettings] = []
+    monkeypatch.setattr(up, "_run_stack", lambda given, *others: settings.append(given))
+    return settings
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(main, ("up", *args))
+    return result.output
+
+
+def test_options_come_from_a_file_below_those_of_the_command_line(tmp_path: Path, started: list[StackSettings]) -> None:
+    file = tmp_path / "stack.yaml"
+    file.write_text(
+        "prefill: 2\ndecode: 2\nserved_model_name: penny\napi-key: secret\ntls: true\nthreads: null\n"
+        "instance-arg: --max-num-seqs=16\nrouter-arg: [--log-level=debug]\nautoscale: [decode=1..3]\n"
+    )
+    assert run("--config", str(file), "--decode", "3") == ""
+    [settings] = started
+    assert (settings.num_prefill, settings.num_decode, settings.model_name) == (2, 3, "penny")
+    assert (settings.api_key, settings.tls, settings.threads) == ("secret", True, None)
+    assert settings.instance_args == ("--max-num-seqs=16",)
+    assert settings.router_args[-1] == "--log-level=debug"
+    assert settings.max_decode == 3
+    assert "secret" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        ("prefil: 2", "no option 'prefil'; did you mean prefill?"),
+        ("engine: {max_num_seqs: 16}", "settings of the services go into router-arg, instance-arg"),
+        ("decode: two", "'two' is not a valid integer"),
+        ("- decode", "must be a map from options to values"),
+        ("{", "stack.yaml"),
+        ("config: other.yaml", "no option 'config'"),
+        ("api-key: two words", "--api-key must be printable ASCII without spaces"),
+    ],
+)
+def test_a_mistake_in_the_file_is_answered_with_what_to_write(
+    tmp_path: Path, started: list[StackSettings], content: str, hint: str
+) -> None:
+    (tmp_path / "stack.yaml").write_text(content)
+    output = run("--config", str(tmp_path / "stack.yaml"))
+    assert hint in output
+    assert "Traceback" not in output
+    assert not started
 
 
 @pytest.mark.parametrize("reason", ["no bearer token", "this model has no tokenizer", ""])

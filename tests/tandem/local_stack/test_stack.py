@@ -16,6 +16,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from serving.auth import BearerTokens
+from tandem.client.registry import credentials_for
+from tandem.commands.up import usage_text
 from tandem.local_stack import stack as stack_module
 from tandem.local_stack import supervisor
 from tandem.local_stack.stack import LocalStack, StartCancelled
@@ -65,6 +68,18 @@ def test_processes_start_together_and_nothing_is_left(monkeypatch: pytest.Monkey
     assert watch.s < 2, "one of them ignores SIGTERM, and Ctrl-C must still be quick"
     assert gone(pids, within_s=5.0)
     stack.stop()
+
+
+def test_the_api_key_reaches_the_router_as_a_digest_and_this_users_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, {})
+    with LocalStack(settings(api_key="k" * 32)) as stack:
+        argv = stack.processes["router"].spec.argv
+        tokens = Path(argv[argv.index("--auth-tokens-file") + 1])
+        assert BearerTokens(tokens, "auth.tokens_file").tenant_of(stack.credentials.metadata()) == "client"
+        stack.announce()
+        assert credentials_for(stack.address) == stack.credentials
+        assert not any("k" * 32 in part for process in stack.processes.values() for part in process.spec.argv)
+        assert '-H "Authorization: Bearer $(cat ' in usage_text(stack)
 
 
 def test_a_process_that_cannot_start_is_named_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
