@@ -5,12 +5,21 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem.demo import MODEL_DIR
+
+if TYPE_CHECKING:
+    from engine.models.config import ModelConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NEEDED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 """The files of a checkpoint. Pickled weights (*.bin, *.pt) are never fetched or loaded."""
+_CONVERT = (
+    'python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
+    "[kind.from_pretrained('{model}').save_pretrained('converted') for kind in (AutoModelForCausalLM, AutoTokenizer)]"
+    '", then give --model converted'
+)
 
 
 class ModelNotFound(Exception):
@@ -33,6 +42,27 @@ def resolve(model: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{folder} has no config.json, so it is not a checkpoint in Hugging Face's format")
     return folder
+
+
+def check_checkpoint(model: str, folder: Path, *, needs_weights: bool = True) -> ModelConfig:
+    """The shape of `model` in `folder`, from its config.json alone.
+
+    Raises engine.errors.EngineError, which says what to do, for a checkpoint that an instance could not load.
+    """
+    from engine.errors import InvalidCheckpoint, UnsupportedModel
+    from engine.models.config import ModelConfig
+
+    try:
+        config = ModelConfig.from_folder(folder)
+    except UnsupportedModel as error:
+        hint = f". vLLM runs more models: vllm serve {model}" if "is not supported" in str(error) else ""
+        raise UnsupportedModel(f"model {model!r}: {error}{hint}") from None
+    if needs_weights and not any(folder.glob("*.safetensors")):
+        raise InvalidCheckpoint(
+            f"model {model!r} has no *.safetensors in {folder}, and other formats (*.bin, *.pt) are never loaded. "
+            f"Convert it to safetensors: {_CONVERT.format(model=model)}"
+        )
+    return config
 
 
 def display_name(model: str) -> str:

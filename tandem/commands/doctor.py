@@ -25,7 +25,7 @@ from engine.machine import available_bytes, cpu_quota, usable_cores
 from tandem.client.registry import temporary_folder
 from tandem.commands.options import kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options, split_connectors
-from tandem.models import ModelNotFound, display_name, resolve
+from tandem.models import ModelNotFound, check_checkpoint, display_name, resolve
 
 _PR_GET_PDEATHSIG = 2
 _LOW_MEMORY = 2 << 30
@@ -199,18 +199,12 @@ def check_model(name: str) -> Iterator[Finding]:
     except ModelNotFound as error:
         yield Finding("fail", "model", str(error), "see tandem up --help")
         return
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        yield Finding("fail", "model", f"{folder} has no *.safetensors", "only safetensors weights are loaded")
-        return
     try:
-        from engine.models.config import ModelConfig
-
-        config = ModelConfig.from_folder(folder)
+        config = check_checkpoint(name, folder)
     except Exception as error:  # any error of the config is the finding
-        yield Finding("fail", "model", f"{display_name(name)}: {error}", "choose a model that is supported")
+        yield Finding("fail", "model", str(error), "choose a model that is supported")
         return
-    num_bytes = sum(path.stat().st_size for path in weights)
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if not (folder / "tokenizer.json").is_file():
         remedy = "clients must send token ids; add the model's tokenizer.json for text"
         yield Finding("warn", "tokenizer", "no tokenizer.json in the folder", remedy)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import math
+import os
 import signal
 import socket
 import threading
@@ -20,13 +22,17 @@ from tandem.connectors import CONNECTORS
 from tandem.local_stack.settings import Disaggregation, StackSettings, autoscaled, parse_bounds
 from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackEvent, StackFailed
-from tandem.models import ModelNotFound, display_name, resolve
+from tandem.models import ModelNotFound, check_checkpoint, display_name, resolve
 
 if TYPE_CHECKING:
+    from engine.models.config import ModelConfig
     from tandem.client.completion import Usage
     from tandem.client.credentials import Credentials
 
 _START_REDIS = "start one, for example: redis-server --port 6379"
+_GIB = 2**30
+_MIN_KV_TOKENS = 32
+"""Two blocks."""
 _DEMO_PROMPT = """\
 Once upon a time there was a penguin called Penny who had a tandem, but nobody to sit on the back of it. Then Dex the \
 dachshund came by. Penny lived above the bicycle shop and was known for one thing: she reads the whole map in one look.
@@ -147,6 +153,8 @@ def command(
       tandem up --connector lmcache                    LMCache's disk format, in the stack's own folder
       tandem up --instance-arg=--max-num-seqs=16       any flag of the services
     """
+    from engine.errors import EngineError
+
     try:
         settings = StackSettings(
             model=resolve(model),
@@ -157,8 +165,10 @@ def command(
             **sizes,  # type: ignore[arg-type]  # the options above carry the names and kinds of the fields
         )
         settings = autoscaled(settings, parse_bounds(autoscale))
-    except (ModelNotFound, ValueError) as error:
+        config = check_checkpoint(model, settings.model, needs_weights=not _may_be_dummy(settings.instance_args))
+    except (ModelNotFound, EngineError, ValueError) as error:
         raise click.ClickException(str(error)) from None
+    _check_sizes(settings, config)
     _check_addresses(settings)
     _run_stack(settings, model, try_it)
 
@@ -200,6 +210,40 @@ def _check_connector(value: str) -> str:
         return check_names(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
+
+
+def _may_be_dummy(instance_args: Sequence[str]) -> bool:
+    """Whether the instances' settings may ask for random weights."""
+    flags = ("--load-format", "--model-load-format", "--config")
+    return "TANDEM_MODEL__LOAD_FORMAT" in os.environ or any(arg.startswith(flags) for arg in instance_args)
+
+
+def _check_sizes(settings: StackSettings, config: ModelConfig) -> None:
+    """Reports by the flags' names what the model and this machine's memory do not allow."""
+    length, limit = settings.max_model_len, config.max_model_len
+    if length is not None and length > limit:
+        raise click.ClickException(f"--max-model-len {length} exceeds the model's limit of {limit} tokens")
+    if (num_bytes := settings.kv_cache_bytes) is None:
+        return
+    from engine.machine import available_bytes
+
+    free, num_instances = available_bytes(), settings.num_prefill + settings.num_decode
+    given = f"--kv-memory {num_bytes / _GIB:.3g}"
+    if num_bytes * num_instances > free:
+        raise click.ClickException(
+            f"{given}: {num_instances} instances need {num_bytes * num_instances / _GIB:.1f} GiB for their KV, and "
+            f"{free / _GIB:.1f} GiB are free; at most --kv-memory {_rounded_down(free / num_instances / _GIB)}"
+        )
+    token_bytes = config.kv_layout(dtype=settings.dtype or "auto", block_size=1).bytes_per_block  # type: ignore[arg-type]
+    num_tokens, needed = num_bytes // token_bytes, length or _MIN_KV_TOKENS
+    if num_tokens < needed:
+        why = f"--max-model-len {length} needs" if length else "a stack needs"
+        gib = -(-needed * token_bytes * 1000 // _GIB) / 1000
+        raise click.ClickException(f"{given} has room for {num_tokens} tokens; {why} --kv-memory {gib:g}")
+
+
+def _rounded_down(gib: float) -> str:
+    return f"{math.floor(gib * 10) / 10:g}"
 
 
 def _check_addresses(settings: StackSettings) -> None:
@@ -358,7 +402,8 @@ def usage_text(stack: LocalStack) -> str:
         lines += [
             "from any OpenAI client:",
             f"  curl {curl_scheme}://{stack.http_address}/v1/chat/completions{token} \\",
-            """    -H 'Content-Type: application/json' -d '{"messages": [{"role": "user", "content": "What is a tandem?"}], "max_tokens": 32}'""",
+            "    -H 'Content-Type: application/json' \\",
+            """    -d '{"messages": [{"role": "user", "content": "What is a tandem?"}], "max_tokens": 32}'""",
             "",
         ]
     return "\n".join([*lines, "Ctrl-C ends it."])

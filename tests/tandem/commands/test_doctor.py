@@ -17,6 +17,7 @@ from tandem.cli import main
 from tandem.commands import doctor
 from tandem.commands.doctor import Finding, check_connector
 from tandem.connectors import ConnectorChoice, split_connectors
+from tandem.demo import MODEL_DIR
 from tests.kv_transfer.stores.redis.redis_server import redis_server
 
 
@@ -63,7 +64,7 @@ def test_a_model_that_the_engine_does_not_know_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    shutil.copy(MODEL_DIR / "config.json", tmp_path)
     [finding] = doctor.check_model(str(tmp_path))
     assert "no *.safetensors" in finding.text
 

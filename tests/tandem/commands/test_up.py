@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from router.request.validation import ServedModel
 from tandem.cli import main
 from tandem.client.credentials import PLAINTEXT, Credentials
 from tandem.commands import up
+from tandem.demo import MODEL_DIR
 from tandem.local_stack.settings import StackSettings
 from tests.fakes.model_folder import write_model_folder
 from tests.router.rig import running
@@ -69,6 +72,51 @@ def test_a_mistake_in_the_file_is_answered_with_what_to_write(
     assert hint in output
     assert "Traceback" not in output
     assert not started
+
+
+def demo_with(folder: Path, **fields: object) -> Path:
+    """The demo model with these fields of config.json, and without weights."""
+    shutil.copytree(MODEL_DIR, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "args", "hints"),
+    [
+        ({"architectures": ["RwkvForCausalLM"]}, (), ["'RwkvForCausalLM' is not supported", "vllm serve"]),
+        ({}, (), ["no *.safetensors", "*.bin", "Convert it to safetensors: python -c", "AutoModelForCausalLM"]),
+        ({}, ("--instance-arg=--load-format=dummy", "--kv-memory", "900"), ["--kv-memory 900: 2 instances", "at most"]),
+        (
+            {},
+            ("--instance-arg=--load-format=dummy", "--kv-memory", "1e-6"),
+            ["room for 0 tokens", "--kv-memory 0."],
+        ),
+        (
+            {},
+            ("--instance-arg=--load-format=dummy", "--kv-memory", "0.001", "--max-model-len", "2000"),
+            ["--max-model-len 2000 needs --kv-memory 0."],
+        ),
+        (
+            {"max_position_embeddings": 512},
+            ("--instance-arg=--load-format=dummy", "--max-model-len", "1024"),
+            ["--max-model-len 1024 exceeds the model's limit of 512 tokens"],
+        ),
+    ],
+)
+def test_what_the_model_does_not_allow_is_rejected_before_anything_starts(
+    tmp_path: Path, started: list[StackSettings], fields: dict[str, object], args: tuple[str, ...], hints: list[str]
+) -> None:
+    output = run("--model", str(demo_with(tmp_path / "model", **fields)), *args)
+    for hint in hints:
+        assert hint in output
+    assert not started
+
+
+def test_random_weights_need_no_files_of_weights(tmp_path: Path, started: list[StackSettings]) -> None:
+    assert run("--model", str(demo_with(tmp_path / "model")), "--instance-arg=--load-format=dummy") == ""
+    assert started
 
 
 @pytest.mark.parametrize("reason", ["no bearer token", "this model has no tokenizer", ""])
