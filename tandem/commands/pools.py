@@ -111,7 +111,7 @@ def command(context: click.Context, watch: bool, interval_s: float, timeout_s: f
       tandem pools resize decode=3                      start or drain instances until there are three
       tandem pools explain "Once upon a time"           where it would run, and why
       tandem pools explain --tokens 4000                the same for any prompt of 4000 tokens
-      tandem pools drain decode-1                       remove it without losing a request
+      tandem pools drain decode-1                       end its process without losing a request
     """
     if context.invoked_subcommand is not None:
         return
@@ -341,7 +341,7 @@ def _drain(name: str, grace_s: float, timeout_s: float, as_json: bool) -> None:
     """Drain the instance NAME (or its address): no new requests go there, running ones finish, then its process ends.
 
     It returns as soon as the drain has started; `tandem pools` shows its progress. The desired size of its pool stays:
-    a local stack restarts it. To have fewer instances, use `tandem pools resize`.
+    a local stack, or Kubernetes, starts it again. To have fewer instances, use `tandem pools resize`.
 
     \b
     Examples:
@@ -350,12 +350,25 @@ def _drain(name: str, grace_s: float, timeout_s: float, as_json: bool) -> None:
     """
     request = pools_pb2.DrainInstanceRequest(instance=name, grace_s=grace_s)
     with _admin_calls() as call:
+        listed = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=timeout_s)
         answer = call("DrainInstance", request, timeout=timeout_s)
     if as_json:
         click.echo(json.dumps({"instance": answer.instance_id, "num_unfinished": answer.num_unfinished}))
     else:
         requests = "1 running request" if answer.num_unfinished == 1 else f"{answer.num_unfinished} running requests"
         click.echo(f"{answer.instance_id} is draining, {requests}. `tandem pools` shows its progress.")
+        click.echo(_restart_hint(listed, answer.instance_id), nl=False)
+
+
+def _restart_hint(listed: pools_pb2.ListPoolsResponse, instance_id: str) -> str:
+    """What follows the drain where something keeps the pool at its size; empty elsewhere."""
+    roles = {one.role for one in listed.instances if one.instance_id == instance_id}
+    return "".join(
+        f"The {_pool_name(pool.role)} pool keeps its size, {pool.size}, so the instance is started again once it has "
+        f"ended. To make the pool smaller: tandem pools resize {_pool_name(pool.role)}=SIZE\n"
+        for pool in listed.pools
+        if pool.role in roles and pool.HasField("size")
+    )
 
 
 def _pools_table(answer: pools_pb2.ListPoolsResponse) -> str:

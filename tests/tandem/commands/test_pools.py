@@ -148,6 +148,7 @@ def test_a_drain_begins_and_shows(stack: Background) -> None:
     status, output = run("drain", "decode-1", "--grace-s", "5", "--admin", stack.admin_address)
     try:
         assert (status, "decode-1 is draining, 0 running requests" in output) == (0, True)
+        assert "resize" not in output, "nothing keeps these pools at a size"
         for _ in range(500):
             listed = json.loads(run("--admin", stack.admin_address, "--json")[1])["instances"]
             if listed[-1]["out"] == "draining":

@@ -131,6 +131,13 @@ def test_a_size_that_the_router_rejects_is_reported_with_its_message(background:
     assert background.sizes()["decode"] == 1
 
 
+def test_a_drain_says_that_the_pool_keeps_its_size_and_names_resize(background: Background) -> None:
+    output = background.pools("drain", "prefill-0").output
+    assert "prefill-0 is draining" in output
+    assert "The prefill pool keeps its size, 1, so the instance is started again" in output
+    assert "tandem pools resize prefill=SIZE" in output
+
+
 def test_no_wait_returns_before_instances_are_ready(background: Background) -> None:
     background.freeze_new_instances()
     assert background.pools("resize", "decode=2", "--no-wait").exit_code == 0
