@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from engine.checkpoint import resolve
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokenLogprob, TokensEvent
@@ -79,20 +80,16 @@ class LLM:
         num_threads: int | None = None,
         **engine_options: Any,
     ) -> None:
-        """`num_gpu_blocks_override` is the number of KV blocks on any device. `engine_options` are further fields of
-        `EngineConfig` (dtype, device, max_model_len, block_size, max_num_seqs, enable_prefix_caching, seed, …)."""
-        fields = {
-            "model": str(model),
-            "num_blocks": num_gpu_blocks_override,
-            **engine_options,
-        }
+        """`model` is a checkpoint's folder, owner/name on the Hugging Face hub, or demo. `num_gpu_blocks_override` is
+        the number of KV blocks on any device. `engine_options` are further fields of `EngineConfig` (dtype, device,
+        max_model_len, block_size, max_num_seqs, enable_prefix_caching, seed, …)."""
+        fields = {"num_blocks": num_gpu_blocks_override, **engine_options}
         unknown = set(fields) - set(EngineConfig.__struct_fields__)
         if unknown:
             raise TypeError(
                 f"LLM got unknown arguments {sorted(unknown)}; known: {sorted(EngineConfig.__struct_fields__)}"
             )
-        if not (Path(model) / "config.json").is_file():
-            raise EngineError(f"model: {shown(str(model))} has no config.json; give the folder of a checkpoint")
+        fields["model"] = str(resolve(str(model)))
         config = msgspec.convert(fields, EngineConfig)
         set_num_threads(num_threads)
         self.core = EngineCore(config, wake=lambda: None)

@@ -21,11 +21,11 @@ from typing import Literal
 
 import click
 
+from engine.checkpoint import ModelNotFound, check_checkpoint, display_name, resolve
 from engine.machine import available_bytes, cpu_quota, usable_cores
 from tandem.client.registry import temporary_folder
 from tandem.commands.options import kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options, split_connectors
-from tandem.models import ModelNotFound, check_checkpoint, display_name, resolve
 
 _PR_GET_PDEATHSIG = 2
 _LOW_MEMORY = 2 << 30

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -18,11 +19,12 @@ from urllib.parse import urlsplit
 
 import click
 
+from engine.checkpoint import check_checkpoint, display_name, resolve
+from tandem.client.registry import state_dir
 from tandem.connectors import CONNECTORS
 from tandem.local_stack.settings import Disaggregation, StackSettings, autoscaled, parse_bounds
 from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackEvent, StackFailed
-from tandem.models import ModelNotFound, check_checkpoint, display_name, resolve
 
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig
@@ -83,11 +85,14 @@ _DEMO_TOKENS = 60
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, help="Port of the router; 0 chooses a free one.  [default: 0]"
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port of the router; 0 chooses one, the same at each start while it is free.  [default: 0]",
 )
 @click.option(
     "--http-port", type=click.IntRange(0, 65535), default=0,
-    help="Port of the router's OpenAI API; 0 chooses a free one.  [default: 0]",
+    help="Port of the router's OpenAI API; 0 chooses one in the same way.  [default: 0]",
 )  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]),
@@ -161,12 +166,13 @@ def command(
             model_name=served_model_name or ("demo" if model == "demo" else display_name(model)),
             connector=connector,
             disaggregation=disaggregation,
-            kv_cache_bytes=None if kv_memory is None else int(kv_memory * 2**30),
+            kv_cache_bytes=None if kv_memory is None else int(kv_memory * _GIB),
+            port_seed=zlib.crc32(bytes(state_dir())),
             **sizes,  # type: ignore[arg-type]  # the options above carry the names and kinds of the fields
         )
         settings = autoscaled(settings, parse_bounds(autoscale))
         config = check_checkpoint(model, settings.model, needs_weights=not _may_be_dummy(settings.instance_args))
-    except (ModelNotFound, EngineError, ValueError) as error:
+    except (EngineError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     _check_sizes(settings, config)
     _check_addresses(settings)
@@ -382,6 +388,8 @@ def usage_text(stack: LocalStack) -> str:
     grpcurl_tls = "-plaintext" if ca_file is None else f"-cacert {ca_file}"
     curl_scheme = "http" if ca_file is None else f"--cacert {ca_file} https"
     lines = [f"  {name:<11} {process.spec.address}" for name, process in stack.processes.items()]
+    if stack.http_address is not None:
+        lines.append(f"  OpenAI API  {'http' if ca_file is None else 'https'}://{stack.http_address}/v1")
     lines += [
         f"  admin       {stack.admin_address}   (tandem pools)",
         f"  logs        {stack.folder / 'logs'}",

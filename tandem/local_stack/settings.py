@@ -39,6 +39,8 @@ class StackSettings:
     port: int = 0
     http_port: int | None = None
     """None disables the router's OpenAI API."""
+    port_seed: int | None = None
+    """Equal seeds try free ports in the same order, so that a stack has the same ones at each start."""
     dtype: str | None = None
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None

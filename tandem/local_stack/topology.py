@@ -33,13 +33,15 @@ _KV_SHARE = 0.4
 """Of the free memory, for the KV of all instances; weights and activations need the rest."""
 
 
-def free_ports(count: int, host: str = _LOOPBACK) -> list[int]:
-    """Different ports that are free now. They are not held: another program could take one meanwhile."""
+def free_ports(count: int, host: str = _LOOPBACK, seed: int | None = None) -> list[int]:
+    """Different ports that are free now, tried in an order given by `seed`. They are not held: another program could
+    take one meanwhile."""
     ports: list[int] = []
-    for port in random.sample(_PORTS, len(_PORTS)):
+    for port in random.Random(seed).sample(_PORTS, len(_PORTS)):
         if len(ports) == count:
             break
         with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
             try:
                 probe.bind((host, port))
             except OSError:
@@ -169,7 +171,7 @@ class LocalProcesses:
         """Every process that runs or will run again, leaving ones too; the router first."""
         names: list[tuple[str, Role]] = [(f"prefill-{index}", "prefill") for index in range(settings.num_prefill)]
         names += [(f"decode-{index}", "decode") for index in range(settings.num_decode)]
-        router_port, admin_port, http_port, *ports = free_ports(len(names) + 3, settings.host)
+        router_port, admin_port, http_port, *ports = free_ports(len(names) + 3, settings.host, settings.port_seed)
         self.admin_address = f"{_LOOPBACK}:{admin_port}"
         self.http_address = None if settings.http_port is None else f"{settings.host}:{settings.http_port or http_port}"
         """Of the router's OpenAI HTTP API; None: disabled."""

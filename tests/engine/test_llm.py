@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +21,7 @@ QUESTION = [{"role": "user", "content": "Who mends tandems?"}]
 
 @pytest.fixture(scope="module")
 def demo() -> LLM:
-    return LLM(MODEL_DIR, dtype="float32", num_gpu_blocks_override=256)
+    return LLM("demo", dtype="float32", num_gpu_blocks_override=256)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,13 @@ def test_a_chat_needs_the_tokenizer(checkpoint: Path) -> None:
 def test_an_unknown_argument_is_named(checkpoint: Path) -> None:
     with pytest.raises(TypeError, match=r"unknown arguments \['num_gpus'\]; known: .*'num_blocks'"):
         LLM(checkpoint, num_gpus=2)
+
+
+def test_a_model_of_the_hub_is_fetched(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    hub = SimpleNamespace(snapshot_download=lambda name, **options: checkpoint if name == "owner/name" else None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    llm = LLM("owner/name", skip_tokenizer_init=True, num_gpu_blocks_override=8)
+    assert llm.core.info.vocab_size > 0
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def test_the_pages_examples_run(rig: Rig, language: str, code: str) -> None:
 
 
 def test_the_command_that_up_prints_works(rig: Rig) -> None:
+    assert f"\n  OpenAI API  http://{rig.stack.http_address}/v1\n" in usage_text(rig.stack)
     command = usage_text(rig.stack).split("from any OpenAI client:\n")[1].split("\n\n")[0]
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]

@@ -78,3 +78,8 @@ def test_no_command_imports_torch_or_transformers() -> None:
     heavy = "torch transformers numba pydantic"
     code = f"import sys, {modules}; print([name for name in {heavy.split()} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "tandem", "up", "--help"], capture_output=True, text=True)
+    assert done.stdout.startswith("Usage: tandem up"), done.stderr

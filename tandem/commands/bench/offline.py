@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tandem.commands.options import option_group
-from tandem.models import ModelNotFound, resolve
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -63,14 +62,14 @@ def _make_engine(model: str, *, threads: int | None, kv_memory: float | None, **
 
     try:
         return LLM(
-            resolve(model),
+            model,
             num_threads=threads,
             kv_cache_bytes=None if kv_memory is None else round(kv_memory * _GIB),
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
             **options,
         )
-    except (ModelNotFound, EngineError, OSError) as error:
+    except (EngineError, OSError) as error:
         raise click.ClickException(str(error)) from None
 
 
@@ -78,10 +77,14 @@ def _make_engine(model: str, *, threads: int | None, kv_memory: float | None, **
 @click.option("--batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Requests of the batch.")
 @click.option("--input-len", type=_COUNT, default=128, show_default=True, help="Tokens of each prompt.")
 @click.option("--output-len", type=_COUNT, default=64, show_default=True, help="Tokens of each answer.")
-@click.option("--iterations", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Measured batches.")
 @click.option(
-    "--warm-up", type=click.IntRange(0, 1000), default=2, show_default=True, help="Batches before, not measured."
-)
+    "--num-iters", "--iterations", "iterations", type=click.IntRange(1, 10_000), default=10, show_default=True,
+    help="Measured batches.",
+)  # fmt: skip
+@click.option(
+    "--num-iters-warmup", "--warm-up", "warm_up", type=click.IntRange(0, 1000), default=2, show_default=True,
+    help="Batches before, not measured.",
+)  # fmt: skip
 @_engine_options
 def latency(
     *,
@@ -105,7 +108,7 @@ def latency(
       tandem bench latency                                    the demo model, 8 requests
       tandem bench latency --batch-size 1 --input-len 2048 --output-len 1 --max-num-batched-tokens 2048
       tandem bench latency --model ./Qwen3-0.6B --load-format dummy --dtype bfloat16 --threads 1
-      tandem bench latency --batch-size 32 --iterations 30 --json latency.json
+      tandem bench latency --batch-size 32 --num-iters 30 --json latency.json
     """
     from tqdm import tqdm
 
@@ -146,7 +149,13 @@ def _latency_table(result: LatencyResult) -> list[str]:
 
 @click.command("throughput", short_help="Many requests on the engine alone: requests/s and tokens/s.")
 @click.option(
-    "--requests", type=click.IntRange(1, 1_000_000), default=64, show_default=True, help="Number of requests."
+    "--num-prompts",
+    "--requests",
+    "requests",
+    type=click.IntRange(1, 1_000_000),
+    default=64,
+    show_default=True,
+    help="Number of requests.",
 )
 @click.option("--input-len", type=_COUNT, default=128, show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len", type=_COUNT, default=64, show_default=True, help="Tokens of an answer.")
@@ -176,7 +185,7 @@ def throughput(
     \b
     Examples:
       tandem bench throughput                                 the demo model, 64 requests
-      tandem bench throughput --requests 500 --input-len 512 --output-len 128 --spread 0.5
+      tandem bench throughput --num-prompts 500 --input-len 512 --output-len 128 --spread 0.5
       tandem bench throughput --output-len 1                  prefill alone
       tandem bench throughput --model ./Qwen3-0.6B --load-format dummy --dtype bfloat16 --json throughput.json
     """

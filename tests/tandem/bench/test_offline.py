@@ -116,7 +116,7 @@ def bench(*args: str) -> tuple[int, str]:
 def test_the_command_latency_prints_what_it_writes_to_json(tmp_path: Path) -> None:
     file = tmp_path / "latency.json"
     status, output = bench(
-        "latency", *SMALL, "--batch-size", "2", "--iterations", "3", "--warm-up", "1", "--json", str(file)
+        "latency", *SMALL, "--batch-size", "2", "--num-iters", "3", "--num-iters-warmup", "1", "--json", str(file)
     )
     assert status == 0, output
     written = json.loads(file.read_text())
@@ -130,7 +130,7 @@ def test_the_command_latency_prints_what_it_writes_to_json(tmp_path: Path) -> No
 def test_the_command_throughput_takes_random_weights_of_a_shape(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((MODEL_DIR / "config.json").read_text())
     file = tmp_path / "throughput.json"
-    options = ["--model", str(tmp_path), "--load-format", "dummy", "--requests", "3", "--json", str(file)]
+    options = ["--model", str(tmp_path), "--load-format", "dummy", "--num-prompts", "3", "--json", str(file)]
     status, output = bench("throughput", *SMALL, *options)
     assert status == 0, output
     written = json.loads(file.read_text())

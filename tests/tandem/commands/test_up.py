@@ -52,6 +52,16 @@ def test_options_come_from_a_file_below_those_of_the_command_line(tmp_path: Path
     assert "secret" not in repr(settings)
 
 
+def test_a_users_stack_has_the_same_ports_at_each_start(
+    tmp_path: Path, started: list[StackSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for runtime in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
+        runtime.mkdir(exist_ok=True)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+        run()
+    assert started[0].port_seed == started[1].port_seed != started[2].port_seed
+
+
 @pytest.mark.parametrize(
     ("content", "hint"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,14 @@ def test_free_ports_differ_and_are_not_those_of_outgoing_connections() -> None:
     ports = free_ports(5)
     assert len(set(ports)) == 5
     assert all(20_000 <= port < 32_000 for port in ports)
+
+
+def test_ports_stay_the_same_while_they_are_free() -> None:
+    first = free_ports(3, seed=7)
+    with socket.create_server(("127.0.0.1", first[0])) as server, socket.create_connection(server.getsockname()):
+        server.accept()[0].close()  # this side closes first, so that its port is in TIME_WAIT afterwards
+        assert free_ports(2, seed=7) == first[1:], "the first one is taken"
+    assert free_ports(3, seed=7) == first
 
 
 def test_the_router_serves_http_at_the_given_address() -> None:

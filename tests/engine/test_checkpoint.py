@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.models import ModelNotFound, resolve
+from engine.checkpoint import ModelNotFound, resolve
 
 
 def test_a_local_folder_needs_no_network(tmp_path: Path) -> None:

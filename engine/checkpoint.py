@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.demo import MODEL_DIR
+from engine.errors import EngineError, InvalidCheckpoint, UnsupportedModel
 
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig
 
+_DEMO = Path(__file__).parent.parent / "tandem/demo/model"
+"""Files of another package, in a checkout and in site-packages."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NEEDED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 """The files of a checkpoint. Pickled weights (*.bin, *.pt) are never fetched or loaded."""
@@ -22,7 +24,7 @@ _CONVERT = (
 )
 
 
-class ModelNotFound(Exception):
+class ModelNotFound(EngineError):
     """There is no checkpoint of that name; the message says what to give."""
 
 
@@ -31,7 +33,7 @@ def resolve(model: str) -> Path:
 
     The hub is used only if there is no such folder; its local cache is used first.
     """
-    folder = MODEL_DIR if model == "demo" else Path(model).expanduser().resolve()
+    folder = _DEMO if model == "demo" else Path(model).expanduser().resolve()
     if not folder.is_dir():
         if not _HUB_ID.fullmatch(model) or model.startswith((".", "/", "~")):
             raise ModelNotFound(
@@ -40,16 +42,15 @@ def resolve(model: str) -> Path:
             )
         folder = _download(model)
     if not (folder / "config.json").is_file():
-        raise ModelNotFound(f"{folder} has no config.json, so it is not a checkpoint in Hugging Face's format")
+        raise ModelNotFound(f"model: {folder} has no config.json; give the folder of a checkpoint")
     return folder
 
 
 def check_checkpoint(model: str, folder: Path, *, needs_weights: bool = True) -> ModelConfig:
     """The shape of `model` in `folder`, from its config.json alone.
 
-    Raises engine.errors.EngineError, which says what to do, for a checkpoint that an instance could not load.
+    Raises UnsupportedModel or InvalidCheckpoint, which say what to do, for one that an instance could not load.
     """
-    from engine.errors import InvalidCheckpoint, UnsupportedModel
     from engine.models.config import ModelConfig
 
     try:
