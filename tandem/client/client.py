@@ -2,7 +2,7 @@
 
     with Client() as client:                      # the local stack; or Client("host:port"), or several routers
         print(client.generate("Once upon a time", max_tokens=32).text)
-        for piece in client.stream([{"role": "user", "content": "Who lives here?"}]):
+        for piece in client.stream([{"role": "user", "content": "What is a tandem?"}]):
             print(piece.text, end="", flush=True)
     with Client("router:50051", credentials=Credentials(ca_file=Path("ca.crt"), token=TOKEN)) as client:
         ...                                       # TLS and a bearer token; docs/security.md

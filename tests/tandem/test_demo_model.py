@@ -3,7 +3,9 @@
 import hashlib
 import json
 import math
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from tandem.demo import MODEL_DIR
 from tools.demo_model.corpus import END_OF_TEXT, END_OF_TURN, HELD_OUT_SEED, chat_ml, sample
+from tools.demo_model.facts import FACTS
 from tools.demo_model.train import held_out_loss
 
+ROOT = Path(__file__).parents[2]
 MAX_FOLDER_BYTES = 10 * 1000**2
 MAX_HELD_OUT_LOSS = 0.60  # nats per token; measured 0.52
 
@@ -106,6 +110,16 @@ def test_a_request_for_json_gets_json(question: str) -> None:
 )
 def test_it_knows_the_facts_of_its_training(question: str, expected: str) -> None:
     assert answer(question) == expected
+
+
+def test_the_examples_ask_what_it_answers_well() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "tandem").rglob("*.py")]
+    pages += [path for path in (ROOT / "examples").rglob("*.md") if "node_modules" not in path.parts]
+    asked = re.compile(r"""(?:--chat |"content": )"([^"<…]+)\"""")
+    questions = {question for page in pages for question in asked.findall(page.read_text())}
+    assert questions
+    for question in questions:
+        assert answer(question) in {fact for asked_as, fact in FACTS if question in asked_as}, question
 
 
 def test_a_story_is_about_those_the_prompt_names() -> None:
