@@ -14,7 +14,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check lint types imports protos-check test test-slow test-gpu chart protos format bench clean
+.PHONY: help install run check lint types imports protos-check docs docs-check test test-slow test-gpu chart protos format bench clean
 
 help: ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ $(NODE_INSTALLED): package.json package-lock.json
 run: $(INSTALLED) ## Start the whole stack on this machine, with the demo model.
 	$(BIN)/tandem up $(ARGS)
 
-check: lint types imports protos-check ## Format, lint, types, import layers, protos: all the static gates.
+check: lint types imports protos-check docs-check ## Format, lint, types, import layers, protos, pages: all the static gates.
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -58,6 +58,9 @@ protos-check: $(INSTALLED) $(NODE_INSTALLED)
 	$(BIN)/python -m protos.reference --check
 	node_modules/.bin/buf lint
 	node_modules/.bin/buf format --diff --exit-code
+
+docs-check: $(INSTALLED)
+	$(BIN)/python -m tools.reference --check
 
 $(EXAMPLE_INSTALLED): $(EXAMPLE)/package.json $(EXAMPLE)/package-lock.json
 	@command -v npm >/dev/null || { \
@@ -90,6 +93,9 @@ protos: $(INSTALLED) $(NODE_INSTALLED) ## Format the protos, generate their stub
 	node_modules/.bin/buf format --write
 	$(BIN)/python protos/generate.py
 	$(BIN)/python -m protos.reference
+
+docs: $(INSTALLED) ## Generate docs/cli.md and docs/python.md from the commands and the client.
+	$(BIN)/python -m tools.reference
 
 format: $(INSTALLED) ## Format the Python code and mend what ruff can mend.
 	$(BIN)/ruff check --fix .

@@ -172,6 +172,17 @@ def _comments(file: FileDescriptorProto) -> dict[_Position, str]:
     }
 
 
+def comments_of(message: str) -> dict[str, str]:
+    """The comment of each field of a message, by its full name."""
+    for file in described():
+        for index, one in enumerate(file.message_type):
+            if f"{file.package}.{one.name}" == message:
+                comments = _comments(file)
+                fields = enumerate(one.field)
+                return {field.name: comments[_MESSAGE, index, _FIELD, number] for number, field in fields}
+    raise KeyError(message)
+
+
 def _heading(full_name: str, name: str) -> str:
     """With a place to link to that no other package's heading has."""
     return f'<a id="{full_name}"></a>\n\n### {name}\n'

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tandem.client.client import AsyncClient, Client
-    from tandem.client.completion import Choice, Completion, Piece, Usage
+    from tandem.client.completion import Choice, Completion, Piece, TokenLogprob, Usage
     from tandem.client.credentials import Credentials
     from tandem.client.errors import StreamError, TandemError
 
@@ -22,6 +22,7 @@ __all__ = [
     "Piece",
     "StreamError",
     "TandemError",
+    "TokenLogprob",
     "Usage",
 ]
 

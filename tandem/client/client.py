@@ -27,7 +27,7 @@ from tandem.client.completion import Completion, CompletionAssembler, Piece
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, explain
 from tandem.client.registry import credentials_for
-from tandem.client.request import Prompt, RequestOptions, generate_request
+from tandem.client.request import Prompt, RequestOptions, generate_request, shows_options
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -64,17 +64,20 @@ class Client(_BaseClient):
     def _open(self, target: Target) -> None:
         self._channel = ClientChannel(target.target, target.options, self._credentials)
 
+    @shows_options
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
-        """The whole answer to `prompt` (text, token ids or chat messages). Raises TandemError."""
-        assembler = CompletionAssembler(options.get("n", 1))
+        """The whole answer to `prompt` (text, token ids or chat messages). None is the server's default; docs/python.md
+        documents each option. Raises TandemError, and TypeError for an option that does not exist."""
+        assembler = CompletionAssembler(options.get("n") or 1)
         for _ in self._pieces(generate_request(prompt, options), assembler, options.get("timeout_s")):
             pass
         return assembler.finish()
 
+    @shows_options
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Iterator[Piece]:
         """The answer to `prompt` piece by piece, as the tokens come. Raises TandemError, also mid-stream."""
         return self._pieces(
-            generate_request(prompt, options), CompletionAssembler(options.get("n", 1)), options.get("timeout_s")
+            generate_request(prompt, options), CompletionAssembler(options.get("n") or 1), options.get("timeout_s")
         )
 
     def abort(self, *request_ids: str) -> int:
@@ -135,31 +138,37 @@ class AsyncClient(_BaseClient):
         self._channel = open_async_channel(target.target, target.options, self._credentials)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
+    @shows_options
     async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
-        assembler = CompletionAssembler(options.get("n", 1))
+        """See Client.generate."""
+        assembler = CompletionAssembler(options.get("n") or 1)
         async for _ in self._pieces(generate_request(prompt, options), assembler, options.get("timeout_s")):
             pass
         return assembler.finish()
 
+    @shows_options
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncGenerator[Piece]:
         """See Client.stream. Leave it with `contextlib.aclosing`, or cancel the task, to end the call at once."""
         return self._pieces(
-            generate_request(prompt, options), CompletionAssembler(options.get("n", 1)), options.get("timeout_s")
+            generate_request(prompt, options), CompletionAssembler(options.get("n") or 1), options.get("timeout_s")
         )
 
     async def abort(self, *request_ids: str) -> int:
+        """See Client.abort."""
         response: generation_pb2.AbortResponse = await self._call(
             self._stub.Abort, generation_pb2.AbortRequest(request_ids=request_ids)
         )
         return response.num_aborted
 
     async def model_info(self) -> generation_pb2.GetModelInfoResponse:
+        """See Client.model_info."""
         response: generation_pb2.GetModelInfoResponse = await self._call(
             self._stub.GetModelInfo, generation_pb2.GetModelInfoRequest()
         )
         return response
 
     async def close(self) -> None:
+        """See Client.close."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

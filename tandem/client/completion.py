@@ -70,9 +70,12 @@ class Choice:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
+    """stop, length, abort or error."""
     usage: Usage
     stop_string: str | None = None
+    """The string of `stop` that ended it."""
     stop_token_id: int | None = None
+    """The id of `stop_token_ids` that ended it."""
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """As in Piece, of all of `token_ids`."""
 
@@ -84,6 +87,7 @@ class Completion:
     request_id: str
     model: str
     seed: int | None
+    """With which the same answer comes again: the request's, or the router's."""
     prompt_tokens: int
     choices: tuple[Choice, ...]
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()

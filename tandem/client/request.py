@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from typing import TypedDict
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
 
 from protos.tandem.v1 import common_pb2, generation_pb2
 
+F = TypeVar("F", bound=Callable[..., Any])
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or the messages of a chat: `[{"role": "user", "content": "…"}]`."""
 
@@ -15,7 +17,7 @@ _REQUEST_FIELDS = ("request_id", "model", "priority", "cache_salt", "idempotency
 
 
 class Sampling(TypedDict, total=False):
-    """Keyword options of `generate` and `stream`; protos/tandem/v1/common.proto documents each."""
+    """Keyword options of `generate` and `stream`; docs/python.md documents each."""
 
     temperature: float
     top_p: float
@@ -55,6 +57,18 @@ class RequestOptions(Sampling, total=False):
     idempotency_key: str
     timeout_s: float
     """Limit on the whole time of this request; absent: the client's."""
+
+
+def shows_options(method: F) -> F:
+    """Gives a method with `**options: Unpack[RequestOptions]` the options as parameters in its signature, for `help`
+    and for editors that read no types."""
+    signature = inspect.signature(method)
+    parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    for name, kind in RequestOptions.__annotations__.items():
+        annotation = f"{getattr(kind, '__forward_arg__', kind)} | None"
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return method
 
 
 def sampling_params(sampling: Mapping[str, object]) -> common_pb2.SamplingParams:

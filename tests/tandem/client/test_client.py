@@ -18,7 +18,7 @@ from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tandem import AsyncClient, Client, StreamError, TandemError
 from tandem.cli import main
 from tandem.client.completion import TokenLogprob
-from tandem.client.request import generate_request
+from tandem.client.request import RequestOptions, generate_request
 
 TEXTS = ["Once", " upon", " a", " time"]
 
@@ -77,6 +77,12 @@ def test_generate_returns_the_whole_answer(router: tuple[ScriptedRouter, str]) -
     assert request.sampling.HasField("temperature")
     assert not request.sampling.HasField("top_p")
     assert list(request.sampling.stop) == ["###"]
+
+
+def test_an_option_that_is_none_counts_as_absent(router: tuple[ScriptedRouter, str]) -> None:
+    with Client(router[1]) as client:
+        absent: Any = dict.fromkeys(RequestOptions.__annotations__)
+        assert client.generate("hi", **absent).text
 
 
 def test_logprobs_come_with_each_piece_and_with_the_whole(router: tuple[ScriptedRouter, str]) -> None:
