@@ -303,8 +303,18 @@ def _check_transfer(choice: ConnectorChoice) -> Iterator[Finding]:
     text += f" read and {'verified' if digest == 'on' else 'compared (digests off)'} at {result.gb_s(figures):.2f} GB/s"
     text += f" ({share:.0%} of the medium's raw rate)" if share is not None else ""
     yield Finding("ok", choice.name, text)
+    yield from _check_speed(choice.name, share, result.goals.get(figures.way))
     if choice.name == "nixl" and "TCP" in result.location and not choice.options.get("ucx_tls"):
         yield Finding("warn", choice.name, "UCX moves pages over TCP, some 5 times slower than memory", _ONLY_TCP)
+
+
+def _check_speed(connector: str, share: float | None, goal: float | None) -> Iterator[Finding]:
+    """A warning for a connector that reaches less of its medium's raw rate than it should."""
+    if share is not None and goal is not None and share < goal:
+        text = f"{share:.0%} of the medium's raw rate; on an idle machine it is {goal:.0%} or more"
+        yield Finding(
+            "warn", connector, text, f"close other programs, then tandem bench transfer --connector {connector}"
+        )
 
 
 def check_running_stacks() -> Iterator[Finding]:

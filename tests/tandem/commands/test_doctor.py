@@ -74,8 +74,17 @@ def findings(connector: str, **named: Any) -> list[Finding]:
     return list(check_connector(ConnectorChoice(connector, **named)))
 
 
+def test_a_connector_that_is_slower_than_it_should_be_gets_a_warning() -> None:
+    [finding] = doctor._check_speed("redis", 0.13, 0.55)
+    assert (finding.verdict, finding.text[:3]) == ("warn", "13%")
+    assert "55%" in finding.text
+    assert "tandem bench transfer --connector redis" in finding.remedy
+    for share, goal in ((0.6, 0.55), (None, 0.55), (0.1, None)):
+        assert not list(doctor._check_speed("redis", share, goal))
+
+
 def test_blocks_move_through_the_folder_that_is_configured_and_nothing_is_left_there(tmp_path: Path) -> None:
-    [finding] = findings("shared_storage", kv_folder=tmp_path)
+    finding, *_ = findings("shared_storage", kv_folder=tmp_path)
     assert finding.verdict == "ok", finding.text
     assert f"over {tmp_path}" in finding.text
     assert "read and verified at" in finding.text
@@ -83,7 +92,7 @@ def test_blocks_move_through_the_folder_that_is_configured_and_nothing_is_left_t
 
 
 def test_nixl_reports_the_transport_that_ucx_chose() -> None:
-    [finding] = findings("nixl", options={"ucx_tls": "tcp", "digest": False, "load_timeout_s": 60.0})
+    finding, *_ = findings("nixl", options={"ucx_tls": "tcp", "digest": False, "load_timeout_s": 60.0})
     assert finding.verdict == "ok", finding.text
     assert "over UCX by TCP [" in finding.text
     assert "compared (digests off)" in finding.text
@@ -91,7 +100,7 @@ def test_nixl_reports_the_transport_that_ucx_chose() -> None:
 
 def test_redis_is_surveyed_and_blocks_move_through_it(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru") as server:
-        answers, warning, moved = findings("redis", kv_url=server.url)
+        answers, warning, moved, *_ = findings("redis", kv_url=server.url)
         assert not server.names()
     assert answers.verdict == moved.verdict == "ok"
     assert "allkeys-lru" in warning.text
