@@ -46,6 +46,8 @@ class RunningStack:
     """Wall-clock time of the start; the newest stack is preferred."""
     admin_address: str = ""
     """host:port of the router's admin listener; empty in a file of an older version."""
+    model_folder: str = ""
+    """Of the checkpoint; empty in a file of an older version."""
 
 
 class StackFolder:
@@ -106,6 +108,12 @@ def running_admin_address() -> str:
     if not stacks:
         raise NotRunning("--admin")
     return stacks[0].admin_address
+
+
+def model_folder_of(address: str) -> Path | None:
+    """The checkpoint's folder of the local stack of this user whose router has `address`."""
+    folders = [stack.model_folder for stack in running_stacks() if stack.address == address]
+    return Path(folders[0]) if folders and folders[0] else None
 
 
 def credentials_for(address: str) -> Credentials:

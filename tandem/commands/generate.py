@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -86,8 +87,9 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
         positions += piece.logprobs
         click.echo(piece.text, nl=False)
     click.echo()
+    text_of = _texts_of_ids(client.address) if positions else None
     for index, candidates in enumerate(positions):
-        click.echo(_logprobs_line(index, candidates), err=True)
+        click.echo(_logprobs_line(index, candidates, text_of), err=True)
     if stats and first_s is not None:
         ended_s = time.monotonic()
         gap_ms = (ended_s - first_s) / max(1, num_tokens - 1) * 1e3
@@ -97,10 +99,28 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
         )
 
 
-def _logprobs_line(index: int, candidates: tuple[TokenLogprob, ...]) -> str:
-    """One output token: its index, id and log-probability, then the best others; ids, since there is no tokenizer."""
+def _texts_of_ids(address: str) -> Callable[[int], str] | None:
+    """The text of a single token, by the tokenizer of the local stack at `address`; None for other routers."""
+    from engine.text.tokenizer import Tokenizer
+    from tandem.client.registry import model_folder_of
+
+    folder = model_folder_of(address)
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    tokenizer = Tokenizer.from_folder(folder)
+    return lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _logprobs_line(
+    index: int, candidates: tuple[TokenLogprob, ...], text_of: Callable[[int], str] | None = None
+) -> str:
+    """One output token: its index, id, text if `text_of` is known, and log-probability; then the best others."""
+
+    def shown(one: TokenLogprob) -> str:
+        return f"{one.token_id}" if text_of is None else f"{one.token_id} {text_of(one.token_id)!r}"
+
     token, *others = candidates
-    line = f"{index:4}  token {token.token_id}  {token.logprob:.4f}  rank {token.rank}"
+    line = f"{index:4}  token {shown(token)}  {token.logprob:.4f}  rank {token.rank}"
     if others:
-        line += "  | " + "  ".join(f"{other.token_id} {other.logprob:.4f}" for other in others)
+        line += "  | " + "  ".join(f"{shown(other)} {other.logprob:.4f}" for other in others)
     return line

@@ -230,6 +230,7 @@ class LocalStack:
             instances=self.instances,
             started_s=time.time(),
             admin_address=self.admin_address,
+            model_folder=str(self.settings.model),
         )
         self._cleanup.callback(registry.announce(self._announced).unlink, missing_ok=True)
 

@@ -45,7 +45,7 @@ _TIME = "Time since the start of the run (s)"
 
 def latency_over_rate(sweeps: Sweeps) -> Figure:
     """TTFT and ITL, median and 99th percentile, over the offered rate."""
-    return _latency_over(_RATE, {name: _placed(points) for name, points in sweeps.items()})
+    return _latency_over("offered rate", _RATE, {name: _placed(points) for name, points in sweeps.items()})
 
 
 def goodput_over_rate(sweeps: Sweeps) -> Figure:
@@ -59,7 +59,7 @@ def goodput_over_rate(sweeps: Sweeps) -> Figure:
     axis.plot([0, highest], [0, highest], color="0.6", linestyle=":", label="all requests")
     axis.set_ylim(bottom=0)
     _finish(axis, _RATE, "Goodput (requests/s)")
-    return figure
+    return _titled(figure, "Goodput by offered rate")
 
 
 def ttft_over_time(runs: Records, *, marks: Mapping[float, str] | None = None) -> Figure:
@@ -69,7 +69,7 @@ def ttft_over_time(runs: Records, *, marks: Mapping[float, str] | None = None) -
         _line(axis, index, name, [(one.sent_s, one.ttft_s * 1e3) for one in records if one.succeeded], "")
     _mark(axis, marks or {})
     _finish(axis, _TIME, _TTFT, log="y")
-    return figure
+    return _titled(figure, "TTFT of each request by time of sending")
 
 
 def itl_over_time(runs: Records, *, window_s: float = 1.0, marks: Mapping[float, str] | None = None) -> Figure:
@@ -84,7 +84,7 @@ def itl_over_time(runs: Records, *, window_s: float = 1.0, marks: Mapping[float,
         _both_percentiles(axis, index, name, placed)
     _mark(axis, marks or {})
     _finish(axis, _TIME, _ITL, log="y")
-    return figure
+    return _titled(figure, f"ITL in windows of {window_s:g} s")
 
 
 def latency_cdfs(runs: Records) -> Figure:
@@ -104,7 +104,7 @@ def latency_cdfs(runs: Records) -> Figure:
             axis.step(values_ms, shares, where="post", label=name, color=colour, linestyle=dash)
         axis.set_ylim(0, 1.02)
         _finish(axis, label, "Cumulative fraction", log="x")
-    return figure
+    return _titled(figure, "Latency distributions")
 
 
 def latency_over_sizes(runs: Mapping[str, Mapping[str, Report]]) -> Figure:
@@ -113,7 +113,7 @@ def latency_over_sizes(runs: Mapping[str, Mapping[str, Report]]) -> Figure:
     placed = {
         name: [(float(sizes.index(size)), report) for size, report in reports.items()] for name, reports in runs.items()
     }
-    figure = _latency_over("Pool sizes", placed)
+    figure = _latency_over("sizes of the pools", "Pool sizes", placed, is_joined=False)
     for axis in figure.axes:
         axis.set_xticks(range(len(sizes)), sizes)
     return figure
@@ -138,14 +138,18 @@ def gaps_by_window(records: Iterable[RequestRecord], window_s: float) -> dict[in
     return dict(sorted(windows.items()))
 
 
-def _latency_over(x_label: str, runs: Mapping[str, Iterable[tuple[float, Report]]]) -> Figure:
-    """TTFT and ITL, median and 99th percentile: by run, reports with their places on the x axis."""
+def _latency_over(
+    what: str, x_label: str, runs: Mapping[str, Iterable[tuple[float, Report]]], *, is_joined: bool = True
+) -> Figure:
+    """TTFT and ITL, median and 99th percentile: by run, reports with their places on the x axis. Categories are not
+    joined."""
     figure, axes = _panels(2)
     for axis, figure_name, label in zip(axes, ("ttft", "itl"), (_TTFT, _ITL), strict=True):
         for index, (name, placed) in enumerate(runs.items()):
-            _both_percentiles(axis, index, name, [(place, getattr(report, figure_name)) for place, report in placed])
+            distributions = [(place, getattr(report, figure_name)) for place, report in placed]
+            _both_percentiles(axis, index, name, distributions, is_joined=is_joined)
         _finish(axis, x_label, label, log="y")
-    return figure
+    return _titled(figure, f"Latency by {what}")
 
 
 def _panels(count: int, width: float = 1.0) -> tuple[Figure, list[Axes]]:
@@ -163,9 +167,21 @@ def _placed(points: Iterable[Point]) -> list[tuple[float, Report]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
-def _both_percentiles(axis: Axes, index: int, name: str, placed: Sequence[tuple[float, Distribution]]) -> None:
-    _line(axis, index, f"{name} p50", [(place, one.p50) for place, one in placed], "-")
-    _line(axis, index, f"{name} p99", [(place, one.p99) for place, one in placed], "--", hollow=True)
+def _titled(figure: Figure, title: str) -> Figure:
+    """With one legend for all panels, below them, where it hides no curve."""
+    figure.suptitle(title, fontsize="medium")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
+    return figure
+
+
+def _both_percentiles(
+    axis: Axes, index: int, name: str, placed: Sequence[tuple[float, Distribution]], *, is_joined: bool = True
+) -> None:
+    median, high = [(place, one.p50) for place, one in placed], [(place, one.p99) for place, one in placed]
+    _line(axis, index, f"{name} p50", median, "-" if is_joined else "")
+    _line(axis, index, f"{name} p99", high, "--" if is_joined else "", hollow=True)
 
 
 def _line(
@@ -196,7 +212,7 @@ def _mark(axis: Axes, marks: Mapping[float, str]) -> None:
 
 
 def _finish(axis: Axes, x_label: str, y_label: str, *, log: str = "") -> None:
-    """Labels, grid and legend; `log` names the dimension with a logarithmic scale, x or y."""
+    """Labels and grid; `log` names the dimension with a logarithmic scale, x or y."""
     axis.set_xlabel(x_label)
     axis.set_ylabel(y_label)
     ends = {"x": axis.dataLim.intervalx, "y": axis.dataLim.intervaly}
@@ -207,8 +223,6 @@ def _finish(axis: Axes, x_label: str, y_label: str, *, log: str = "") -> None:
         scaled.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         scaled.set_minor_formatter(NullFormatter())
     axis.grid(True, which="both", linewidth=0.3, color="0.85")
-    if axis.lines:
-        axis.legend(fontsize="small")
 
 
 def write_plots(results: Results, folder: Path) -> list[Path]:

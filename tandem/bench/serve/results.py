@@ -158,35 +158,47 @@ def page(report: Report, objectives: Objectives) -> list[str]:
 
 
 def sweep_table(points: Sequence[Point]) -> list[str]:
-    with_goodput = any(point.report.goodput_per_s is not None for point in points)
-    head = (
-        f"{'RATE':>15} {'OK':>6} {'FAILED':>6} {'REFUSED':>7} {'REQ/S':>7} {'OUT TOK/S':>9}"
-        f" {'TTFT p50':>9} {'p99':>8} {'ITL p50':>8} {'p99':>8} {'TPOT p50':>9} {'p99':>8} {'E2E p50':>9} {'p99':>9}"
-    ) + (f" {'GOODPUT':>7} {'SLO':>6}" if with_goodput else "")
-    return [head, *(_sweep_line(point, with_goodput) for point in points)]
+    """A line for each rate, of at most 80 columns without objectives and 100 with them; latencies in ms."""
+    head = ["RATE", "OK", "REQ/S", "TOK/S", "TTFT p50", "p99", "ITL p50", "p99", "E2E p50", "p99"]
+    if any(point.report.goodput_per_s is not None for point in points):
+        head += ["GOODPUT", "SLO"]
+    rows = [head, *(_sweep_row(point)[: len(head)] for point in points)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _sweep_line(point: Point, with_goodput: bool) -> str:
+def _sweep_row(point: Point) -> list[str]:
     one = point.report
-    late = "" if one.kept_schedule else "  (late: see above)"
-    line = (
-        f"{format_rate(point.rate):>15} {one.num_succeeded:6} {one.num_failed:6} {one.num_refused:7}"
-        f" {one.requests_per_s:7.2f} {one.output_tokens_per_s:9.1f}"
-        f" {one.ttft.p50:9.1f} {one.ttft.p99:8.1f} {one.itl.p50:8.2f} {one.itl.p99:8.2f}"
-        f" {one.tpot.p50:9.2f} {one.tpot.p99:8.2f} {one.e2e.p50:9.1f} {one.e2e.p99:9.1f}"
-    )
-    if with_goodput:
-        line += f" {one.goodput_per_s or 0:7.2f} {_percent(one.attainment):>6}"
-    return line + late
+    late = "" if one.kept_schedule else " late"
+    latencies = [getattr(distribution, p) for distribution in (one.ttft, one.itl, one.e2e) for p in ("p50", "p99")]
+    return [
+        f"{format_rate(point.rate)}{late}",
+        f"{one.num_succeeded}/{one.num_requests}",
+        f"{one.requests_per_s:.2f}",
+        f"{one.output_tokens_per_s:.0f}",
+        *(f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in latencies),
+        f"{one.goodput_per_s or 0:.2f}",
+        _percent(one.attainment),
+    ]
+
+
+def late_warning(points: Sequence[Point]) -> list[str]:
+    """Names the rates whose schedule the load did not keep; empty if it kept all."""
+    late = [format_rate(point.rate) for point in points if not point.report.kept_schedule]
+    if not late:
+        return []
+    return [
+        f"WARNING: the load did not keep its schedule at {', '.join(late)}. The figures include that delay: lower the "
+        "rate, free this machine's cores, or run the load elsewhere."
+    ]
 
 
 def notes(report: Report) -> list[str]:
     lines = []
     if not report.kept_schedule:
         lines.append(
-            f"WARNING: the load did not keep its schedule: requests were sent {report.lag.p99:.1f} ms late, and the "
-            f"event loop woke up {report.loop_lag.p99:.1f} ms late (p99; allowed: {LATE_MS:g}). The figures include "
-            "that delay: lower the rate, free this machine's cores, or run the load elsewhere."
+            f"late: requests were sent {report.lag.p99:.1f} ms late, the event loop woke up {report.loop_lag.p99:.1f} "
+            f"ms late (p99; allowed: {LATE_MS:g})"
         )
     elif report.lag.count:
         lines.append(f"the load kept its schedule: lag p99 {report.lag.p99:.2f} ms, max {report.lag.max:.2f} ms")

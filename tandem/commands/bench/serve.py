@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import click
 
-from tandem.bench.serve.results import Point, Results, format_rate, page, sweep_table, write_json
+from tandem.bench.serve.results import Point, Results, format_rate, late_warning, page, sweep_table, write_json
 from tandem.commands.options import credential_options, given_credentials, option_group
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> R
     if len(results.points) > 1:
         click.echo("\n".join(sweep_table(results.points)))
     if results.points:
-        click.echo(f"output tokens are counted {results.counting}")
+        click.echo("\n".join([f"output tokens are counted {results.counting}", *late_warning(results.points)]))
     if results.stopped_by:
         measured = "figures until then" if results.points else "nothing was measured"
         click.echo(f"PARTIAL, stopped: {results.stopped_by}; {measured}")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,11 +15,14 @@ import pytest
 from click.testing import CliRunner
 
 import tandem
+from engine.text.tokenizer import Tokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tandem import AsyncClient, Client, StreamError, TandemError
 from tandem.cli import main
+from tandem.client import registry
 from tandem.client.completion import TokenLogprob
 from tandem.client.request import RequestOptions, generate_request
+from tandem.demo import MODEL_DIR
 
 TEXTS = ["Once", " upon", " a", " time"]
 
@@ -104,6 +108,23 @@ def test_the_command_lists_logprobs_after_the_text(router: tuple[ScriptedRouter,
     lines = result.stderr.splitlines()
     assert lines[0].split() == ["0", "token", "0", "-0.5000", "rank", "1", "|", "1", "-1.5000"]
     assert len(lines) == 4
+
+
+def test_the_command_lists_the_texts_of_a_local_stacks_tokens(
+    router: tuple[ScriptedRouter, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = registry.StackFolder()
+    registry.announce(
+        registry.RunningStack(router[1], str(folder.path), 1, "demo", {}, 0.0, model_folder=str(MODEL_DIR))
+    )
+    result = CliRunner().invoke(main, ("generate", "go", "--logprobs", "2", "--address", router[1]))
+    folder.remove()
+    tokenizer = Tokenizer.from_folder(MODEL_DIR)
+    texts = [repr(tokenizer.decode([token_id], skip_special_tokens=False)) for token_id in (0, 1)]
+    line = result.stderr.splitlines()[0]
+    assert f"token 0 {texts[0]}  -0.5000" in line
+    assert f"| 1 {texts[1]} -1.5000" in line
 
 
 def test_stream_yields_pieces_as_they_come_and_leaving_it_cancels_the_call(router: tuple[ScriptedRouter, str]) -> None:

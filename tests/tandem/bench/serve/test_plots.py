@@ -47,7 +47,9 @@ def line(axis: Axes, label: str) -> tuple[list[float], list[float]]:
 
 
 def texts(axis: Axes) -> list[str]:
-    return [text.get_text() for text in axis.get_legend().get_texts()]
+    """The labels of the legend."""
+    [legend] = axis.get_figure().legends  # type: ignore[union-attr]
+    return [text.get_text() for text in legend.get_texts()]
 
 
 def test_latency_over_rate_shows_both_percentiles_of_every_run_in_order_of_rate() -> None:
@@ -136,6 +138,7 @@ def test_sizes_stand_in_the_order_given_and_a_run_may_lack_some() -> None:
     assert [label.get_text() for label in itl.get_xticklabels()] == ["1P1D", "2P1D", "1P2D"]
     assert line(ttft, "engines p50") == ([0, 1, 2], pytest.approx([800, 400, 600]))
     assert line(ttft, "stubs p50") == ([2], [pytest.approx(1400)])
+    assert {one.get_linestyle() for one in ttft.lines} == {"None"}, "nothing lies between two sizes"
 
 
 def everything(runs: int) -> list[Figure]:
@@ -159,6 +162,15 @@ def test_runs_are_distinguishable_in_grey() -> None:
             seen = {(one.get_marker(), one.get_linestyle(), one.get_markerfacecolor()) for one in axis.lines}
             assert len(seen) == len(axis.lines), "no two lines differ in colour alone"
             assert all(weights @ to_rgb(one.get_color()) < 0.75 for one in axis.lines), "none fades into the paper"
+
+
+def test_the_legend_lies_beside_the_panels_and_every_figure_has_a_title() -> None:
+    for figure in everything(4):
+        assert figure.get_suptitle()
+        figure.draw_without_rendering()
+        [legend] = figure.legends
+        boxes = [axis.get_tightbbox() for axis in figure.axes]
+        assert all(box is not None and not box.overlaps(legend.get_window_extent()) for box in boxes)
 
 
 def test_figures_of_nothing_are_drawn_all_the_same() -> None:

@@ -13,6 +13,7 @@ from tandem.bench.serve.results import (
     Point,
     Results,
     format_rate,
+    late_warning,
     machine,
     notes,
     page,
@@ -44,12 +45,17 @@ def test_a_page_has_every_figure_and_notes() -> None:
     assert ttft.split() == ["TTFT", "300.00", "300.00", "460.00", "480.00", "496.00", "500.00", "2"]
 
 
-def test_a_load_that_was_late_shows_a_warning() -> None:
-    report = summarise([RequestRecord(0.0, 0.5, 10, 1, [0.6], 0.6, "length")], None, [0.2])
-    (warning, *_) = notes(report)
-    assert warning.startswith("WARNING: the load did not keep its schedule")
-    assert "500.0 ms late" in warning
-    assert "200.0 ms late" in warning
+def test_loads_that_were_late_share_one_warning() -> None:
+    late = summarise([RequestRecord(0.0, 0.5, 10, 1, [0.6], 0.6, "length")], None, [0.2])
+    (note, *_) = notes(late)
+    assert "sent 500.0 ms late" in note
+    assert "woke up 200.0 ms late" in note
+    points = [Point(1.0, summarise([GOOD])), Point(2.0, late), Point(4.0, late)]
+    (warning,) = late_warning(points)
+    assert warning.startswith("WARNING: the load did not keep its schedule at 2/s, 4/s.")
+    assert "WARNING" not in note
+    assert late_warning(points[:1]) == []
+    assert [line.split()[:2] for line in sweep_table(points)[2:]] == [["2/s", "late"], ["4/s", "late"]]
 
 
 def test_notes_name_requests_that_were_held_packed_or_short() -> None:
@@ -66,6 +72,11 @@ def test_a_sweep_has_a_line_for_each_rate_and_goodput_only_with_objectives() -> 
     assert head.split()[-2:] == ["GOODPUT", "SLO"]
     assert [line.split()[0] for line in lines] == ["0.5/s", "all"]
     assert lines[0].split()[-2:] == ["0.50", "50.0%"]
+    slow = RequestRecord(0.0, 0.0, 10, 3, [99.999, 99.9991, 200.0], 200.0, "length")
+    widest = [Point(rate, summarise([slow] * 9999, OBJECTIVES)) for rate in (0.125, float("inf"))]
+    assert max(map(len, sweep_table(widest))) <= 110
+    without = [Point(2.5, summarise([slow] * 999)), Point(16.0, summarise([GOOD] * 99))]
+    assert max(map(len, sweep_table(without))) <= 80
     assert "GOODPUT" not in sweep_table([Point(1.0, summarise([GOOD]))])[0]
 
 
