@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNNABLE := $(VENV)/.runnable
 INSTALLED := $(VENV)/.installed
 NODE_INSTALLED := node_modules/.installed
 EXAMPLE := examples/node-backend
@@ -21,13 +22,19 @@ help: ## Print this list.
 
 install: $(INSTALLED) ## Make .venv with everything to run, check and test (once; again when the pins change).
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(RUNNABLE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Tandem needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
 	  echo "Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "This Python has no venv. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing what serving needs into $(VENV): about 1.5 GB."
+	$(BIN)/python -m pip install -c constraints.txt -e '.[hub,nixl]'
+	@touch $@
+
+$(INSTALLED): $(RUNNABLE)
+	@echo "Installing what the checks and tests need into $(VENV): about 2 GB more."
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -38,7 +45,7 @@ $(NODE_INSTALLED): package.json package-lock.json
 	npm ci --no-progress --loglevel=error
 	@touch $@
 
-run: $(INSTALLED) ## Start the whole stack on this machine, with the demo model.
+run: $(RUNNABLE) ## Start the whole stack on this machine, with the demo model.
 	$(BIN)/tandem up $(ARGS)
 
 check: lint types imports protos-check docs-check ## Format, lint, types, import layers, protos, pages: all the static gates.

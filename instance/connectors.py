@@ -111,7 +111,8 @@ def _one(name: str, given: Mapping[str, Any], options: dict[str, Any], advertise
         raise SettingsError("the null connector takes no options")
     if known.needs and not known.needs & own.keys():
         needed = " or ".join(_SETTINGS[option] for option in sorted(known.needs))
-        raise SettingsError(f"{needed} is required by the {name} connector")
+        hint = "; give a folder that all instances share, or --kv-connector nixl" if name == "shared_storage" else ""
+        raise SettingsError(f"{needed} is required by the {name} connector{hint}")
     if "kv_secret_file" in known.takes - own.keys() and options.get("digest", True):
         raise SettingsError(
             f"transfer.secret_file is required by the {name} connector: create one with"

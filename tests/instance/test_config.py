@@ -70,7 +70,7 @@ def test_the_connector_gets_the_given_options_alone() -> None:
 @pytest.mark.parametrize(
     ("transfer", "message"),
     [
-        ({}, "transfer.folder .--kv-folder. is required by the shared_storage connector"),
+        ({}, "transfer.folder .--kv-folder. is required by the shared_storage connector; give a folder"),
         ({"folder": "kv"}, "transfer.secret_file is required"),
         (
             {"folder": "kv", "secret_file": "s", "options": {"path": "x"}},
