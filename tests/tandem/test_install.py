@@ -10,6 +10,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def test_run_installs_what_serving_needs_and_the_other_targets_the_rest() -> None:
+    def steps(target: str) -> str:
+        return subprocess.run(
+            ["make", "--dry-run", "--always-make", target], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout
+
+    assert ".[hub]" in steps("run")
+    assert ".[dev]" not in steps("run")
+    for target in ("install", "test", "check", "chart"):
+        assert steps(target).index(".[hub]") < steps(target).index(".[dev]"), target
+
+
 def test_a_checkout_is_imported_beside_its_own_folder(tmp_path: Path) -> None:
     """As in `cd parent; tandem/.venv/bin/python script.py`, where the folder `tandem` is the checkout."""
     build = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
