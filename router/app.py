@@ -169,6 +169,7 @@ class RouterApp:
             self._metrics_server.registry,
             lambda: self._is_serving,
             security.tokens.tenant_of if security.tokens is not None else None,
+            settings.http.allowed_origins,
         )
         required, names = settings.tls.require_client_cert, settings.tls.client_names
         tls = HttpTls(security.files, require_client_cert=required, client_names=names) if security.files else None

@@ -10,7 +10,8 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,20 +81,13 @@ async def validated(
 ) -> GenerationRequest:
     """The request with every default resolved. Raises InvalidArgument, NotFound or Unsupported."""
     label = _checked_label(request.request_id) if request.request_id else secrets.token_hex(8)
-    if request.model not in ("", model.name):
-        raise NotFound(f"model: {shown(request.model)} is not served here; served: {shown(model.name)}")
+    check_model(request.model, model)
     deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
-    try:
+    with service_errors():
         _check_extras(request)
-        prompt = await _prompt(request, model, limits)
+        prompt = await prompt_ids(request, model, limits)
         validate_prompt(prompt, limits.vocab_size, limits.max_model_len)
         params = _params(request, model, limits, len(prompt))
-    except NotSupported as error:
-        raise Unsupported(str(error)) from error
-    except InvalidRequest as error:
-        raise invalid_argument(error.field, error.problem, error.allowed) from error
-    except UnsupportedModel as error:
-        raise FailedPrecondition(str(error)) from error
     seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
     return GenerationRequest(
         label=label,
@@ -108,6 +102,25 @@ async def validated(
         deadline_s=deadline_s,
         tenant=caller.tenant,
     )
+
+
+def check_model(name: str, model: ServedModel) -> None:
+    """Raises NotFound for the name of another model."""
+    if name not in ("", model.name):
+        raise NotFound(f"model: {shown(name)} is not served here; served: {shown(model.name)}")
+
+
+@contextmanager
+def service_errors() -> Iterator[None]:
+    """The engine's errors about a request as those of a service: InvalidArgument, Unsupported, FailedPrecondition."""
+    try:
+        yield
+    except NotSupported as error:
+        raise Unsupported(str(error)) from error
+    except InvalidRequest as error:
+        raise invalid_argument(error.field, error.problem, error.allowed) from error
+    except UnsupportedModel as error:
+        raise FailedPrecondition(str(error)) from error
 
 
 def _checked_label(label: str) -> str:
@@ -133,8 +146,10 @@ def _check_extras(request: generation_pb2.GenerateRequest) -> None:
         raise NotSupported("idempotency_key", shown(request.idempotency_key))
 
 
-async def _prompt(request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits) -> Sequence[int]:
-    """The prompt's ids; a prompt that cannot fit is rejected before tokenising."""
+async def prompt_ids(
+    request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits, *, add_special_tokens: bool = True
+) -> Sequence[int]:
+    """The prompt's ids; a prompt that cannot fit is rejected before tokenising. Raises InvalidRequest."""
     given = [name for name in ("text", "token_ids", "chat") if request.HasField(name)]
     if not given:
         raise InvalidRequest("prompt", "one of text or token_ids is required", "exactly one of text, token_ids, chat")
@@ -150,7 +165,8 @@ async def _prompt(request: generation_pb2.GenerateRequest, model: ServedModel, l
     if request.HasField("text"):
         if not request.text:
             raise InvalidRequest("prompt", "prompt is empty", f"1..{max_tokens} tokens")
-        return await asyncio.to_thread(model.tokenizer.encode, request.text, max_tokens=max_tokens)
+        encode_text = partial(model.tokenizer.encode, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(encode_text, request.text, max_tokens=max_tokens)
     for index, message in enumerate(request.chat.messages):
         if message.role not in _ROLES:
             raise InvalidRequest(f"chat.messages[{index}].role", shown(message.role), ", ".join(_ROLES))

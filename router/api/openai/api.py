@@ -1,6 +1,7 @@
 """The HTTP endpoints.
 
-    POST /v1/completions, /v1/chat/completions     GET /v1/models, /v1/models/{name}, /health, /metrics, /openapi.json
+    POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize
+    GET  /v1/models, /v1/models/{name}, /health, /metrics, /version, /openapi.json, /
 
 A request is one call of the router (router/dispatch/handler.py) for each of its prompts: validated, admitted, counted
 and logged like any other.
@@ -10,23 +11,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response, status
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 
+from engine.errors import InvalidRequest
+from engine.sampling.params import validate_prompt
 from protos.tandem.v1 import generation_pb2
 from router.api.grpc import GenerationService
 from router.api.openai.errors import HttpError
 from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
 from router.api.openai.logprobs import TokenTexts
-from router.api.openai.requests import ChatBody, CompletionBody, RequestBody
+from router.api.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    RequestBody,
+    StrictModel,
+    TokenizeBody,
+)
 from router.api.openai.responses import (
     ChatFormat,
     CompletionFormat,
@@ -38,7 +50,7 @@ from router.api.openai.responses import (
     routing_headers,
 )
 from router.dispatch.handler import RequestHandler
-from router.request.validation import ServedModel
+from router.request.validation import ServedModel, check_model, prompt_ids, service_errors
 from serving.errors import NotFound, ServiceError, Unavailable
 
 _PROBLEMS = {
@@ -61,6 +73,8 @@ class OpenAIApi:
     is_serving: Callable[[], bool]
     authorizer: Authorizer | None
     """None admits every caller; /health is open in any case."""
+    allowed_origins: Sequence[str] = ()
+    """Of web pages whose scripts may call (CORS)."""
 
     def __post_init__(self) -> None:
         self._texts = TokenTexts(self.model.tokenizer)
@@ -71,10 +85,19 @@ class OpenAIApi:
         app.add_exception_handler(HTTPException, self._http_exception)
         app.post("/v1/completions", **_documented(CompletionBody))(self.completions)
         app.post("/v1/chat/completions", **_documented(ChatBody))(self.chat_completions)
+        app.post("/tokenize", **_documented(TokenizeBody))(self.tokenize)
+        app.post("/detokenize", **_documented(DetokenizeBody))(self.detokenize)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.one_model)
         app.get("/health")(self.health)
         app.get("/metrics")(self.metrics)
+        app.get("/version")(self.version)
+        app.get("/")(self.index)
+        if self.allowed_origins:
+            methods, headers = ["GET", "POST"], ["*"]
+            app.add_middleware(
+                CORSMiddleware, allow_origins=self.allowed_origins, allow_methods=methods, allow_headers=headers
+            )
         return app
 
     async def completions(self) -> Response:
@@ -84,6 +107,44 @@ class OpenAIApi:
     async def chat_completions(self) -> Response:
         """Answers a chat."""
         return self._generation(ChatBody, ChatFormat)
+
+    async def tokenize(self) -> Response:
+        """The token ids of a text or a chat."""
+
+        async def handler(exchange: Exchange) -> None:
+            body, limits = await exchange.parsed_body(TokenizeBody.parse), self.service.limits()
+            check_model(body.model, self.model)
+            with service_errors():
+                ids = await prompt_ids(body.request(), self.model, limits, add_special_tokens=body.add_special_tokens)
+            strings = [self._texts.of(token_id) for token_id in ids] if body.return_token_strs else None
+            sizes = {"count": len(ids), "max_model_len": limits.max_model_len}
+            await exchange.send_json({**sizes, "tokens": ids, "token_strs": strings})
+
+        return self._exchange(handler, TokenizeBody.renamed)
+
+    async def detokenize(self) -> Response:
+        """The text of token ids, special ones included."""
+
+        async def handler(exchange: Exchange) -> None:
+            body, limits = await exchange.parsed_body(DetokenizeBody.parse), self.service.limits()
+            check_model(body.model, self.model)
+            with service_errors():
+                if self.model.tokenizer is None:
+                    raise InvalidRequest("tokens", "this model has no tokenizer")
+                validate_prompt(body.tokens, limits.vocab_size, limits.max_model_len)
+            await exchange.send_json({"prompt": self._texts.of_all(body.tokens)})
+
+        return self._exchange(handler, DetokenizeBody.renamed)
+
+    async def version(self) -> Response:
+        """The router's version."""
+        return self._exchange(lambda exchange: exchange.send_json({"version": version("tandem-llm")}))
+
+    async def index(self, request: Request) -> Response:
+        """What is served here."""
+        paths = sorted(request.app.openapi()["paths"])
+        served = {"service": "tandem", "version": version("tandem-llm"), "model": self.model.name, "paths": paths}
+        return self._exchange(lambda exchange: exchange.send_json(served))
 
     async def models(self) -> Response:
         """The served models."""
@@ -181,6 +242,6 @@ def _parsed(body_type: type[B], data: bytes, label: str) -> tuple[B, list[genera
     return body, body.requests(label)
 
 
-def _documented(body: type[RequestBody]) -> dict[str, Any]:
+def _documented(body: type[StrictModel]) -> dict[str, Any]:
     schema = {"application/json": {"schema": body.model_json_schema()}}
     return {"openapi_extra": {"requestBody": {"content": schema, "required": True}}}

@@ -65,6 +65,14 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises InvalidArgument, which names the first wrong parameter."""
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+
 
 class StreamOptions(StrictModel):
     include_usage: bool = False  # a last event, without choices, carries the usage of the whole request
@@ -122,14 +130,6 @@ class RequestBody(StrictModel, ABC):
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     """vLLM's: lower goes first. The router's goes the other way."""
     return_token_ids: bool = False
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Raises InvalidArgument, which names the first wrong parameter."""
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            raise invalid_body(error) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -334,6 +334,48 @@ class ChatBody(RequestBody):
         return params
 
     def requests(self, label: str) -> list[generation_pb2.GenerateRequest]:
-        messages = [{"role": _ROLES.get(item.role, item.role), "content": item.content} for item in self.messages]
+        messages = _wire_messages(self.messages)
         variables = msgspec.json.encode(self.chat_template_kwargs).decode() if self.chat_template_kwargs else ""
         return [self._request(label, chat={"messages": messages, "template_variables": variables})]
+
+
+def _wire_messages(messages: list[Message]) -> list[dict[str, str]]:
+    return [{"role": _ROLES.get(item.role, item.role), "content": item.content} for item in messages]
+
+
+# vLLM's /tokenize and /detokenize.
+
+
+class TokenizeBody(StrictModel):
+    """The body of /tokenize: a text, or the messages of a chat."""
+
+    renamed: ClassVar = {"text": "prompt", "chat.messages": "messages"}
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    """Of a text: what the tokenizer puts around it. A chat has what its template writes."""
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid_argument("prompt", "exactly one of prompt and messages is required")
+        return self
+
+    def request(self) -> generation_pb2.GenerateRequest:
+        """The prompt alone."""
+        if self.messages is None:
+            return generation_pb2.GenerateRequest(text=self.prompt)
+        return generation_pb2.GenerateRequest(chat={"messages": _wire_messages(self.messages)})  # type: ignore[arg-type]
+
+
+class DetokenizeBody(StrictModel):
+    """The body of /detokenize."""
+
+    renamed: ClassVar = {"prompt": "tokens", "token_ids": "tokens"}
+
+    model: str = ""
+    tokens: list[Int64]

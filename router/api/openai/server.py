@@ -52,6 +52,9 @@ class HttpSettings(Section):
     )
     read_timeout_s: float = setting(10.0, "Seconds to receive a request's headers, and then its body.", gt=0)
     keep_alive_s: int = setting(75, "Seconds that a connection without a request is kept.", ge=0)
+    allowed_origins: tuple[str, ...] = setting(
+        (), "Origins of web pages whose scripts may call (CORS), as in [https://chat.example]; ['*']: all; empty: none."
+    )
 
 
 class HttpTls:
