@@ -186,11 +186,11 @@ def _attend_packed(rows, shape, tile_kv, queries):
             _weigh(rows, one * stride, head_dim, (low, high), seen)
         whole = head_dim // 64 * 64
         for d in range(0, whole, 64):
-            places = (at + head_dim + d, weights, weights + TILE_KEYS + SHRINK, stride)
-            add_weighted_64(rows, places, values, (d, head_dim, low, high))
+            sums = (at + head_dim + d, weights, weights + TILE_KEYS + SHRINK, stride)
+            add_weighted_64(rows, sums, values, (d, head_dim, low, high))
         for d in range(whole, head_dim, WIDTH):
-            places = (at + head_dim + d, weights, weights + TILE_KEYS + SHRINK, stride)
-            add_weighted_16(rows, places, values, (d, head_dim, low, high))
+            sums = (at + head_dim + d, weights, weights + TILE_KEYS + SHRINK, stride)
+            add_weighted_16(rows, sums, values, (d, head_dim, low, high))
 
 
 @njit

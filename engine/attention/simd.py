@@ -166,7 +166,7 @@ def load(typingctx, base, index):
     is_bfloat16 = base.dtype == types.uint16
 
     def codegen(context, builder, sig, args):
-        return as_floats(builder, *args, is_bfloat16)
+        return as_floats(builder, args[0], args[1], is_bfloat16)
 
     return floats(base, types.int64), codegen
 
