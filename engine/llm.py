@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,6 +66,9 @@ class RequestOutput:
     requested."""
 
 
+_IDLE_S = 0.25
+"""Longest pause between steps without work, for deadlines."""
+
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
 
@@ -92,7 +96,8 @@ class LLM:
         fields["model"] = str(resolve(str(model)))
         config = msgspec.convert(fields, EngineConfig)
         set_num_threads(num_threads)
-        self.core = EngineCore(config, wake=lambda: None)
+        self._woken = threading.Event()
+        self.core = EngineCore(config, wake=self._woken.set)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(config.model)
         self._defaults = GenerationDefaults.from_folder(config.model, self.tokenizer)
         self._ids = itertools.count()
@@ -116,7 +121,7 @@ class LLM:
             raise InvalidRequest("sampling_params", problem, "one for each prompt, or one for all")
         default = sampling_params if isinstance(sampling_params, SamplingParams) else self.get_default_sampling_params()
         each = sampling_params if isinstance(sampling_params, Sequence) else [default] * len(listed)
-        batch = _Batch(self.core, use_tqdm=use_tqdm, total=len(listed))
+        batch = _Batch(self.core, self._woken, use_tqdm=use_tqdm, total=len(listed))
         outputs = [self._add(batch, prompt, params) for prompt, params in zip(listed, each, strict=True)]
         batch.generate()
         return outputs
@@ -220,8 +225,10 @@ class _Choice:
 class _Batch:
     """The choices of one `LLM.generate` call: steps the core until all are finished, or aborts them."""
 
-    def __init__(self, core: EngineCore, *, use_tqdm: bool, total: int) -> None:
+    def __init__(self, core: EngineCore, woken: threading.Event, *, use_tqdm: bool, total: int) -> None:
+        """`woken` is set when the core has something to do after a step without work."""
         self._core = core
+        self._woken = woken
         self._running: dict[str, _Choice] = {}
         self._progress = tqdm(total=total, desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True)
         self._num_tokens = 0
@@ -237,7 +244,11 @@ class _Batch:
         try:
             self._start(self._queued)
             while self._running:
-                for event in self._core.step():
+                self._woken.clear()
+                events = self._core.step()
+                if self._core.idle and not events:
+                    self._woken.wait(_IDLE_S)
+                for event in events:
                     if isinstance(event, TokensEvent) and event.request_id in self._running:
                         self._apply(event)
         finally:
@@ -252,7 +263,7 @@ class _Batch:
 
     def _apply(self, event: TokensEvent) -> None:
         choice = self._running[event.request_id]
-        if event.error_kind == "nothing_allowed":
+        if event.error_kind in ("nothing_allowed", "invalid_constraint"):
             raise InvalidRequest("sampling_params", str(event.error))
         if event.finish_reason == "error":
             raise EngineError(f"{event.request_id}: {event.error}")

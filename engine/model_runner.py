@@ -1,7 +1,7 @@
 """Turns a SchedulerOutput into tensors, runs the model and samples the tokens.
 
 Sampling: raw logits ─▶ biases and penalties (penalties.py; rows with log-probabilities keep a raw copy)
-─▶ tokens (sampler.py) ─▶ log-probabilities of the raw logits (logprobs.py).
+─▶ constraints (grammar.py) ─▶ tokens (sampler.py) ─▶ log-probabilities of the raw logits (logprobs.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from engine.attention.backend import AttentionMetadata
 from engine.config import EngineConfig
 from engine.models.llama import LlamaModel
+from engine.sampling.grammar import GrammarMasks
 from engine.sampling.logprobs import PromptLogprobs, token_logprobs
 from engine.sampling.params import SamplingParams
 from engine.sampling.penalties import LogitAdjustments
@@ -35,6 +36,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._kv = kv
         self._adjustments = LogitAdjustments()
+        self._grammars = GrammarMasks()
         self._prompt_logprobs = PromptLogprobs(model.compute_logits)
 
     @torch.inference_mode()
@@ -107,6 +109,7 @@ class ModelRunner:
         with_logprobs = [(row, request) for row, request in numbered if request.spec.params.logprobs is not None]
         raw = {row: logits[row].clone() for row, request in with_logprobs if request.spec.params.changes_logits}
         self._adjustments.apply(logits, requests)
+        self._grammars.apply(logits, requests)
         token_ids = _sample_finite(logits, requests)
         with_logprobs = [(row, request) for row, request in with_logprobs if request.request_id in token_ids]
         if not with_logprobs:
@@ -144,7 +147,7 @@ def _sample_finite(logits: torch.Tensor, requests: list[Request]) -> dict[str, i
 def _sampling_row(request: Request) -> SamplingRow:
     params = request.spec.params
     forbidden: tuple[int, ...] = ()
-    if request.num_output_tokens < params.min_tokens:
+    if request.num_output_tokens < params.min_tokens and request.grammar is None:  # else its mask forbids them
         eos = () if params.ignore_eos else request.spec.eos_token_ids
         forbidden = (*eos, *params.stop_token_ids)
     return SamplingRow(

@@ -191,7 +191,7 @@ def ended_with_error(event: TokensEvent) -> ServiceError:
             return Overloaded(text, RETRY_AFTER_S)
         case "too_large":
             return Overloaded(text, None)
-        case "nothing_allowed":
+        case "nothing_allowed" | "invalid_constraint":
             return invalid_argument("request.sampling", text)
         case "timeout":
             return Aborted(text)  # of the reservation, not of the request: the router retries

@@ -37,6 +37,7 @@ from engine.machine import available_bytes
 from engine.model_runner import ModelRunner
 from engine.models import load_model
 from engine.models.config import ModelConfig
+from engine.sampling.grammar import GrammarCompiler
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
@@ -103,6 +104,7 @@ class EngineCore:
         connectors = getattr(self._connector, "connectors", [self._connector])  # of a list each counts separately
         self._counting = [connector for connector in connectors if hasattr(connector, "totals")]
         self.scheduler = Scheduler(config, kv, self._connector, max_model_len)
+        self._grammars = GrammarCompiler(Path(config.model), model_config.vocab_size, wake)
         self._runner = ModelRunner(config, model, kv_cache, kv)
         self.step_time = StepTimeEstimator(self._runner.warm_up())
         self._num_arrived = 0
@@ -135,7 +137,13 @@ class EngineCore:
         match command:
             case AddRequest(spec):
                 self._num_arrived += 1
-                request = Request.from_spec(spec, arrival=self._num_arrived, fingerprint=self._fingerprint)
+                constraint = spec.params.constraint
+                request = Request.from_spec(
+                    spec,
+                    arrival=self._num_arrived,
+                    fingerprint=self._fingerprint,
+                    grammar=None if constraint is None else self._grammars.compiled(constraint),
+                )
                 self.scheduler.add_request(request, time.monotonic())
             case AbortRequests(request_ids):
                 self._apply_io()  # blocks that an abandoned read may still write to must not be freed with the request
@@ -162,6 +170,7 @@ class EngineCore:
         self._started = time.monotonic()
         self.poll_connector()
         self._apply_io()
+        self.scheduler.take_compiled(self._started)
         self.scheduler.expire(self._started)
         self._output = self.scheduler.schedule()
         self._start_io()
@@ -207,7 +216,7 @@ class EngineCore:
         # Each block in one class, by precedence: quarantined (all of them held), held, running, cached, free.
         held, quarantined = scheduler.num_held_blocks, self._connector.num_quarantined_blocks
         return EngineLoad(
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(scheduler.compiling),
             num_running=len(scheduler.running),
             num_loading=len(scheduler.loading),
             num_waiting_tokens=scheduler.num_waiting_tokens,
@@ -233,6 +242,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """End I/O. The core cannot be used afterwards."""
+        self._grammars.shutdown()
         self._connector.shutdown()
 
     def _apply_io(self) -> None:

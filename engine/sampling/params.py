@@ -7,6 +7,8 @@ there is a tokenizer, `with_bad_word_ids`.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.errors import InvalidRequest, shown
+from engine.sampling.constraints import CONSTRAINTS, Constraint, check_constraint
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would only overflow."""
@@ -83,18 +86,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Words that must not appear in the output; `with_bad_word_ids` converts them to `bad_word_ids`."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear in the output: the last token of each is not sampled after the others."""
+    json_object: bool = False
+    """The output is a JSON object. At most one of this and the next four may be set."""
+    json_schema: str | dict[str, Any] | None = None
+    """The output is JSON that satisfies this schema; a dict becomes its text. See json_schema.py for its keywords."""
+    regex: str | None = None
+    """The whole output matches this regular expression."""
+    choice: tuple[str, ...] | None = None
+    """The output is one of these texts."""
+    grammar: str | None = None
+    """The output is in the language of this grammar, in the EBNF of xgrammar (GBNF), from the rule `root`."""
 
     def __post_init__(self) -> None:
         given: object = self.stop
         if given is None or isinstance(given, str):
             msgspec.structs.force_setattr(self, "stop", () if given is None else (given,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_word_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_word_ids", "choice"):
             if isinstance(value := getattr(self, name), list):
                 msgspec.structs.force_setattr(self, name, tuple(value))
         words: Any = self.bad_word_ids
         if words and any(isinstance(ids, list) for ids in words):
             sequences = tuple(tuple(ids) if isinstance(ids, list) else ids for ids in words)
             msgspec.structs.force_setattr(self, "bad_word_ids", sequences)
+        if isinstance(self.json_schema, dict):
+            with contextlib.suppress(TypeError, ValueError, RecursionError):  # what is no JSON, `validate` rejects
+                msgspec.structs.force_setattr(self, "json_schema", json.dumps(self.json_schema))
 
     @property
     def is_greedy(self) -> bool:
@@ -110,9 +126,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
+    def is_constrained(self) -> bool:
+        return self.json_object or any(getattr(self, name) is not None for name in CONSTRAINTS[1:])
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the whole output must satisfy. Raises InvalidRequest."""
+        return check_constraint({name: getattr(self, name) for name in CONSTRAINTS})
+
+    @property
     def changes_logits(self) -> bool:
         """Whether the request modifies the model's logits in any way."""
-        is_narrowed = self.allowed_token_ids is not None or bool(self.bad_word_ids)
+        is_narrowed = self.allowed_token_ids is not None or bool(self.bad_word_ids) or self.is_constrained
         return is_narrowed or bool(self.logit_bias) or self.is_penalised
 
 
@@ -172,6 +197,8 @@ def validate(
     _check_stop(params)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size, MAX_STOP_TOKEN_IDS)
     _check_tokens(params, vocab_size, eos_token_ids)
+    if params.constraint is not None:
+        _check_end(params, eos_token_ids)
     if params.prompt_logprobs is not None:
         _check_prompt_logprobs(params.prompt_logprobs, num_prompt_tokens)
     return _with_length(params, max_model_len=max_model_len, num_prompt_tokens=num_prompt_tokens)
@@ -260,6 +287,14 @@ def _check_bad_words(words: Any) -> None:
         _check_text("bad_words", index, word, allowed, MAX_BAD_WORD_BYTES)
         if not word.strip():
             raise InvalidRequest("bad_words", f"bad_words[{index}] is blank", allowed)
+
+
+def _check_end(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
+    """A constraint ends the output where its grammar does, by the model's own end."""
+    if params.ignore_eos:
+        raise InvalidRequest("ignore_eos", "contradicts a constraint, after whose end only EOS may follow", "false")
+    if not eos_token_ids and not params.stop_token_ids:
+        raise InvalidRequest("stop_token_ids", "this model has no EOS, with which a constraint ends", "at least one id")
 
 
 def _check_prompt_logprobs(num: int, num_prompt_tokens: int) -> None:

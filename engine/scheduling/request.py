@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import enum
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.core.messages import EngineRequest, FinishReason
 from engine.scheduling.block_hash import extend_block_hashes, root_hash
 
 
 class RequestStatus(enum.Enum):
-    """`waiting → (loading →) running ⇄ preempted → finished`."""
+    """`(waiting for grammar →) waiting → (loading →) running ⇄ preempted → finished`."""
 
+    WAITING_FOR_GRAMMAR = "waiting for grammar"  # the request's constraint is being compiled
     WAITING = "waiting"
     LOADING = "loading"  # blocks reserved; KV or seed awaited, or KV looked up in a store
     RUNNING = "running"
@@ -50,13 +53,24 @@ class Request:
     queue_s: float | None = None
     """Seconds from arrival until it first ran; None: it has not run yet."""
     finish_reason: FinishReason | None = None
+    grammar: Future[Any] | None = None
+    """The compiled constraint (sampling/grammar.py), or its InvalidRequest; None: no constraint."""
 
     @classmethod
-    def from_spec(cls, spec: EngineRequest, *, arrival: int, fingerprint: str) -> Request:
+    def from_spec(
+        cls, spec: EngineRequest, *, arrival: int, fingerprint: str, grammar: Future[Any] | None = None
+    ) -> Request:
         """A new request. `fingerprint` is part of its block hashes."""
         token_ids = [*spec.prompt_token_ids, *spec.output_token_ids]
         root = root_hash(fingerprint, cache_salt=spec.cache_salt)
-        return cls(spec=spec, arrival=arrival, token_ids=token_ids, num_initial_tokens=len(token_ids), root_hash=root)
+        return cls(
+            spec=spec,
+            arrival=arrival,
+            token_ids=token_ids,
+            num_initial_tokens=len(token_ids),
+            root_hash=root,
+            grammar=grammar,
+        )
 
     @property
     def request_id(self) -> str:
@@ -102,10 +116,11 @@ class Request:
     def check_stop(self, max_model_len: int) -> tuple[FinishReason | None, int | None]:
         """Why the newest token ends the request, None if it does not; and that token if it is one of `stop_token_ids`.
 
-        Before `min_tokens` only a length limit ends it; a stop token at the length limit is a stop.
+        Before `min_tokens` only a length limit ends it, or a grammar that allowed nothing else; a stop token at the
+        length limit is a stop.
         """
         token_id, params, num_output = self.token_ids[-1], self.spec.params, self.num_output_tokens
-        if num_output >= params.min_tokens:
+        if num_output >= params.min_tokens or self.grammar is not None:
             if token_id in params.stop_token_ids:
                 return "stop", token_id
             if token_id in self.spec.eos_token_ids and not params.ignore_eos:

@@ -1,6 +1,8 @@
 """The scheduler: which requests compute how many tokens in the next step.
 
-    add ─▶ waiting ──blocks──▶ running ──stop──▶ finished ──no I/O left──▶ freed
+    add ─▶ waiting for grammar ──compiled──┐
+     └─▶ waiting ◀────────────────────────┘
+             │ ──blocks──▶ running ──stop──▶ finished ──no I/O left──▶ freed
              ▲  │                │
              │  └─remote KV─▶ loading ──KV (and seed) loaded or unavailable──▶ running
              ├───preempted◀──────┘ (no blocks; resumes from what the prefix cache still has)
@@ -40,6 +42,8 @@ class Scheduler:
     connector: KVConnector
     max_model_len: int
     requests: dict[str, Request] = field(default_factory=dict)
+    compiling: dict[str, Request] = field(default_factory=dict)
+    """Requests that wait for their grammar."""
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
     loading: dict[str, Request] = field(default_factory=dict)
@@ -52,16 +56,31 @@ class Scheduler:
     # Commands
 
     def add_request(self, request: Request, now: float) -> None:
-        """Queue a request; one that can never fit ends at once with an error."""
+        """Queue a request, or wait for its grammar; one that can never fit ends at once with an error."""
         needed = self.kv.num_blocks_for(request.num_initial_tokens + 1)
         self.requests[request.request_id] = request
-        if request.spec.remote_kv is not None:
-            request.deadline = now + request.spec.remote_kv.reservation_s
         if needed > self.kv.num_blocks:
             problem = f"the prompt needs {needed} KV blocks, this instance has {self.kv.num_blocks} in all"
             self._fail(request, problem, "too_large")
+        elif request.grammar is not None:
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+            request.deadline = now + self.config.grammar_s
+            self.compiling[request.request_id] = request
+            self.take_compiled(now)
         else:
-            insort(self.waiting, request, key=lambda other: other.order)
+            self._queue(request, now)
+
+    def take_compiled(self, now: float) -> None:
+        """Queue the requests whose grammar is compiled; end those whose constraint has none."""
+        for request in list(self.compiling.values()):
+            assert request.grammar is not None
+            if request.grammar.done():
+                error = request.grammar.exception()
+                if error is not None:
+                    self._fail(request, str(error), "invalid_constraint")
+                else:
+                    del self.compiling[request.request_id]
+                    self._queue(request, now)
 
     def abort(self, request_id: str) -> None:
         """End a request without an event. Unknown ids are ignored."""
@@ -103,13 +122,11 @@ class Scheduler:
         self.kv.pool.release(self.held.pop(request_id, []))
 
     def expire(self, now: float) -> None:
-        """End requests that have waited too long for blocks, KV or seed."""
+        """End requests that have waited too long for a grammar, blocks, KV or seed."""
         self._now = now
-        for request in [*self.loading.values(), *self.waiting]:
+        for request in [*self.loading.values(), *self.waiting, *self.compiling.values()]:
             if request.deadline is not None and now >= request.deadline:
-                missing = "room" if request.status is RequestStatus.WAITING else "KV" if request.seeded else "the seed"
-                kind: ErrorKind = "no_room" if missing == "room" else "timeout"
-                self._fail(request, f"no {missing} within the reservation time", kind)
+                self._fail(request, *_expired(request))
 
     # The step
 
@@ -172,6 +189,12 @@ class Scheduler:
         return sum(request.awaits_kv for request in self.waiting)
 
     # Internals
+
+    def _queue(self, request: Request, now: float) -> None:
+        request.status = RequestStatus.WAITING
+        remote_kv = request.spec.remote_kv
+        request.deadline = None if remote_kv is None else now + remote_kv.reservation_s
+        insort(self.waiting, request, key=lambda other: other.order)
 
     def _admit(self, budget: int, scheduled: list[ScheduledRequest]) -> None:
         while self.waiting and len(self.running) + len(self.loading) < self.config.max_num_seqs:
@@ -297,7 +320,7 @@ class Scheduler:
             if request.request_id in sampled.nothing_allowed:
                 self._fail(
                     request,
-                    "allowed_token_ids, bad_words, logit_bias and min_tokens exclude every token, "
+                    "allowed_token_ids, bad_words, logit_bias, min_tokens and the constraint exclude every token, "
                     f"or repetition_penalty={request.spec.params.repetition_penalty} makes logits that are not finite",
                     "nothing_allowed",
                 )
@@ -322,6 +345,8 @@ class Scheduler:
             self.running.remove(request)
         elif request.status is RequestStatus.LOADING:
             del self.loading[request.request_id]
+        elif request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            del self.compiling[request.request_id]
         elif request in self.waiting:
             self.waiting.remove(request)
         del self.requests[request.request_id]
@@ -333,3 +358,14 @@ class Scheduler:
             self.held[request.request_id] = blocks
         else:
             self.kv.pool.release(blocks)
+
+
+def _expired(request: Request) -> tuple[str, ErrorKind]:
+    """What a request past its deadline lacks."""
+    match request.status:
+        case RequestStatus.WAITING_FOR_GRAMMAR:
+            return "the constraint was not compiled in time", "no_room"
+        case RequestStatus.WAITING:
+            return "no room within the reservation time", "no_room"
+        case _:
+            return f"no {'KV' if request.seeded else 'the seed'} within the reservation time", "timeout"

@@ -1,0 +1,182 @@
+"""Constraints on a request's output: a JSON object, a JSON schema, a regular expression, a choice of texts, a grammar.
+
+    SamplingParams ─▶ checked here, at the edge ─▶ `Constraint` ─▶ grammar.py compiles it (xgrammar)
+
+xgrammar accepts, and ignores, much of what it cannot do. The checks admit only what it follows exactly, so that a
+finished output always satisfies its constraint, and they bound the work of compiling it. JSON schemas: json_schema.py.
+Free of torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from engine.errors import InvalidRequest, shown
+from engine.sampling.json_schema import checked_schema
+
+MAX_CONSTRAINT_BYTES = 2**16
+MAX_REGEX_CHARS = 4096
+MAX_TEXTS = 1000
+_MAX_GROUPS = 100
+"""Groups of a regular expression inside each other."""
+
+CONSTRAINTS = ("json_object", "json_schema", "regex", "choice", "grammar")
+"""The fields of SamplingParams of which at most one may be set."""
+
+
+class Constraint(NamedTuple):
+    """What xgrammar compiles; equal constraints share one compiled grammar."""
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    source: str
+
+
+def check_constraint(fields: dict[str, Any]) -> Constraint | None:
+    """The constraint of `fields`, the values of CONSTRAINTS; None if none is set. Raises InvalidRequest."""
+    if not isinstance(fields["json_object"], bool):
+        raise InvalidRequest("json_object", f"{shown(fields['json_object'])} is not a boolean", "true, false")
+    given = [name for name in CONSTRAINTS if fields[name] is not None and fields[name] is not False]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InvalidRequest(given[1], f"is given together with {given[0]}", f"at most one of {', '.join(CONSTRAINTS)}")
+    [name] = given
+    value = fields[name]
+    match name:
+        case "json_object":
+            return Constraint("json_schema", '{"type": "object"}')
+        case "choice":
+            return Constraint("grammar", _grammar_of_choice(value))
+        case "json_schema":
+            return Constraint("json_schema", checked_schema(_text(name, value, MAX_CONSTRAINT_BYTES), _check_pattern))
+        case "regex":
+            return Constraint("regex", translated_regex(name, _text(name, value, MAX_REGEX_CHARS)))
+        case _:
+            return Constraint("grammar", _text(name, value, MAX_CONSTRAINT_BYTES))
+
+
+def _text(field: str, value: Any, max_bytes: int) -> str:
+    allowed = f"a text of 1..{max_bytes} bytes"
+    if not isinstance(value, str):
+        raise InvalidRequest(field, f"{shown(value)} is not a string", allowed)
+    try:
+        num_bytes = len(value.encode()) if len(value) <= max_bytes else len(value)
+    except UnicodeEncodeError:
+        raise InvalidRequest(field, f"{shown(value)} is not valid Unicode", "text without lone surrogates") from None
+    if not 0 < num_bytes <= max_bytes:
+        raise InvalidRequest(field, f"has {num_bytes} bytes", allowed)
+    return value
+
+
+def _grammar_of_choice(texts: Any) -> str:
+    allowed = f"1..{MAX_TEXTS} texts of at least one byte, together at most {MAX_CONSTRAINT_BYTES} bytes"
+    if not isinstance(texts, tuple) or not 0 < len(texts) <= MAX_TEXTS:
+        raise InvalidRequest("choice", f"{shown(texts)} is not a list of texts", allowed)
+    checked = [_text(f"choice[{index}]", text, MAX_CONSTRAINT_BYTES) for index, text in enumerate(texts)]
+    if sum(len(text.encode()) for text in checked) > MAX_CONSTRAINT_BYTES:
+        raise InvalidRequest("choice", "the texts are too long", allowed)
+    return "root ::= " + " | ".join(f'"{_escaped(text)}"' for text in checked)
+
+
+def _escaped(text: str) -> str:
+    """`text` inside the quotes of an EBNF string."""
+    return re.sub(r'["\\\x00-\x1f\x7f]', lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def _check_pattern(pattern: str) -> None:
+    translated_regex("pattern", pattern, in_json=True)
+
+
+# Regular expressions: Python's syntax and, with re.ASCII, its meaning; the whole output must match.
+
+_SPACES = r" \t\n\r\f\v"
+_CLASS_ESCAPES = "dDwWsS"
+_CHARACTER_ESCAPES = "nrtfv"
+_REPEAT = re.compile(r"\{[0-9]{1,9}(,[0-9]{0,9})?\}")
+_HEX = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4})")
+_ALLOWED = (
+    "characters, classes, groups without names, alternatives, * + ? {m} {m,} {m,n}, "
+    r"\d \D \w \W \s \S, ^ and $ at the ends of alternatives"
+)
+
+
+def translated_regex(field: str, regex: str, *, in_json: bool = False) -> str:
+    """`regex` in xgrammar's syntax, or `field` is rejected for a construct without the same meaning there.
+
+    `in_json`: for the inside of a JSON string, where no character may need an escape.
+    """
+    parts, depth, position = [], 0, 0
+    for token in _tokens(field, regex):
+        problem = _problem(regex, position, token, depth, in_json=in_json)
+        if problem is not None:
+            raise InvalidRequest(field, f"at position {position}: {problem} is not supported", _ALLOWED)
+        depth += (token in ("(", "(?:")) - (token == ")")
+        if depth > _MAX_GROUPS or depth < 0:
+            problem = f"groups are nested more than {_MAX_GROUPS} deep" if depth > 0 else "')' closes no group"
+            raise InvalidRequest(field, f"at position {position}: {problem}", _ALLOWED)
+        parts.append(token if in_json else _translated(token))
+        position += len(token)
+    return "".join(parts)
+
+
+def _tokens(field: str, regex: str) -> Iterator[str]:
+    """`regex` in pieces: a class, an escape, a group's beginning, a repetition, or one character."""
+    position = 0
+    while position < len(regex):
+        end = _end_of_token(regex, position)
+        if end is None:
+            raise InvalidRequest(field, f"at position {position}: {shown(regex[position:])} cannot be read", _ALLOWED)
+        yield regex[position:end]
+        position = end
+
+
+def _end_of_token(regex: str, start: int) -> int | None:
+    match regex[start]:
+        case "\\":
+            hexadecimal = _HEX.match(regex, start)
+            return hexadecimal.end() if hexadecimal else start + 2 if start + 2 <= len(regex) else None
+        case "[":
+            ended = re.compile(r"\[\^?(?:\\.|[^\]\\])+\]", re.DOTALL).match(regex, start)
+            return ended.end() if ended else None
+        case "(" if regex.startswith("(?:", start):
+            return start + 3
+        case "{":
+            repeat = _REPEAT.match(regex, start)
+            return repeat.end() if repeat else None
+        case _:
+            return start + 1
+
+
+def _problem(regex: str, position: int, token: str, depth: int, *, in_json: bool) -> str | None:
+    """What xgrammar would ignore or read otherwise than Python."""
+    end = position + len(token)
+    before, after = regex[position - 1 : position], regex[end : end + 1]
+    if token == "(" and after == "?":
+        return shown(regex[position : position + 4])
+    if token == "^" and not (depth == 0 and before in ("", "|")):
+        return "^ here"
+    if token == "$" and not (depth == 0 and after in ("", "|")):
+        return "$ here"
+    pieces: list[str] = re.findall(r"\\.", token, re.DOTALL)
+    for escape in pieces:
+        is_hexadecimal = escape[1] in "xu" and _HEX.search(token) is not None
+        if escape[1].isalnum() and not is_hexadecimal and escape[1] not in _CLASS_ESCAPES + _CHARACTER_ESCAPES:
+            return escape
+    if in_json and ('"' in token or "\\\\" in token or not token.isascii() or not token.isprintable()):
+        return f"{shown(token)}, which JSON would escape,"
+    if in_json and any(escape[1] in _CHARACTER_ESCAPES + "xu" for escape in pieces):
+        return f"{shown(token)}, which JSON would escape,"
+    return None
+
+
+def _translated(token: str) -> str:
+    """xgrammar's `.` includes the line feed, and its `\\s` the no-break space."""
+    if token == ".":
+        return r"[^\n]"
+    if token in (r"\s", r"\S"):
+        return f"[{'^' if token[1] == 'S' else ''}{_SPACES}]"
+    if token.startswith("["):
+        return re.sub(r"\\(.)", lambda match: _SPACES if match[1] == "s" else match[0], token, flags=re.DOTALL)
+    return token

@@ -1,0 +1,231 @@
+"""Compiled constraints, and the masks that they put on the next tokens of requests. The library is xgrammar.
+
+    Constraint ─▶ compiling, on a thread ─▶ compiled, cached by content ─▶ a matcher per request ─▶ a mask per token
+                                └─▶ InvalidRequest: the grammar is none, or xgrammar cannot do it
+
+The state of a matcher is a pure function of the request's output ids: a request that was preempted, handed over or
+resumed elsewhere advances a new matcher over the ids emitted so far. xgrammar is imported by the first constraint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.errors import InvalidRequest
+from engine.sampling.constraints import Constraint
+from engine.scheduling.request import Request
+from engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import xgrammar
+
+_NUM_THREADS = 2
+_NICENESS = 10
+"""Of the compiling threads: steps of running requests go first."""
+MAX_CACHE_BYTES = 64 * 2**20
+_MAX_ERROR_CHARS = 200
+_CONTROL_BYTES = frozenset(range(0x20)) - {ord("\n")}
+_MAX_WHITESPACE = 16
+"""Between two elements of JSON: a model that may write spaces for ever sometimes does."""
+_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled constraint."""
+
+    compiled: xgrammar.CompiledGrammar
+    textless_ids: frozenset[int]
+    """Tokens that are no text to it: they can only end the output."""
+
+
+CompiledGrammar = Future[Grammar]
+
+
+class GrammarCompiler:
+    """Compiles constraints for one model's vocabulary and caches them by content. Called from the step loop alone."""
+
+    def __init__(self, folder: Path, vocab_size: int, wake: Callable[[], None]) -> None:
+        """`wake` is called, from a compiling thread, when a constraint is compiled."""
+        self._library = _Library(folder, vocab_size)
+        self._wake = wake
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar", initializer=_lower_priority)
+        self._cache: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
+
+    def compiled(self, constraint: Constraint) -> CompiledGrammar:
+        """The grammar of `constraint`, at once if it is cached. Its exception is InvalidRequest."""
+        found = self._cache.get(constraint)
+        if found is None or (found.done() and found.exception() is not None):
+            self._drop_oldest()
+            found = self._cache[constraint] = self._threads.submit(self._library.compile, constraint)
+            found.add_done_callback(lambda _: self._wake())
+        self._cache.move_to_end(constraint)
+        return found
+
+    def shutdown(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _drop_oldest(self) -> None:
+        """Keep the most recently used grammars that fit, and those that are being compiled."""
+        num_bytes = 0
+        for constraint, grammar in reversed(list(self._cache.items())):
+            if grammar.done():
+                num_bytes += 0 if grammar.exception() else grammar.result().compiled.memory_size_bytes
+                if grammar.exception() or num_bytes > MAX_CACHE_BYTES:
+                    del self._cache[constraint]
+
+
+def _lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+class _Library:
+    """xgrammar's compilers, made by the first constraint. Thread-safe."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._compilers: dict[bool, tuple[xgrammar.GrammarCompiler, frozenset[int]]] = {}
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Raises InvalidRequest with xgrammar's own words."""
+        kind, source = constraint
+        compiler, textless_ids = self._compiler(is_json=kind == "json_schema")
+        try:
+            match kind:
+                case "json_schema":
+                    compiled = compiler.compile_json_schema(source, max_whitespace_cnt=_MAX_WHITESPACE)
+                case "regex":
+                    compiled = compiler.compile_regex(source)
+                case "grammar":
+                    compiled = compiler.compile_grammar(source)
+        except Exception as error:  # RuntimeError for all kinds of reasons, but nothing promises it
+            raise InvalidRequest(kind, _reason(error)) from None
+        return Grammar(compiled, textless_ids)
+
+    def _compiler(self, *, is_json: bool) -> tuple[xgrammar.GrammarCompiler, frozenset[int]]:
+        with self._lock:
+            if is_json not in self._compilers:
+                from xgrammar import GrammarCompiler, TokenizerInfo
+
+                vocabulary = self._vocabulary(is_json=is_json)
+                # It wants a stop token; each request's matcher has its own.
+                info = TokenizerInfo(vocabulary, vocab_size=self._vocab_size, stop_token_ids=[0])
+                compiler = GrammarCompiler(info, max_threads=1, cache_enabled=False)
+                textless_ids = frozenset(token_id for token_id, text in enumerate(vocabulary) if not text)
+                self._compilers[is_json] = compiler, textless_ids
+            return self._compilers[is_json]
+
+    def _vocabulary(self, *, is_json: bool) -> list[bytes]:
+        """The bytes of each token; none for tokens that a constraint never allows: special ones, and with `is_json`
+        those with control characters, which xgrammar would let into strings of limited length."""
+        is_there = (self._folder / "tokenizer.json").is_file()
+        tokenizer = Tokenizer.from_folder(self._folder) if is_there else None
+        if tokenizer is None or tokenizer.token_bytes is None:
+            raise InvalidRequest("constraint", "requires a tokenizer whose tokens have bytes", "no constraint")
+        vocabulary = [tokenizer.token_bytes.of(token_id) for token_id in range(self._vocab_size)]
+        for token_id in tokenizer.special_ids:
+            if token_id < self._vocab_size:
+                vocabulary[token_id] = b""
+        if is_json:
+            return [b"" if not _CONTROL_BYTES.isdisjoint(token) else token for token in vocabulary]
+        return vocabulary
+
+
+def _reason(error: Exception) -> str:
+    """What xgrammar says, without the place in its source that says so."""
+    text = re.sub(r"^\[[0-9:]+\] \S+: ", "", str(error).strip())
+    return f"xgrammar cannot compile it: {text[:_MAX_ERROR_CHARS]}"
+
+
+class _RequestGrammar:
+    """One request's matcher: advanced over the output as far as it is known."""
+
+    def __init__(self, request: Request, grammar: CompiledGrammar) -> None:
+        from xgrammar import GrammarMatcher
+
+        spec = request.spec
+        self.ending_ids = (*spec.eos_token_ids, *spec.params.stop_token_ids)
+        """Those with text are text to the grammar, those without end it; either way the output ends."""
+        compiled = grammar.result()
+        textless = [token_id for token_id in self.ending_ids if token_id in compiled.textless_ids]
+        self._matcher = GrammarMatcher(compiled.compiled, override_stop_tokens=textless)
+        self._num_accepted = 0
+
+    def fill_mask(self, request: Request, masks: npt.NDArray[np.int32], row: int) -> None:
+        """Set `masks[row]` to the tokens that may follow the output; to none if the grammar forbids the output."""
+        for token_id in request.token_ids[request.num_prompt_tokens + self._num_accepted :]:
+            if not self._matcher.accept_token(token_id):
+                masks[row] = 0
+                return
+            self._num_accepted += 1
+        self._matcher.fill_next_token_bitmask(masks, row)
+        if request.num_output_tokens < request.spec.params.min_tokens:
+            _forbid(masks[row], self.ending_ids)
+
+
+def _forbid(mask: npt.NDArray[np.int32], ending_ids: Iterable[int]) -> None:
+    """Remove the tokens that would end the output before min_tokens, unless the grammar allows no others."""
+    others = mask.copy()
+    for token_id in ending_ids:
+        others.view(np.uint32)[token_id // _BITS] &= ~np.uint32(1 << token_id % _BITS)
+    if others.any():
+        mask[:] = others
+
+
+class GrammarMasks:
+    """The matchers of all constrained requests. Owned by the model runner.
+
+    That of a request is made at its first sampled token, kept through preemptions, and dropped with it.
+    """
+
+    def __init__(self) -> None:
+        self._by_request: WeakKeyDictionary[Request, _RequestGrammar] = WeakKeyDictionary()
+
+    def apply(self, logits: Tensor, requests: Sequence[Request]) -> None:
+        """Set the `logits` [len(requests), vocab] (float32) of tokens that a request's constraint excludes to -inf."""
+        rows = [row for row, request in enumerate(requests) if request.grammar is not None]
+        if not rows:
+            return
+        masks = np.zeros((len(requests), -(-logits.shape[1] // _BITS)), np.int32)
+        for row in rows:
+            self._grammar_of(requests[row]).fill_mask(requests[row], masks, row)
+        if logits.device.type == "cpu":
+            _exclude(logits.numpy(), masks, rows)
+        else:
+            import xgrammar
+
+            xgrammar.apply_token_bitmask_inplace(logits, torch.from_numpy(masks).to(logits.device), indices=rows)
+
+    def _grammar_of(self, request: Request) -> _RequestGrammar:
+        found = self._by_request.get(request)
+        if found is None:
+            assert request.grammar is not None
+            found = self._by_request[request] = _RequestGrammar(request, request.grammar)
+        return found
+
+
+_EXCLUDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
+_EXCLUDED_OF_BYTE: npt.NDArray[Any] = _EXCLUDED.astype(np.float32)
+"""[256, 8]: what is added to the logits of eight tokens, by their byte of the mask."""
+
+
+def _exclude(logits: npt.NDArray[np.float32], masks: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
+    """Without branches: xgrammar's own loop over the bits takes ten times as long for masks that exclude much."""
+    for row in rows:
+        logits[row] += _EXCLUDED_OF_BYTE[masks[row].view(np.uint8)].reshape(-1)[: logits.shape[1]]

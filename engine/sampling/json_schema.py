@@ -1,0 +1,380 @@
+"""JSON schemas as constraints: the part of JSON Schema that xgrammar follows exactly, and how large a schema may be.
+
+    text ─▶ parsed ─▶ every reachable subschema checked ─▶ text of what was checked, for xgrammar
+
+Anything else is rejected with its path and keyword: xgrammar would ignore it, and the output would not satisfy the
+schema. As in OpenAI's strict mode objects have the declared properties alone, unless `additionalProperties` says
+otherwise. `format` describes the spelling. Unknown keywords have no effect, as JSON Schema prescribes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from engine.errors import InvalidRequest, shown
+
+MAX_DEPTH = 32
+"""Subschemas inside each other."""
+MAX_JSON_DEPTH = 100
+MAX_PROPERTIES = 500
+"""Of all objects of a schema together; the time to compile is quadratic in those of one object."""
+MAX_ENUM_VALUES = 1000
+MAX_MULTIPLE = 1000
+MAX_INTEGER = 2**53
+MAX_NUMBER = 10**15
+_NUMBER_DIGITS = 6
+"""Decimals of the bounds of a number."""
+
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_FORMATS = (
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uri-reference", "uuid",
+)  # fmt: skip
+_UNSUPPORTED = frozenset({
+    "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "additionalItems", "contains",
+    "dependencies", "dependentRequired", "dependentSchemas", "disallow", "divisibleBy", "else", "extends", "id", "if",
+    "maxContains", "minContains", "not", "patternProperties", "propertyNames", "then", "unevaluatedItems",
+})  # fmt: skip
+_ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+_OF_TYPE = {
+    "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties",
+               "unevaluatedProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}  # fmt: skip
+_ASSERTIONS = frozenset({"type", *_ALTERNATIVES, *itertools.chain.from_iterable(_OF_TYPE.values())})
+
+PatternCheck = Callable[[str], object]
+
+
+def checked_schema(text: str, check_pattern: PatternCheck) -> str:
+    """The schema in `text` as xgrammar is to read it. `check_pattern` raises InvalidRequest for a `pattern`.
+
+    Raises InvalidRequest with the path of the subschema and the keyword.
+    """
+    try:
+        schema = json.loads(text)
+        json.dumps(schema, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        problem = "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
+        raise InvalidRequest("json_schema", problem, "a JSON schema") from None
+    if _depth(schema) > MAX_JSON_DEPTH:
+        raise InvalidRequest(
+            "json_schema", f"is nested more than {MAX_JSON_DEPTH} deep", f"at most {MAX_DEPTH} schemas"
+        )
+    _Checker(schema, check_pattern).check()
+    return json.dumps(schema)
+
+
+def _depth(value: Any) -> int:
+    """Levels of objects and lists in `value`, counted no further than is allowed."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_JSON_DEPTH:
+        nested = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [item for items in nested for item in items]
+        depth += bool(nested)
+    return depth
+
+
+def _wrong(path: str, keyword: str, problem: str, allowed: str | None = None) -> InvalidRequest:
+    return InvalidRequest("json_schema", f"at {path or '/'}: {keyword} {problem}", allowed)
+
+
+class _Checker:
+    """Checks a parsed schema, and what it refers to, once."""
+
+    def __init__(self, root: Any, check_pattern: PatternCheck) -> None:
+        self._root = root
+        self._check_pattern = check_pattern
+        self._checked: set[str] = set()
+        self._num_properties = 0
+        self._num_values = 0
+
+    def check(self) -> None:
+        self._check(self._root, "", 0)
+
+    def _check(self, schema: Any, path: str, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise _wrong(path, "the schema", f"is nested more than {MAX_DEPTH} deep")
+        if schema is True:
+            return
+        if not isinstance(schema, dict):
+            raise _wrong(path, shown(schema), "is not supported as a schema", "an object, or true")
+        for keyword in schema:
+            if keyword in _UNSUPPORTED:
+                raise _wrong(path, keyword, "is not supported")
+        self._check_combination(schema, path)
+        for child, where in self._children(schema, path):
+            self._check(child, where, depth + 1)
+        if "$ref" in schema:
+            self._follow(schema, path, depth)
+
+    def _check_combination(self, schema: dict[str, Any], path: str) -> None:
+        """One of the alternatives, or a type with its keywords."""
+        given = [keyword for keyword in _ALTERNATIVES if keyword in schema]
+        if not given:
+            self._check_typed(schema, path)
+            return
+        [keyword, *others] = [*given, *(name for name in schema if name in _ASSERTIONS and name not in given)]
+        if keyword in ("enum", "const"):
+            others = [name for name in others if name != "type"]
+            self._check_values(schema, keyword, path)
+        if others:
+            raise _wrong(path, others[0], f"next to {keyword} is not supported", "one of them, or a schema for each")
+        if keyword in ("anyOf", "oneOf", "allOf"):
+            self._check_branches(schema[keyword], keyword, path)
+
+    def _check_values(self, schema: dict[str, Any], keyword: str, path: str) -> None:
+        values = schema["enum"] if keyword == "enum" else [schema["const"]]
+        if not isinstance(values, list) or not values:
+            raise _wrong(path, keyword, f"{shown(values)} leaves no value", "a list of at least one value")
+        self._num_values += len(values)
+        if self._num_values > MAX_ENUM_VALUES:
+            raise _wrong(path, keyword, f"makes more than {MAX_ENUM_VALUES} values in all")
+        types = self._types(schema, path) if "type" in schema else set(_TYPES)
+        for value in values:
+            if types.isdisjoint(_types_of(value)):
+                raise _wrong(path, keyword, f"has {shown(value)}, which is not of type {', '.join(sorted(types))}")
+
+    def _check_branches(self, branches: Any, keyword: str, path: str) -> None:
+        if not isinstance(branches, list) or not branches:
+            raise _wrong(path, keyword, f"{shown(branches)} is not a list of schemas", "at least one schema")
+        if keyword == "allOf" and len(branches) > 1:
+            raise _wrong(path, keyword, f"of {len(branches)} schemas is not supported", "one schema")
+        if keyword == "oneOf":
+            for one, other in itertools.combinations(branches, 2):
+                if not self._are_disjoint(one, other, path):
+                    problem = "has schemas that a value may satisfy together"
+                    raise _wrong(path, keyword, problem, "different types, or a required property with other constants")
+
+    def _check_typed(self, schema: dict[str, Any], path: str) -> None:
+        types = self._types(schema, path)
+        for type_name, keywords in _OF_TYPE.items():
+            present = [keyword for keyword in keywords if keyword in schema]
+            if present and not types and type_name in ("string", "number"):
+                raise _wrong(path, present[0], "requires type")
+        if types & {"object"} or (not types and _has_any(schema, _OF_TYPE["object"])):
+            self._check_object(schema, path)
+        if types & {"array"} or (not types and _has_any(schema, _OF_TYPE["array"])):
+            self._check_array(schema, path)
+        if not types and _has_any(schema, _OF_TYPE["object"]) and _has_any(schema, _OF_TYPE["array"]):
+            raise _wrong(path, "properties and items together", "require type")
+        if "string" in types:
+            self._check_string(schema, path)
+        if types & {"integer", "number"}:
+            _check_bounds(schema, path, is_integer="number" not in types)
+
+    def _types(self, schema: Mapping[str, Any], path: str) -> set[str]:
+        given = schema.get("type", [])
+        types = given if isinstance(given, list) else [given]
+        for name in types:
+            if name not in _TYPES:
+                raise _wrong(f"{path}/type", shown(name), "is not a type", ", ".join(_TYPES))
+        if not types and "type" in schema:
+            raise _wrong(path, "type", "is an empty list", ", ".join(_TYPES))
+        return set(types)
+
+    def _check_object(self, schema: dict[str, Any], path: str) -> None:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, dict):
+            raise _wrong(path, "properties", f"{shown(properties)} is not an object")
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise _wrong(path, "required", f"{shown(required)} is not a list of names")
+        if undeclared := [name for name in required if name not in properties]:
+            raise _wrong(path, "required", f"names {shown(undeclared[0])}, which is not in properties")
+        self._num_properties += len(properties)
+        if self._num_properties > MAX_PROPERTIES:
+            raise _wrong(path, "properties", f"makes more than {MAX_PROPERTIES} properties in all")
+        _check_count(schema, path, "minProperties", "maxProperties")
+        if schema.get("minProperties") and schema.get("additionalProperties", False) is not False:
+            raise _wrong(path, "minProperties", "together with additionalProperties is not supported")
+        if schema.get("unevaluatedProperties", False) is not False:
+            raise _wrong(path, "unevaluatedProperties", "is not supported", "additionalProperties, or false")
+
+    def _check_array(self, schema: dict[str, Any], path: str) -> None:
+        prefix = schema.get("prefixItems", [])
+        if not isinstance(prefix, list):
+            raise _wrong(path, "prefixItems", f"{shown(prefix)} is not a list of schemas")
+        if isinstance(schema.get("items"), list):
+            raise _wrong(path, "items", "as a list is not supported", "prefixItems")
+        if schema.get("uniqueItems", False) is not False:
+            raise _wrong(path, "uniqueItems", "is not supported", "false")
+        _check_count(schema, path, "minItems", "maxItems")
+        if schema.get("maxItems", len(prefix)) < len(prefix):
+            raise _wrong(path, "maxItems", f"is less than the {len(prefix)} prefixItems")
+        if not prefix:
+            schema.setdefault("items", True)  # to xgrammar a list of nothing is empty
+
+    def _check_string(self, schema: dict[str, Any], path: str) -> None:
+        _check_count(schema, path, "minLength", "maxLength")
+        given = [keyword for keyword in ("pattern", "format", "minLength", "maxLength") if keyword in schema]
+        if len(given) > 1 and set(given) != {"minLength", "maxLength"}:
+            raise _wrong(path, given[0], f"together with {given[1]} is not supported")
+        if "format" in schema and schema["format"] not in _FORMATS:
+            raise _wrong(path, "format", f"{shown(schema['format'])} is not supported", ", ".join(_FORMATS))
+        if "pattern" in schema:
+            if not isinstance(schema["pattern"], str) or not schema["pattern"]:
+                raise _wrong(path, "pattern", f"{shown(schema['pattern'])} is not a regular expression")
+            try:
+                self._check_pattern(schema["pattern"])
+            except InvalidRequest as error:
+                raise _wrong(path, "pattern", error.problem, error.allowed) from None
+
+    def _children(self, schema: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
+        for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            for index, child in enumerate(schema.get(keyword, [])):
+                yield child, f"{path}/{keyword}/{index}"
+        properties = schema.get("properties", {})
+        for name, child in properties.items() if isinstance(properties, dict) else ():
+            yield child, f"{path}/properties/{name[:64]}"
+        for keyword in ("items", "additionalProperties"):
+            if schema.get(keyword, False) is not False:
+                yield schema[keyword], f"{path}/{keyword}"
+
+    # References
+
+    def _follow(self, schema: dict[str, Any], path: str, depth: int) -> None:
+        reference = schema["$ref"]
+        target = self._target(reference, path)
+        if self._begins_with_itself(target, {id(schema)}, path):
+            raise _wrong(path, "$ref", f"{shown(reference)} is a recursion without a value in between")
+        if reference not in self._checked:
+            self._checked.add(reference)
+            self._check(target, reference.removeprefix("#"), depth + 1)
+
+    def _target(self, reference: Any, path: str) -> Any:
+        allowed = "#, or a pointer like #/$defs/name"
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            raise _wrong(
+                path, "$ref", f"{shown(reference)} is not within this schema: remote $ref is not supported", allowed
+            )
+        if "~" in reference or "%" in reference:
+            raise _wrong(path, "$ref", f"{shown(reference)} has an escape, which is not supported", allowed)
+        target = self._root
+        for part in reference.split("/")[1:]:
+            if not isinstance(target, dict) or part not in target:
+                raise _wrong(path, "$ref", f"{shown(reference)} does not exist", allowed)
+            target = target[part]
+        return target
+
+    def _begins_with_itself(self, schema: Any, seen: set[int], path: str) -> bool:
+        """Whether a value of `schema` may consist of nothing but itself."""
+        if not isinstance(schema, dict):
+            return False
+        if id(schema) in seen:
+            return True
+        seen = {*seen, id(schema)}
+        nexts = [branch for keyword in ("anyOf", "oneOf", "allOf") for branch in _listed(schema.get(keyword))]
+        if "$ref" in schema:
+            nexts.append(self._target(schema["$ref"], path))
+        return any(self._begins_with_itself(one, seen, path) for one in nexts)
+
+    def _are_disjoint(self, one: Any, other: Any, path: str) -> bool:
+        """Whether no value satisfies both, as far as types and constants of required properties show it."""
+        one, other = self._resolved(one, path), self._resolved(other, path)
+        ours, theirs = self._value_types(one, path), self._value_types(other, path)
+        if ours.isdisjoint(theirs):
+            return True
+        constants, other_constants = _constants(one), _constants(other)
+        if constants is not None and other_constants is not None:
+            return not any(value in other_constants for value in constants)
+        if ours != {"object"} or theirs != {"object"}:
+            return False
+        shared = {*_listed(one.get("required"))} & {*_listed(other.get("required"))}
+        for name in shared:
+            values = _constants(self._resolved(_properties(one).get(name), path))
+            other_values = _constants(self._resolved(_properties(other).get(name), path))
+            if values is not None and other_values is not None and not any(value in other_values for value in values):
+                return True
+        return False
+
+    def _resolved(self, schema: Any, path: str) -> dict[str, Any]:
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            schema = self._target(schema["$ref"], path)
+        return schema if isinstance(schema, dict) else {}
+
+    def _value_types(self, schema: dict[str, Any], path: str) -> set[str]:
+        """The types of the schema's values; integers count as numbers."""
+        types = self._types(schema, path) or set(_TYPES)
+        if (values := _constants(schema)) is not None:
+            types = {name for value in values for name in _types_of(value)}
+        return {"number" if name == "integer" else name for name in types}
+
+
+def _check_count(schema: dict[str, Any], path: str, least: str, most: str) -> None:
+    for keyword in (least, most):
+        value = schema.get(keyword, 0)
+        if type(value) is not int or not 0 <= value < 2**31:
+            raise _wrong(path, keyword, f"{shown(value)} is out of range", "0..2147483647")
+    if schema.get(least, 0) > schema.get(most, 2**31):
+        raise _wrong(path, least, f"{schema[least]} is greater than {most} {schema[most]}")
+
+
+def _check_bounds(schema: dict[str, Any], path: str, *, is_integer: bool) -> None:
+    for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        value = schema.get(keyword, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _wrong(path, keyword, f"{shown(value)} is not a number")
+        if is_integer and (abs(value) > MAX_INTEGER or value != int(value)):
+            raise _wrong(path, keyword, f"{shown(value)} is out of range", "whole numbers up to 2^53 for an integer")
+        if not is_integer and (abs(value) > MAX_NUMBER or round(value, _NUMBER_DIGITS) != value):
+            allowed = f"up to {MAX_NUMBER:g} with at most {_NUMBER_DIGITS} decimals"
+            raise _wrong(path, keyword, f"{shown(value)} is out of range", allowed)
+    lows = [schema[keyword] for keyword in ("minimum", "exclusiveMinimum") if keyword in schema]
+    highs = [schema[keyword] for keyword in ("maximum", "exclusiveMaximum") if keyword in schema]
+    if lows and highs and not is_integer:
+        # xgrammar writes at most six decimals: a smaller open range has no value that it can write.
+        is_open = "exclusiveMinimum" in schema or "exclusiveMaximum" in schema
+        if min(highs) - max(lows) < (10 ** (1 - _NUMBER_DIGITS) if is_open else 0):
+            raise _wrong(path, "maximum", f"leaves no value between {max(lows)} and {min(highs)}")
+    if "multipleOf" in schema:
+        _check_multiple(schema, path, has_bounds=bool(lows or highs), is_integer=is_integer)
+
+
+def _check_multiple(schema: dict[str, Any], path: str, *, has_bounds: bool, is_integer: bool) -> None:
+    value = schema["multipleOf"]
+    if not is_integer or has_bounds:
+        raise _wrong(path, "multipleOf", "is not supported here", "for integers without bounds")
+    if type(value) is not int or not 0 < value <= MAX_MULTIPLE:
+        raise _wrong(path, "multipleOf", f"{shown(value)} is out of range", f"1..{MAX_MULTIPLE}")
+
+
+def _has_any(schema: Mapping[str, Any], keywords: tuple[str, ...]) -> bool:
+    return any(keyword in schema for keyword in keywords)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _constants(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values of a schema that lists them."""
+    return [schema["const"]] if "const" in schema else _listed(schema["enum"]) if "enum" in schema else None
+
+
+def _types_of(value: Any) -> set[str]:
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"integer", "number"} if value.is_integer() else {"number"}
+        case str():
+            return {"string"}
+        case list():
+            return {"array"}
+        case _:
+            return {"object"}

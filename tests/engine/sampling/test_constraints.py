@@ -1,0 +1,304 @@
+"""Rows 45-59 of the bad-input catalogue, and what the constraints that pass really admit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import InvalidRequest
+from engine.sampling.params import SamplingParams, validate
+from engine.text.tokenizer import Tokenizer
+from tests.engine.sampling.grammar_walks import END, Walker
+from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
+
+STRING = {"type": "string"}
+INTEGER = {"type": "integer"}
+
+
+def nested(depth: int) -> str:
+    return '{"type":"object","properties":{"a":' * depth + '{"type":"null"}' + "}}" * depth
+
+
+def check(**fields: Any) -> SamplingParams:
+    return validate(
+        SamplingParams(**fields), vocab_size=1000, max_model_len=128, num_prompt_tokens=8, eos_token_ids=[2]
+    )
+
+
+@pytest.fixture(scope="module")
+def walker(tmp_path_factory: pytest.TempPathFactory) -> Walker:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend = byte_level_backend()
+    write_folder(folder, backend, BYTE_LEVEL_CONFIG)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.token_bytes is not None
+    vocabulary = [tokenizer.token_bytes.of(token_id) for token_id in range(backend.get_vocab_size())]
+    assert END not in tokenizer.special_ids
+    return Walker(folder, vocabulary)
+
+
+# What is rejected
+
+REJECTED: list[tuple[str, Any, str]] = [
+    # row 46: no regular expression
+    ("regex", "[", r"at position 0: '\[' cannot be read"),
+    ("regex", "a)", r"at position 1: '\)' closes no group"),
+    ("regex", "a\\", "cannot be read"),
+    ("regex", "", "0 bytes; allowed: a text of 1..4096 bytes"),
+    ("regex", 5, "5 is not a string"),
+    ("regex", "a" * 5000, "has 5000 bytes"),
+    ("regex", "\ud800", "lone surrogates"),
+    ("regex", "(" * 101 + ")" * 101, "more than 100 deep"),
+    # row 48: constructs that xgrammar has not, or takes for something else
+    ("regex", "(?=a)b", "at position 0: '\\(\\?=a' is not supported"),
+    ("regex", "(?<=a)b", "is not supported"),
+    ("regex", "(?P<x>a)", "is not supported"),
+    ("regex", r"(a)\1", r"at position 3: \\1 is not supported"),
+    ("regex", r"\bword\b", r"at position 0: \\b is not supported"),
+    ("regex", r"\p{L}", r"\\p is not supported"),
+    ("regex", r"\Aa\Z", r"\\A is not supported"),
+    ("regex", "a^b", r"at position 1: \^ here is not supported"),
+    ("regex", "a$b", r"at position 1: \$ here is not supported"),
+    ("regex", "a{,3}", r"at position 1: '\{,3\}' cannot be read"),
+    ("regex", "a{1000000000}", "cannot be read"),
+    # row 49, 50
+    ("json_schema", "{", "json_schema: is not JSON: .*line 1 column 2"),
+    ("json_schema", "5", "at /: 5 is not supported as a schema"),
+    ("json_schema", {"properties": {"x": {"type": "stsring"}}}, "at /properties/x/type: 'stsring' is not a type"),
+    # row 51, 52
+    ("json_schema", {"$ref": "#"}, r"at /: \$ref '#' is a recursion without a value in between"),
+    ("json_schema", {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, INTEGER]}}, "$ref": "#/$defs/a"}, "recursion"),
+    ("json_schema", {"$ref": "http://169.254.169.254/"}, "remote .ref is not supported"),
+    ("json_schema", {"$ref": "#/$defs/x"}, r"'#/\$defs/x' does not exist"),
+    # row 53, 54
+    ("json_schema", "[" * 5000 + "]" * 5000, "nested too deeply"),
+    ("json_schema", nested(34), "the schema is nested more than 32 deep"),
+    ("json_schema", {"const": json.loads("[" * 101 + "]" * 101)}, "nested more than 100 deep"),
+    ("json_schema", {"enum": list(range(1001))}, "enum makes more than 1000 values"),
+    ("json_schema", {"enum": list(range(10**5))}, "bytes; allowed: a text of 1..65536 bytes"),
+    ("json_schema", {"properties": {f"p{i}": True for i in range(501)}}, "more than 500 properties"),
+    # row 55
+    ("json_schema", {"enum": []}, r"enum \[\] leaves no value"),
+    ("json_schema", {"type": "string", "minLength": 3, "maxLength": 2}, "minLength 3 is greater than maxLength 2"),
+    ("json_schema", {"type": "number", "minimum": 3, "maximum": 2}, "maximum leaves no value between 3 and 2"),
+    ("json_schema", {"type": "object", "required": ["a"]}, "required names 'a', which is not in properties"),
+    ("json_schema", {"properties": {"a": False}}, "at /properties/a: False is not supported as a schema"),
+    # what xgrammar would ignore
+    ("json_schema", {"type": "string", "not": {"const": "a"}}, "at /: not is not supported"),
+    ("json_schema", {"items": {"if": {}, "then": {}}}, "at /items: if is not supported"),
+    ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems is not supported"),
+    ("json_schema", {"type": "string", "pattern": "a", "minLength": 3}, "pattern together with minLength"),
+    ("json_schema", {"type": "string", "pattern": 'a"'}, "pattern at position 1: '\"', which JSON would escape"),
+    ("json_schema", {"type": "string", "format": "json-pointer"}, "format 'json-pointer' is not supported"),
+    ("json_schema", {"type": "integer", "minimum": 1, "multipleOf": 2}, "multipleOf is not supported here"),
+    ("json_schema", {"type": "integer", "minimum": 0.5}, "minimum 0.5 is out of range"),
+    ("json_schema", {"type": "number", "minimum": 1e-9}, "at most 6 decimals"),
+    ("json_schema", {"minimum": 3}, "minimum requires type"),
+    ("json_schema", {"anyOf": [INTEGER, STRING], "minimum": 3}, "minimum next to anyOf is not supported"),
+    ("json_schema", {"allOf": [INTEGER, {"minimum": 3}]}, "allOf of 2 schemas"),
+    ("json_schema", {"oneOf": [INTEGER, {"type": "number"}]}, "oneOf has schemas that a value may satisfy together"),
+    ("json_schema", {"type": "string", "enum": ["a", 1]}, "enum has 1, which is not of type string"),
+    # row 56, 59, and the rest
+    ("grammar", "x" * 2**17, "bytes; allowed"),
+    ("choice", [], "not a list of texts; allowed: 1..1000 texts"),
+    ("choice", ["a", ""], r"choice\[1\]: has 0 bytes"),
+    ("choice", ["x" * 60_000] * 2, "the texts are too long"),
+    ("json_object", "yes", "not a boolean"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REJECTED, ids=lambda value: repr(value)[:40])
+def test_a_constraint_that_cannot_be_followed_is_rejected_by_name(name: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as raised:
+        check(**{name: value})
+    assert len(str(raised.value)) < 500
+
+
+def test_two_constraints_are_rejected() -> None:
+    with pytest.raises(InvalidRequest, match="regex: is given together with json_object; allowed: at most one of"):
+        check(json_object=True, regex="a")
+
+
+def test_an_end_that_is_ignored_contradicts_a_constraint() -> None:
+    with pytest.raises(InvalidRequest, match="ignore_eos: contradicts a constraint"):
+        check(regex="a", ignore_eos=True)
+    with pytest.raises(InvalidRequest, match="this model has no EOS"):
+        validate(SamplingParams(regex="a"), vocab_size=9, max_model_len=99, num_prompt_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"grammar": "root ::= foo"}, 'grammar: xgrammar cannot compile it: .*Rule "foo" is not defined'),
+        ({"grammar": "root ::= " + "(" * 30_000}, "Nest layer exceeded"),
+        ({"grammar": "start: 'a'"}, "line 1, column 6"),
+        ({"regex": "a**"}, "Two consecutive repetition modifiers"),
+        ({"regex": "[z-a]"}, "lower bound is larger"),
+        ({"json_schema": {"type": "array", "prefixItems": [INTEGER], "minItems": 2}}, "minItems is greater"),
+    ],
+)
+def test_what_only_the_compiler_can_reject_says_why(walker: Walker, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        walker.compiled(check(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "(a+)+"},
+        {"regex": "a{100000000}"},
+        {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+        {"regex": "(.*a){20}b"},
+        {"regex": "|".join(f"w{number}" for number in range(600))},
+        {"json_schema": nested(32)},
+        {"json_schema": {"enum": [f"value {number}" for number in range(1000)]}},
+        {"json_schema": {"properties": {f"p{number}": STRING for number in range(500)}}},
+        {"json_schema": {"type": "array", "minItems": 2**31 - 1}},
+        {"json_schema": {"type": "string", "maxLength": 2**31 - 1}},
+        {"grammar": 'root ::= root root | "a" | ""'},
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_the_largest_constraints_that_are_admitted_compile(walker: Walker, fields: dict[str, Any]) -> None:
+    """Rows 45, 47 and 51: bounded. Any of them takes a second at the most on an idle machine."""
+    assert walker.compiled(check(**fields)).memory_size_bytes < 2**24
+
+
+# What is admitted
+
+REGEXES = [
+    r"[a-z]+@[a-z]+\.(com|org)", r"\d{3}-\d{4}", r"(?:ab|c)*d?", r"^a|b$", r".{2,5}", r"\s\S\w\W\D", r"[^\s]{2}",
+    r"x*?y+?", r"\x41\u0042[\x43-\x45]", r"\t\n", r"é[ö-ü]?", r"a{2}|a{4,}", r"[\]\\-]", r"\"\\", r"|a",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_outputs_match_the_regular_expression_in_python(walker: Walker, regex: str) -> None:
+    outputs = walker.outputs(check(regex=regex), range(30))
+    assert outputs
+    for output in outputs:
+        assert re.fullmatch(regex, output, re.ASCII), output
+
+
+def test_the_output_is_one_of_the_choices(walker: Walker) -> None:
+    texts = ["yes", "no", 'a "quoted"\\ one', "two\nlines\t", "naïve 漢", "ye", "\x7f{}|"]
+    assert set(walker.outputs(check(choice=texts), range(200))) == set(texts)
+
+
+SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
+    "person": lambda: {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 1, "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "mail": {"type": "string", "format": "email"},
+            "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "tree": lambda: {
+        "$defs": {"node": {"type": "object", "properties": {
+            "value": {"anyOf": [{"type": "null"}, {"type": "number", "exclusiveMinimum": -1.5, "maximum": 2.25}]},
+            "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+        }, "required": ["value"]}},
+        "$ref": "#/$defs/node",
+    },
+    "union": lambda: {"oneOf": [
+        {"type": "object", "properties": {"kind": {"const": "a"}, "x": INTEGER}, "required": ["kind"]},
+        {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}, "y": STRING}, "required": ["kind"]},
+        {"type": "array", "prefixItems": [INTEGER, STRING], "items": {"type": "boolean"}, "minItems": 2},
+    ]},
+    "map": lambda: {"type": "object", "additionalProperties": {"type": "integer", "multipleOf": 3}},
+    "odd": lambda: {"enum": [1, "a", None, True, {"a": [1.5]}, 'quotes "\\ \n é']},
+    "types": lambda: {"type": ["string", "null", "integer"], "minLength": 2, "minimum": 3},
+    "any": lambda: {},
+    "list": lambda: {"type": "array", "minItems": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_outputs_satisfy_the_schema(walker: Walker, name: str) -> None:
+    schema = SCHEMAS[name]()
+    assert len(assert_satisfied(walker, schema, seeds=range(60))) > 1, "the output varies"
+
+
+def assert_satisfied(walker: Walker, schema: dict[str, Any], seeds: range) -> set[str]:
+    outputs = walker.outputs(check(json_schema=schema), seeds)
+    for output in outputs:
+        jsonschema.validate(json.loads(output), schema, cls=jsonschema.Draft202012Validator)
+    return set(outputs)
+
+
+def test_json_mode_gives_objects(walker: Walker) -> None:
+    outputs = walker.outputs(check(json_object=True), range(60))
+    assert len(outputs) > 20
+    assert all(isinstance(json.loads(output), dict) for output in outputs)
+
+
+numbers = st.decimals(-(10**6), 10**6, places=3).map(float)
+counts = st.integers(0, 4)
+
+
+def between(low: str, high: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.tuples(values, values).map(sorted).map(lambda pair: {low: pair[0], high: pair[1]})
+
+
+LEAVES = st.one_of(
+    st.sampled_from([{"type": "null"}, {"type": "boolean"}, {"type": "integer"}, {"type": "number"}, STRING]),
+    between("minLength", "maxLength", counts).map(lambda lengths: {"type": "string", **lengths}),
+    st.sampled_from([r"^[a-c]{2,3}$", "x.y", r"\d+", "(ab|c)*", r"[^z]\S"]).map(lambda one: {**STRING, "pattern": one}),
+    st.sampled_from(["date", "uuid", "ipv4", "email", "uri"]).map(lambda one: {**STRING, "format": one}),
+    between("minimum", "maximum", st.integers(-1000, 1000)).map(lambda bounds: {"type": "integer", **bounds}),
+    between("minimum", "maximum", numbers).map(lambda bounds: {"type": "number", **bounds}),
+    numbers.map(lambda bound: {"type": "number", "exclusiveMinimum": bound}),
+    st.integers(1, 50).map(lambda multiple: {"type": "integer", "multipleOf": multiple}),
+    st.lists(st.text(max_size=5) | st.integers(-5, 5) | st.none(), min_size=1, max_size=4).map(
+        lambda one: {"enum": one}
+    ),
+)
+
+
+@st.composite
+def objects(draw: st.DrawFn, children: st.SearchStrategy[Any]) -> dict[str, Any]:
+    properties = draw(st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=4), children, max_size=4))
+    required = draw(st.lists(st.sampled_from(sorted(properties)), unique=True)) if properties else []
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(
+        objects(children),
+        children.map(lambda one: {"type": "object", "additionalProperties": one}),
+        st.tuples(children, between("minItems", "maxItems", counts)).map(
+            lambda pair: {"type": "array", "items": pair[0], **pair[1]}
+        ),
+        st.lists(children, min_size=1, max_size=3).map(lambda ones: {"type": "array", "prefixItems": ones}),
+        st.lists(children, min_size=1, max_size=3).map(lambda ones: {"anyOf": ones}),
+        children.map(lambda one: {"$defs": {"it": one}, "type": "array", "items": one}),
+    )
+
+
+RANDOM_SCHEMAS = st.recursive(LEAVES, containers, max_leaves=8)
+WITHOUT_TIME_LIMIT = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+@given(schema=RANDOM_SCHEMAS)
+@settings(max_examples=40, **WITHOUT_TIME_LIMIT)  # type: ignore[arg-type]
+def test_outputs_satisfy_any_schema(walker: Walker, schema: dict[str, Any]) -> None:
+    assert_satisfied(walker, schema, seeds=range(4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@given(schema=RANDOM_SCHEMAS)
+@settings(max_examples=1000, **WITHOUT_TIME_LIMIT)  # type: ignore[arg-type]
+def test_outputs_satisfy_a_thousand_schemas(walker: Walker, schema: dict[str, Any]) -> None:
+    assert_satisfied(walker, schema, seeds=range(10))

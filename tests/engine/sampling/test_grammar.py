@@ -1,0 +1,322 @@
+"""Constraints through the engine: the output satisfies them, however its tokens are computed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import numpy as np
+import pytest
+import torch
+import xgrammar
+
+from engine import LLM, SamplingParams
+from engine.config import EngineConfig
+from engine.core.core import EngineCore
+from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokensEvent
+from engine.errors import InvalidRequest
+from engine.llm import CompletionOutput
+from engine.sampling import grammar
+from engine.sampling.constraints import Constraint
+from engine.sampling.grammar import GrammarCompiler
+from tests.builders import lively_checkpoint
+from tests.oracle import random_prompts
+from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
+from tests.waiting import wait_until
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["x", "yy", None]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+}
+EBNF = 'root ::= item ("," item)*\nitem ::= [a-c]{1,3} | "(" item ")"'
+CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
+    "json_schema": ({"json_schema": SCHEMA}, lambda text: jsonschema.validate(json.loads(text), SCHEMA) or True),
+    "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+    "regex": ({"regex": r"[a-z]{2,5}@[a-z]{1,4}\.(com|org)"}, lambda text: re.fullmatch(r"\w+@\w+\.(com|org)", text)),
+    "choice": ({"choice": ["first", "second one", "third"]}, lambda text: text in ("first", "second one", "third")),
+    "grammar": ({"grammar": EBNF}, lambda text: text.count("(") == text.count(")") and set(text) <= set("abc,()")),
+}
+END = byte_level_backend().token_to_id("<|im_end|>")
+MAX_TOKENS = 120
+NUM_PROMPTS = 15
+UNCONSTRAINED: dict[str, Any] = {"ignore_eos": True, "min_tokens": 5}
+
+
+def params_for(index: int) -> SamplingParams:
+    """Each kind, greedy and sampled, some with penalties and log-probabilities; each sixth has no constraint."""
+    constraints = [fields for fields, _ in CONSTRAINTS.values()]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.95, "logprobs": 2},
+        {"temperature": 1.1, "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 4},
+    ]
+    constraint = UNCONSTRAINED if index % 6 == 5 else constraints[index % 6]
+    return SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": index, **ways[index % len(ways)], **constraint})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    backend = byte_level_backend()
+    # 21 rows of the output matrix have no token
+    size = backend.get_vocab_size() + 21
+    folder = lively_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=size, eos_token_id=END, bos_token_id=None)
+    return write_folder(folder, backend, BYTE_LEVEL_CONFIG)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(NUM_PROMPTS, longest=60, vocab_size=360, seed=7)
+
+
+def make_llm(checkpoint: Path, **options: Any) -> LLM:
+    return LLM(checkpoint, **{"dtype": "float32", "num_gpu_blocks_override": 512, **options})
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    return make_llm(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def together(llm: LLM, prompts: list[list[int]]) -> list[CompletionOutput]:
+    """All prompts in one batch."""
+    return run(llm, prompts)
+
+
+def run(llm: LLM, prompts: list[list[int]]) -> list[CompletionOutput]:
+    answers = llm.generate(prompts, [params_for(index) for index in range(len(prompts))], use_tqdm=False)
+    return [answer.outputs[0] for answer in answers]
+
+
+def generate(llm: LLM, **fields: Any) -> CompletionOutput:
+    [answer] = llm.generate("Once upon", SamplingParams(**{"max_tokens": MAX_TOKENS, **fields}), use_tqdm=False)
+    return answer.outputs[0]
+
+
+def ranks(output: CompletionOutput) -> list[dict[int, int | None]]:
+    return [{one: entry.rank for one, entry in entries.items()} for entries in output.logprobs or []]
+
+
+# What comes out
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.5])
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_a_finished_output_satisfies_its_constraint(llm: LLM, kind: str, temperature: float) -> None:
+    fields, is_satisfied = CONSTRAINTS[kind]
+    params = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, n=4 if temperature else 1, seed=3, **fields)
+    [answer] = llm.generate("Once upon", params, use_tqdm=False)
+    finished = [output.text for output in answer.outputs if output.finish_reason == "stop"]
+    assert all(is_satisfied(text) for text in finished)
+    assert finished or kind in ("json_object", "grammar") or not temperature, "endless ones end by length"
+    assert len({output.text for output in answer.outputs}) > 1 or not temperature or kind == "choice"
+
+
+def test_max_tokens_ends_an_output_in_the_middle_with_length(llm: LLM) -> None:
+    output = generate(llm, json_schema=SCHEMA, max_tokens=5)
+    assert output.finish_reason == "length"
+    assert output.text.startswith("{")
+
+
+def test_the_end_comes_only_where_the_grammar_can_end(llm: LLM) -> None:
+    """However much the model prefers to end."""
+    output = generate(llm, regex="[ab]{7}", logit_bias={END: 100.0})
+    assert (output.finish_reason, len(output.text)) == ("stop", 7)
+
+
+def test_min_tokens_delays_the_end_while_the_grammar_allows_another_token(llm: LLM) -> None:
+    assert len(generate(llm, regex="[ab]*", min_tokens=9, logit_bias={END: 100.0}).token_ids) >= 9
+    short = generate(llm, choice=["ab"], min_tokens=9)
+    assert (short.text, short.finish_reason) == ("ab", "stop"), "an end of the grammar is an end"
+
+
+def test_stop_strings_and_stop_tokens_end_the_output_as_without_a_constraint(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    [comma] = llm.tokenizer.encode(",", add_special_tokens=False)
+    cut = generate(llm, regex="abc,def", stop=["c,"])
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == ("ab", "stop", "c,")
+    by_token = generate(llm, regex="abc,def", stop_token_ids=[comma])
+    assert (by_token.text, by_token.stop_reason) == ("abc", comma)
+    # a stop token without text is an end of the grammar like EOS
+    special = llm.tokenizer.token_id("<|endoftext|>")
+    ended = generate(llm, regex="abc", stop_token_ids=[special], logit_bias={special: 100.0})
+    assert (ended.text, ended.stop_reason) == ("abc", special)
+
+
+def test_logprobs_are_those_of_the_raw_logits(llm: LLM) -> None:
+    output = generate(llm, choice=["first", "second"], logprobs=3, temperature=0.0)
+    raw = generate(llm, allowed_token_ids=[output.token_ids[0]], logprobs=3, max_tokens=1, temperature=0.0)
+    assert output.logprobs is not None
+    assert raw.logprobs is not None
+    assert output.logprobs[0] == raw.logprobs[0]
+    assert len(output.logprobs) == len(output.token_ids)
+
+
+def test_parameters_and_a_constraint_that_exclude_every_token_end_their_request_alone(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"allowed_token_ids.* and the constraint exclude every token"):
+        generate(llm, choice=["ab"], allowed_token_ids=[300])
+    assert generate(llm, choice=["ab"]).text == "ab"
+
+
+def test_a_constraint_that_cannot_be_compiled_says_why(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match='Rule "foo" is not defined'):
+        generate(llm, grammar="root ::= foo")
+    assert generate(llm, choice=["ab"]).text == "ab"
+
+
+def test_a_model_without_a_tokenizer_has_no_constraints(tmp_path: Path) -> None:
+    llm = LLM(lively_checkpoint(tmp_path), num_gpu_blocks_override=64, skip_tokenizer_init=True)
+    with pytest.raises(InvalidRequest, match="requires a tokenizer whose tokens have bytes"):
+        llm.generate([[5, 6]], SamplingParams(regex="a"), use_tqdm=False)
+
+
+# The same on every path
+
+
+def test_a_batch_gives_what_each_gives_alone(
+    llm: LLM, prompts: list[list[int]], together: list[CompletionOutput]
+) -> None:
+    assert {output.finish_reason for output in together} == {"stop", "length"}
+    for index in range(0, NUM_PROMPTS, 2):
+        [alone] = llm.generate([prompts[index]], params_for(index), use_tqdm=False)  # prefix-cached, too
+        assert alone.outputs[0].token_ids == together[index].token_ids
+        assert ranks(alone.outputs[0]) == ranks(together[index])
+
+
+def test_neither_chunks_nor_preemption_change_the_tokens(
+    checkpoint: Path, prompts: list[list[int]], together: list[CompletionOutput]
+) -> None:
+    llm = make_llm(checkpoint, num_gpu_blocks_override=24, max_num_batched_tokens=16, enable_prefix_caching=False)
+    assert [output.token_ids for output in run(llm, prompts)] == [output.token_ids for output in together]
+    assert llm.core.load.num_preemptions > 0
+
+
+@pytest.mark.parametrize("index", [0, 2, 3, 7])
+def test_an_output_resumed_at_any_position_goes_on_alike(
+    checkpoint: Path, prompts: list[list[int]], together: list[CompletionOutput], index: int
+) -> None:
+    """What a router does when an instance dies: the grammar's state is that of the emitted ids."""
+    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=1024), wake=lambda: None)
+    whole = together[index].token_ids
+    for cut in range(len(whole)):
+        spec = EngineRequest(
+            request_id=str(cut),
+            prompt_token_ids=prompts[index],
+            output_token_ids=whole[:cut],
+            params=params_for(index),
+            seed=index,
+            eos_token_ids=(END,),
+        )
+        core.handle(AddRequest(spec))
+    rests = gathered(core, len(whole))
+    core.shutdown()
+    assert rests == {str(cut): whole[cut:] for cut in range(len(whole))}
+
+
+def gathered(core: EngineCore, num_requests: int) -> dict[str, list[int]]:
+    """Run until so many requests have finished: their tokens by request id."""
+    tokens: dict[str, list[int]] = {}
+    num_finished = 0
+
+    def all_finished() -> bool:
+        nonlocal num_finished
+        for event in core.step():
+            assert isinstance(event, TokensEvent)
+            tokens.setdefault(event.request_id, []).extend(event.token_ids)
+            num_finished += event.finish_reason is not None
+        return num_finished == num_requests
+
+    wait_until(all_finished, lambda: f"{num_finished} of {num_requests} have finished", 60)
+    return tokens
+
+
+# Compiling
+
+
+class Gate:
+    """Compiles nothing until it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.future: Future[Any] = Future()
+        monkeypatch.setattr(GrammarCompiler, "compiled", lambda *_: self.future)
+
+
+def test_a_request_waits_for_its_grammar_and_others_do_not(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
+    grammar = core._grammars.compiled(Constraint("regex", "ab"))
+    gate = Gate(monkeypatch)
+    waiting = SamplingParams(regex="ab", max_tokens=4)
+    for request_id, params in (("waits", waiting), ("aborted", waiting), ("runs", SamplingParams(max_tokens=3))):
+        spec = EngineRequest(request_id=request_id, prompt_token_ids=[1, 2], params=params, eos_token_ids=(END,))
+        core.handle(AddRequest(spec))
+    assert gathered(core, 1).keys() == {"runs"}
+    assert core.load.num_waiting == 2
+    core.handle(AbortRequests(["aborted"]))
+    assert core.load.num_waiting == 1
+    gate.future.set_result(grammar.result())
+    assert gathered(core, 1).keys() == {"waits"}
+    core.shutdown()
+
+
+def test_a_request_whose_grammar_takes_too_long_ends(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64, grammar_s=0.0)
+    core = EngineCore(config, wake=lambda: None)
+    Gate(monkeypatch)
+    core.handle(AddRequest(EngineRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams(regex="ab"))))
+    [event] = core.step()
+    assert isinstance(event, TokensEvent)
+    assert (event.error_kind, event.error) == ("no_room", "the constraint was not compiled in time")
+    assert core.load.num_waiting == 0
+    core.shutdown()
+
+
+def test_equal_constraints_are_compiled_once_and_the_cache_is_bounded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 58."""
+    woken = []
+    compiler = GrammarCompiler(checkpoint, 480, wake=lambda: woken.append(1))
+    first = compiler.compiled(Constraint("regex", "a+"))
+    assert compiler.compiled(Constraint("regex", "a+")) is first
+    size = first.result().compiled.memory_size_bytes
+    monkeypatch.setattr(grammar, "MAX_CACHE_BYTES", 20 * size)
+    for number in range(100):
+        compiler.compiled(Constraint("regex", f"a+|b{number}")).result()
+    assert 0 < len(compiler._cache) <= 22
+    assert compiler.compiled(Constraint("regex", "a+")) is not first
+    # a failure is not kept
+    wrong = Constraint("grammar", "root ::= foo")
+    failed = compiler.compiled(wrong)
+    assert isinstance(failed.exception(), InvalidRequest)
+    assert compiler.compiled(wrong) is not failed
+    compiler.shutdown()
+    assert woken
+
+
+def test_the_mask_on_cpu_is_xgrammars() -> None:
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    masks = np.random.default_rng(0).integers(-(2**31), 2**31, (3, 32), np.int32)
+    expected = logits.clone()
+    xgrammar.apply_token_bitmask_inplace(expected, torch.from_numpy(masks), indices=[0, 2])
+    grammar._exclude(logits.numpy(), masks, [0, 2])
+    assert torch.equal(logits, expected)
+    assert logits[1].isfinite().all()
+
+
+def test_constraints_travel_between_processes() -> None:
+    for fields, _ in CONSTRAINTS.values():
+        params = SamplingParams(**fields)
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+        assert sent == params
+        assert sent.constraint == params.constraint != None  # noqa: E711
