@@ -165,6 +165,8 @@ def sampling_params(message: common_pb2.SamplingParams, limits: Limits, num_prom
             continue
         if descriptor.name == "allowed_token_ids":
             value = tuple(value.ids)
+        elif descriptor.name == "choice":
+            value = tuple(value.texts)
         elif descriptor.name == "bad_word_ids":
             value = tuple(tuple(sequence.ids) for sequence in value)
         elif descriptor.name == "logit_bias":

@@ -144,7 +144,7 @@ class ActiveChoices:
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, limits: Limits) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.limits = limits
         self._request_ids: set[str] = set()
 
@@ -157,7 +157,7 @@ class ActiveChoices:
             raise Overloaded(f"limit of {self.limits.max_requests} concurrent requests reached", RETRY_AFTER_S)
         self._request_ids.add(choice.request_id)
         try:
-            chunks = ChunkBuilder(choice, self._tokenizer)
+            chunks = ChunkBuilder(choice, self.tokenizer)
             try:
                 events = self._engine.add_request(choice.engine_request)
             except EngineError as error:

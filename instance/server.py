@@ -23,7 +23,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from engine.core.async_engine import AsyncEngine
 from engine.generation_config import GenerationDefaults
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, supports_constraints
 from instance.config import InstanceSettings, engine_config
 from instance.convert import Limits, common_fields
 from instance.drain import DrainController, DrainTimes
@@ -234,6 +234,7 @@ class InstanceServer:
             identity=identity_to_proto(self.identity),
             model=self.settings.model_name,
             block_size=self.identity.block_size,
+            supports_constraints=supports_constraints(self.choices.tokenizer),
             **common_fields(self.engine.info, instance_pb2.GetInstanceInfoResponse),
         )
 

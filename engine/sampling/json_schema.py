@@ -22,6 +22,7 @@ MAX_JSON_DEPTH = 100
 MAX_PROPERTIES = 500
 """Of all objects of a schema together; the time to compile is quadratic in those of one object."""
 MAX_ENUM_VALUES = 1000
+MAX_ONE_OF = 64
 MAX_MULTIPLE = 1000
 MAX_INTEGER = 2**53
 MAX_NUMBER = 10**15
@@ -109,6 +110,8 @@ class _Checker:
         self._check_combination(schema, path)
         for child, where in self._children(schema, path):
             self._check(child, where, depth + 1)
+        if "oneOf" in schema:
+            self._check_disjoint(schema["oneOf"], path)
         if "$ref" in schema:
             self._follow(schema, path, depth)
 
@@ -144,11 +147,14 @@ class _Checker:
             raise _wrong(path, keyword, f"{shown(branches)} is not a list of schemas", "at least one schema")
         if keyword == "allOf" and len(branches) > 1:
             raise _wrong(path, keyword, f"of {len(branches)} schemas is not supported", "one schema")
-        if keyword == "oneOf":
-            for one, other in itertools.combinations(branches, 2):
-                if not self._are_disjoint(one, other, path):
-                    problem = "has schemas that a value may satisfy together"
-                    raise _wrong(path, keyword, problem, "different types, or a required property with other constants")
+        if keyword == "oneOf" and len(branches) > MAX_ONE_OF:
+            raise _wrong(path, keyword, f"has {len(branches)} schemas", f"at most {MAX_ONE_OF}")
+
+    def _check_disjoint(self, branches: list[Any], path: str) -> None:
+        for one, other in itertools.combinations(branches, 2):
+            if not self._are_disjoint(one, other, path):
+                problem = "has schemas that a value may satisfy together"
+                raise _wrong(path, "oneOf", problem, "different types, or a required property with other constants")
 
     def _check_typed(self, schema: dict[str, Any], path: str) -> None:
         types = self._types(schema, path)
@@ -239,7 +245,7 @@ class _Checker:
     def _follow(self, schema: dict[str, Any], path: str, depth: int) -> None:
         reference = schema["$ref"]
         target = self._target(reference, path)
-        if self._begins_with_itself(target, {id(schema)}, path):
+        if self._begins_with_itself(schema, path):
             raise _wrong(path, "$ref", f"{shown(reference)} is a recursion without a value in between")
         if reference not in self._checked:
             self._checked.add(reference)
@@ -260,17 +266,25 @@ class _Checker:
             target = target[part]
         return target
 
-    def _begins_with_itself(self, schema: Any, seen: set[int], path: str) -> bool:
+    def _begins_with_itself(self, schema: dict[str, Any], path: str) -> bool:
         """Whether a value of `schema` may consist of nothing but itself."""
+        reached: dict[int, Any] = {}
+        nexts = [schema]
+        while nexts:
+            for following in self._alternatives(nexts.pop(), path):
+                if following is schema:
+                    return True
+                if id(following) not in reached:
+                    reached[id(following)] = following
+                    nexts.append(following)
+        return False
+
+    def _alternatives(self, schema: Any, path: str) -> list[Any]:
+        """The schemas that describe the same value as `schema`."""
         if not isinstance(schema, dict):
-            return False
-        if id(schema) in seen:
-            return True
-        seen = {*seen, id(schema)}
-        nexts = [branch for keyword in ("anyOf", "oneOf", "allOf") for branch in _listed(schema.get(keyword))]
-        if "$ref" in schema:
-            nexts.append(self._target(schema["$ref"], path))
-        return any(self._begins_with_itself(one, seen, path) for one in nexts)
+            return []
+        branches = [branch for keyword in ("anyOf", "oneOf", "allOf") for branch in _listed(schema.get(keyword))]
+        return [*branches, self._target(schema["$ref"], path)] if "$ref" in schema else branches
 
     def _are_disjoint(self, one: Any, other: Any, path: str) -> bool:
         """Whether no value satisfies both, as far as types and constants of required properties show it."""

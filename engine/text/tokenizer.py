@@ -211,6 +211,11 @@ class Tokenizer:
         return None if token is None else self.token_id(token)
 
 
+def supports_constraints(tokenizer: Tokenizer | None) -> bool:
+    """Whether the bytes of its tokens are known, on which grammars work."""
+    return tokenizer is not None and tokenizer.token_bytes is not None
+
+
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     return list(backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 

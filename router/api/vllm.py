@@ -154,8 +154,8 @@ def _check_known(request: vllm.GenerateRequest) -> None:
     if request.HasField("mm_inputs"):
         raise invalid_argument("mm_inputs", "is not supported", "text or token ids")
     params = request.sampling_params
-    if (constraint := params.WhichOneof("constraint")) is not None:
-        raise invalid_argument(f"sampling_params.{constraint}", "is not supported", "no constraint")
+    if params.HasField("structural_tag"):
+        raise invalid_argument("sampling_params.structural_tag", "is not supported", "another constraint")
     if params.HasField("truncate_prompt_tokens"):
         raise invalid_argument("sampling_params.truncate_prompt_tokens", "is not supported", "a prompt that fits")
     _check_fields("", request, {_DATA_PARALLEL_RANK})
@@ -181,6 +181,11 @@ def _sampling(params: vllm.SamplingParams) -> common_pb2.SamplingParams:
     sampling.temperature = params.temperature if params.HasField("temperature") else 1.0
     for name in _ZERO_MEANS_ONE:
         setattr(sampling, name, getattr(params, name) or 1)
+    if (constraint := params.WhichOneof("constraint")) == "choice":
+        sampling.choice.texts.extend(params.choice.choices)
+        sampling.choice.SetInParent()
+    elif constraint is not None:
+        setattr(sampling, constraint, getattr(params, constraint))
     for optional in get_args(_Optional):
         if params.HasField(optional):
             setattr(sampling, optional, getattr(params, optional))

@@ -57,6 +57,11 @@ def same_identity(identity: Identity) -> Filter:
     return lambda view: _described(identity.mismatch(view.info.identity))
 
 
+def supports_constraints(view: InstanceView) -> str | None:
+    """Only instances that do not ignore a request's constraint."""
+    return None if view.info.supports_constraints else "does not support constraints"
+
+
 def pairs_with(decode: InstanceView) -> Filter:
     """Only prefill instances whose KV the decode instance can load."""
     return lambda view: _described(decode.pairing_mismatch(view))

@@ -58,6 +58,8 @@ def make_plan(
     A choice prefers the instances that it names: its siblings have just run the same prompt there.
     """
     filters = picker.default_filters(excluded, choice.required_identity)
+    if choice.request.params.is_constrained:
+        filters.append(picker.supports_constraints)
     decode = picker.pick(decode_views, filters, rng=rng, scorer=criteria.decode, preferred=choice.decode_key)
     if isinstance(decode, NoPick):
         return NoPlan("no decode instance is available", decode.why)

@@ -89,6 +89,7 @@ class InstanceInfo:
     num_blocks: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
+    supports_constraints: bool = False
 
     @classmethod
     def from_wire(cls, message: instance_pb2.GetInstanceInfoResponse) -> InstanceInfo:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.sampling.constraints import CONSTRAINTS
 from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import common_pb2
 
@@ -30,6 +31,8 @@ def from_wire(message: common_pb2.SamplingParams, defaults: Mapping[str, Any]) -
         values["allowed_token_ids"] = tuple(message.allowed_token_ids.ids)
     if message.bad_word_ids:
         values["bad_word_ids"] = tuple(tuple(sequence.ids) for sequence in message.bad_word_ids)
+    if (name := message.WhichOneof("constraint")) is not None:
+        values[name] = tuple(message.choice.texts) if name == "choice" else getattr(message, name)
     return SamplingParams(**values)
 
 
@@ -46,6 +49,10 @@ def to_wire(params: SamplingParams, seed: int | None) -> common_pb2.SamplingPara
     if params.allowed_token_ids is not None:
         message.allowed_token_ids.ids.extend(params.allowed_token_ids)
     message.bad_word_ids.extend(common_pb2.TokenIds(ids=ids) for ids in params.bad_word_ids)
+    for name in CONSTRAINTS:
+        if value := getattr(params, name):
+            given = common_pb2.Texts(texts=value) if name == "choice" else value
+            message.MergeFrom(common_pb2.SamplingParams(**{name: given}))
     return message
 
 

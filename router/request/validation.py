@@ -23,7 +23,7 @@ from engine.errors import InvalidRequest, NotSupported, UnsupportedModel, shown
 from engine.generation_config import GenerationDefaults
 from engine.identity import tokenizer_digest
 from engine.sampling.params import MAX_SEED, SamplingParams, validate, validate_prompt, with_bad_word_ids
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, supports_constraints
 from protos.tandem.v1 import generation_pb2
 from router.pools.instance_info import InstanceInfo
 from router.request.caller import Caller
@@ -200,6 +200,8 @@ def _params(
         params = msgspec.structs.replace(params, max_tokens=room)  # a default, not a value that the client has set
     if model.tokenizer is not None:
         params = with_bad_word_ids(params, partial(model.tokenizer.encode, add_special_tokens=False))
+    if params.is_constrained and not supports_constraints(model.tokenizer):
+        raise InvalidRequest("constraint", "requires a tokenizer whose tokens have bytes", "no constraint")
     params = validate(
         params,
         vocab_size=limits.vocab_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
@@ -42,6 +43,12 @@ class Sampling(TypedDict, total=False):
     bad_words: Sequence[str]
     bad_word_ids: Sequence[Sequence[int]]
     best_of: int
+    json_object: bool
+    """At most one of this and the next four."""
+    json_schema: str | Mapping[str, object]
+    regex: str
+    choice: Sequence[str]
+    grammar: str
 
 
 class RequestOptions(Sampling, total=False):
@@ -91,6 +98,10 @@ def _set(params: common_pb2.SamplingParams, name: str, value: object) -> None:
             value = [value]
         elif name == "allowed_token_ids":
             value = common_pb2.TokenIds(ids=value)  # type: ignore[arg-type]
+        elif name == "choice":
+            value = common_pb2.Texts(texts=value)  # type: ignore[arg-type]
+        elif name == "json_schema" and not isinstance(value, str):
+            value = json.dumps(value)
         elif name == "bad_word_ids":
             value = [common_pb2.TokenIds(ids=ids) for ids in value]  # type: ignore[attr-defined]
         params.MergeFrom(common_pb2.SamplingParams(**{name: value}))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the most likely tokens up to this probability.")
 @click.option("--seed", type=click.IntRange(min=0), help="Equal seed and prompt give equal tokens.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this string; may be given several times.")
+@click.option("--json-schema", metavar="FILE|TEXT", help="The answer is JSON that satisfies this JSON schema.")
+@click.option("--regex", metavar="PATTERN", help="The whole answer matches this regular expression.")
+@click.option("--choice", multiple=True, metavar="TEXT", help="The answer is this text; give several to choose from.")
 @click.option(
     "--logprobs", type=click.IntRange(0, 20), metavar="N",
     help="Afterwards list, on standard error, every token's log-probability and the N best tokens at its position.",
@@ -39,7 +43,15 @@ if TYPE_CHECKING:
     "--stats", is_flag=True, help="Afterwards print, on standard error, the number of tokens and their times."
 )
 def command(
-    prompt: str, chat: bool, system: str | None, address: str | None, timeout_s: float, stats: bool, **sampling: object
+    prompt: str,
+    chat: bool,
+    system: str | None,
+    address: str | None,
+    timeout_s: float,
+    stats: bool,
+    json_schema: str | None,
+    choice: tuple[str, ...],
+    **sampling: object,
 ) -> None:
     """Stream the answer to PROMPT; `-` reads the prompt from standard input.
 
@@ -49,6 +61,8 @@ def command(
       tandem generate --chat "What is a tandem?" --temperature 0
       tandem generate "A tandem is" --max-tokens 40 --seed 7 --stats
       tandem generate "A tandem is" --temperature 0 --logprobs 3
+      tandem generate --chat "Is a tandem a bicycle?" --choice yes --choice no
+      tandem generate --chat "Invent a rider." --json-schema rider.json
       cat story.txt | tandem generate - --address 127.0.0.1:50051
     """
     from tandem.client.client import Client
@@ -61,6 +75,7 @@ def command(
             raise click.ClickException(f"the prompt on standard input is not UTF-8: {error}") from None
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
+    sampling |= {"json_schema": _schema(json_schema), "choice": choice or None}
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     try:
@@ -74,6 +89,18 @@ def command(
     except KeyboardInterrupt:
         click.echo(err=True)
         raise SystemExit(130) from None
+
+
+def _schema(given: str | None) -> str | None:
+    """The text of a schema, from a file unless it is one itself."""
+    if given is None or given.lstrip().startswith("{"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise click.UsageError(
+            f"--json-schema: {given!r} is neither a JSON object nor a readable file: {error}"
+        ) from None
 
 
 def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: bool) -> None:

@@ -45,6 +45,8 @@ class Behaviour:
     """Emits the token with this index without the log-probabilities that were asked for."""
     stop_at: int | None = None
     """Ends with STOP at the token with this index."""
+    supports_constraints: bool = True
+    """False: one of a time before constraints, which would ignore them."""
     streams_tokens: bool = True
     """False: one of a time before token streams, which answers each Decode in its own call."""
     slots: int | None = None

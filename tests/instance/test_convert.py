@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.messages import HoldKV, RemoteKV
+from engine.sampling.params import SamplingParams
 from instance import convert
 from instance.convert import Limits
 from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
 from serving.errors import InvalidArgument, NotFound
+from tandem.client.request import sampling_params
 from tests.instance.rig import instance_request
 
 LIMITS = Limits(
@@ -98,6 +100,30 @@ def test_what_changes_logits_and_asks_for_logprobs_arrives_unchanged() -> None:
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-0.5, 1.5, 1.25)
     assert (params.logprobs, params.logit_bias, params.allowed_token_ids) == (0, {3: -1.5, 4: 100.0}, (3, 4))
     assert (params.prompt_logprobs, params.bad_words, params.bad_word_ids) == (2, ("x",), ((5,), (6, 7)))
+
+
+CONSTRAINTS: dict[str, Any] = {
+    "json_object": True, "json_schema": '{"type": "null"}', "regex": "a", "choice": ("a", "b"),
+    "grammar": 'root ::= "a"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_a_constraint_arrives_unchanged(name: str) -> None:
+    value = CONSTRAINTS[name]
+    request = instance_request()
+    request.sampling.ignore_eos = False
+    request.sampling.MergeFrom(sampling_params({name: value}))
+    params = prefill(request).engine_request.params
+    assert (getattr(params, name), params.constraint) == (value, SamplingParams(**{name: value}).constraint)
+
+
+def test_a_constraint_that_cannot_be_followed_is_refused_at_the_instance_too() -> None:
+    request = instance_request()
+    request.sampling.ignore_eos = False
+    request.sampling.json_schema = '{"not": {}}'
+    with pytest.raises(InvalidArgument, match=r"request\.sampling\.json_schema: at /: not is not supported"):
+        prefill(request)
 
 
 @given(wrong=st.integers(-(2**63), -1) | st.integers(480, 2**63 - 1), place=st.integers(0, 9))

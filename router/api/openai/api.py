@@ -182,6 +182,7 @@ class OpenAIApi:
     def _generation(self, body_type: type[B], form_type: Callable[[B, TokenTexts], Format[RequestBody]]) -> Exchange:
         async def handler(exchange: Exchange) -> None:
             body, requests = await exchange.parsed_body(lambda data: _parsed(body_type, data, exchange.request_id))
+            exchange.renamed = body.client_names()
             await self._generate(exchange, form_type(body, self._texts), requests)
 
         return self._exchange(handler, body_type.renamed)

@@ -67,12 +67,13 @@ class Exchange(Response):
         authorizer: Authorizer | None,
         renamed: Mapping[str, str] | None = None,
     ) -> None:
-        """`renamed` maps wire fields to the client's names for them; `authorizer` None admits every caller."""
+        """`authorizer` None admits every caller."""
         super().__init__()
         self._limits = limits
         self._handler = handler
         self._authorizer = authorizer
-        self._renamed = renamed or {}
+        self.renamed = renamed or {}
+        """The client's names of wire fields, for errors."""
         self._deadline_s = time.monotonic() + limits.max_deadline_s
         self._has_begun = False
 
@@ -205,7 +206,7 @@ class Exchange(Response):
         return bytes(body)
 
     async def _send_error(self, error: ServiceError) -> None:
-        body = body_of(error, self._renamed)
+        body = body_of(error, self.renamed)
         if self._has_begun:
             await self.send_event(msgspec.json.encode(body))
             await self.end_events()

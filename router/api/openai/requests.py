@@ -9,6 +9,7 @@ FastAPI does not parse the bodies: it would read them before authorization and l
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -35,14 +36,12 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     # vLLM's
     **dict.fromkeys(("add_special_tokens", "chat_template", "documents", "kv_transfer_params"), ()),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"), ()),
     **dict.fromkeys(("logits_processors", "prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens"), ()),
     "add_generation_prompt": (True,),
     "chat_template_kwargs": ({},),
@@ -78,6 +77,49 @@ class StreamOptions(StrictModel):
     include_usage: bool = False  # a last event, without choices, carries the usage of the whole request
     continuous_usage_stats: bool = False  # vLLM's: each earlier event carries the usage of its choice so far
     include_obfuscation: Literal[False] = False
+
+
+class JsonSchemaFormat(StrictModel):
+    """`response_format.json_schema`. `strict` changes nothing: every schema is followed, or rejected."""
+
+    name: str = ""
+    description: str = ""
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """OpenAI's constraint of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise invalid_argument("response_format", "json_schema belongs to type json_schema", "both, or neither")
+        return self
+
+    def constraint(self) -> tuple[str, Any] | None:
+        """Wire field and value."""
+        if self.json_schema is not None and self.json_schema.json_schema is not None:
+            return "json_schema", self.json_schema.json_schema
+        return None if self.type == "text" else ("json_object", True)
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's constraints of an answer."""
+
+    json_object: bool | None = None
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def constraints(self) -> list[tuple[str, Any]]:
+        """Wire fields and values."""
+        given = [(name, getattr(self, name)) for name in type(self).model_fields]
+        return [(name, value) for name, value in given if value is not None and value is not False]
 
 
 _TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
@@ -131,6 +173,13 @@ class RequestBody(StrictModel, ABC):
     """vLLM's: lower goes first. The router's goes the other way."""
     return_token_ids: bool = False
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
     @model_validator(mode="before")
     @classmethod
     def _drop_ignored(cls, given: Any) -> Any:
@@ -163,7 +212,32 @@ class RequestBody(StrictModel, ABC):
             given["max_tokens"] = self.default_max_tokens
         if self.allowed_token_ids is not None:
             given["allowed_token_ids"] = common_pb2.TokenIds(ids=self.allowed_token_ids)
+        for _, field, value in self._constraints():
+            given[field] = _constraint_on_wire(value)
         return common_pb2.SamplingParams(**given)
+
+    @model_validator(mode="after")
+    def _check_constraints(self) -> Self:
+        names = [name for name, _, _ in self._constraints()]
+        if len(names) > 1:
+            raise invalid_argument(names[1], f"is given together with {names[0]}", "one constraint")
+        return self
+
+    def client_names(self) -> dict[str, str]:
+        """The client's names of wire fields, for errors."""
+        return {**self.renamed, **{field: name for name, field, _ in self._constraints()}}
+
+    def _constraints(self) -> list[tuple[str, str, Any]]:
+        """The client's name, the wire field and the value of each constraint."""
+        given: list[tuple[str, str, Any]] = []
+        if self.response_format is not None and (found := self.response_format.constraint()) is not None:
+            given.append(("response_format", *found))
+        if self.structured_outputs is not None:
+            given += [("structured_outputs", *found) for found in self.structured_outputs.constraints()]
+        for name, field in _GUIDED.items():
+            if (value := getattr(self, name)) is not None:
+                given.append((name, field, value))
+        return given
 
     @abstractmethod
     def requests(self, label: str) -> list[generation_pb2.GenerateRequest]:
@@ -179,6 +253,21 @@ class RequestBody(StrictModel, ABC):
             session=self.prompt_cache_key,
             **prompt,
         )
+
+
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's older names, and the wire's."""
+
+
+def _constraint_on_wire(value: Any) -> Any:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return common_pb2.Texts(texts=value) if isinstance(value, list) else value
 
 
 _SAMPLING = (

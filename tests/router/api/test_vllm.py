@@ -14,6 +14,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from protos.tandem.v1 import common_pb2
 from protos.vllm.grpc.engine import vllm_engine_pb2 as vllm
 from protos.vllm.grpc.engine import vllm_engine_pb2_grpc
 from router.api.vllm import generate_request
@@ -191,13 +192,36 @@ async def test_the_service_can_be_switched_off(run: Run) -> None:
         assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"json_object": True}, {"json_object": True}),
+        ({"json_schema": "{}"}, {"json_schema": "{}"}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"grammar": "root ::= [a]"}, {"grammar": "root ::= [a]"}),
+        ({"choice": vllm.ChoiceConstraint(choices=["a", "b"])}, {"choice": common_pb2.Texts(texts=["a", "b"])}),
+    ],
+)
+def test_a_constraint_becomes_tandems(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    converted = generate_request(request_of(sampling=theirs)).sampling
+    expected = common_pb2.SamplingParams(**ours)
+    assert converted.WhichOneof("constraint") == expected.WhichOneof("constraint") == next(iter(ours))
+    name = next(iter(ours))
+    assert getattr(converted, name) == getattr(expected, name)
+
+
 LATER = b"\xba\x3e\x01\x31"
 """Field 999 with the text "1", as a later version might have it."""
 
 REJECTED: list[tuple[vllm.GenerateRequest, str, str]] = [
-    (request_of(sampling={"json_schema": "{}"}), "INVALID_ARGUMENT", "sampling_params.json_schema: is not supported"),
-    (request_of(sampling={"regex": "a+"}), "INVALID_ARGUMENT", "sampling_params.regex"),
-    (request_of(sampling={"json_object": True}), "INVALID_ARGUMENT", "sampling_params.json_object"),
+    (request_of(sampling={"structural_tag": "{}"}), "INVALID_ARGUMENT", "sampling_params.structural_tag: is not"),
+    (
+        request_of(sampling={"json_schema": '{"not": {}}'}),
+        "INVALID_ARGUMENT",
+        "json_schema: at /: not is not supported",
+    ),
+    (request_of(sampling={"regex": "(?=a)"}), "INVALID_ARGUMENT", "regex: at position 0"),
+    (request_of(sampling={"choice": vllm.ChoiceConstraint()}), "INVALID_ARGUMENT", "choice: () is not a list of texts"),
     (request_of(sampling={"truncate_prompt_tokens": 5}), "INVALID_ARGUMENT", "truncate_prompt_tokens"),
     (request_of(sampling={"seed": -1}), "INVALID_ARGUMENT", "0..2147483647"),
     (request_of(sampling={"logprobs": -1}), "INVALID_ARGUMENT", "logprobs"),

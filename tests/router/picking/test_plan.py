@@ -143,3 +143,18 @@ def test_without_a_decode_instance_nothing_is_decided() -> None:
     found = plan([view("decode", out="silent")], [view("prefill")])
     assert isinstance(found, NoPlan)
     assert found.disaggregation is None
+
+
+def test_a_constrained_request_goes_only_to_instances_that_support_it() -> None:
+    def able(role: Role, name: str = "") -> InstanceView:
+        one = view(role, name)
+        return replace(one, info=replace(one.info, supports_constraints=True))
+
+    decode, wanted = [view("decode", "old"), able("decode", "new")], choice(regex="a")
+    found = planned(decode, [view("prefill", "old"), able("prefill", "new")], wanted, mode="always")
+    assert found.prefill is not None
+    assert (found.decode.instance.key.address, found.prefill.instance.key.address) == ("new", "new")
+    none = plan(decode[:1], [able("prefill")], wanted)
+    assert isinstance(none, NoPlan)
+    assert "does not support constraints" in none.why
+    assert planned(decode[:1], [], choice()).decode.instance.key.address == "old"

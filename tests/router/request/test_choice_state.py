@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.sampling.params import SamplingParams
@@ -175,6 +176,15 @@ def test_sampling_parameters_survive_the_way_to_the_instance() -> None:
     assert not wire.HasField("n")
     wire.n = 3
     assert from_wire(wire, {}) == params
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [{"json_object": True}, {"json_schema": "{}"}, {"regex": "a"}, {"choice": ("a", "b")}, {"grammar": "root ::= [a]"}],
+)
+def test_a_constraint_survives_the_way_to_the_instance(constraint: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=None, **constraint)
+    assert from_wire(to_wire(params, 1), {}) == msgspec.structs.replace(params, seed=1)
 
 
 def test_values_of_the_request_override_the_models_defaults() -> None:

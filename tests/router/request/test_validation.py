@@ -135,6 +135,10 @@ CASES = [
         allowed_token_ids=common_pb2.TokenIds(ids=[20]),
         bad_word_ids=[common_pb2.TokenIds(ids=[20])],
     ),
+    sampling("46 regex", "at position 0: '[' cannot be read", regex="["),
+    sampling("50 type", "at /type: 'stsring' is not a type", json_schema='{"type": "stsring"}'),
+    sampling("54 1 MiB", "1..65536 bytes", json_schema=" " * 2**20),
+    sampling("59 ignore_eos", "contradicts a constraint", regex="a", ignore_eos=True, field="ignore_eos"),
     sampling("41 bad id", "out of range 0..299", bad_word_ids=[common_pb2.TokenIds(ids=[300])]),
 ]
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from protos.tandem.v1 import common_pb2
 from router.api.openai.requests import ChatBody, CompletionBody, RequestBody
 from serving.errors import InvalidArgument
 
@@ -52,6 +53,39 @@ def test_any_object_is_accepted_or_rejected(kind: type[RequestBody], body: dict[
 def test_any_bytes_are_accepted_or_rejected(kind: type[RequestBody], at: int, data: bytes) -> None:
     body = json.dumps(GOOD[kind] | {"temperature": 0.5, "stop": ["a"], "logit_bias": {"5": 1.5}, "n": 2}).encode()
     is_accepted(kind, body[:at] + data + body[at + len(data) :])
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
+CONSTRAINTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"response_format": {"type": "text"}}, {}),
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"json_schema": json.dumps(SCHEMA)},
+    ),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}),
+    ({"structured_outputs": {"json": "{}"}}, {"json_schema": "{}"}),
+    ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+    ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": common_pb2.Texts(texts=["a", "b"])}),
+    ({"structured_outputs": {"grammar": "root ::= [a]"}}, {"grammar": "root ::= [a]"}),
+    ({"guided_json": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a"]}, {"choice": common_pb2.Texts(texts=["a"])}),
+    ({"guided_grammar": "root ::= [a]"}, {"grammar": "root ::= [a]"}),
+]
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+@pytest.mark.parametrize(("given", "expected"), CONSTRAINTS, ids=lambda value: str(value)[:50])
+def test_a_constraint_keeps_its_meaning(
+    kind: type[RequestBody], given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    [request] = kind.parse(json.dumps(GOOD[kind] | given).encode()).requests("label")
+    wanted = common_pb2.SamplingParams(**expected)
+    assert request.sampling.WhichOneof("constraint") == wanted.WhichOneof("constraint")
+    for name in expected:
+        assert getattr(request.sampling, name) == getattr(wanted, name)
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])

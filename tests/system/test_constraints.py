@@ -1,0 +1,103 @@
+"""Constraints through whole stacks: handed over, or continued after a death, an answer is the aggregated engine's."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import grpc
+import jsonschema
+import pytest
+
+from tandem.client.errors import TandemError
+from tests.lively import random_prompt
+from tests.system.background_request import BackgroundRequest
+from tests.system.stacks import SETTLE_S, Stack, on, on_stack
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "rows": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9999}, "minItems": 8, "maxItems": 9},
+        "note": {"type": "string", "maxLength": 12},
+    },
+    "required": ["rows", "note"],
+}  # fmt: skip
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 200}
+CONSTRAINED: dict[str, dict[str, Any]] = {
+    "json_schema": {**SAMPLED, "json_schema": json.dumps(SCHEMA)},
+    "regex": {**SAMPLED, "temperature": 0.0, "regex": r"([a-z]{4,8} ){6,9}[a-z]+\."},
+    "choice": {**SAMPLED, "choice": ["a tandem has two saddles", "a tandem has one saddle", "no tandem has a saddle"]},
+    "grammar": {**SAMPLED, "grammar": 'root ::= "(" item{6,9} ")"\nitem ::= [a-f]{3,5} ";"'},
+}
+
+
+def assert_satisfied(text: str, kind: str) -> None:
+    if kind == "json_schema":
+        jsonschema.validate(json.loads(text), SCHEMA)
+    elif kind == "choice":
+        assert text in CONSTRAINED["choice"]["choice"]
+
+
+@on("shared_storage")
+@pytest.mark.parametrize("kind", CONSTRAINED)
+def test_a_handed_over_answer_is_the_aggregated_engines(stack: Stack, prompts: random.Random, kind: str) -> None:
+    prompt = random_prompt(prompts, 70)
+    completion = stack.generate(prompt, CONSTRAINED[kind])
+    stack.assert_exact(completion, prompt, CONSTRAINED[kind])
+    assert completion.usage.external_tokens > 0
+    assert completion.choices[0].finish_reason == "stop"
+    assert_satisfied(completion.text, kind)
+
+
+@on_stack("pair shared_storage")
+def test_each_of_several_choices_has_a_grammar_of_its_own(stack: Stack, prompts: random.Random) -> None:
+    completion = stack.generate(random_prompt(prompts, 40), {**CONSTRAINED["json_schema"], "n": 3})
+    assert len({choice.text for choice in completion.choices}) > 1
+    for choice in completion.choices:
+        assert_satisfied(choice.text, "json_schema")
+
+
+@on_stack("pair shared_storage")
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        ({"grammar": "root ::= foo"}, 'Rule "foo" is not defined'),  # known to the instance alone
+        ({"json_schema": '{"type": "string", "not": {}}'}, "at /: not is not supported"),
+    ],
+)
+def test_a_constraint_that_no_instance_can_follow_is_the_clients_error(
+    stack: Stack, prompts: random.Random, constraint: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TandemError, match=message) as raised:
+        stack.generate(random_prompt(prompts, 40), constraint)
+    assert raised.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@on_stack("killable shared_storage")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [
+        ("json_schema", "decoding"),
+        *(
+            pytest.param(kind, at, marks=pytest.mark.slow)
+            for kind in CONSTRAINED
+            for at in ("first token", "loading", "decoding")
+            if (kind, at) != ("json_schema", "decoding")
+        ),
+    ],
+)
+def test_an_answer_under_a_constraint_survives_a_killed_decode_instance(
+    killable: Stack, prompts: random.Random, kind: str, at: str
+) -> None:
+    prompt = random_prompt(prompts, 150)
+    with killable.stopped_at(at) as stop:
+        request = BackgroundRequest(killable.rig.address, prompt, **CONSTRAINED[kind])
+        stopped = stop.wait()
+        busy = [name for name in ("decode-0", "decode-1") if killable.busy(name)]
+        victim = stopped if stopped.startswith("decode") else (busy or ["decode-0"])[0]
+        killable.rig.kill(victim)
+    killable.assert_exact(request.completion(), prompt, CONSTRAINED[kind])
+    killable.rig.stack.restart(victim)
+    killable.wait_idle([name for name in killable.rig.stack.instances if name != victim], SETTLE_S)
