@@ -10,10 +10,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from tandem import Client
@@ -26,8 +27,12 @@ from tests.waiting import wait_until
 pytestmark = [on_stack("demo"), pytest.mark.usefixtures("shared_stack")]
 STORY = "Once upon a time there was a penguin called Penny who had a tandem, but nobody to sit on the back of it. " * 4
 CHAT: list[Any] = [{"role": "user", "content": "What is a tandem?"}]
-PAGE = Path(__file__).parents[2] / "docs/openai.md"
-EXAMPLES = re.findall(r"^```(sh|python)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("openai.md", "structured_output.md")]
+EXAMPLES = [
+    example
+    for page in PAGES
+    for example in re.findall(r"^```(sh|python)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+]
 
 
 @pytest.fixture
@@ -91,6 +96,52 @@ def test_a_stop_string_cuts_the_text(client: openai.OpenAI) -> None:
     assert cut.text == whole[: whole.index(stop)]
     assert cut.finish_reason == "stop"
     assert (cut.model_extra or {})["stop_reason"] == stop
+
+
+class Rider(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=12)
+    age: int = pydantic.Field(ge=0, le=150)
+    kind: Literal["captain", "stoker"] | None
+
+
+def test_openais_parse_helper_gets_what_it_asked_for(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model="demo", messages=CHAT, response_format=Rider, max_tokens=300)
+    assert isinstance(answer.choices[0].message.parsed, Rider)
+    with client.chat.completions.stream(
+        model="demo", messages=CHAT, response_format=Rider, max_tokens=300, seed=3
+    ) as stream:
+        streamed = stream.get_final_completion()
+    assert isinstance(streamed.choices[0].message.parsed, Rider)
+
+
+def test_json_that_max_tokens_cuts_ends_with_length(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="demo", messages=CHAT, response_format={"type": "json_object"}, max_tokens=2
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.choices[0].message.content or "").startswith("{")
+
+
+def test_vllms_names_constrain_both_endpoints(client: openai.OpenAI) -> None:
+    regex = {"structured_outputs": {"regex": r"\d{3}-\d{4}"}}
+    by_regex = client.completions.create(model="demo", prompt=STORY, extra_body=regex)
+    assert re.fullmatch(r"\d{3}-\d{4}", by_regex.choices[0].text)
+    choice = {"guided_choice": ["yes", "no"]}
+    assert client.chat.completions.create(model="demo", messages=CHAT, extra_body=choice).choices[
+        0
+    ].message.content in (
+        "yes",
+        "no",
+    )
+
+
+def test_a_schema_that_cannot_be_followed_names_the_keyword(client: openai.OpenAI) -> None:
+    unsupported: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "not": {}}}}
+    with pytest.raises(openai.BadRequestError, match="at /: not is not supported") as raised:
+        client.chat.completions.create(model="demo", messages=CHAT, response_format=unsupported)
+    assert raised.value.param == "response_format"
+    with pytest.raises(openai.BadRequestError, match='Rule "foo" is not defined') as raised:
+        client.completions.create(model="demo", prompt="x", extra_body={"guided_grammar": "root ::= foo"})
 
 
 def test_a_client_that_leaves_in_mid_stream_frees_everything(rig: Rig, client: openai.OpenAI) -> None:

@@ -48,6 +48,7 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("generate", "hi"), "tandem up"),
         (("generate", "hi", "--address", "127.0.0.1:1"), "no router answers at 127.0.0.1:1"),
         (("generate", "hi", "--system", "x"), "--chat"),
+        (("generate", "hi", "--json-schema", "missing.json"), "neither a JSON object nor a readable file"),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_type(args: tuple[str, ...], hint: str) -> None:
