@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -220,12 +220,25 @@ class GrammarMasks:
         return found
 
 
-_EXCLUDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
-_EXCLUDED_OF_BYTE: npt.NDArray[Any] = _EXCLUDED.astype(np.float32)
-"""[256, 8]: what is added to the logits of eight tokens, by their byte of the mask."""
+_ADDED_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_ADDED = np.where(_ADDED_BITS, np.float32(0.0), np.float32(-np.inf))
+"""float32 [256, 8]: what is added to the logits of eight tokens, by their byte of the mask."""
+_FEW = 16
 
 
 def _exclude(logits: npt.NDArray[np.float32], masks: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
-    """Without branches: xgrammar's own loop over the bits takes ten times as long for masks that exclude much."""
+    """Without a loop over bits: xgrammar's own takes five times as long for masks that exclude much."""
+    vocab_size = logits.shape[1]
     for row in rows:
-        logits[row] += _EXCLUDED_OF_BYTE[masks[row].view(np.uint8)].reshape(-1)[: logits.shape[1]]
+        mask = masks[row].view(np.uint8)
+        is_allowed = np.unpackbits(mask, count=vocab_size, bitorder="little").view(np.bool_)
+        num_allowed = np.count_nonzero(is_allowed)
+        if num_allowed * _FEW < vocab_size:
+            allowed = np.flatnonzero(is_allowed)
+            kept = logits[row, allowed]
+            logits[row] = -np.inf
+            logits[row, allowed] = kept
+        elif (vocab_size - num_allowed) * _FEW < vocab_size:
+            logits[row, np.flatnonzero(~is_allowed)] = -np.inf
+        else:
+            logits[row] += _ADDED[mask].reshape(-1)[:vocab_size]

@@ -31,8 +31,9 @@ def from_wire(message: common_pb2.SamplingParams, defaults: Mapping[str, Any]) -
         values["allowed_token_ids"] = tuple(message.allowed_token_ids.ids)
     if message.bad_word_ids:
         values["bad_word_ids"] = tuple(tuple(sequence.ids) for sequence in message.bad_word_ids)
-    if (name := message.WhichOneof("constraint")) is not None:
-        values[name] = tuple(message.choice.texts) if name == "choice" else getattr(message, name)
+    if (constraint := message.WhichOneof("constraint")) is not None:
+        is_choice = constraint == "choice"
+        values[constraint] = tuple(message.choice.texts) if is_choice else getattr(message, constraint)
     return SamplingParams(**values)
 
 
@@ -49,10 +50,11 @@ def to_wire(params: SamplingParams, seed: int | None) -> common_pb2.SamplingPara
     if params.allowed_token_ids is not None:
         message.allowed_token_ids.ids.extend(params.allowed_token_ids)
     message.bad_word_ids.extend(common_pb2.TokenIds(ids=ids) for ids in params.bad_word_ids)
-    for name in CONSTRAINTS:
-        if value := getattr(params, name):
-            given = common_pb2.Texts(texts=value) if name == "choice" else value
-            message.MergeFrom(common_pb2.SamplingParams(**{name: given}))
+    for constraint in CONSTRAINTS:
+        if constraint != "choice" and (value := getattr(params, constraint)):
+            setattr(message, constraint, value)
+    if params.choice is not None:
+        message.choice.texts.extend(params.choice)
     return message
 
 

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import xgrammar
 
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
@@ -304,14 +303,17 @@ def test_equal_constraints_are_compiled_once_and_the_cache_is_bounded(
     assert woken
 
 
-def test_the_mask_on_cpu_is_xgrammars() -> None:
+@pytest.mark.parametrize("num_allowed", [0, 3, 500, 997, 1000])
+def test_a_mask_excludes_the_tokens_of_its_rows(num_allowed: int) -> None:
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
-    masks = np.random.default_rng(0).integers(-(2**31), 2**31, (3, 32), np.int32)
-    expected = logits.clone()
-    xgrammar.apply_token_bitmask_inplace(expected, torch.from_numpy(masks), indices=[0, 2])
-    grammar._exclude(logits.numpy(), masks, [0, 2])
+    source = np.random.default_rng(num_allowed)
+    bits = np.zeros((3, 1024), np.uint8)
+    for row in bits:
+        row[source.choice(1000, num_allowed, replace=False)] = 1
+    expected = logits.masked_fill(torch.from_numpy(bits[:, :1000] == 0), -torch.inf)
+    expected[1] = logits[1]
+    grammar._exclude(logits.numpy(), np.packbits(bits, axis=1, bitorder="little").view(np.int32), [0, 2])
     assert torch.equal(logits, expected)
-    assert logits[1].isfinite().all()
 
 
 def test_constraints_travel_between_processes() -> None:
