@@ -55,7 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Fraction of the blocks that transfers may hold before new hand-over requests wait."""
     reservation_s: float = 30.0
     """How long a request with reserved blocks may wait for its KV or its seed."""
-    grammar_s: float = 30.0
+    grammar_s: float = 60.0
     """How long a request may wait until its constraint is compiled."""
     kv_connector: KVConnectorConfig = KVConnectorConfig()
     process_setup: str = ""

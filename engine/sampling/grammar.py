@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import xgrammar
 
 _NUM_THREADS = 2
-_NICENESS = 10
-"""Of the compiling threads: steps of running requests go first."""
+_NICENESS = 5
+"""Of the compiling threads: three quarters of a shared core are left to the steps."""
 MAX_CACHE_BYTES = 64 * 2**20
 _MAX_ERROR_CHARS = 200
 _CONTROL_BYTES = frozenset(range(0x20)) - {ord("\n")}
@@ -124,10 +124,11 @@ class _Library:
                 from xgrammar import GrammarCompiler, TokenizerInfo
 
                 vocabulary = self._vocabulary(is_json=is_json)
-                # It wants a stop token; each request's matcher has its own.
-                info = TokenizerInfo(vocabulary, vocab_size=self._vocab_size, stop_token_ids=[0])
-                compiler = GrammarCompiler(info, max_threads=1, cache_enabled=False)
                 textless_ids = frozenset(token_id for token_id, text in enumerate(vocabulary) if not text)
+                # Each request's matcher has its own stop tokens. One that is given here could never be text.
+                stop_ids = sorted(textless_ids)[:1]
+                info = TokenizerInfo(vocabulary, vocab_size=self._vocab_size, stop_token_ids=stop_ids)
+                compiler = GrammarCompiler(info, max_threads=1, cache_enabled=False)
                 self._compilers[is_json] = compiler, textless_ids
             return self._compilers[is_json]
 

@@ -11,15 +11,16 @@ from xgrammar import CompiledGrammar, GrammarMatcher
 from engine.sampling.grammar import GrammarCompiler
 from engine.sampling.params import SamplingParams
 
-END = 0
 _UNUSUAL = [bytes([one]) for one in b'"\\\x00\x01\x1f\t\n\xc2\xe2']
 
 
 class Walker:
     """Walks over a vocabulary of single bytes and a few longer tokens; `folder` has its tokenizer."""
 
-    def __init__(self, folder: Path, vocabulary: list[bytes]) -> None:
+    def __init__(self, folder: Path, vocabulary: list[bytes], end: int) -> None:
+        """`end` is the EOS token."""
         self._vocabulary = vocabulary
+        self._end = end
         self._compiler = GrammarCompiler(folder, len(vocabulary), wake=lambda: None)
 
     def compiled(self, params: SamplingParams) -> CompiledGrammar:
@@ -35,7 +36,7 @@ class Walker:
         return [walk.decode() for walk in walks if walk is not None]
 
     def _walk(self, grammar: CompiledGrammar, source: random.Random, *, longest: int = 300) -> bytes | None:
-        matcher = GrammarMatcher(grammar, override_stop_tokens=[END])
+        matcher = GrammarMatcher(grammar, override_stop_tokens=[self._end])
         mask = np.zeros((1, -(-len(self._vocabulary) // 32)), np.int32)
         output = b""
         for length in range(longest):
@@ -44,9 +45,9 @@ class Walker:
             # negated classes admit the bytes of a lone surrogate, which no text has
             allowed = [one for one in np.flatnonzero(bits).tolist() if self._vocabulary[one] != b"\xed"]
             assert allowed, f"nothing may follow {output!r}"
-            if END in allowed and (len(allowed) == 1 or source.random() < 0.3):
+            if self._end in allowed and (len(allowed) == 1 or source.random() < 0.3):
                 return output
-            token_id = self._drawn([one for one in allowed if one != END], source, length)
+            token_id = self._drawn([one for one in allowed if one != self._end], source, length)
             assert matcher.accept_token(token_id)
             output += self._vocabulary[token_id]
         return None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.errors import InvalidRequest
 from engine.sampling.params import SamplingParams, validate
 from engine.text.tokenizer import Tokenizer
-from tests.engine.sampling.grammar_walks import END, Walker
+from tests.engine.sampling.grammar_walks import Walker
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
 STRING = {"type": "string"}
@@ -40,8 +40,9 @@ def walker(tmp_path_factory: pytest.TempPathFactory) -> Walker:
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.token_bytes is not None
     vocabulary = [tokenizer.token_bytes.of(token_id) for token_id in range(backend.get_vocab_size())]
-    assert END not in tokenizer.special_ids
-    return Walker(folder, vocabulary)
+    end = tokenizer.token_id("<|im_end|>")
+    assert end is not None
+    return Walker(folder, vocabulary, end)
 
 
 # What is rejected

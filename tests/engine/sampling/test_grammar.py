@@ -122,6 +122,13 @@ def test_a_finished_output_satisfies_its_constraint(llm: LLM, kind: str, tempera
     assert len({output.text for output in answer.outputs}) > 1 or not temperature or kind == "choice"
 
 
+def test_every_token_with_text_may_be_part_of_an_output(llm: LLM) -> None:
+    """The first of a vocabulary, too: an exclamation mark, in the usual byte-level ones."""
+    assert llm.tokenizer is not None
+    assert llm.tokenizer.decode([0]) == "!"
+    assert generate(llm, choice=["!!"]).token_ids[:2] == [0, 0]
+
+
 def test_max_tokens_ends_an_output_in_the_middle_with_length(llm: LLM) -> None:
     output = generate(llm, json_schema=SCHEMA, max_tokens=5)
     assert output.finish_reason == "length"
