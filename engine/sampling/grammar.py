@@ -125,9 +125,9 @@ class _Library:
 
                 vocabulary = self._vocabulary(is_json=is_json)
                 textless_ids = frozenset(token_id for token_id, text in enumerate(vocabulary) if not text)
-                # Each request's matcher has its own stop tokens. One that is given here could never be text.
-                stop_ids = sorted(textless_ids)[:1]
-                info = TokenizerInfo(vocabulary, vocab_size=self._vocab_size, stop_token_ids=stop_ids)
+                # Each request's matcher has its own stop tokens. One given here would have no text, and where a matcher
+                # has others it would be allowed as an empty text.
+                info = TokenizerInfo(vocabulary, vocab_size=self._vocab_size, stop_token_ids=[])
                 compiler = GrammarCompiler(info, max_threads=1, cache_enabled=False)
                 self._compilers[is_json] = compiler, textless_ids
             return self._compilers[is_json]
