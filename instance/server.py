@@ -23,6 +23,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from engine.core.async_engine import AsyncEngine
 from engine.generation_config import GenerationDefaults
+from engine.sampling.constraints import has_xgrammar
 from engine.text.tokenizer import Tokenizer, supports_constraints
 from instance.config import InstanceSettings, engine_config
 from instance.convert import Limits, common_fields
@@ -234,7 +235,7 @@ class InstanceServer:
             identity=identity_to_proto(self.identity),
             model=self.settings.model_name,
             block_size=self.identity.block_size,
-            supports_constraints=supports_constraints(self.choices.tokenizer),
+            supports_constraints=has_xgrammar() and supports_constraints(self.choices.tokenizer),
             **common_fields(self.engine.info, instance_pb2.GetInstanceInfoResponse),
         )
 

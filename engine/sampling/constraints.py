@@ -9,6 +9,7 @@ Free of torch.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -22,6 +23,8 @@ MAX_TEXTS = 1000
 _MAX_GROUPS = 100
 """Groups of a regular expression inside each other."""
 
+INSTALL_XGRAMMAR = "pip install -c constraints.txt '.[structured-output]' in the checkout"
+
 CONSTRAINTS = ("json_object", "json_schema", "regex", "choice", "grammar")
 """The fields of SamplingParams of which at most one may be set."""
 
@@ -31,6 +34,11 @@ class Constraint(NamedTuple):
 
     kind: Literal["json_schema", "regex", "grammar"]
     source: str
+
+
+def has_xgrammar() -> bool:
+    """Whether this installation can compile constraints; it takes 1 GB, so xgrammar is an extra."""
+    return importlib.util.find_spec("xgrammar") is not None
 
 
 def check_constraint(fields: dict[str, Any]) -> Constraint | None:

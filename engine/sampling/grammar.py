@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import InvalidRequest
-from engine.sampling.constraints import Constraint
+from engine.sampling.constraints import INSTALL_XGRAMMAR, Constraint, has_xgrammar
 from engine.scheduling.request import Request
 from engine.text.tokenizer import Tokenizer
 
@@ -121,6 +121,10 @@ class _Library:
     def _compiler(self, *, is_json: bool) -> tuple[xgrammar.GrammarCompiler, frozenset[int]]:
         with self._lock:
             if is_json not in self._compilers:
+                if not has_xgrammar():
+                    raise InvalidRequest(
+                        "constraint", f"requires xgrammar, which is not installed: {INSTALL_XGRAMMAR}", "no constraint"
+                    )
                 from xgrammar import GrammarCompiler, TokenizerInfo
 
                 vocabulary = self._vocabulary(is_json=is_json)

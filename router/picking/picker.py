@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from engine.sampling.constraints import INSTALL_XGRAMMAR
 from router.picking.scorers import ViewScorer, queue_score
 from router.pools.instance_info import Identity, InstanceKey, InstanceView, Mismatch
 
@@ -59,7 +60,9 @@ def same_identity(identity: Identity) -> Filter:
 
 def supports_constraints(view: InstanceView) -> str | None:
     """Only instances that do not ignore a request's constraint."""
-    return None if view.info.supports_constraints else "does not support constraints"
+    if view.info.supports_constraints:
+        return None
+    return f"does not support constraints, which require a tokenizer and xgrammar ({INSTALL_XGRAMMAR})"
 
 
 def pairs_with(decode: InstanceView) -> Filter:

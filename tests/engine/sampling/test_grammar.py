@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,8 +23,8 @@ from engine.core.messages import AbortRequests, AddRequest, EngineRequest, Token
 from engine.errors import InvalidRequest
 from engine.llm import CompletionOutput
 from engine.sampling import grammar
-from engine.sampling.constraints import Constraint
-from engine.sampling.grammar import GrammarCompiler
+from engine.sampling.constraints import Constraint, has_xgrammar
+from engine.sampling.grammar import GrammarCompiler, _Library
 from tests.builders import lively_checkpoint
 from tests.oracle import random_prompts
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
@@ -127,6 +128,14 @@ def test_every_token_with_text_may_be_part_of_an_output(llm: LLM) -> None:
     assert llm.tokenizer is not None
     assert llm.tokenizer.decode([0]) == "!"
     assert generate(llm, choice=["!!"]).token_ids[:2] == [0, 0]
+
+
+def test_without_xgrammar_a_constraint_is_rejected_with_what_to_type(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    library = _Library(Path(), 100)
+    with pytest.raises(InvalidRequest, match=r"pip install .*structured-output"):
+        library.compile(Constraint("regex", "a"))
+    assert not has_xgrammar()
 
 
 def test_max_tokens_ends_an_output_in_the_middle_with_length(llm: LLM) -> None:
