@@ -31,8 +31,9 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.instance_call import TransferReleases
 from router.metrics import RouterCollector
 from router.picking.affinity import Affinity
+from router.picking.plan import servable
 from router.pools.discovery import ServiceDiscovery, discovery_of, parse_targets
-from router.pools.instance_info import Role
+from router.pools.instance_info import InstanceView, Role
 from router.pools.pool import Pools
 from router.pools.throughput import ThroughputEstimator
 from router.request.caller import Callers
@@ -87,7 +88,7 @@ class RouterApp:
             ),
         )
         self.admission = AdmissionController(
-            settings.admission, lambda: capacity_of(self.pools.decode.views(), self.pools.prefill.views())
+            settings.admission, lambda: capacity_of(self._servable(), self.pools.prefill.views())
         )
         self.affinity = Affinity(settings.picking, decides_by_prefix=settings.disaggregation.mode == "auto")
         self.safeguards = Safeguards(
@@ -215,8 +216,11 @@ class RouterApp:
             await self._http.start()
 
     def is_ready(self) -> bool:
-        needs_prefill = self._settings.disaggregation.mode == "always"
-        return self.pools.decode.num_ready() > 0 and (not needs_prefill or self.pools.prefill.num_ready() > 0)
+        return bool(self._servable())
+
+    def _servable(self) -> list[InstanceView]:
+        """The decode instances that new requests can go to now."""
+        return servable(self.pools.decode.views(), self.pools.prefill.views(), self._settings.disaggregation)
 
     async def drain(self) -> bool:
         """Drains as the module says; False if requests were cut off at the end of the grace."""

@@ -70,6 +70,19 @@ def pairs_with(decode: InstanceView) -> Filter:
     return lambda view: _described(decode.pairing_mismatch(view))
 
 
+def has_partner(prefill: Sequence[InstanceView], filters: Sequence[Filter]) -> Filter:
+    """Only decode instances that can load the KV of one of the `prefill` instances that pass `filters`."""
+    kinds = {view.info.pairing: view for view in prefill if rejection(view, filters) is None}
+
+    def check(decode: InstanceView) -> str | None:
+        if decode.info.pairing in kinds:
+            return None
+        reasons = [f"{view.instance_id}: {pairs_with(decode)(view)}" for view in kinds.values()]
+        return f"no prefill instance pairs with it ({'; '.join(reasons) or 'none is available'})"
+
+    return check
+
+
 def _described(mismatch: Mismatch | None) -> str | None:
     return f"{mismatch.field} is {mismatch.theirs}, not {mismatch.ours}" if mismatch else None
 

@@ -1,6 +1,9 @@
 """Where an attempt runs: a pure decision over snapshots of both pools, and its explanation for operators.
 
 filter, score, pick a decode instance ─▶ a prefill instance that can pair with it ─▶ split or not ─▶ Plan | NoPlan
+
+Where every request is split (`always`), only decode instances with such a prefill instance are candidates, so that a
+pair is found whenever there is one. Elsewhere each decode instance can serve alone.
 """
 
 from __future__ import annotations
@@ -60,7 +63,14 @@ def make_plan(
     filters = picker.default_filters(excluded, choice.required_identity)
     if choice.request.params.is_constrained:
         filters.append(picker.supports_constraints)
-    decode = picker.pick(decode_views, filters, rng=rng, scorer=criteria.decode, preferred=choice.decode_key)
+    candidates = servable(decode_views, prefill_views, settings, filters)
+    decode = picker.pick(
+        candidates or decode_views,  # without a candidate, for a stream that has begun and goes on alone
+        filters,
+        rng=rng,
+        scorer=criteria.decode,
+        preferred=choice.decode_key,
+    )
     if isinstance(decode, NoPick):
         return NoPlan("no decode instance is available", decode.why)
     prefill = picker.pick(
@@ -85,6 +95,24 @@ def make_plan(
         work = Work(num_to_prefill, situation.num_ahead_at_prefill, situation.num_uncached)
         return Plan(decode, prefill, disaggregation, work)
     return Plan(decode, None, disaggregation, Work(situation.num_uncached, situation.num_ahead_at_decode))
+
+
+def servable(
+    decode_views: Sequence[InstanceView],
+    prefill_views: Sequence[InstanceView],
+    settings: DisaggregationSettings,
+    filters: Sequence[Filter] = (picker.ready,),
+) -> list[InstanceView]:
+    """The decode instances that a new request could go to, of those that pass `filters`."""
+    filters = _for_new(prefill_views, settings, filters)
+    return [view for view in decode_views if picker.rejection(view, filters) is None]
+
+
+def _for_new(
+    prefill_views: Sequence[InstanceView], settings: DisaggregationSettings, filters: Sequence[Filter]
+) -> Sequence[Filter]:
+    """With what a decode instance must pass for a new request."""
+    return [*filters, picker.has_partner(prefill_views, filters)] if settings.mode == "always" else filters
 
 
 def _situation(
@@ -158,7 +186,8 @@ def explain(
     settings: DisaggregationSettings,
     rng: random.Random,
 ) -> pools_pb2.ExplainPickResponse:
-    """The plan that `make_plan` would make for `request` now, with each instance's score. Nothing is recorded."""
+    """The plan that `make_plan` would make for `request` now: each instance's score, or why it was left out, and the
+    pairs. Nothing is recorded."""
     known, num_tokens = RequestAffinity(affinity, request), request.num_prompt_tokens
     criteria, choice = known.criteria(num_tokens), Choice(request, 0)
     plan = make_plan(decode_views, prefill_views, choice, frozenset(), settings, rng, criteria)
@@ -171,8 +200,12 @@ def explain(
     pairing = [*filters, picker.pairs_with(decode)] if decode else filters
     prefill_key = plan.prefill.instance.key if isinstance(plan, Plan) and plan.prefill else None
     decode_facts, prefill_facts = known.facts("decode", num_tokens), known.facts("prefill", num_tokens)
+    decode_filters = _for_new(prefill_views, settings, filters) if isinstance(plan, Plan) else filters
+    decode_key = decode.key if decode else None
+    candidates = _candidates(decode_views, decode_filters, affinity.decode, decode_facts, decode_key)
+    _add_partners(candidates, decode_views, prefill_views)
     return pools_pb2.ExplainPickResponse(
-        decode=_candidates(decode_views, filters, affinity.decode, decode_facts, decode.key if decode else None),
+        decode=candidates,
         prefill=_candidates(prefill_views, pairing, affinity.prefill, prefill_facts, prefill_key),
         disaggregated=plan.prefill is not None if isinstance(plan, Plan) else None,
         reason=plan.disaggregation.explanation if isinstance(plan, Plan) else plan.message,
@@ -198,3 +231,13 @@ def _candidates(
             candidate.picked = view.key == picked
         candidates.append(candidate)
     return sorted(candidates, key=lambda one: (one.rejected != "", one.score, not one.picked, one.instance_id))
+
+
+def _add_partners(
+    candidates: list[pools_pb2.Candidate], decode_views: Sequence[InstanceView], prefill_views: Sequence[InstanceView]
+) -> None:
+    views = {view.key.address: view for view in decode_views}
+    for candidate in candidates:
+        filters = [picker.ready, picker.pairs_with(views[candidate.address])]
+        partners = [view.instance_id for view in prefill_views if picker.rejection(view, filters) is None]
+        candidate.partners.extend(sorted(partners))

@@ -91,6 +91,11 @@ class InstanceInfo:
     max_num_batched_tokens: int = 0
     supports_constraints: bool = False
 
+    @property
+    def pairing(self) -> tuple[Identity, str]:
+        """Instances hand KV over to each other when this is equal."""
+        return self.identity, self.kv_connector
+
     @classmethod
     def from_wire(cls, message: instance_pb2.GetInstanceInfoResponse) -> InstanceInfo:
         values = _same_named(cls, message)

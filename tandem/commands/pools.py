@@ -296,6 +296,7 @@ def _explain(
 
 def _pick_text(answer: pools_pb2.ExplainPickResponse) -> str:
     lines: list[str] = []
+    is_mixed = len({tuple(one.partners) for one in answer.decode if not one.rejected}) > 1
     for pool, candidates in (("decode", answer.decode), ("prefill", answer.prefill)):
         lines += [f"{pool} pool, lowest score first" if candidates else f"{pool} pool: empty"]
         rows = [
@@ -303,7 +304,7 @@ def _pick_text(answer: pools_pb2.ExplainPickResponse) -> str:
                 "  →" if one.picked else "   ",
                 one.instance_id or one.address,
                 "ignored" if one.rejected else f"{one.score:g}",
-                one.rejected or " + ".join(f"{part.weight:g} × {part.scorer} {part.value:g}" for part in one.parts),
+                one.rejected or _scored(one, with_partners=is_mixed and pool == "decode"),
             )
             for one in candidates
         ]
@@ -316,6 +317,13 @@ def _pick_text(answer: pools_pb2.ExplainPickResponse) -> str:
     return "\n".join(lines)
 
 
+def _scored(candidate: pools_pb2.Candidate, *, with_partners: bool) -> str:
+    """The parts of its score, and while the instances do not all pair with each other, those that it pairs with."""
+    parts = " + ".join(f"{part.weight:g} × {part.scorer} {part.value:g}" for part in candidate.parts)
+    partners = ", ".join(candidate.partners) or "no prefill instance"
+    return f"{parts}; pairs with {partners}" if with_partners else parts
+
+
 def _pick_as_dict(answer: pools_pb2.ExplainPickResponse) -> dict[str, Any]:
     def candidate(one: pools_pb2.Candidate) -> dict[str, Any]:
         parts = [_fields(part, "scorer", "value", "weight") for part in one.parts]
@@ -323,7 +331,7 @@ def _pick_as_dict(answer: pools_pb2.ExplainPickResponse) -> dict[str, Any]:
         return {"instance": one.instance_id, "address": one.address, "picked": one.picked, **result}
 
     return {
-        "decode": [candidate(one) for one in answer.decode],
+        "decode": [candidate(one) | {"partners": [*one.partners]} for one in answer.decode],
         "prefill": [candidate(one) for one in answer.prefill],
         "disaggregated": answer.disaggregated if answer.HasField("disaggregated") else None,
         "reason": answer.reason,

@@ -47,6 +47,8 @@ class Behaviour:
     """Ends with STOP at the token with this index."""
     supports_constraints: bool = True
     """False: one of a time before constraints, which would ignore them."""
+    weights: int = 0
+    """Its tokens are those of the request's seed plus this: another number stands for other weights."""
     streams_tokens: bool = True
     """False: one of a time before token streams, which answers each Decode in its own call."""
     slots: int | None = None

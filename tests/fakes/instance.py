@@ -115,6 +115,12 @@ class FakeInstance:
         await server.start()
         self._server = server
 
+    async def replace(self, **identity: Any) -> None:
+        """Another process with these values in its identity takes its place at the same address."""
+        await self.kill()
+        self._identity.update(identity)
+        await self.restart()
+
     async def kill(self) -> None:
         """What the network sees of a SIGKILL: every call broken, the port closed."""
         server, self._server = self._server, None
@@ -248,7 +254,8 @@ class FakeInstance:
             await self._misbehave(request, position)
             if position == behaviour.stale_at:
                 yield common_pb2.TokenChunk(stream_epoch=request.stream_epoch - 1, token_index=0, token_ids=[9])
-            token_id = token_at(request.prompt_token_ids, params.seed, request.choice, position)
+            seed = params.seed + behaviour.weights
+            token_id = token_at(request.prompt_token_ids, seed, request.choice, position)
             chunk = common_pb2.TokenChunk(
                 stream_epoch=request.stream_epoch,
                 choice=request.choice,

@@ -437,6 +437,7 @@ class Candidate(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     PICKED_FIELD_NUMBER: _builtins.int
+    PARTNERS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Stable name."""
     address: _builtins.str
@@ -451,6 +452,10 @@ class Candidate(_message.Message):
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScorePart]:
         """In the order of the settings."""
 
+    @_builtins.property
+    def partners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In the decode pool: the ready prefill instances that it can pair with, by name."""
+
     def __init__(
         self,
         *,
@@ -460,10 +465,11 @@ class Candidate(_message.Message):
         score: _builtins.float = ...,
         parts: _abc.Iterable[Global___ScorePart] | None = ...,
         picked: _builtins.bool = ...,
+        partners: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "parts", b"parts", "picked", b"picked", "rejected", b"rejected", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "partners", b"partners", "parts", b"parts", "picked", b"picked", "rejected", b"rejected", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

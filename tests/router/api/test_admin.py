@@ -128,6 +128,19 @@ async def test_an_explanation_names_rejected_instances_and_why(run: Run) -> None
         assert "no prefill instance" in answer.reason
 
 
+async def test_an_explanation_names_the_pairs_and_what_has_no_partner(run: Run) -> None:
+    decode = [FakeInstance("decode", "alone", identity={"fingerprint": "f1"}), FakeInstance("decode", "paired")]
+    decode[1].behaviour.num_running = 3
+    async with operator(run, prefill=2, decode=decode, disaggregation={"mode": "always"}) as (_, stub):
+        answer = await stub.ExplainPick(asked(PROMPT), timeout=TIMEOUT_S)
+        assert [(one.instance_id, one.picked, [*one.partners]) for one in answer.decode] == [
+            ("paired", True, ["prefill-0", "prefill-1"]),
+            ("alone", False, []),
+        ]
+        assert answer.decode[1].rejected.startswith("no prefill instance pairs with it (prefill-")
+        assert answer.decode[1].rejected.endswith(": fingerprint is f0, not f1)")
+
+
 async def test_a_request_that_cannot_be_served_is_explained_too(run: Run) -> None:
     async with operator(run, prefill=0, disaggregation={"mode": "always"}) as (_, stub):
         answer = await stub.ExplainPick(asked(PROMPT), timeout=TIMEOUT_S)

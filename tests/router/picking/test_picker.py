@@ -11,6 +11,7 @@ from router.picking.picker import (
     NoPick,
     Pick,
     default_filters,
+    has_partner,
     not_excluded,
     pairs_with,
     pick,
@@ -81,6 +82,15 @@ def test_instances_pair_only_when_identity_and_connector_are_equal() -> None:
         == "kv_connector is nixl, not "
     )
     assert same_identity(other.identity)(decode) == "dtype is , not bfloat16"
+
+
+def test_a_decode_instance_without_a_partner_is_left_out_with_the_difference() -> None:
+    decode, old = view("d"), view("p")
+    new = replace(old, info=replace(old.info, identity=Identity(fingerprint="g")))
+    assert has_partner([new, old], [ready])(decode) is None
+    assert has_partner([new], [ready])(decode) == "no prefill instance pairs with it (p: fingerprint is g, not f)"
+    gone = replace(old, out="draining")
+    assert has_partner([gone], [ready])(decode) == "no prefill instance pairs with it (none is available)"
 
 
 def test_filters_that_would_let_everyone_pass_are_left_out() -> None:

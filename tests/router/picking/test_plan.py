@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from engine.sampling.params import SamplingParams
 from router.picking.disaggregation import Decision, Reason
-from router.picking.plan import NoPlan, Plan, make_plan
+from router.picking.plan import NoPlan, Plan, make_plan, servable
 from router.picking.scorers import Criteria
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
@@ -137,6 +137,53 @@ def test_incompatible_instances_are_never_paired() -> None:
     odd = view("prefill", identity=replace(IDENTITY, dtype="bfloat16"))
     assert planned([view("decode")], [odd]).prefill is None
     assert isinstance(plan([view("decode")], [odd], mode="always"), NoPlan)
+
+
+NEW = replace(IDENTITY, weights_digest="new")
+
+
+def test_always_picks_the_best_decode_instance_that_has_a_partner() -> None:
+    decode = [view("decode", "alone", identity=NEW), view("decode", "busy", num_waiting=9), view("decode", "paired")]
+    found = planned(decode, [view("prefill", "old")], mode="always")
+    assert found.prefill is not None
+    assert (found.decode.instance.instance_id, found.prefill.instance.instance_id) == ("paired", "old")
+    assert found.decode.num_candidates == 2
+
+
+def test_a_partner_that_may_not_be_picked_is_none() -> None:
+    decode = [view("decode", "old"), view("decode", "new", identity=NEW, num_waiting=9)]
+    prefill = [view("prefill", "gone", out="draining"), view("prefill", "stays", identity=NEW)]
+    assert planned(decode, prefill, mode="always").decode.instance.instance_id == "new"
+
+
+def test_where_decode_instances_prefill_too_the_best_one_needs_no_partner() -> None:
+    decode = [view("decode", "alone", identity=NEW), view("decode", "paired", num_waiting=1)]
+    for mode in ("auto", "never"):
+        found = planned(decode, [view("prefill")], mode=mode)
+        assert (found.decode.instance.instance_id, found.prefill) == ("alone", None)
+
+
+def test_a_stream_that_has_begun_goes_on_with_a_partner_of_its_version_or_else_alone() -> None:
+    begun = choice(1000, emitted=3)
+    begun.at(view("decode", "gone"), None)
+    decode = [view("decode", "new", identity=NEW), view("decode", "old", num_waiting=9)]
+    prefill = [view("prefill", "p-new", identity=NEW)]
+    alone = planned(decode, prefill, begun, mode="always")
+    assert (alone.decode.instance.instance_id, alone.disaggregation.reason) == ("old", Reason.ALONE)
+    paired = planned(decode, [*prefill, view("prefill", "p-old")], begun, mode="always")
+    assert paired.prefill is not None
+    assert (paired.decode.instance.instance_id, paired.prefill.instance.instance_id) == ("old", "p-old")
+
+
+def test_only_what_has_a_partner_is_servable_where_every_request_is_split() -> None:
+    decode = [view("decode", "a"), view("decode", "b", identity=NEW), view("decode", "c", out="draining")]
+
+    def names(mode: Literal["always", "auto"]) -> list[str]:
+        settings = DisaggregationSettings(mode=mode)
+        return [one.instance_id for one in servable(decode, [view("prefill")], settings)]
+
+    assert names("always") == ["a"]
+    assert names("auto") == ["a", "b"]
 
 
 def test_without_a_decode_instance_nothing_is_decided() -> None:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import grpc.aio
@@ -277,16 +277,33 @@ async def test_requests_that_find_no_partner_log_it_once(run: Run, caplog: pytes
     assert sum("layout_digest" in record.getMessage() for record in caplog.records) == 2  # of the pair, of the request
 
 
-async def test_each_request_pairs_within_its_own_version(run: Run) -> None:
-    def version(role: str, name: str) -> FakeInstance:
-        return FakeInstance(role, f"{role}-{name}", identity={"fingerprint": name})  # type: ignore[arg-type]
+def version(role: Literal["prefill", "decode"], name: str) -> FakeInstance:
+    return FakeInstance(role, f"{role}-{name}", identity={"fingerprint": name})
 
-    fakes = [version(role, name) for role in ("prefill", "decode") for name in ("old", "new")]
+
+async def test_each_request_pairs_within_its_own_version(run: Run) -> None:
+    roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
+    fakes = [version(role, name) for role in roles for name in ("old", "new")]
     async with run(prefill=fakes[:2], decode=fakes[2:]) as rig:
         for answer in await asyncio.gather(*(rig.generate(request_of()) for _ in range(20))):
             prefill, decode = answer.trailers["tandem-prefill"], answer.trailers["tandem-decode"]
             assert prefill.removeprefix("prefill") == decode.removeprefix("decode")
         assert all(fake.recorded("token") for fake in fakes)
+
+
+async def test_no_request_is_refused_that_a_matching_pair_could_serve(run: Run) -> None:
+    decode = [version("decode", "old"), version("decode", "new")]
+    async with run(prefill=[version("prefill", "old")], decode=decode, disaggregation={"mode": "always"}) as rig:
+        answers = await asyncio.gather(*(rig.generate(request_of()) for _ in range(40)), return_exceptions=True)
+        assert [one for one in answers if isinstance(one, BaseException)] == []
+        assert not decode[1].recorded("decode")
+        assert rig.app.admission.capacity().num_instances == 1, "what cannot be used is no capacity"
+
+
+async def test_always_is_ready_only_with_a_pair(run: Run) -> None:
+    fakes = {"prefill": [version("prefill", "old")], "decode": [version("decode", "new")]}
+    async with run(**fakes, disaggregation={"mode": "always"}) as rig:
+        assert not rig.app.is_ready()
 
 
 async def test_an_instance_in_the_wrong_pool_is_out(run: Run, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from protos.tandem.v1 import pools_pb2
 from router.app import RouterApp
 from router.request.validation import ServedModel
 from tandem.cli import main
 from tandem.client import registry
 from tandem.client.registry import RunningStack, StackFolder
+from tandem.commands.pools import _pick_text
 from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_model_folder
 from tests.router.rig import settings_of
@@ -142,6 +144,16 @@ def test_an_explanation_in_json_has_every_part(stack: Background) -> None:
     assert explained["disaggregated"] is True
     assert explained["decode"][0]["picked"]
     assert explained["decode"][1]["parts"] == [{"scorer": "queue", "value": 6.0, "weight": 1.0}]
+
+
+def test_an_explanation_shows_the_pairs_while_two_versions_run() -> None:
+    new = pools_pb2.Candidate(instance_id="new", partners=["p-0", "p-1"])
+    answer = pools_pb2.ExplainPickResponse(decode=[new, pools_pb2.Candidate(instance_id="old")], disaggregated=True)
+    lines = _pick_text(answer).splitlines()
+    assert lines[1].endswith("pairs with p-0, p-1")
+    assert lines[2].endswith("pairs with no prefill instance")
+    answer.decode[1].partners.extend(["p-0", "p-1"])
+    assert "pairs with" not in _pick_text(answer)
 
 
 def test_a_drain_begins_and_shows(stack: Background) -> None:

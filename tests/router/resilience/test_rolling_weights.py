@@ -1,0 +1,71 @@
+"""New weights are rolled out under load, instance by instance, behind two routers: no request fails, none is mixed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from protos.tandem.v1 import generation_pb2_grpc
+from router.app import RouterApp
+from router.request.validation import ServedModel
+from tests.fakes.instance import FakeInstance
+from tests.fakes.tokens import expected_ids
+from tests.router.conftest import Run
+from tests.router.failing import decodes, prefills
+from tests.router.rig import PROMPT, SEED, TIMEOUT_S, request_of, settings_of, slow
+from tests.waiting import until
+
+NUM_TOKENS = 12
+NUM_CLIENTS = 8
+OF_BOTH = [expected_ids(PROMPT, SEED + weights, NUM_TOKENS) for weights in (0, 1)]
+
+
+async def client(app: RouterApp, answers: list[list[int]], over: asyncio.Event) -> None:
+    async with grpc.aio.insecure_channel(app.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        while not over.is_set():
+            call = stub.Generate(request_of(max_tokens=NUM_TOKENS), timeout=TIMEOUT_S)
+            answers.append([token_id async for response in call for token_id in response.tokens.token_ids])
+
+
+async def roll(fake: FakeInstance, apps: list[RouterApp]) -> None:
+    """Drains one instance to its end and puts one with the new weights in its place."""
+    fake.behaviour.draining = fake.behaviour.moving_out = True
+    pools = [app.pools.by_role[fake.role] for app in apps]
+    states = [next(one for one in pool.instances if one.address == fake.address) for pool in pools]
+    await until(lambda: all(state.state == "draining" for state in states) and not fake.num_open_calls)
+    fake.behaviour.draining = fake.behaviour.moving_out = False
+    fake.behaviour.weights = 1
+    await fake.replace(weights_digest="new")
+    await until(lambda: all(state.state == "ready" for state in states))
+
+
+@pytest.mark.parametrize("mode", ["always", "auto"])
+async def test_a_rolling_change_of_weights_fails_and_mixes_no_request(
+    run: Run, model: ServedModel, model_folder: Path, mode: str
+) -> None:
+    prefill, decode = prefills(slow(0.002), slow(0.002)), decodes(slow(0.002), slow(0.002))
+    async with run(prefill=prefill, decode=decode, disaggregation={"mode": mode}) as rig:
+        settings = settings_of(model_folder, prefill, decode, disaggregation={"mode": mode})
+        apps = [rig.app, RouterApp(settings, model, rng=random.Random(1))]
+        await apps[1].start()
+        try:
+            await until(apps[1].pools.all_ready)
+            answers: list[list[int]] = []
+            over = asyncio.Event()
+            async with asyncio.TaskGroup() as clients:
+                for i in range(NUM_CLIENTS):
+                    clients.create_task(client(apps[i % 2], answers, over))
+                for fake in (prefill[0], decode[0], prefill[1], decode[1]):
+                    before = len(answers)
+                    await roll(fake, apps)
+                    await until(lambda before=before: len(answers) > before + NUM_CLIENTS)
+                over.set()
+        finally:
+            await apps[1].stop()
+    assert [one for one in answers if one not in OF_BOTH] == []
+    assert {tuple(one) for one in answers} == {tuple(one) for one in OF_BOTH}
