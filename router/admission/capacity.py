@@ -126,6 +126,15 @@ class Charge(NamedTuple):
     num_prefill_tokens: int
     """Until the first token."""
 
+    def times(self, number: int) -> Charge:
+        """Of so many such requests."""
+        return Charge(*(amount * number for amount in self))
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Expected of all choices."""
+        return self.num_tokens - self.num_sequences * self.num_prefill_tokens
+
     @classmethod
     def of(cls, request: GenerationRequest, num_output_tokens: int, block_size: int) -> Charge:
         """For `request`, each of whose choices is expected to generate `num_output_tokens`."""
@@ -154,6 +163,15 @@ class Usage:
     def remove(self, charge: Charge) -> None:
         """A request is over; `prefilled` has been called."""
         self._add(charge, -1)
+
+    def part_of(self, limits: Limits) -> float:
+        """The largest part of a limit that is used up. Prompts are left out: they are soon computed."""
+        return max(
+            self.num_requests / limits.num_requests,
+            self.num_tokens / limits.num_tokens,
+            self.num_sequences / limits.num_sequences,
+            self.num_blocks / limits.num_blocks,
+        )
 
     def exceeded_limit(self, charge: Charge, limits: Limits) -> str | None:
         """Which limit one more request would exceed; None if it fits. A single request always fits."""

@@ -2,27 +2,32 @@
 
     admit ─▶ in flight ──────────────────────────────▶ over (its charge is removed, on every path)
        │        ▲ prefilled: its prompt no longer counts
+       │        └──its slot goes to a tenant with less──▶ paused ──its turn──▶ in flight
        └▶ waiting ──its turn──▶ in flight
              ├──cancelled, aborted, disconnected──▶ out of the queue at once
              └──queue_timeout_s, or displaced by a higher priority──▶ RESOURCE_EXHAUSTED
 
-fair_queue.py decides the order, capacity.py what there is room for. A request is rejected immediately when its
-predicted wait exceeds the limit, with a hint when to retry. docs/admission.md explains the constants.
+fair_queue.py decides the order, capacity.py what there is room for, shares.py which streams pause for others. A request
+is rejected immediately when its predicted wait exceeds the limit, with a hint when to retry. docs/admission.md explains
+the constants.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.admission.capacity import Capacity, Charge, ExternalLoadEstimator, Limits, Usage, limits_of
 from router.admission.fair_queue import Entry, FairQueue, ServiceRate
 from router.admission.settings import AdmissionSettings
+from router.admission.shares import TenantShares
+from router.admission.ticket import Ticket
 from router.request.generation_request import GenerationRequest
 from serving.errors import Overloaded, ServiceError, Unavailable
 from serving.histogram import Histogram
@@ -32,6 +37,8 @@ _REFRESH_S = 0.02
 """How old a snapshot of the pools may be."""
 _POLL_S = 0.05
 """How often the pools are checked while requests wait."""
+_PATIENCE_S = 0.1
+"""How long a request waits before streams pause for it: where many end, it gets a slot without."""
 _OPTIMISM = 0.8
 """The part of the time limit that a predicted wait may fill: predictions err, and a wait that ends in a rejection is
 worst."""
@@ -63,21 +70,6 @@ class OutputLengths:
         self._observed[max_tokens.bit_length()] = num_before + 1, mean + weight * (num_tokens - mean)
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request's admission, waiting or in flight. Its owner sets `num_output_tokens` before the end."""
-
-    charge: Charge
-    max_tokens: int
-    num_output_tokens: int = 0
-    in_flight: bool = False
-    prefilled: bool = False
-    started_s: float = 0.0
-    turn: asyncio.Future[None] | None = None
-    """Done when the request is in flight, or displaced."""
-    displaced: Overloaded | None = None
-
-
 @dataclass(eq=False)
 class AdmissionController:
     """Every request of the router passes it. Belongs to one event loop; its counters may be read from any thread."""
@@ -96,9 +88,18 @@ class AdmissionController:
         self._refreshed_s = float("-inf")
         self._poll: asyncio.TimerHandle | None = None
         self.limits = Limits()
+        self._slots = Limits()
+        """Without the choices that wait at the instances: what pauses, or has paused, gets or leaves a real slot."""
         self.in_use = Usage()
+        self._shares = TenantShares(
+            self.settings.share_of,
+            yield_after_s=self.settings.yield_after_s,
+            max_tenants=self.settings.max_tenants,
+        )
         self.queue = FairQueue[Ticket](self.settings.share_of, self.settings.max_tenants)
         """The requests that wait, in flows of their tenants; costs are tokens, prompt and expected output."""
+        self.num_paused = 0
+        """Times that a stream gave its slot to another tenant."""
         self.num_abandoned = 0
         """Requests that left the queue by themselves: cancelled, aborted, disconnected, past their deadline."""
         self.num_rejected: Counter[str] = Counter()
@@ -124,7 +125,7 @@ class AdmissionController:
         expected = self._lengths.expected(request.max_tokens)
         ticket = Ticket(Charge.of(request, expected, self._capacity.block_size), request.max_tokens)
         self._check_quota(request.tenant, ticket.charge)
-        entered_s = self.clock()
+        ticket.waiting_since_s = entered_s = self.clock()
         entry = self.queue.push(request.tenant, ticket, cost=ticket.charge.num_tokens, priority=request.priority)
         try:
             self._start_those_with_room(entry)
@@ -157,6 +158,8 @@ class AdmissionController:
             self.queue.reset_rates()
         external = self._external.observe(self._capacity, self.in_use.num_sequences, self.in_use.num_blocks, now_s)
         self.limits = limits_of(self._capacity, external, self.settings)
+        num_slots = self.limits.num_sequences / max(1.0, self.settings.sequence_fraction)
+        self._slots = replace(self.limits, num_sequences=num_slots)
 
     # Admission
 
@@ -168,14 +171,42 @@ class AdmissionController:
             if newcomer is not None:
                 self._start(newcomer)
         else:
-            while (entry := self.queue.head()) is not None and self._fits(entry):
+            while (entry := self._next()) is not None:
                 self._start(entry)
         self._rate.observe(self.clock(), waiting=self.queue.head() is not None)
         if self.queue.num_queued and self._poll is None:
             self._poll = asyncio.get_running_loop().call_later(_POLL_S, self._poll_pools)
 
+    def _next(self) -> Entry[Ticket] | None:
+        """The next request that has room; if the first has none, one of the tenant that has least and may take it."""
+        if (head := self.queue.head()) is None:
+            return None
+        if self._fits(head):
+            yielding = self._yielding_to(head)
+            return head if not yielding or self._pause(yielding, head) else None
+        poorest = min(self.queue.heads(), key=lambda entry: self._shares.part(entry.flow, self.limits))
+        yielding = self._yielding_to(poorest)
+        return poorest if yielding and self._pause(yielding, poorest) else None
+
     def _fits(self, entry: Entry[Ticket]) -> bool:
-        return self.in_use.exceeded_limit(entry.item.charge, self.limits) is None
+        limits = self._slots if entry.has_run else self.limits
+        return self.in_use.exceeded_limit(entry.item.charge, limits) is None
+
+    def _yielding_to(self, claim: Entry[Ticket]) -> list[Entry[Ticket]]:
+        return self._shares.yielding_to(claim.flow, claim.item.charge, self.in_use, self._slots, self.clock())
+
+    def _pause(self, yielding: list[Entry[Ticket]], claim: Entry[Ticket]) -> bool:
+        """Pauses streams if `claim` has waited for so long that no slot seems to become free by itself."""
+        now_s = self.clock()
+        if now_s - claim.item.waiting_since_s < _PATIENCE_S:
+            return False
+        for entry in yielding:
+            self.in_use.remove(entry.item.charge)
+            self._shares.remove(entry)
+            self.queue.requeue(entry, now_s)
+            self.num_paused += 1
+            entry.item.pause(now_s)
+        return True
 
     def _poll_pools(self) -> None:
         self._poll = None
@@ -184,11 +215,12 @@ class AdmissionController:
     def _start(self, entry: Entry[Ticket]) -> None:
         ticket, now_s = entry.item, self.clock()
         self.queue.start(entry, now_s)
-        self._rate.observe(now_s, waiting=self.queue.num_queued > 0, cost=entry.cost)
+        self._rate.observe(now_s, waiting=self.queue.num_queued > 0, cost=0.0 if entry.has_run else entry.cost)
         self.in_use.add(ticket.charge)
-        ticket.in_flight, ticket.started_s = True, now_s
-        if ticket.turn is not None and not ticket.turn.done():
-            ticket.turn.set_result(None)
+        if ticket.prefilled:
+            self.in_use.prefilled(ticket.charge)
+        self._shares.add(entry)
+        ticket.start(now_s)
 
     def _leave(self, entry: Entry[Ticket]) -> None:
         ticket = entry.item
@@ -196,23 +228,23 @@ class AdmissionController:
             self.queue.remove(entry, self.clock())
         else:
             self.prefilled(ticket)
-            ticket.in_flight = False
             self.in_use.remove(ticket.charge)
-            if ticket.num_output_tokens:
+            self._shares.remove(entry, ended_s=self.clock())
+            if ticket.num_emitted():
                 self._learn(ticket)
+            ticket.in_flight = False
             self.queue.finish(entry, ticket.charge.num_tokens + self._num_unexpected(ticket))
         self._start_those_with_room()
 
     def _learn(self, ticket: Ticket) -> None:
-        self._lengths.observe(ticket.max_tokens, round(ticket.num_output_tokens / ticket.charge.num_sequences))
-        stay_s = self.clock() - ticket.started_s
+        self._lengths.observe(ticket.max_tokens, round(ticket.num_emitted() / ticket.charge.num_sequences))
+        stay_s = ticket.in_flight_s(self.clock())
         mean_s = stay_s if self._mean_stay_s is None else self._mean_stay_s
         self._mean_stay_s = mean_s + _STAY_WEIGHT * (stay_s - mean_s)
 
     def _num_unexpected(self, ticket: Ticket) -> int:
         """Output tokens beyond what the ticket was charged for, or below."""
-        charged = ticket.charge.num_tokens - ticket.charge.num_sequences * ticket.charge.num_prefill_tokens
-        return ticket.num_output_tokens - charged
+        return ticket.num_emitted() - ticket.charge.num_output_tokens
 
     async def _wait_turn(self, entry: Entry[Ticket]) -> None:
         ticket = entry.item
@@ -253,7 +285,7 @@ class AdmissionController:
         last.item.turn.set_result(None)
 
     def _check_predicted_wait(self, entry: Entry[Ticket], deadline_s: float | None) -> None:
-        wait_s = self.queue.predicted_wait_s(entry, self.rate_per_s)
+        wait_s = self._predicted_wait_s(entry)
         if wait_s is None:
             return
         limit_s = self.settings.queue_timeout_s
@@ -261,6 +293,24 @@ class AdmissionController:
             raise self._rejection("wait_too_long", f"the wait would be {wait_s:.1f} s, {limit_s:g} at most", entry)
         if deadline_s is not None and wait_s > deadline_s - self.clock():
             raise self._rejection("deadline", f"the wait would be {wait_s:.1f} s, past the request's deadline", entry)
+
+    def _predicted_wait_s(self, entry: Entry[Ticket]) -> float | None:
+        """Until those before it in its tenant's queue have started, and at least until its tenant has a turn."""
+        ahead_s = self.queue.predicted_wait_s(entry, self.rate_per_s)
+        turn_s = self._next_turn_s(entry)
+        return max(ahead_s or 0.0, turn_s) if turn_s else ahead_s
+
+    def _next_turn_s(self, entry: Entry[Ticket]) -> float:
+        """0 if prompts are in its way, or slots that its tenant may take for it and those ahead of it; otherwise until
+        a request ends: of its own tenant, if several of that one's streams have paused and others take what they free.
+        A single paused stream soon goes on."""
+        tenant, num_ahead = entry.flow, self.queue.num_ahead(entry)
+        claimed = entry.item.charge.times(num_ahead + 1)
+        is_behind_prompts = self.in_use.num_prefill_tokens >= self.limits.num_prefill_tokens
+        if is_behind_prompts or self._shares.yielding_to(tenant, claimed, self.in_use, self._slots, math.inf):
+            return 0.0
+        is_above_share = self.queue.num_returned(tenant) > 1
+        return self._shares.next_end_s(num_ahead, self.clock(), of=tenant if is_above_share else None)
 
     def _timed_out(self, entry: Entry[Ticket]) -> ServiceError:
         if not self._capacity.num_instances:
@@ -271,6 +321,6 @@ class AdmissionController:
     def _rejection(self, reason: str, problem: str, entry: Entry[Ticket]) -> Overloaded:
         """The error, with the predicted wait as the retry hint."""
         self.num_rejected[reason] += 1
-        wait_s = self.queue.predicted_wait_s(entry, self.rate_per_s) or 0.0
+        wait_s = self._predicted_wait_s(entry) or 0.0
         hint_s = min(max(wait_s, self.settings.retry_after_s), self.settings.max_retry_after_s)
         return Overloaded(f"the router is full: {problem}", hint_s * self.rng.uniform(1.0, 1.0 + _JITTER))

@@ -1,13 +1,15 @@
 """A fair queue: fair between flows, by priority and then by arrival within one flow.
 
     push ─▶ queued ──start──▶ in service ──finish──▶ gone
+              │ ▲───requeue───────┘
               └──remove──▶ gone
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): a flow's tag is the virtual time at which its next entry
 may start. The backlogged flow with the smallest tag is next, virtual time moves to that tag, and the flow's tag moves
 on by cost / weight. A flow that comes back starts at the virtual time: idleness earns no credit, and others' service
 meanwhile costs none. An entry is charged its estimated cost at the start, corrected at the finish, as in the
-virtual token counter (Sheng et al., OSDI 2024), so that underestimation gains nothing.
+virtual token counter (Sheng et al., OSDI 2024), so that underestimation gains nothing. An entry that is queued again
+goes before the new ones of its flow, and each start is charged: its work begins again.
 
 Pure: it reads no clock and never waits. A flow is forgotten when it holds nothing and owes nothing; all are forgotten
 when the queue is empty. Beyond `max_flows` new flows share one, so that unknown names cost bounded memory.
@@ -16,7 +18,7 @@ when the queue is empty. Beyond `max_flows` new flows share one, so that unknown
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -91,6 +93,12 @@ class Entry(Generic[T]):
     flow: str
     cost: float
     priority: int
+    has_run: bool = False
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The place in its flow: the highest first."""
+        return self.has_run, self.priority
 
 
 @dataclass(slots=True, eq=False)
@@ -98,8 +106,8 @@ class _Flow(Generic[T]):
     name: str
     share: Share
     tag: float
-    lines: dict[int, dict[Entry[T], None]] = field(default_factory=dict)
-    """Queued entries by priority; none is empty."""
+    lines: dict[tuple[bool, int], dict[Entry[T], None]] = field(default_factory=dict)
+    """Queued entries by rank; none is empty."""
     num_queued: int = 0
     queued_cost: float = 0.0
     num_in_service: int = 0
@@ -150,13 +158,18 @@ class FairQueue(Generic[T]):
         """Queues `item` behind those of its flow with the same or a higher priority."""
         known = self._flow(flow)
         entry = Entry(item, known.name, cost, priority)
-        self._backlogged[known.name] = known
-        known.lines.setdefault(priority, {})[entry] = None
-        known.num_queued += 1
-        known.queued_cost += cost
-        self.num_queued += 1
-        self.queued_cost += cost
+        self._put(entry, known)
         return entry
+
+    def requeue(self, entry: Entry[T], now_s: float) -> None:
+        """Moves an entry in service back into the queue, before those of its flow that have not run."""
+        flow = self._flows[entry.flow]
+        flow.num_in_service -= 1
+        flow.cost_in_service -= entry.cost
+        self.num_in_service -= 1
+        entry.has_run = True
+        self._put(entry, flow)
+        flow.rate.observe(now_s, waiting=True)
 
     def wait_begins(self, entry: Entry[T], now_s: float) -> None:
         """The entry was not started when it was pushed: from now on its flow waits."""
@@ -169,9 +182,12 @@ class FairQueue(Generic[T]):
 
     def head(self) -> Entry[T] | None:
         """The entry to start next; None if none is queued or every backlogged flow is at its own limits."""
-        startable = (flow for flow in self._backlogged.values() if flow.may_start())
-        flow = min(startable, key=attrgetter("tag"), default=None)
+        flow = min(self._startable(), key=attrgetter("tag"), default=None)
         return flow.head() if flow is not None else None
+
+    def heads(self) -> list[Entry[T]]:
+        """The next entry of each backlogged flow that is not at its own limits."""
+        return [flow.head() for flow in self._startable()]
 
     def start(self, entry: Entry[T], now_s: float) -> None:
         """Moves a queued entry into service and charges its flow."""
@@ -181,7 +197,7 @@ class FairQueue(Generic[T]):
         flow.num_in_service += 1
         flow.cost_in_service += entry.cost
         self.num_in_service += 1
-        flow.rate.observe(now_s, waiting=flow.num_queued > 0, cost=entry.cost)
+        flow.rate.observe(now_s, waiting=flow.num_queued > 0, cost=0.0 if entry.has_run else entry.cost)
 
     def finish(self, entry: Entry[T], actual_cost: float) -> None:
         """Takes an entry out of service; its flow is charged the actual cost."""
@@ -192,10 +208,19 @@ class FairQueue(Generic[T]):
         flow.tag += (actual_cost - entry.cost) / flow.share.weight
         self._forget_if_idle(flow)
 
+    def num_returned(self, flow: str) -> int:
+        """Queued entries of a backlogged flow that have run."""
+        return sum(len(line) for (has_run, _), line in self._backlogged[flow].lines.items() if has_run)
+
     def last(self, flow: str) -> Entry[T] | None:
         """The entry of a flow that would start last."""
         known = self._backlogged.get(flow)
         return next(reversed(known.lines[min(known.lines)])) if known is not None else None
+
+    def num_ahead(self, entry: Entry[T]) -> int:
+        """How many entries of its flow come before one that has just been pushed."""
+        lines = self._backlogged[entry.flow].lines
+        return sum(len(line) for rank, line in lines.items() if rank >= entry.rank) - 1
 
     def predicted_wait_s(self, entry: Entry[T], rate_per_s: float | None) -> float | None:
         """Seconds until an entry that has just been pushed starts; None if unknown.
@@ -204,7 +229,7 @@ class FairQueue(Generic[T]):
         `rate_per_s`, the rate at which all flows are served, that the others are likely to leave it.
         """
         flow = self._backlogged[entry.flow]
-        behind = sum(other.cost for priority, line in flow.lines.items() if priority < entry.priority for other in line)
+        behind = sum(other.cost for rank, line in flow.lines.items() if rank < entry.rank for other in line)
         ahead = flow.queued_cost - behind - entry.cost
         rate = flow.rate.per_s(self._likely_part(flow) * rate_per_s if rate_per_s is not None else None)
         return ahead / rate if rate else None
@@ -224,12 +249,23 @@ class FairQueue(Generic[T]):
         left = of_backlogged / in_service if in_service else 1.0
         return max(flow.share.weight / all_weights, left * flow.share.weight / backlogged)
 
+    def _startable(self) -> Iterator[_Flow[T]]:
+        return (flow for flow in self._backlogged.values() if flow.may_start())
+
+    def _put(self, entry: Entry[T], flow: _Flow[T]) -> None:
+        self._backlogged[flow.name] = flow
+        flow.lines.setdefault(entry.rank, {})[entry] = None
+        flow.num_queued += 1
+        flow.queued_cost += entry.cost
+        self.num_queued += 1
+        self.queued_cost += entry.cost
+
     def _take_out(self, entry: Entry[T]) -> _Flow[T]:
         flow = self._flows[entry.flow]
-        line = flow.lines[entry.priority]
+        line = flow.lines[entry.rank]
         del line[entry]
         if not line:
-            del flow.lines[entry.priority]
+            del flow.lines[entry.rank]
         flow.num_queued -= 1
         flow.queued_cost -= entry.cost
         self.num_queued -= 1

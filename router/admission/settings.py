@@ -45,6 +45,9 @@ class AdmissionSettings(Section):
     max_queued_tokens: int = setting(
         1 << 20, "Tokens of all waiting requests; above it, no tenant may queue more than an equal part.", ge=0
     )
+    yield_after_s: float = setting(
+        1.0, "Seconds that a stream runs before its slot may go to a tenant that has less in flight.", ge=0
+    )
     retry_after_s: float = setting(1.0, "Shortest retry hint in seconds.", gt=0)
     max_retry_after_s: float = setting(
         10.0, "Longest retry hint in seconds; random jitter adds up to half of it.", gt=0

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from protos.tandem.v1 import common_pb2, decode_pb2
+from router.admission.ticket import Slot
 from router.dispatch.instance_call import DecodeCall, PrefillCall, TransferReleases
 from router.dispatch.response_writer import Emit
 from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
@@ -30,7 +31,7 @@ from router.pools.pool import Pool, Pools
 from router.request.choice_state import Choice
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, give_up, no_instance
 from router.resilience.safeguards import Guard, Safeguards
-from serving.errors import ServiceError
+from serving.errors import DeadlineExceeded, ServiceError
 from serving.logging import Repeats
 
 _log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class _Flow:
     guard: Guard
     affinity: RequestAffinity
     emit: Emit
+    slot: Slot
 
     async def forward(self, chunk: common_pb2.TokenChunk, attempt: AttemptTrace) -> None:
         attempt.token()
@@ -67,11 +69,12 @@ class Dispatcher:
     retry_after_s: float  # the hint to clients when no instance is available
     rng: random.Random = field(default_factory=random.Random)
 
-    async def generate(self, choices: list[Choice], trace: RequestTrace, emit: Emit) -> None:
-        """Runs every choice of one request to its end. Raises ServiceError if one cannot be served."""
+    async def generate(self, choices: list[Choice], trace: RequestTrace, emit: Emit, slot: Slot) -> None:
+        """Runs every choice of one request to its end, while it holds `slot`. Raises ServiceError if one cannot be
+        served."""
         self.safeguards.check(choices[0].request)
         affinity = RequestAffinity(self.affinity, choices[0].request)
-        first, *others = [self._flow(choice, trace, affinity, emit) for choice in choices]
+        first, *others = [self._flow(choice, trace, affinity, emit, slot) for choice in choices]
         if not others:
             await self._run_attempts(first)
             return
@@ -96,9 +99,9 @@ class Dispatcher:
             errors = group_of_errors.exceptions
             raise next((error for error in errors if isinstance(error, ServiceError)), errors[0]) from group_of_errors
 
-    def _flow(self, choice: Choice, trace: RequestTrace, affinity: RequestAffinity, emit: Emit) -> _Flow:
+    def _flow(self, choice: Choice, trace: RequestTrace, affinity: RequestAffinity, emit: Emit, slot: Slot) -> _Flow:
         guard = Guard(self.safeguards, choice)
-        return _Flow(choice, AttemptHistory(), trace.choice(choice.index, guard), guard, affinity, emit)
+        return _Flow(choice, AttemptHistory(), trace.choice(choice.index, guard), guard, affinity, emit, slot)
 
     async def _run_attempts(self, flow: _Flow) -> None:
         """Attempts until one finishes the choice; between two the client sees a pause, never a gap or a repeat."""
@@ -109,14 +112,16 @@ class Dispatcher:
                     return
                 except CallFailed as failure:
                     await self._after_failure(flow, failure)
-                if flow.choice.num_emitted:
+                if not flow.slot.is_held:
+                    await self._wait_slot(flow)
+                elif flow.choice.num_emitted:
                     flow.trace.resumed()
 
     async def _after_failure(self, flow: _Flow, failure: CallFailed) -> None:
         """Returns when another attempt may follow; raises the error for the client if none may."""
         choice, history = flow.choice, flow.history
         flow.trace.failed(failure)
-        if failure.kind == "moved":  # the instance drains, which is no failure
+        if failure.kind == "moved":  # the instance drains, or another tenant has the slot, which is no failure
             _log.info("choice %d goes on elsewhere: %s", choice.index, failure)
             return
         history.record(failure, progressed=bool(choice.emitted_in_attempt))
@@ -126,6 +131,16 @@ class Dispatcher:
             error = no_instance(history, self.retry_after_s, "too many requests are being tried again")
         if error is not None:
             raise error from failure
+
+    async def _wait_slot(self, flow: _Flow) -> None:
+        """Returns when the request has a slot again. Raises DeadlineExceeded."""
+        flow.trace.paused()
+        try:
+            async with asyncio.timeout(flow.choice.request.remaining_s):
+                await flow.slot.wait_held()
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline has passed") from None
+        flow.trace.continued()
 
     async def _attempt(self, flow: _Flow) -> None:
         """One attempt at one choice, from picking on. Raises CallFailed; what was emitted until then stays emitted."""
@@ -235,11 +250,11 @@ class Dispatcher:
     def _decode_call(self, flow: _Flow, plan: Plan, attempt: AttemptTrace) -> DecodeCall:
         view = plan.decode.instance
         instance = self._instance(self.pools.decode, view)
-        return DecodeCall(instance, view.key, flow.choice, attempt, partial(self._can_move, flow))
+        return DecodeCall(instance, view.key, flow.choice, attempt, partial(self._can_move, flow), flow.slot)
 
     def _prefill_call(self, flow: _Flow, view: InstanceView, attempt: AttemptTrace) -> PrefillCall:
         instance = self._instance(self.pools.prefill, view)
-        return PrefillCall(instance, view.key, flow.choice, attempt, partial(self._can_move, flow))
+        return PrefillCall(instance, view.key, flow.choice, attempt, partial(self._can_move, flow), flow.slot)
 
     def _instance(self, pool: Pool, view: InstanceView) -> UpstreamInstance:
         instance = pool.instance(view.key)

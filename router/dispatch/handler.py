@@ -128,10 +128,8 @@ class RequestHandler:
         async with self.admission.admit(request) as ticket:
             self.trace.admitted()
             writer.on_first_chunk(lambda: self.admission.prefilled(ticket))
-            try:
-                await self.dispatcher.generate(self._choices, self.trace, writer.emit)
-            finally:
-                ticket.num_output_tokens = self._num_emitted
+            ticket.num_emitted = lambda: self._num_emitted
+            await self.dispatcher.generate(self._choices, self.trace, writer.emit, ticket.slot)
 
     @property
     def prompt(self) -> tuple[int, ...]:

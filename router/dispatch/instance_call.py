@@ -21,7 +21,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import grpc
@@ -36,6 +36,7 @@ from protos.tandem.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
+from router.admission.ticket import Slot
 from router.dispatch.trace import AttemptTrace
 from router.pools.instance import UpstreamInstance
 from router.pools.instance_info import InstanceKey
@@ -65,8 +66,6 @@ _KINDS: dict[grpc.StatusCode, FailureKind] = {
 }
 _GRPCIO_INTERNAL = "Internal error from Core"
 """grpcio's text when one of our writes races with the end of the call, whatever that end was."""
-_DEADLINE_MARGIN_S = 0.02
-"""Calls end this much before the request does, so that the router ends it and not a timer at the client."""
 _LAST_TOKENS_S = 1.0
 """A call's good end was sent after its last message, which came in another stream and may be read a little later. When
 nothing has come for so long, nothing will."""
@@ -126,6 +125,7 @@ class InstanceCall:
     choice: Choice
     trace: AttemptTrace
     can_move: Callable[[], bool] = lambda: False  # whether another instance could take the request over
+    slot: Slot = field(default_factory=Slot)  # the request's
 
     def __post_init__(self) -> None:
         self._has_moved = False
@@ -137,12 +137,14 @@ class InstanceCall:
 
     async def __aenter__(self) -> Self:
         self.instance.calls.add(self, self.choice.num_tokens)
+        self.slot.add(self)
         if self.instance.key != self.key:
             self._lost = "another process has taken its place"
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.instance.calls.remove(self)
+        self.slot.remove(self)
         self._drain.stop()
         if self._call is not None:
             self._call.cancel()  # without effect on a call that has ended
@@ -161,8 +163,17 @@ class InstanceCall:
     def instance_draining(self) -> None:
         """The instance is about to end: leaves it if another one can take over, else stays until the end."""
         if self._lost is None and self.can_move():
-            self._has_moved = True
-            self.instance_lost("it is about to end")
+            self._move("it is about to end")
+
+    def slot_taken(self) -> None:
+        """Another tenant's request gets the slot, and its place at the instance counts as free from now on."""
+        if self._lost is None:
+            self.instance.calls.remove(self)
+            self._move("its slot goes to another tenant")
+
+    def _move(self, reason: str) -> None:
+        self._has_moved = True
+        self.instance_lost(reason)
 
     def _check_not_lost(self) -> None:
         if self._lost is not None:
@@ -173,17 +184,11 @@ class InstanceCall:
         self._reached = self.instance.channel.get_state() is grpc.ChannelConnectivity.READY
 
     def _options(self) -> dict[str, Any]:
-        remaining_s = self._remaining_s
+        remaining_s = self.choice.request.remaining_s
         return {
             "timeout": None if remaining_s is None else max(remaining_s, 0.001),
             "metadata": ((REQUEST_ID_KEY, self.choice.request.label), *tracing.outgoing_metadata()),
         }
-
-    @property
-    def _remaining_s(self) -> float | None:
-        """Seconds to the end of the call, not of its request: an end by time says nothing against the instance."""
-        deadline_s = self.choice.request.deadline_s
-        return None if deadline_s is None else deadline_s - time.monotonic() - _DEADLINE_MARGIN_S
 
     async def _read(self) -> Any:
         """The next message, None at a good end. Raises CallFailed."""
@@ -234,7 +239,7 @@ class InstanceCall:
     def _failed(self, error: grpc.aio.AioRpcError) -> CallFailed:
         code = error.code()
         if code is grpc.StatusCode.INTERNAL and error.details() == _GRPCIO_INTERNAL:
-            remaining_s = self._remaining_s
+            remaining_s = self.choice.request.remaining_s
             late = remaining_s is not None and remaining_s <= 0
             code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
         answer = from_rpc_error(error)

@@ -198,6 +198,13 @@ class ChoiceTrace:
         self.stages.next("router.pick", failure=failure.detail)
         self.guard.failed(failure)
 
+    def paused(self) -> None:
+        """Another tenant has the request's slot."""
+        self.stages.next("router.queue")
+
+    def continued(self) -> None:
+        self.stages.next("router.pick")
+
     def resumed(self) -> None:
         self.request.timeline.mark(RequestEvent.RESUMED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from engine.sampling.constraints import CONSTRAINTS
 from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import common_pb2
 
+_DEADLINE_MARGIN_S = 0.02
+"""Calls end this much before the request does, so that the router ends it and not a timer at the client."""
 _SCALARS = (
     "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "include_stop_str_in_output",
     "skip_special_tokens", "n", "frequency_penalty", "presence_penalty", "repetition_penalty",
@@ -73,6 +76,11 @@ class GenerationRequest:
     session: str = ""  # the conversation it belongs to; used for affinity only
     deadline_s: float | None = None  # monotonic time at which it must be over
     tenant: str = ""  # decides its share of admission
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the router ends it, shortly before its deadline; None: it has no deadline."""
+        return None if self.deadline_s is None else self.deadline_s - time.monotonic() - _DEADLINE_MARGIN_S
 
     @property
     def num_prompt_tokens(self) -> int:

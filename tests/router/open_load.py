@@ -42,12 +42,16 @@ class Outcome:
 
 
 async def offer(address: str, seconds: float, streams: list[dict[str, Any]], num_tokens: int) -> list[Outcome]:
-    """Offers each stream's `per_s` requests a second for `seconds`, even but for a jitter, and waits for every end."""
+    """Offers each stream's `per_s` requests a second for `seconds`, even but for a jitter, and waits for every end.
+
+    A stream may begin later, at `from_s`, and have a `num_tokens` of its own.
+    """
     rng = random.Random(0)
     arrivals = sorted(
-        ((i + rng.random()) / stream["per_s"], stream["tenant"])
+        (from_s + (i + rng.random()) / stream["per_s"], stream["tenant"], stream.get("num_tokens", num_tokens))
         for stream in streams
-        for i in range(int(seconds * stream["per_s"]))
+        for from_s in [stream.get("from_s", 0.0)]
+        for i in range(int((seconds - from_s) * stream["per_s"]))
     )
     # Separate connections: one would hold back what exceeds its number of streams.
     channels = [
@@ -60,9 +64,9 @@ async def offer(address: str, seconds: float, streams: list[dict[str, Any]], num
     prompt = common_pb2.TokenIds(ids=range(20, 52))
     started_s = time.monotonic()
     tasks = []
-    for number, (at_s, tenant) in enumerate(arrivals):
+    for number, (at_s, tenant, max_tokens) in enumerate(arrivals):
         await asyncio.sleep(max(started_s + at_s - time.monotonic(), 0))
-        sampling = common_pb2.SamplingParams(max_tokens=num_tokens, seed=number)
+        sampling = common_pb2.SamplingParams(max_tokens=max_tokens, seed=number)
         request = generation_pb2.GenerateRequest(token_ids=prompt, sampling=sampling)
         tasks.append(asyncio.create_task(_ask(stubs[number % _NUM_CHANNELS], request, tenant, started_s)))
     outcomes = await asyncio.gather(*tasks)

@@ -267,7 +267,7 @@ def test_a_large_tracestate_goes_no_further() -> None:
 
 @pytest.mark.usefixtures("own_context")
 def test_both_calls_of_the_router_carry_an_active_span(spans: Spans) -> None:
-    choice: Any = SimpleNamespace(request=SimpleNamespace(deadline_s=None, label="mine"))
+    choice: Any = SimpleNamespace(request=SimpleNamespace(remaining_s=None, label="mine"))
     unused: Any = None
     span = spans.provider.get_tracer("test").start_span("generate")
     with trace.use_span(span, end_on_exit=True):

@@ -71,7 +71,7 @@ class AdmissionRig:
         async with self.admission.admit(wanted) as ticket:
             self.inside.append(name)
             await self._ends[name].wait()
-            ticket.num_output_tokens = num_output_tokens
+            ticket.num_emitted = lambda: num_output_tokens
 
 
 async def settled() -> None:

@@ -28,6 +28,8 @@ TIMER_S = 0.002
 SERVICE_S = NUM_TOKENS * (TOKEN_S + TIMER_S)
 CAPACITY_PER_S = NUM_INSTANCES * SLOTS / SERVICE_S
 QUEUE_LIMIT_S = 5.0
+LONG_NUM_TOKENS = 200
+MODEST_FROM_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,10 @@ class Figures:
 
     @property
     def served(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.code == "OK" and outcome.num_tokens == NUM_TOKENS]
+        return [outcome for outcome in self.outcomes if outcome.code == "OK"]
 
-    def per_s(self, tenant: str | None = None) -> float:
+    def per_s(self, tenant: str | None = None, begin_s: float = 2 * SERVICE_S) -> float:
         """Whole answers a second, from when the pools must be full until the last request came."""
-        begin_s = 2 * SERVICE_S
         ended = [one for one in self.served if begin_s < one.ended_s <= self.seconds and tenant in (None, one.tenant)]
         return len(ended) / (self.seconds - begin_s)
 
@@ -98,14 +99,11 @@ def stack(model_folder: Path, folder: Path) -> Iterator[tuple[str, psutil.Proces
         fakes.communicate("")
 
 
-async def offer(address: str, router: psutil.Process, seconds: float, **per_s: float) -> tuple[Figures, int]:
-    """Offers `per_s` requests a second by tenant; returns the outcomes and the router's largest RSS in bytes."""
-    load = {
-        "address": address,
-        "seconds": seconds,
-        "num_tokens": NUM_TOKENS,
-        "streams": [{"tenant": tenant, "per_s": rate} for tenant, rate in per_s.items()],
-    }
+async def offer(
+    address: str, router: psutil.Process, seconds: float, *streams: dict[str, object]
+) -> tuple[Figures, int]:
+    """Offers `streams` (open_load.py); returns the outcomes and the router's largest RSS in bytes."""
+    load = {"address": address, "seconds": seconds, "num_tokens": NUM_TOKENS, "streams": streams}
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.router.open_load", json.dumps(load)), stdout=asyncio.subprocess.PIPE
     )
@@ -177,7 +175,57 @@ async def run(model_folder: Path, folder: Path, *, peak_s: float, overload_s: fl
     """First exactly what the instances can do, by two tenants alike; then three times that: one tenant asks for its
     fair share, the other for five times its own."""
     half_per_s = CAPACITY_PER_S / 2
+    calm, flood = ({"tenant": tenant, "per_s": half_per_s} for tenant in ("calm", "flood"))
     with stack(model_folder, folder) as (address, router, log):
-        peak, rss_before = await offer(address, router, peak_s, calm=half_per_s, flood=half_per_s)
-        over, rss_after = await offer(address, router, overload_s, calm=half_per_s, flood=5 * half_per_s)
+        peak, rss_before = await offer(address, router, peak_s, calm, flood)
+        over, rss_after = await offer(address, router, overload_s, calm, {**flood, "per_s": 5 * half_per_s})
     return Overload(peak, over, waits_s(log), (rss_before, rss_after))
+
+
+@dataclass(frozen=True)
+class LongStreams:
+    """The outcome of one tenant's long streams in all slots, and another one's requests from `MODEST_FROM_S` on."""
+
+    figures: Figures
+
+    @property
+    def fair_part(self) -> float:
+        """Part of its fair share that the modest tenant gets, from two seconds after its first request on."""
+        return self.figures.per_s("modest", MODEST_FROM_S + 2.0) / (CAPACITY_PER_S / 2)
+
+    @property
+    def refusals_s(self) -> list[float]:
+        """How long each refusal since then took."""
+        return [one.ended_s - one.came_s for one in self.figures.refused if one.came_s >= MODEST_FROM_S]
+
+    @property
+    def long(self) -> list[Outcome]:
+        """The long streams that were admitted."""
+        return [one for one in self.figures.outcomes if one.tenant == "greedy" and one.first_token_s is not None]
+
+    @property
+    def num_cut(self) -> int:
+        """Of those, the ones that did not get all their tokens."""
+        return sum(one.num_tokens != LONG_NUM_TOKENS for one in self.long)
+
+    def summary(self) -> dict[str, object]:
+        """The figures, for a table."""
+        num_asked = sum(one.came_s >= MODEST_FROM_S for one in self.figures.outcomes)
+        return {
+            "beside long streams": f"{self.fair_part:.1%} of its fair share from 2 s after its first request on",
+            "its refusal ms p50 p99 max": [round(1e3 * percentile(self.refusals_s, f), 1) for f in (0.5, 0.99, 1.0)],
+            "refused there": f"{len(self.refusals_s)} of {num_asked}",
+            "long streams cut": f"{self.num_cut} of {len(self.long)}",
+            "their seconds p50 max": [
+                round(percentile([one.ended_s - one.came_s for one in self.long], f), 1) for f in (0.5, 1.0)
+            ],
+        }
+
+
+async def run_long_streams(model_folder: Path, folder: Path, *, seconds: float) -> LongStreams:
+    """One tenant fills all slots with streams of 24 s and goes on asking; then another one asks for its fair share."""
+    greedy = {"tenant": "greedy", "per_s": 10.0, "num_tokens": LONG_NUM_TOKENS}
+    modest = {"tenant": "modest", "per_s": CAPACITY_PER_S / 2, "from_s": MODEST_FROM_S}
+    with stack(model_folder, folder) as (address, router, _):
+        figures, _ = await offer(address, router, seconds, greedy, modest)
+    return LongStreams(figures)

@@ -65,14 +65,26 @@ async def test_a_waiting_client_that_goes_leaves_the_queue_at_once(run: Run) -> 
 
 
 async def test_a_waiting_requests_deadline_ends_it(run: Run) -> None:
-    async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=ONE) as rig:
+    async with run(admission=ONE, disaggregation={"reserve_timeout_s": 20.0}) as rig:
+        rig.decode[0].freeze()  # without a token nothing says how long the first one takes
         running = asyncio.create_task(rig.generate(max_tokens=60))
-        await rig.decode[0].until("token")
+        await until(lambda: rig.app.admission.in_use.num_requests == 1)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await rig.generate(timeout=0.3)
         assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until_queued(rig, 0)
+        rig.decode[0].thaw()
         assert (await running).is_exactly(60)
+
+
+async def test_a_request_behind_a_long_stream_is_rejected_at_once(run: Run) -> None:
+    async with run(decode=[FakeInstance("decode", behaviour=slow(0.5))], admission=ONE) as rig:
+        running = rig.call(max_tokens=200)
+        await rig.decode[0].until("token", 2)
+        with pytest.raises(grpc.aio.AioRpcError, match="the wait would be") as raised:
+            await rig.generate()
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        running.cancel()
 
 
 async def ask_as(rig: Rig, tenant: str) -> None:

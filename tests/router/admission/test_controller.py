@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.admission.capacity import Capacity
-from router.admission.controller import Ticket
 from router.admission.settings import TenantSettings
+from router.admission.ticket import Ticket
 from serving.errors import Unavailable
 from tests.router.admission.admission_rig import GUARD_S, AdmissionRig, request, settled
 

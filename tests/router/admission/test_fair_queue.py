@@ -266,3 +266,31 @@ def test_whatever_happens_the_sums_are_right_and_everything_ends(operations: lis
             entry = running.pop()
             queue.finish(entry, entry.cost)
     assert queue.num_flows == 0
+
+
+def test_an_entry_that_is_queued_again_goes_first_in_its_flow_and_in_the_order_of_its_return() -> None:
+    queue = queue_of()
+    for item in range(2):
+        push(queue, "a", item)
+    running = [start_next(queue), start_next(queue)]
+    push(queue, "a", 9, priority=5)
+    for entry in running:
+        queue.requeue(entry, 0.0)
+    assert (queue.num_queued, queue.num_in_service) == (3, 0)
+    last = queue.last("a")
+    assert last is not None
+    assert last.item == 9, "what has run is never displaced by what has not"
+    assert queue.num_ahead(push(queue, "a", 10)) == 3
+    assert [start_next(queue).item for _ in range(4)] == [0, 1, 9, 10]
+
+
+def test_each_start_is_charged() -> None:
+    queue = queue_of()
+    for flow in "ab":
+        push(queue, flow, cost=10)
+    entry, _ = start_next(queue), start_next(queue)
+    queue.requeue(entry, 0.0)
+    queue.start(entry, 0.0)
+    for flow in "ab":
+        push(queue, flow)
+    assert (entry.flow, start_next(queue).flow) == ("a", "b")

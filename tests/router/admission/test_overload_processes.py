@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.admission.overload import NUM_TOKENS, QUEUE_LIMIT_S, percentile, run
+from tests.router.admission.overload import NUM_TOKENS, QUEUE_LIMIT_S, percentile, run, run_long_streams
 
 OVERLOAD_S = 60
 MAX_RSS_GROWTH = 50 << 20
@@ -36,3 +36,14 @@ async def test_three_times_the_capacity(model_folder: Path, tmp_path: Path) -> N
     assert max(overload.waits_s) <= QUEUE_LIMIT_S + BUSY_S
     assert max(overload.refusals_s) <= QUEUE_LIMIT_S + BUSY_S
     assert overload.rss[1] - overload.rss[0] <= MAX_RSS_GROWTH
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_long_streams_in_all_slots_leave_another_tenant_its_share(model_folder: Path, tmp_path: Path) -> None:
+    outcome = await run_long_streams(model_folder, tmp_path, seconds=30.0)
+    print("\n" + "\n".join(f"{name}: {value}" for name, value in outcome.summary().items()))
+    assert {one.code for one in outcome.figures.outcomes} == {"OK", "RESOURCE_EXHAUSTED"}
+    assert outcome.fair_part > 0.5
+    assert percentile(outcome.refusals_s, 0.5) < 0.5
+    assert outcome.num_cut == 0

@@ -17,6 +17,7 @@ from engine.sampling.params import SamplingParams
 from router.admission.capacity import Capacity, Usage
 from router.admission.controller import AdmissionController
 from router.admission.settings import AdmissionSettings, TenantSettings
+from router.admission.ticket import Ticket
 from router.request.generation_request import GenerationRequest
 from serving.errors import Overloaded
 from tests.router import virtual_time
@@ -105,22 +106,50 @@ class OverloadScenario:
         loop = asyncio.get_running_loop()
         record = RequestRecord(tenant, loop.time())
         self.records.append(record)
-        params = SamplingParams(max_tokens=NUM_TOKENS if self.lengths == "equal" else 4000)
         mean = self.length_of.get(tenant, NUM_TOKENS)
+        params = SamplingParams(max_tokens=mean if self.lengths == "equal" else 4000)
         length = mean if self.lengths == "equal" else min(max(1, round(self.rng.expovariate(1 / mean))), 4000)
         wanted = GenerationRequest("label", "id", "model", (1,) * 10, params, seed=1, tenant=tenant)
         try:
             async with self.admission.admit(wanted) as ticket:
                 record.taken_s = loop.time()
-                async with self._pool:
-                    record.began_s = loop.time()
-                    await asyncio.sleep(TOKEN_S)
-                    self.admission.prefilled(ticket)
-                    await asyncio.sleep((length - 1) * TOKEN_S)
-                ticket.num_output_tokens = record.num_tokens = length
+                while record.num_tokens < length:
+                    await ticket.slot.wait_held()
+                    async with self._pool:
+                        await self._run(ticket, record, length)
+                ticket.num_emitted = lambda: length
         except Overloaded as refusal:
             record.refusal = refusal
         record.ended_s = loop.time()
+
+    async def _run(self, ticket: Ticket, record: RequestRecord, length: int) -> None:
+        """Until it has all its tokens, or another tenant gets its slot."""
+        loop, num_before = asyncio.get_running_loop(), record.num_tokens
+        began_s = loop.time()
+        record.began_s = record.began_s or began_s
+        ticket.num_emitted = lambda: num_before + int((loop.time() - began_s) / TOKEN_S + 1e-6)
+        taken = _Taken(asyncio.Event())
+        ticket.slot.add(taken)
+        try:
+            if not ticket.prefilled:
+                await asyncio.sleep(TOKEN_S)
+                self.admission.prefilled(ticket)
+            async with asyncio.timeout_at(began_s + (length - num_before) * TOKEN_S):
+                await taken.event.wait()
+        except TimeoutError:
+            pass
+        finally:
+            ticket.slot.remove(taken)
+        record.num_tokens = num_emitted = ticket.num_emitted()
+        ticket.num_emitted = lambda: num_emitted
+
+
+@dataclass(eq=False)
+class _Taken:
+    event: asyncio.Event
+
+    def slot_taken(self) -> None:
+        self.event.set()
 
 
 async def overload(lengths: str, **fields: Any) -> OverloadScenario:
@@ -204,6 +233,38 @@ def test_a_tenant_with_long_requests_gets_no_more_tokens_than_the_others() -> No
     got = [scenario.per_s(30, 120, tenant) for tenant in ("long", "short")]
     print(f"\nlong {got[0]:.1f}, short {got[1]:.1f}")
     assert 0.75 < got[0] / got[1] < 1.35
+
+
+@pytest.mark.parametrize(("weight", "fair_share"), [(1.0, 1 / 2), (3.0, 3 / 4)])
+def test_a_tenant_gets_its_share_of_slots_that_long_streams_fill(weight: float, fair_share: float) -> None:
+    begin_s, num_slots = 10.0, 16
+
+    async def run_scenario() -> OverloadScenario:
+        fields = {"tenants": {"modest": TenantSettings(weight=weight)}}
+        scenario = OverloadScenario(slots=num_slots, fields=fields)
+        scenario.length_of["greedy"] = 100 * NUM_TOKENS
+        greedy = asyncio.create_task(scenario.offer(begin_s + 30, greedy=5.0))
+        await asyncio.sleep(begin_s)
+        await scenario.offer(30, modest=2 * num_slots / SERVICE_S)
+        await greedy
+        await scenario.end()
+        return scenario
+
+    scenario = virtual_time.run(run_scenario())
+    modest, greedy = ([one for one in scenario.records if one.tenant == tenant] for tenant in ("modest", "greedy"))
+    refused = [one for one in scenario.records if one.refusal is not None and one.came_s >= begin_s]
+    waits_s = sorted(one.wait_s for one in refused)
+    part = scenario.per_s(begin_s + 2, begin_s + 30, "modest") / (fair_share * num_slots / SERVICE_S)
+    print(f"\nmodest: {part:.1%} of its share, first after {min(one.wait_s for one in modest):.2f} s;", end=" ")
+    print(
+        f"{len(refused)} refused, p99 {waits_s[int(0.99 * len(waits_s))]:.3f} s, longest {waits_s[-1]:.2f} s;", end=" "
+    )
+    print(f"{scenario.admission.num_paused} pauses")
+    assert 0.9 <= part <= 1.15
+    assert waits_s[int(0.99 * len(waits_s))] <= 0.05
+    served = [one for one in greedy if one.refusal is None]
+    assert len(served) >= num_slots
+    assert all(one.num_tokens == scenario.length_of["greedy"] for one in served), "a pause ends no stream"
 
 
 @pytest.mark.parametrize("num_tenants", [1, 20])

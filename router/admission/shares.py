@@ -1,0 +1,124 @@
+"""What each tenant has in flight, and whose streams pause so that a tenant with less gets its share.
+
+Max-min fairness over the limits: a tenant's part is the largest of its parts of each limit (Ghodsi et al., Dominant
+Resource Fairness, NSDI 2011), divided by its weight. A request may take the slots of another tenant's streams as long
+as that tenant keeps at least the part that the request's own tenant then has. So two tenants never take slots from each
+other in turn, and where every tenant has the same part nothing pauses.
+
+It decides; the controller applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from router.admission.capacity import Charge, Limits, Usage
+from router.admission.fair_queue import Entry, Share
+from router.admission.ticket import Ticket
+
+
+@dataclass(slots=True)
+class _Holding:
+    """One tenant's requests in flight."""
+
+    weight: float
+    usage: Usage = field(default_factory=Usage)
+    streams: dict[Entry[Ticket], None] = field(default_factory=dict)
+    """In the order in which they were started."""
+    last_end_s: float | None = None
+    """When one ended by itself."""
+
+    def part(self, limits: Limits) -> float:
+        return self.usage.part_of(limits) / self.weight
+
+
+class _Remaining:
+    """A tenant's part while its streams are considered one by one."""
+
+    def __init__(self, holding: _Holding, pausable: Iterator[Entry[Ticket]]) -> None:
+        self._weight, self._usage, self._pausable = holding.weight, replace(holding.usage), pausable
+
+    def part(self, limits: Limits) -> float:
+        return self._usage.part_of(limits) / self._weight
+
+    def pause_next(self) -> Entry[Ticket] | None:
+        entry = next(self._pausable, None)
+        if entry is not None:
+            self._usage.remove(entry.item.charge)
+        return entry
+
+
+class TenantShares:
+    """The requests in flight by tenant. Of `max_tenants` without any, the last end is known, until all are idle."""
+
+    def __init__(self, share_of: Callable[[str], Share], *, yield_after_s: float, max_tenants: int) -> None:
+        self._share_of = share_of
+        self._yield_after_s = yield_after_s
+        self._max_tenants = max_tenants
+        self._holdings: dict[str, _Holding] = {}
+
+    def add(self, entry: Entry[Ticket]) -> None:
+        if (holding := self._holdings.get(entry.flow)) is None:
+            holding = self._holdings[entry.flow] = _Holding(self._share_of(entry.flow).weight)
+        holding.usage.add(entry.item.charge)
+        holding.streams[entry] = None
+
+    def remove(self, entry: Entry[Ticket], ended_s: float | None = None) -> None:
+        """`ended_s`: when the request ended; None: it was paused."""
+        holding = self._holdings[entry.flow]
+        holding.usage.prefilled(entry.item.charge)
+        holding.usage.remove(entry.item.charge)
+        del holding.streams[entry]
+        holding.last_end_s = ended_s if ended_s is not None else holding.last_end_s
+        if not any(one.streams for one in self._holdings.values()):
+            self._holdings.clear()
+        elif not holding.streams and len(self._holdings) > self._max_tenants:
+            del self._holdings[entry.flow]
+
+    def part(self, tenant: str, limits: Limits) -> float:
+        """The tenant's part of the limits, by its weight."""
+        return holding.part(limits) if (holding := self._holdings.get(tenant)) is not None else 0.0
+
+    def yielding_to(
+        self, tenant: str, charge: Charge, in_use: Usage, limits: Limits, now_s: float
+    ) -> list[Entry[Ticket]]:
+        """The streams whose slots make `charge` fit `limits`, the longest running of the tenant with the largest part
+        first. Empty if it fits already, or if there are not enough."""
+        part = self._part_with(tenant, charge, limits)
+        others = [one for name, one in self._holdings.items() if name != tenant and one.part(limits) > part]
+        if not others or in_use.num_prefill_tokens >= limits.num_prefill_tokens:
+            return []  # no tenant has more, or what runs is not in its way
+        left, remaining = replace(in_use), [_Remaining(one, self._pausable(one, now_s)) for one in others]
+        yielding = list[Entry[Ticket]]()
+        while left.exceeded_limit(charge, limits) is not None:
+            if not remaining:
+                return []
+            largest = max(remaining, key=lambda one: one.part(limits))
+            entry = largest.pause_next()
+            if entry is None or largest.part(limits) < part:
+                remaining.remove(largest)
+            else:
+                left.remove(entry.item.charge)
+                yielding.append(entry)
+        return yielding
+
+    def next_end_s(self, num_ahead: int, now_s: float, *, of: str | None) -> float:
+        """Expected seconds until so many requests and one more have ended, of one tenant or of all. Once one has ended,
+        simply the time since then: after a silence as long a one is expected. 0: nothing is known."""
+        holdings = [holding for tenant, holding in self._holdings.items() if of in (None, tenant)]
+        if ends_s := [holding.last_end_s for holding in holdings if holding.last_end_s is not None]:
+            return now_s - max(ends_s)
+        remaining_s = (entry.item.remaining_s(now_s) for holding in holdings for entry in holding.streams)
+        known_s = sorted(one for one in remaining_s if one is not None)
+        return known_s[min(num_ahead, len(known_s) - 1)] if known_s else 0.0
+
+    def _pausable(self, holding: _Holding, now_s: float) -> Iterator[Entry[Ticket]]:
+        return (entry for entry in holding.streams if entry.item.may_pause(now_s, self._yield_after_s))
+
+    def _part_with(self, tenant: str, charge: Charge, limits: Limits) -> float:
+        """The tenant's part if it gets `charge` too."""
+        holding = self._holdings.get(tenant)
+        usage = replace(holding.usage) if holding is not None else Usage()
+        usage.add(charge)
+        return usage.part_of(limits) / self._share_of(tenant).weight
