@@ -156,7 +156,7 @@ async def test_decisions_and_failovers_are_counted(run: Run) -> None:
 
 
 async def test_the_pools_are_reported_as_the_router_sees_them(run: Run) -> None:
-    loaded = Behaviour(num_waiting=2, num_running=3, num_waiting_tokens=500)
+    loaded = Behaviour(num_waiting=2, num_running=3, num_waiting_tokens=500, num_without_room=1)
     decode = [FakeInstance("decode", "decode-0", behaviour=loaded), FakeInstance("decode", "decode-1")]
     measured = {"speed_smoothing": 0.5}
     async with run(metrics=METRICS, decode=decode, disaggregation=measured) as rig:
@@ -173,6 +173,7 @@ async def test_the_pools_are_reported_as_the_router_sees_them(run: Run) -> None:
         assert value(samples, "instance_requests", **whose, state="waiting") == 2
         assert value(samples, "instance_requests", **whose, state="running") == 3
         assert value(samples, "instance_waiting_tokens", **whose) == 500
+        assert value(samples, "instance_requests_without_room", **whose) == 1
         assert 0 <= value(samples, "instance_beat_age_seconds", **whose) < 20
         assert value(samples, "instance_tokens_per_second", role="prefill", instance="prefill-0", kind="prefill") > 0
         assert value(samples, "instance_tokens_per_second", role="decode", instance="decode-1", kind="hand_over") > 0
