@@ -5,8 +5,9 @@ created ──start──▶ serving ──drain──▶ not ready ──drain_
 A drain first sets readiness to NOT_SERVING but keeps accepting, because clients notice it only after a moment; then it
 rejects requests with UNAVAILABLE "draining", waits for running ones, and stops last: grpcio's `stop` closes the port at
 once. Calls that still run then, or when `stop` comes first, end with UNAVAILABLE and a retry hint.
-An authorizer checks every call except health and reflection. Kubelet has no certificate, so beside a TLS port a
-plaintext port can serve health alone. The object belongs to one event loop and one composition root.
+An authorizer checks every call except health and reflection. A plaintext port of its own can serve health alone, with
+its own quotas: kubelet has no certificate, and clients that exhaust the other port's connections or calls must not make
+its probes fail. The object belongs to one event loop and one composition root.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ServerSettings(Section):
 
 
 class HealthSettings(Section):
-    """A plaintext port for probes beside one with TLS."""
+    """A plaintext port for probes, beside the one for calls."""
 
     listen: Address | None = setting(
         None, "host:port that serves grpc.health.v1 alone, in plaintext, for kubelet's probes; none: not served."
@@ -110,6 +111,8 @@ def _milliseconds(option: str, seconds: float | None) -> list[tuple[str, int]]:
 
 
 _log = logging.getLogger(__name__)
+_PROBES = ServerSettings(max_connections=256, max_idle_s=10.0, max_calls=256, max_calls_per_peer=256)
+"""Of the port for probes: a probe connects, asks once and leaves."""
 _CHECK_TLS_S = 60.0
 _END_S = 1.0  # for calls to end before the port closes
 
@@ -158,10 +161,10 @@ class Server:
         self._num_cut_off: int | None = None
         self.health = Health()
         self.calls = OpenCalls(max_per_peer=settings.max_calls_per_peer, max_in_all=settings.max_calls)
-        limits = CallLimits(settings.max_deadline_s, settings.read_timeout_s, settings.write_timeout_s)
+        self._limits = CallLimits(settings.max_deadline_s, settings.read_timeout_s, settings.write_timeout_s)
         self.abuse_limits = AbuseLimits(per_s=settings.max_bad_calls_per_s)
-        self._interceptor = CallInterceptor(limits, self.calls, self.abuse_limits, authorizer)
-        self._open_interceptor = CallInterceptor(limits, self.calls, self.abuse_limits)
+        self._interceptor = CallInterceptor(self._limits, self.calls, self.abuse_limits, authorizer)
+        self._open_interceptor = CallInterceptor(self._limits, self.calls, self.abuse_limits)
 
     async def register(
         self,
@@ -179,7 +182,7 @@ class Server:
 
     async def start(self) -> int:
         """Listens; returns the port. Raises OSError when an address is taken or not this host's."""
-        self._server.add_generic_rpc_handlers((self._health_handlers(),))
+        self._server.add_generic_rpc_handlers((self._health_handlers(self._open_interceptor),))
         if self._settings.reflection:
             service = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
             names = [*self._names, Health.service.full_name, service.full_name]
@@ -188,8 +191,10 @@ class Server:
         credentials = self._tls.credentials() if self._tls is not None else None
         self._port = _listen(self._server, format_address(self._settings.host, self._settings.port), credentials)
         if self._probes is not None:
-            self._probe_server = grpc.aio.server(options=server_options(self._settings))
-            self._probe_server.add_generic_rpc_handlers((self._health_handlers(),))
+            self._probe_server = grpc.aio.server(options=server_options(_PROBES))
+            calls = OpenCalls(max_per_peer=_PROBES.max_calls_per_peer, max_in_all=_PROBES.max_calls)
+            interceptor = CallInterceptor(self._limits, calls, self.abuse_limits)
+            self._probe_server.add_generic_rpc_handlers((self._health_handlers(interceptor),))
             self.probe_port = _listen(self._probe_server, format_address(*parse_address(self._probes)), None)
             await self._probe_server.start()
         await self._server.start()
@@ -201,8 +206,8 @@ class Server:
         )
         return self._port
 
-    def _health_handlers(self) -> grpc.GenericRpcHandler:
-        return self._open_interceptor.handlers(Health.service, self.health, dict.fromkeys(("Check", "Watch"), CONTROL))
+    def _health_handlers(self, interceptor: CallInterceptor) -> grpc.GenericRpcHandler:
+        return interceptor.handlers(Health.service, self.health, dict.fromkeys(("Check", "Watch"), CONTROL))
 
     @property
     def port(self) -> int:

@@ -16,7 +16,6 @@ from protos.tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
 from tests.chart.rendered import (
     ASKING,
     COMPONENTS,
-    ENCRYPTED,
     NAMES,
     SCALING,
     Pod,
@@ -93,9 +92,9 @@ def test_probes_tell_liveness_from_readiness(name: str) -> None:
         (container,) = deployment(manifests(name), component)["spec"]["template"]["spec"]["containers"]
         ports = {one["name"]: one["containerPort"] for one in container["ports"]}
         probes = {kind: container[f"{kind}Probe"]["grpc"] for kind in ("startup", "liveness", "readiness")}
-        port = ports["health" if name in ENCRYPTED else "grpc"]
-        assert probes["startup"] == probes["liveness"] == {"port": port, "service": ""}
-        assert probes["readiness"] == {"port": port, "service": READY[component]}
+        assert ports["health"] != ports["grpc"]
+        assert probes["startup"] == probes["liveness"] == {"port": ports["health"], "service": ""}
+        assert probes["readiness"] == {"port": ports["health"], "service": READY[component]}
 
 
 def test_startup_budget_is_the_models() -> None:

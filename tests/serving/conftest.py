@@ -16,7 +16,7 @@ from serving.channel import open_channel
 from serving.errors import Overloaded, invalid_argument
 from serving.interceptor import Context, remaining_s
 from serving.limits import CONTROL
-from serving.server import Server, ServerSettings
+from serving.server import HealthSettings, Server, ServerSettings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 
@@ -98,8 +98,10 @@ class Rigs:
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
 
-    async def start(self, servicer: Scripted | None = None, **settings: object) -> Rig:
-        server = Server(ServerSettings(**{"drain_accept_s": 0.0, "drain_grace_s": 5.0} | settings))
+    async def start(
+        self, servicer: Scripted | None = None, *, probes: HealthSettings | None = None, **settings: object
+    ) -> Rig:
+        server = Server(ServerSettings(**{"drain_accept_s": 0.0, "drain_grace_s": 5.0} | settings), probes=probes)
         servicer = servicer or Scripted()
         await server.register(SERVICE, servicer, {"Abort": CONTROL})
         await server.start()

@@ -13,8 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
+from serving.channel import open_channel
 from serving.interceptor import Context
-from serving.server import Server, ServerSettings, server_options
+from serving.server import HealthSettings, Server, ServerSettings, server_options
 from serving.settings import format_address
 from tests.floods import http2
 from tests.floods.http2 import Connection, frame, message
@@ -164,6 +165,22 @@ async def test_connections_over_the_cap_are_closed_and_the_others_serve_on(rigs:
         connections = [await stack.enter_async_context(Connection(rig.server.address)) for _ in range(8)]
         await until(lambda: sum(one.is_open for one in connections) <= 4)
         assert await rig.generate("hello") == ["token"] * 3
+
+
+async def test_probes_have_quotas_that_clients_of_the_other_port_cannot_use_up(rigs: Rigs) -> None:
+    """Or the kubelet would restart a router that is merely full, with all its streams."""
+    rig = await rigs.start(
+        max_connections=1, max_calls=2, max_calls_per_peer=2, probes=HealthSettings(listen="127.0.0.1:0")
+    )
+    watches = [health_pb2_grpc.HealthStub(rig.channel).Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+    assert [(await watch.read()).status for watch in watches] == [SERVING] * 2
+    with pytest.raises(grpc.aio.AioRpcError) as full:
+        await checked(rig.channel, "")
+    assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    async with Connection(rig.server.address) as another:
+        await another.closed()
+    async with open_channel(f"127.0.0.1:{rig.server.probe_port}") as kubelet:
+        assert await checked(kubelet, "") == SERVING
 
 
 async def test_a_connection_that_says_nothing_is_closed_and_so_is_an_idle_one(rigs: Rigs) -> None:

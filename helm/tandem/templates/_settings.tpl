@@ -2,7 +2,7 @@
 
 {{- define "tandem.grpcPort" -}}50051{{- end -}}
 
-{{/* Plaintext, where the other ports speak TLS: health alone, for the kubelet. */}}
+{{/* Health alone, in plaintext, for the kubelet: clients of the other ports cannot use up its connections. */}}
 {{- define "tandem.healthPort" -}}50053{{- end -}}
 
 {{/* Of a prefill or decode instance: (dict "root" $ "spec" its values) */}}

@@ -106,19 +106,15 @@ topologySpreadConstraints: {{- toYaml .spec.topologySpreadConstraints | nindent 
 
 {{/* The container itself. Each probe asks for one service of grpc.health.v1; the port has no name, the kubelet wants a number. */}}
 {{- define "tandem.container" -}}
-{{- $tls := .root.Values.tls.enabled -}}
-{{- $port := include "tandem.grpcPort" .root | int -}}
-{{- $probed := ternary (include "tandem.healthPort" .root | int) $port $tls -}}
+{{- $probed := include "tandem.healthPort" .root -}}
 image: {{ include "tandem.image" .root | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 command: [python, -m, {{ .module }}]
 args: [--config=/etc/tandem/settings/settings.yaml]
 env: {{- include "tandem.env" . | nindent 2 }}
 ports:
-  - {name: grpc, containerPort: {{ $port }}}
-  {{- if $tls }}
+  - {name: grpc, containerPort: {{ include "tandem.grpcPort" .root }}}
   - {name: health, containerPort: {{ $probed }}}
-  {{- end }}
   {{- if include "tandem.servesOpenai" . }}
   - {name: openai, containerPort: {{ .spec.openai.port }}}
   {{- end }}
@@ -172,9 +168,7 @@ volumeMounts:
 {{- if .root.Values.metrics.enabled }}
 - {name: TANDEM_METRICS__LISTEN, value: "[$(POD_IP)]:{{ .root.Values.metrics.port }}"}
 {{- end }}
-{{- if .root.Values.tls.enabled }}
 - {name: TANDEM_HEALTH__LISTEN, value: "[$(POD_IP)]:{{ include "tandem.healthPort" .root }}"}
-{{- end }}
 {{- if eq .component "router" }}
 {{- with .spec.adminListen }}
 - {name: TANDEM_ROUTER__ADMIN_LISTEN, value: {{ . | quote }}}

@@ -32,6 +32,8 @@ WAIT_S = 240
 STEP_S = 0.03
 """A decode instance's step takes at least as long, so that streams last while pods come and go."""
 MAX_NUM_SEQS = 4
+MAX_CONNECTIONS = 64
+"""Of the router."""
 _PATIENT_S = 30
 """Silence is what a machine with two cores makes of those that live."""
 
@@ -53,7 +55,7 @@ def values(model: str) -> dict[str, Any]:
             "bindAddress": "$(POD_IP)",
             "adminListen": "$(POD_IP):50052",
             "settings": {
-                "server": drain,
+                "server": {**drain, "max_connections": MAX_CONNECTIONS},
                 "pools": {"beat_timeout_s": _PATIENT_S, "core_silence_timeout_s": _PATIENT_S},
                 "admission": {"queue_timeout_s": WAIT_S},
                 "autoscaler": {"interval_s": 0.5, "stale_s": 10, "lead_ttl_s": 10, "decode": pool},
