@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 from tests.chart.fake_kube.endpoints import reconcile_service
 from tests.chart.fake_kube.kinds import KINDS, Object
 from tests.chart.fake_kube.store import Store
 from tests.chart.fake_kube.verbs import mark_deleted
-from tests.chart.fake_kube.workloads import reconcile_deployment, reconcile_replica_set, reconcile_stateful_set
+from tests.chart.fake_kube.workloads import (
+    reconcile_deployment,
+    reconcile_job,
+    reconcile_replica_set,
+    reconcile_stateful_set,
+)
 
 _RECONCILERS = {
     "Deployment": reconcile_deployment,
     "StatefulSet": reconcile_stateful_set,
     "ReplicaSet": reconcile_replica_set,
+    "Job": reconcile_job,
 }
+_TICK_S = 0.5
+"""A deadline passes without any change."""
 
 
 class Controllers:
@@ -28,7 +39,9 @@ class Controllers:
             revision = self._store.revision
             self._reconcile()
             if self._store.revision == revision:
-                await self._store.wait(revision)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_TICK_S):
+                        await self._store.wait(revision)
 
     def _reconcile(self) -> None:
         self._collect()

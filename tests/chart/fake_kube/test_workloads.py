@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 
 from tests.chart.fake_kube.cluster import FakeKube
+from tests.chart.fake_kube.field_owners import Manager
 from tests.chart.fake_kube.kinds import Object, place_of
 from tests.chart.fake_kube.kubelet import PaperRuntime
+from tests.chart.fake_kube.patching import APPLY, MERGE
 from tests.chart.fake_kube.refusal import Refused
 from tests.chart.fake_kube.rights import account, check
 from tests.chart.fake_kube.selecting import matches_fields, matches_labels
 from tests.chart.fake_kube.store import Store
 from tests.chart.fake_kube.test_clients import DEPLOYMENT
+from tests.chart.fake_kube.verbs import Verbs, Write
 from tests.chart.fake_kube.workloads import deletion_rank, is_ready
 
 
@@ -161,3 +164,127 @@ def test_field_selectors() -> None:
     found = {"metadata": {"name": "a"}, "status": {}}
     assert matches_fields(found, "metadata.name=a,status.phase!=Running")
     assert not matches_fields(found, "metadata.name=b")
+
+
+# What is refused, and when a rollout has failed
+
+
+def template(**fields: Any) -> Object:
+    changed = copy.deepcopy(DEPLOYMENT)
+    changed["spec"]["template"]["spec"]["containers"][0].update(fields)
+    return changed
+
+
+def applied(*manifests: Object) -> Object:
+    """One after the other, by Helm."""
+    store = Store()
+    store.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default"}}, None)
+    verbs = Verbs(store, "37")
+    for one in manifests:
+        place = place_of(f"/apis/apps/v1/namespaces/default/deployments/{one['metadata']['name']}")
+        result = verbs.patch(place, Write(copy.deepcopy(one), APPLY, Manager("helm")))
+    return result
+
+
+def with_labels(**labels: str) -> Object:
+    changed = copy.deepcopy(DEPLOYMENT)
+    changed["spec"]["template"]["metadata"]["labels"] = labels
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (with_labels(app="other"), "`selector` does not match template `labels`"),
+        (with_labels(app="web", team="a b"), 'Invalid value: "team=a b"'),
+        ({**DEPLOYMENT, "metadata": {"name": "Web_1"}}, "metadata.name: Invalid value"),
+        (
+            template(env=[{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]),
+            'duplicate entries for key \\[name="A"',
+        ),
+        (
+            template(ports=[{"name": "a", "containerPort": 1}, {"name": "b", "containerPort": 1}]),
+            'duplicate entries for key \\[containerPort="1"',
+        ),
+        (
+            template(ports=[{"name": "a", "containerPort": 1}, {"name": "a", "containerPort": 2}]),
+            "Duplicate value: 'a'",
+        ),
+        (template(ports=[{"name": "a_port", "containerPort": 1}]), 'Invalid value: "a_port"'),
+        (template(volumeMounts=[{"name": "none", "mountPath": "/a"}]), 'Not found: "none"'),
+        (
+            created(strategy={"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 0}}),
+            "may not be 0 when `maxSurge` is 0",
+        ),
+    ],
+)
+def test_what_the_schemas_allow_and_a_server_does_not_is_refused(wrong: Object, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        applied(wrong)
+    assert applied(DEPLOYMENT)["spec"]["replicas"] == 2
+
+
+def test_a_selector_stays_what_it_is() -> None:
+    changed = with_labels(app="web", tier="a")
+    changed["spec"]["selector"] = {"matchLabels": {"app": "web", "tier": "a"}}
+    with pytest.raises(Refused, match="field is immutable"):
+        applied(DEPLOYMENT, changed)
+
+
+def progress(store: Store) -> str:
+    conditions = (store.get("Deployment", "web").get("status") or {}).get("conditions") or ()
+    return next((str(one["reason"]) for one in conditions if one["type"] == "Progressing"), "")
+
+
+async def test_a_rollout_without_progress_fails_at_its_deadline_and_a_finished_one_never() -> None:
+    runtime = PaperRuntime()
+    async with FakeKube(runtime) as kube:
+        kube.store.create(created(progressDeadlineSeconds=1))
+        await kube.until(lambda store: progress(store) == "NewReplicaSetAvailable")
+        runtime.unready.add("web")
+        kube.store.changed(kube.store.get("Deployment", "web"), lambda new: new["spec"].update(replicas=3))
+        await kube.until(lambda _: len(kube.pods("web")) == 3)
+        change = {"annotations": {"checksum": "2"}}
+        web = kube.store.get("Deployment", "web")
+        kube.store.changed(web, lambda new: new["spec"]["template"]["metadata"].update(change))
+        await kube.until(lambda store: progress(store) == "ReplicaSetUpdated")
+        await kube.until(lambda store: progress(store) == "ProgressDeadlineExceeded")
+        runtime.unready.clear()
+
+
+async def test_a_job_tries_again_until_it_has_failed_too_often() -> None:
+    class Failing(PaperRuntime):
+        async def ended(self, pod: Object) -> bool:
+            return False
+
+    container = {"name": "one", "image": "one:1"}
+    pod_template = {"spec": {"restartPolicy": "Never", "containers": [container]}}
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "once"}, "spec": {"backoffLimit": 1}}
+    job["spec"]["template"] = pod_template
+    for runtime, expected, num_pods in ((PaperRuntime(), "Complete", 1), (Failing(), "Failed", 2)):
+        async with FakeKube(runtime) as kube:
+            kube.store.create(job)
+            await kube.until(lambda store: (store.get("Job", "once").get("status") or {}).get("conditions"))
+            assert kube.store.get("Job", "once")["status"]["conditions"][0]["type"] == expected
+            assert len(kube.store.all("Pod")) == num_pods
+
+
+def test_a_size_that_is_applied_by_scale_keeps_it_when_its_first_owner_leaves_it_out() -> None:
+    store = Store()
+    store.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default"}}, None)
+    verbs = Verbs(store, "37")
+    path = "/apis/apps/v1/namespaces/default/deployments/web"
+
+    def apply(body: Object, manager: Manager, *, where: str = "") -> None:
+        verbs.patch(place_of(f"{path}{where}"), Write(copy.deepcopy(body), APPLY, manager))
+
+    without = {**DEPLOYMENT, "spec": {key: value for key, value in DEPLOYMENT["spec"].items() if key != "replicas"}}
+    for keeps, left in ((False, 1), (True, 4)):
+        apply({**DEPLOYMENT, "spec": {**DEPLOYMENT["spec"], "replicas": 4}}, Manager("helm"))
+        if keeps:
+            apply({"kind": "Scale", "spec": {"replicas": 4}}, Manager("sizes", "scale"), where="/scale")
+        apply(without, Manager("helm"))
+        assert store.get("Deployment", "web")["spec"]["replicas"] == left
+    verbs.patch(place_of(f"{path}/scale"), Write({"spec": {"replicas": 6}}, MERGE, Manager("hpa", "scale")))
+    with pytest.raises(Refused, match='conflict with "hpa" with subresource "scale"'):
+        apply({**DEPLOYMENT, "spec": {**DEPLOYMENT["spec"], "replicas": 4}}, Manager("helm"))

@@ -12,12 +12,12 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-from tests.chart.fake_kube import patching, protobuf
+from tests.chart.fake_kube import patching, protobuf, validation
 from tests.chart.fake_kube.field_owners import Manager, Owners
 from tests.chart.fake_kube.kinds import Object, Place
 from tests.chart.fake_kube.refusal import Refused, invalid
 from tests.chart.fake_kube.selecting import selector_text
-from tests.chart.fake_kube.store import Store, now
+from tests.chart.fake_kube.store import Store, not_found, now
 from tests.chart.schemas import validate
 
 _UNTYPED = "monitoring.coreos.com"
@@ -96,7 +96,10 @@ class Verbs:
         return mark_deleted(self._store, found, grace_s)
 
     def _apply(self, place: Place, write: Write) -> Object:
+        validation.check_keys(write.body)
         before = self._store.find(place.kind.kind, place.name or "", place.namespace)
+        if place.subresource == "scale":
+            return self._apply_scale(place, before, write)
         if before is None:
             new = _with_defaults(write.body)
             self._check(new, write)
@@ -106,19 +109,27 @@ class Verbs:
             self._of(before).apply(write.manager, before, write.body, force=True)
             return before
         owners = copy.deepcopy(self._of(before))
-        new = owners.apply(write.manager, before, write.body, force=write.force)
-        self._check(new, write)
+        new = _with_defaults(owners.apply(write.manager, before, write.body, force=write.force))
+        self._check(new, write, before)
         if write.dry_run:
             return new
         self._owners[before["metadata"]["uid"]] = owners
-        return self._store.replace(_with_defaults(new))
+        return self._store.replace(new)
+
+    def _apply_scale(self, place: Place, before: Object | None, write: Write) -> Object:
+        """A size that is the same already gets one owner more."""
+        if before is None:
+            raise not_found(place.kind, place.name or "")
+        size = {"apiVersion": before["apiVersion"], "spec": {"replicas": write.body["spec"]["replicas"]}}
+        new = self._of(before).apply(write.manager, before, size, force=write.force)
+        return scale_of(self._store.replace(new))
 
     def _replaced(self, place: Place, write: Write, change: Callable[[Object], Object]) -> Object:
         before = self._store.get(place.kind.kind, place.name or "", place.namespace)
         if place.subresource == "scale":
             return scale_of(self._rescaled(place, before, write, change(copy.deepcopy(scale_of(before)))))
         new = change(before)
-        self._check(new, write)
+        self._check(new, write, before)
         return self._written(before, new, write)
 
     def _rescaled(self, place: Place, before: Object, write: Write, scale: Object) -> Object:
@@ -140,8 +151,8 @@ class Verbs:
     def _of(self, found: Object) -> Owners:
         return self._owners.setdefault(found["metadata"]["uid"], Owners())
 
-    def _check(self, new: Object, write: Write) -> None:
-        """By Kubernetes' own schema; custom resources pass."""
+    def _check(self, new: Object, write: Write, before: Object | None = None) -> None:
+        """By Kubernetes' own schema, which custom resources pass, and by what it checks beside that."""
         if new.get("apiVersion", "").startswith(_UNTYPED):
             return
         bare = copy.deepcopy(new)
@@ -150,6 +161,7 @@ class Verbs:
         except (kubernetes_validate.ValidationError, jsonschema.ValidationError) as error:
             code, reason = (400, "BadRequest") if "Additional properties" in str(error) else (422, "Invalid")
             raise Refused(code, reason, f"{new['kind']} {new['metadata'].get('name')!r}: {error}") from error
+        validation.check(new, before)
 
 
 def mark_deleted(store: Store, pod: Object, grace_s: int | None = None) -> Object:

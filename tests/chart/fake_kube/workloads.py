@@ -1,8 +1,11 @@
-"""Controllers of Deployments, StatefulSets and ReplicaSets: pure reconciliation, one object at a time.
+"""Controllers of Deployments, StatefulSets, ReplicaSets and Jobs: reconciliation, one object at a time.
 
 Deployment ──one ReplicaSet per template──▶ ReplicaSet ──replicas──▶ Pods
    rollout: the new one grows to replicas + maxSurge in all, old ones shrink as new pods become available,
    never below replicas - maxUnavailable
+   Progressing: ReplicaSetUpdated ──all are updated and available──▶ NewReplicaSetAvailable
+                       └── nothing has changed for progressDeadlineSeconds ──▶ ProgressDeadlineExceeded
+Job ──one pod at a time, until one succeeds or more than backoffLimit have failed──▶ Complete, Failed
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tests.chart.fake_kube.kinds import Object
-from tests.chart.fake_kube.store import Store, is_owned_by, owned_by
+from tests.chart.fake_kube.store import Store, is_owned_by, now, owned_by
 from tests.chart.fake_kube.verbs import mark_deleted
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -80,7 +84,8 @@ def reconcile_deployment(store: Store, deployment: Object) -> None:
     if current is None:
         current = store.create(_replica_set(deployment, template_hash), namespace)
     old = [one for one in sets if one["metadata"]["uid"] != current["metadata"]["uid"]]
-    for replica_set, replicas in _step(deployment, current, old).items():
+    ready = {one["metadata"]["name"]: _num_ready(store, one) for one in sets} or {current["metadata"]["name"]: 0}
+    for replica_set, replicas in _step(deployment, current, old, ready).items():
         found = store.get("ReplicaSet", replica_set, namespace)
         store.changed(found, lambda new, replicas=replicas: new["spec"].update(replicas=replicas))
     pods = [pod for one in (current, *old) for pod in _owned(store, "Pod", one) if not is_terminating(pod)]
@@ -88,8 +93,8 @@ def reconcile_deployment(store: Store, deployment: Object) -> None:
     _tell(store, deployment, deployment["spec"]["replicas"], pods, len(updated))
 
 
-def _step(deployment: Object, current: Object, old: list[Object]) -> dict[str, int]:
-    """Next sizes of the ReplicaSets, by their names."""
+def _step(deployment: Object, current: Object, old: list[Object], ready: dict[str, int]) -> dict[str, int]:
+    """Next sizes of the ReplicaSets, by their names; `ready` counts their pods."""
     replicas = deployment["spec"]["replicas"]
     surge, unavailable = _bounds(deployment["spec"].get("strategy") or {}, replicas)
     sizes = {one["metadata"]["name"]: one["spec"]["replicas"] for one in (current, *old)}
@@ -97,19 +102,20 @@ def _step(deployment: Object, current: Object, old: list[Object]) -> dict[str, i
     if sum(sizes[one["metadata"]["name"]] for one in old) == 0:
         return {name: replicas}
     sizes[name] = min(replicas, max(sizes[name], sizes[name] + replicas + surge - sum(sizes.values())))
-    available = (current.get("status") or {}).get("readyReplicas", 0)
-    spare = sum(_ready(one) for one in old) + available - (replicas - unavailable)
+    staying = {its: min(count, sizes[its]) for its, count in ready.items()}
+    spare = sum(staying.values()) - (replicas - unavailable)
     for one in old:
         its = one["metadata"]["name"]
-        unready = sizes[its] - _ready(one)
+        unready = sizes[its] - staying[its]
         going = min(sizes[its], unready + max(spare, 0))
         sizes[its] -= going
         spare -= max(going - unready, 0)
     return sizes
 
 
-def _ready(replica_set: Object) -> int:
-    return min((replica_set.get("status") or {}).get("readyReplicas", 0), replica_set["spec"]["replicas"])
+def _num_ready(store: Store, replica_set: Object) -> int:
+    """Of its pods: a status would be of the past."""
+    return sum(is_ready(pod) and not is_terminating(pod) for pod in _owned(store, "Pod", replica_set))
 
 
 def _bounds(strategy: Object, replicas: int) -> tuple[int, int]:
@@ -165,10 +171,45 @@ def _tell(store: Store, found: Object, wanted: int, pods: Iterable[Object], num_
         "availableReplicas": num_ready,
     }
     if found["kind"] != "ReplicaSet":
-        done = num_ready >= wanted
         status["updatedReplicas"] = len(pods) if num_updated is None else num_updated
-        status["conditions"] = [
-            {"type": "Available", "status": str(done), "reason": "", "message": ""},
-            {"type": "Progressing", "status": "True", "reason": "NewReplicaSetAvailable", "message": ""},
-        ]
+        available = {"type": "Available", "status": str(num_ready >= wanted), "reason": "", "message": ""}
+        status["conditions"] = [available, _progressing(found, status, wanted)]
     store.changed(found, lambda new: new.update(status=status))
+
+
+def _progressing(found: Object, status: Object, wanted: int) -> Object:
+    """The condition that follows the present one (kubernetes/pkg/controller/deployment/progress.go)."""
+    before = found.get("status") or {}
+    present = next((one for one in before.get("conditions") or () if one["type"] == "Progressing"), None)
+    counts = [status[count] for count in ("updatedReplicas", "replicas", "availableReplicas")]
+    is_done = present is not None and present["reason"] == "NewReplicaSetAvailable" and counts[0] == counts[1]
+    if is_done or counts == [wanted] * 3:
+        return _condition("True", "NewReplicaSetAvailable", present if is_done else None)
+    if present is None or any(before[count] != status[count] for count in status if count.endswith("Replicas")):
+        return _condition("True", "ReplicaSetUpdated")
+    deadline_s = found["spec"].get("progressDeadlineSeconds", 600)
+    if datetime.now(UTC) - datetime.fromisoformat(present["lastUpdateTime"]) > timedelta(seconds=deadline_s):
+        return _condition("False", "ProgressDeadlineExceeded", present if present["status"] == "False" else None)
+    return present
+
+
+def _condition(status: str, reason: str, present: Object | None = None) -> Object:
+    updated = present["lastUpdateTime"] if present else now()
+    return {"type": "Progressing", "status": status, "reason": reason, "message": "", "lastUpdateTime": updated}
+
+
+def reconcile_job(store: Store, job: Object) -> None:
+    """One pod at a time."""
+    if (job.get("status") or {}).get("conditions"):
+        return
+    pods = _owned(store, "Pod", job)
+    phases = [(pod.get("status") or {}).get("phase", "Pending") for pod in pods]
+    num_failed = phases.count("Failed")
+    status: Object = {"succeeded": phases.count("Succeeded"), "failed": num_failed, "active": 0}
+    if "Succeeded" in phases:
+        status["conditions"] = [{"type": "Complete", "status": "True", "reason": "", "message": ""}]
+    elif num_failed > job["spec"].get("backoffLimit", 6):
+        status["conditions"] = [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": ""}]
+    elif num_failed == len(pods):
+        store.create(_pod(job, {"generateName": f"{job['metadata']['name']}-"}), job["metadata"]["namespace"])
+    store.changed(job, lambda new: new.update(status=status))
