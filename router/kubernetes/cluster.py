@@ -132,6 +132,9 @@ class Status(msgspec.Struct, frozen=True):
     code: int = 0
 
 
+MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+"""Server-side apply: the sender becomes an owner of the fields, also of those that have their value already."""
 _TRIES = 3
 _TRY_S = 5.0
 _WAIT_S = 0.2
@@ -195,12 +198,19 @@ class Cluster:
         return "/".join((f"{root}/namespaces/{self.namespace}/{plural}", *parts))
 
     async def request(
-        self, method: str, path: str, answer: type[T], *, query: Query | None = None, body: Any = None
+        self,
+        method: str,
+        path: str,
+        answer: type[T],
+        *,
+        query: Query | None = None,
+        body: Any = None,
+        content_type: str = MERGE_PATCH,
     ) -> T:
-        """What the server answers, as far as `answer` has it; a `body` is a merge patch. Raises ClusterError."""
+        """What the server answers, as far as `answer` has it. `content_type`: of the `body`. Raises ClusterError."""
         for attempt in range(1, _TRIES + 1):
             try:
-                return msgspec.json.decode(await self._attempt(method, path, query, body), type=answer)
+                return msgspec.json.decode(await self._attempt(method, path, query, body, content_type), type=answer)
             except _Retryable as error:
                 if attempt == _TRIES:
                     raise
@@ -225,10 +235,10 @@ class Cluster:
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, ValueError) as error:
             raise ClusterError(f"the watch of {path} broke: {str(error) or type(error).__name__}") from error
 
-    async def _attempt(self, method: str, path: str, query: Query | None, body: Any) -> bytes:
+    async def _attempt(self, method: str, path: str, query: Query | None, body: Any, content_type: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=_TRY_S)
         try:
-            response = await self._send(method, path, query, body, timeout)
+            response = await self._send(method, path, query, body, timeout, content_type)
             async with response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -239,10 +249,15 @@ class Cluster:
         return content
 
     async def _send(
-        self, method: str, path: str, query: Query | None, body: Any, timeout: aiohttp.ClientTimeout
+        self,
+        method: str,
+        path: str,
+        query: Query | None,
+        body: Any,
+        timeout: aiohttp.ClientTimeout,
+        content_type: str = MERGE_PATCH,
     ) -> aiohttp.ClientResponse:
-        content_type = "application/json" if body is None else "application/merge-patch+json"
-        headers = {"Accept": "application/json", "Content-Type": content_type}
+        headers = {"Accept": "application/json", "Content-Type": "application/json" if body is None else content_type}
         request = await self._client.param_serialize(
             method,
             path,

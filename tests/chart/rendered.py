@@ -32,6 +32,11 @@ def of_kind(objects: tuple[Manifest, ...] | list[Manifest], kind: str) -> list[M
     return [one for one in objects if one["kind"] == kind]
 
 
+def released(objects: tuple[Manifest, ...] | list[Manifest]) -> list[Manifest]:
+    """Without hooks, which come and go."""
+    return [one for one in objects if "helm.sh/hook" not in one["metadata"].get("annotations", {})]
+
+
 def component_of(manifest: Manifest) -> str:
     """What its label says."""
     return str(manifest["metadata"]["labels"]["app.kubernetes.io/component"])
@@ -45,7 +50,7 @@ def deployment(objects: tuple[Manifest, ...] | list[Manifest], component: str) -
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod that the chart makes, by itself or by a Deployment."""
+    """A pod that the chart makes, by itself, by a Deployment or by a Job."""
 
     owner: Manifest
     metadata: dict[str, Any]
@@ -57,10 +62,10 @@ class Pod:
 
 
 def pods(objects: tuple[Manifest, ...] | list[Manifest]) -> Iterator[Pod]:
-    """Every one, the one of `helm test` included."""
+    """Every one, those of hooks included."""
     for manifest in objects:
         if manifest["kind"] == "Pod":
             yield Pod(manifest, manifest["metadata"], manifest["spec"])
-        elif manifest["kind"] == "Deployment":
+        elif manifest["kind"] in ("Deployment", "Job"):
             template = manifest["spec"]["template"]
             yield Pod(manifest, template["metadata"], template["spec"])

@@ -27,7 +27,7 @@ from router.pools.discovery import Target, parse_targets
 from router.pools.instance_info import Role
 from tests.chart.fake_kube.cluster import FakeKube
 from tests.chart.fake_kube.verbs import mark_deleted
-from tests.chart.rendered import NAMESPACE, deployment, manifests, of_kind
+from tests.chart.rendered import NAMESPACE, deployment, manifests, of_kind, released
 
 RELEASE = "on-tandem"
 LEASE = f"{RELEASE}-autoscaler"
@@ -73,7 +73,12 @@ async def installed(name: str, role: Manifest) -> AsyncIterator[Installed]:
     account = deployment(objects, "router")["spec"]["template"]["spec"]["serviceAccountName"]
     async with FakeKube() as kube:
         kube.store.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}, None)
-        for one in (role, *of_kind(objects, "RoleBinding"), *of_kind(objects, "Service"), *of_kind(objects, "Lease")):
+        for one in (
+            role,
+            *of_kind(released(objects), "RoleBinding"),
+            *of_kind(objects, "Service"),
+            *of_kind(objects, "Lease"),
+        ):
             kube.store.create(copy.deepcopy(one), NAMESPACE)
         for pool in ROLES:
             one = copy.deepcopy(deployment(objects, pool))
@@ -133,7 +138,7 @@ async def refusal(found: Installed, caplog: pytest.LogCaptureFixture) -> str:
 
 
 def the_role(name: str) -> Manifest:
-    (role,) = of_kind(manifests(name), "Role")
+    (role,) = of_kind(released(manifests(name)), "Role")
     return copy.deepcopy(role)
 
 

@@ -17,7 +17,6 @@ from tests.chart.rendered import (
     ASKING,
     COMPONENTS,
     NAMES,
-    SCALING,
     Pod,
     component_of,
     deployment,
@@ -30,6 +29,12 @@ ADDED_CAPABILITIES = {"nixl-redis": {"IPC_LOCK"}, "everything": {"IPC_LOCK"}}
 """By ci/ file: what it asks for beside the restricted profile."""
 CLUSTERS_USER = {"everything"}
 """ci/ files that leave the user to the cluster, as OpenShift wants it."""
+FIXED_SIZES = {
+    "everything": {"prefill": 2, "decode": 4},
+    "hub": {"prefill": 4, "decode": 2},
+    "null": {"prefill": 0, "decode": 2},
+}
+"""By ci/ file: what it gives."""
 PINNED = re.compile(r".+(:(?!latest$)[\w.-]+|@sha256:[0-9a-f]{64})")
 RESTRICTED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
 READY = {
@@ -117,16 +122,19 @@ def test_labels_and_annotations_are_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_autoscaler_is_the_only_writer_of_a_size(name: str) -> None:
+def test_sizes_are_written_where_values_name_them_and_no_autoscaler_does(name: str) -> None:
     for component in ("prefill", "decode"):
-        assert ("replicas" in deployment(manifests(name), component)["spec"]) is (name not in SCALING)
+        found = deployment(manifests(name), component)
+        assert found["spec"].get("replicas") == FIXED_SIZES.get(name, {}).get(component)
+        assert found["metadata"]["annotations"]["tandem/sized-by"] == str(found["spec"].get("replicas", "others"))
     assert "replicas" in deployment(manifests(name), "router")["spec"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nobody_holds_a_token_without_need(name: str) -> None:
     for pod in pods(manifests(name)):
-        needs_one = name in ASKING and component_of(pod.owner) == "router"
+        component = component_of(pod.owner)
+        needs_one = component == "sizes" or (name in ASKING and component == "router")
         assert pod.spec["automountServiceAccountToken"] is needs_one
         assert pod.spec["enableServiceLinks"] is False
 

@@ -72,10 +72,21 @@ annotations:
 {{- end -}}
 {{- end -}}
 
-{{/* ServiceAccount's name: (dict "root" $ "component" "router") */}}
+{{- define "tandem.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . | quote }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* ServiceAccount's name: (dict "root" $ "component" "router"). That of the hook is the router's where none is created. */}}
 {{- define "tandem.serviceAccount" -}}
 {{- $accounts := .root.Values.serviceAccount -}}
-{{- if eq .component "router" -}}
+{{- if and (eq .component "sizes") $accounts.create -}}
+{{- printf "%s-sizes" (include "tandem.fullname" .root) -}}
+{{- else if has .component (list "router" "sizes") -}}
 {{- $accounts.routerName | default (printf "%s-router" (include "tandem.fullname" .root)) -}}
 {{- else -}}
 {{- $accounts.instanceName | default (printf "%s-instance" (include "tandem.fullname" .root)) -}}
@@ -86,6 +97,11 @@ annotations:
 {{- define "tandem.pool" -}}
 {{- $own := index .root.Values.pools .component -}}
 {{- toYaml (mustMergeOverwrite (deepCopy .root.Values.instance) (deepCopy $own)) -}}
+{{- end -}}
+
+{{/* The size of a pool that the chart writes; empty: none, since others size it: (dict "root" $ "spec" its values) */}}
+{{- define "tandem.replicas" -}}
+{{- if and (eq .root.Values.autoscaling.mode "none") (not (kindIs "invalid" .spec.replicas)) -}}{{ .spec.replicas | int }}{{- end -}}
 {{- end -}}
 
 {{/* A histogram's bound as Prometheus writes it: 2.5, and 1.0 for 1. */}}

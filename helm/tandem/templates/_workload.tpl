@@ -6,6 +6,7 @@ The Deployment of one component, the same for router and pools:
   spec             its values
   settings         settings file, as YAML
   replicas         absent: another component sets them
+  sizedBy          of a pool: the chart's replicas, or others
   startupSeconds   time until it listens
 */}}
 {{- define "tandem.deployment" -}}
@@ -13,7 +14,7 @@ The Deployment of one component, the same for router and pools:
 apiVersion: apps/v1
 kind: Deployment
 metadata:
-  {{- include "tandem.metadata" (merge (dict "suffix" .component) .) | nindent 2 }}
+  {{- include "tandem.metadata" (merge (dict "suffix" .component "annotations" (ternary (dict "tandem/sized-by" .sizedBy) dict (hasKey . "sizedBy"))) .) | nindent 2 }}
 spec:
   {{- if hasKey . "replicas" }}
   replicas: {{ .replicas }}
@@ -80,12 +81,7 @@ serviceAccountName: {{ include "tandem.serviceAccount" . | quote }}
 automountServiceAccountToken: {{ and (eq .component "router") (eq (include "tandem.asksKubernetes" .root) "true") }}
 enableServiceLinks: false
 securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
-{{- with .root.Values.image.pullSecrets }}
-imagePullSecrets:
-  {{- range . }}
-  - name: {{ . | quote }}
-  {{- end }}
-{{- end }}
+{{- include "tandem.pullSecrets" .root | nindent 0 }}
 {{- range $field := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "resourceClaims" }}
 {{- with index $.spec $field }}
 {{ $field }}: {{- toYaml . | nindent 2 }}

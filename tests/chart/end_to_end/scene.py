@@ -38,9 +38,10 @@ _PATIENT_S = 30
 """Silence is what a machine with two cores makes of those that live."""
 
 
-def values(model: str) -> dict[str, Any]:
-    """The release that serves the folder `model` of the claim. Windows are short, and what is shared between pods of
-    one node here (addresses, cores) is told to be so; all else is as the chart has it."""
+def values(model: str, mode: str = "builtin", decode: int | None = None) -> dict[str, Any]:
+    """The release that serves the folder `model` of the claim, with `decode` instances at the least. Windows are short,
+    and what is shared between pods of one node here (addresses, cores) is told to be so; all else is as the chart has
+    it."""
     drain = {"drain_accept_s": 1, "drain_grace_s": 60}
     pool = {"warm_up_s": 0.5, "scale_out_window_s": 1.5, "scale_in_window_s": 4, "cool_down_s": 1}
     slow_steps = [
@@ -50,7 +51,11 @@ def values(model: str) -> dict[str, Any]:
     return {
         "model": {"name": "lively", "source": "claim", "claim": {"name": CLAIM, "path": model}, "startupSeconds": 300},
         "discovery": "endpoints",
-        "autoscaling": {"mode": "builtin", "prefill": {"maxReplicas": 1}, "decode": {"maxReplicas": 3}},
+        "autoscaling": {
+            "mode": mode,
+            "prefill": {"maxReplicas": 1},
+            "decode": {"minReplicas": decode or 1, "maxReplicas": 3},
+        },
         "router": {
             "bindAddress": "$(POD_IP)",
             "adminListen": "$(POD_IP):50052",
@@ -75,7 +80,7 @@ def values(model: str) -> dict[str, Any]:
                 "peers": {"ping_timeout_ms": 1000 * _PATIENT_S},
             }
         },
-        "pools": {"decode": {"extraEnv": slow_steps}},
+        "pools": {"decode": {"extraEnv": slow_steps, "replicas": decode}},
     }
 
 
