@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from helm.rendering import render
+from helm.golden import ci_files
+from helm.rendering import CHART, read_values, render
 from protos.tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
 from tests.chart.rendered import (
     ASKING,
@@ -102,13 +103,20 @@ def test_probes_tell_liveness_from_readiness(name: str) -> None:
         assert probes["readiness"] == {"port": ports["health"], "service": READY[component]}
 
 
-def test_startup_budget_is_the_models() -> None:
-    objects = manifests("everything")
-    for component in ("prefill", "decode"):
-        spec = deployment(objects, component)["spec"]
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rollout_may_take_as_long_as_its_pods(name: str) -> None:
+    """Or `helm --wait` would call a loading release failed; a router waits for decode instances."""
+    values = {**read_values(CHART / "values.yaml")["model"], **read_values(ci_files()[name]).get("model", {})}
+    download_s = 1800 if values["source"] == "hub" else 0
+    deadlines = {}
+    for component in COMPONENTS:
+        spec = deployment(manifests(name), component)["spec"]
         probe = spec["template"]["spec"]["containers"][0]["startupProbe"]
-        assert probe["periodSeconds"] * probe["failureThreshold"] == 3600
-        assert spec["progressDeadlineSeconds"] > 3600
+        deadlines[component] = spec["progressDeadlineSeconds"]
+        if component != "router":
+            assert probe["periodSeconds"] * probe["failureThreshold"] == values["startupSeconds"]
+            assert deadlines[component] >= values["startupSeconds"] + download_s + 300
+    assert deadlines["router"] > max(deadlines["prefill"], deadlines["decode"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -245,6 +253,41 @@ def test_only_routers_and_instances_reach_an_instance(name: str) -> None:
             peers = [one["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in rule["from"]]
             assert peers
             assert set(peers) <= set(COMPONENTS)
+
+
+def test_variables_of_ones_own_replace_the_charts() -> None:
+    own = [{"name": "XDG_CACHE_HOME", "value": "/cache"}, {"name": "GRPC_VERBOSITY", "value": "info"}]
+    env = deployment(render({"instance": {"extraEnv": own}}), "decode")["spec"]["template"]["spec"]["containers"][0][
+        "env"
+    ]
+    names = [one["name"] for one in env]
+    assert len(set(names)) == len(names)
+    assert [one for one in env if one["name"] in ("XDG_CACHE_HOME", "GRPC_VERBOSITY")] == own
+
+
+def test_a_label_of_a_pod_goes_before_one_of_all() -> None:
+    values = {"commonLabels": {"team": "all", "a": 1}, "router": {"podLabels": {"team": "routers"}}}
+    values["metrics"] = {"monitor": {"kind": "PodMonitor", "labels": {"team": "monitors"}}}
+    objects = render(values)
+    assert deployment(objects, "router")["spec"]["template"]["metadata"]["labels"].items() >= {
+        ("team", "routers"),
+        ("a", "1"),
+    }
+    assert of_kind(objects, "PodMonitor")[0]["metadata"]["labels"]["team"] == "monitors"
+    assert deployment(objects, "decode")["spec"]["template"]["metadata"]["labels"]["team"] == "all"
+
+
+def test_a_key_that_is_there_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the renders here would hide what an API server refuses."""
+    monkeypatch.setattr("helm.rendering.render_text", lambda *_, **__: {"a.yaml": "a: 1\nb: 2\na: 3\n"})
+    with pytest.raises(ValueError, match=r"\['a'\] twice"):
+        render({})
+
+
+def test_a_variable_of_ucx_may_be_zero() -> None:
+    env = deployment(render({"connector": {"nixl": {"ucxEnv": {"UCX_IB_GID_INDEX": 0}}}}), "decode")
+    variables = env["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "UCX_IB_GID_INDEX", "value": "0"} in variables
 
 
 def _own(name: str) -> list[dict[str, Any]]:

@@ -79,6 +79,36 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         {"auth": {"existingSecret": "tenants", "existingSecretTokensKey": ""}},
         "none of its keys is used",
     ),
+    "a selector's label": (
+        {"pools": {"decode": {"podLabels": {"app.kubernetes.io/component": "x"}}}},
+        "pools.decode.podLabels: the chart sets app.kubernetes.io/component itself",
+    ),
+    "a port of two": ({"metrics": {"port": 50053}}, "metrics.port: port 50053 is taken by probes"),
+    "a Service's port of two": (
+        {"router": {"openai": {"enabled": True}, "service": {"port": 8000}}},
+        "router.service.port: 8000 is router.openai.port too",
+    ),
+    "ports from last to first": ({"connector": {"nixl": {"tcpPorts": "30010-30001"}}}, "30010-30001 is no range"),
+    "UCX on the port of others": (
+        {"connector": {"nixl": {"tcpPorts": "50000-50100"}}},
+        "50000-50100 contains port 50051 of gRPC",
+    ),
+    "a variable twice": (
+        {"instance": {"extraEnv": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}},
+        "extraEnv of prefill: a variable is there twice",
+    ),
+    "a volume of the chart's": (
+        {"router": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}},
+        "extraVolumes of router: a name is there twice",
+    ),
+    "the checksum": (
+        {"router": {"podAnnotations": {"checksum/settings": "x"}}},
+        "podAnnotations of router: the chart sets checksum/settings",
+    ),
+    "a rollout that cannot": (
+        {"instance": {"strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": "0%"}}}},
+        "strategy of prefill: with maxSurge and maxUnavailable of 0",
+    ),
     "no accounts": ({"serviceAccount": {"create": False}}, "serviceAccount.routerName"),
 }
 

@@ -148,6 +148,16 @@ def test_kubernetes_waits_longer_than_a_drain(name: str, component: str, read: R
     assert grace_s > math.ceil(settings.server.drain_accept_s + settings.server.drain_grace_s + 10)
 
 
+@pytest.mark.parametrize("setting", ["drain_accept_s", "drain_grace_s"])
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_drain_without_a_value_is_waited_for_too(component: str, setting: str, read: Read) -> None:
+    values = {"settings": {"server": {setting: None}}}
+    objects = render({"router": values, "instance": values})
+    server = read(objects, component)[0].server
+    grace_s = deployment(objects, component)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s > math.ceil(server.drain_accept_s + server.drain_grace_s + 10)
+
+
 def test_threads_are_the_cores_that_the_pod_has(read: Read) -> None:
     settings: dict[str, InstanceSettings] = {
         name: read(manifests(name), "prefill")[0] for name in ("default", "hub", "everything")

@@ -129,7 +129,7 @@ options: {{- toYaml . | nindent 2 }}
 {{- $nixl := .Values.connector.nixl -}}
 {{- if has "nixl" (include "tandem.connectors" . | fromJsonArray) }}
 {{- range $name, $value := mustMerge (dict "UCX_TLS" $nixl.ucxTls "UCX_NET_DEVICES" $nixl.ucxNetDevices "UCX_TCP_PORT_RANGE" $nixl.tcpPorts) $nixl.ucxEnv }}
-{{- if $value }}
+{{- if ne (toString $value) "" }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end }}

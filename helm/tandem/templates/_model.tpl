@@ -77,3 +77,13 @@
     - {name: tmp, mountPath: /tmp}
 {{- end }}
 {{- end -}}
+
+{{/*
+Seconds until a new pod of a component is ready, at the most: to be scheduled and pull the image, to download, to load. A router is ready with its first
+decode instance: (dict "root" $ "component" "decode")
+*/}}
+{{- define "tandem.startDeadline" -}}
+{{- $model := .root.Values.model -}}
+{{- $instance := add 300 $model.startupSeconds (ternary $model.hub.downloadSeconds 0 (eq $model.source "hub")) -}}
+{{- ternary (add $instance 120) $instance (eq .component "router") -}}
+{{- end -}}

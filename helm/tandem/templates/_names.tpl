@@ -19,23 +19,23 @@ app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component | quote }}
 {{- end -}}
 
-{{/* Labels of pods. No version among them: a new chart alone starts no pod again. */}}
+{{/* Labels of pods, with `labels` over commonLabels. No version among them: a new chart alone starts no pod again. */}}
 {{- define "tandem.podLabels" -}}
 {{ include "tandem.selector" . }}
 app.kubernetes.io/part-of: "tandem"
-{{- range $key, $value := .root.Values.commonLabels }}
+{{- range $key, $value := merge dict (.labels | default dict) .root.Values.commonLabels }}
 {{ $key }}: {{ $value | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Labels of every object. */}}
+{{/* Labels of every object, with `labels` over commonLabels. */}}
 {{- define "tandem.labels" -}}
 {{ include "tandem.selector" . }}
 app.kubernetes.io/part-of: "tandem"
 app.kubernetes.io/version: {{ .root.Values.image.tag | default .root.Chart.AppVersion | trunc 63 | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | quote }}
-{{- range $key, $value := .root.Values.commonLabels }}
+{{- range $key, $value := merge dict (.labels | default dict) .root.Values.commonLabels }}
 {{ $key }}: {{ $value | quote }}
 {{- end }}
 {{- end -}}
@@ -45,9 +45,6 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 name: {{ include "tandem.name" . }}
 labels:
   {{- include "tandem.labels" . | nindent 2 }}
-  {{- range $key, $value := .labels }}
-  {{ $key }}: {{ $value | quote }}
-  {{- end }}
 {{- with .annotations }}
 annotations:
   {{- range $key, $value := . }}

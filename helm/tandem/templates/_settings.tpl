@@ -71,7 +71,10 @@ autoscaler:
 {{- if or (eq .Values.autoscaling.mode "builtin") (eq .Values.discovery "endpoints") -}}true{{- end -}}
 {{- end -}}
 
-{{/* Seconds until SIGKILL, of a settings tree: a drain, and 15 s for the engine core to end. */}}
+{{/* Seconds until SIGKILL, of a settings tree: a drain, and 15 s for the engine core to end. Without a value the services' longest defaults count. */}}
 {{- define "tandem.terminationGrace" -}}
-{{- add (ceil .server.drain_accept_s) (ceil .server.drain_grace_s) 15 -}}
+{{- $server := .server | default dict -}}
+{{- $accept := ternary 5 $server.drain_accept_s (kindIs "invalid" $server.drain_accept_s) -}}
+{{- $grace := ternary 30 $server.drain_grace_s (kindIs "invalid" $server.drain_grace_s) -}}
+{{- add (ceil $accept) (ceil $grace) 15 -}}
 {{- end -}}

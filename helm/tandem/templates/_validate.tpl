@@ -51,6 +51,13 @@
 {{- end -}}
 {{- end -}}
 {{- include "tandem.validateSecurity" . -}}
+{{- include "tandem.validateLabels" . -}}
+{{- include "tandem.validatePorts" . -}}
+{{- range $component := list "router" "prefill" "decode" -}}
+{{- $spec := $.Values.router -}}
+{{- if ne $component "router" }}{{ $spec = include "tandem.pool" (dict "root" $ "component" $component) | fromYaml }}{{ end -}}
+{{- include "tandem.validateWorkload" (dict "component" $component "spec" $spec) -}}
+{{- end -}}
 {{- if and .Values.metrics.alerts.enabled (not .Values.metrics.enabled) -}}
 {{- fail "metrics.alerts.enabled: nothing would be measured; set metrics.enabled=true" -}}
 {{- end -}}
@@ -83,5 +90,78 @@
 {{- $auth := .Values.auth -}}
 {{- if and $auth.existingSecret (not $auth.existingSecretTokensKey) (not $auth.existingSecretAdminTokensKey) -}}
 {{- fail "auth.existingSecret: none of its keys is used; give auth.existingSecretTokensKey or auth.existingSecretAdminTokensKey" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Rejects labels and annotations that the chart sets itself: with others of the same name, selectors would miss their pods. */}}
+{{- define "tandem.validateLabels" -}}
+{{- $metrics := .Values.metrics -}}
+{{- $maps := dict "commonLabels" .Values.commonLabels "router.podLabels" .Values.router.podLabels "instance.podLabels" .Values.instance.podLabels -}}
+{{- $_ := set $maps "metrics.monitor.labels" $metrics.monitor.labels -}}
+{{- $_ := set $maps "metrics.alerts.labels" $metrics.alerts.labels -}}
+{{- $_ := set $maps "metrics.dashboard.labels" $metrics.dashboard.labels -}}
+{{- range $role, $pool := .Values.pools }}{{ $_ := set $maps (printf "pools.%s.podLabels" $role) ($pool.podLabels | default dict) }}{{ end -}}
+{{- $reserved := list "helm.sh/chart" "pod-template-hash" -}}
+{{- range list "name" "instance" "component" "part-of" "version" "managed-by" }}{{ $reserved = append $reserved (printf "app.kubernetes.io/%s" .) }}{{ end -}}
+{{- range $value, $labels := $maps -}}
+{{- range $key, $_ := $labels -}}
+{{- if has $key $reserved -}}
+{{- fail (printf "%s: the chart sets %s itself; name yours differently" $value $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Rejects two listeners on one port. */}}
+{{- define "tandem.validatePorts" -}}
+{{- $router := .Values.router -}}
+{{- $taken := dict (include "tandem.grpcPort" .) "gRPC" (include "tandem.healthPort" .) "probes" -}}
+{{- $wanted := dict -}}
+{{- if .Values.metrics.enabled }}{{ $_ := set $wanted "metrics.port" .Values.metrics.port }}{{ end -}}
+{{- if $router.openai.enabled }}{{ $_ := set $wanted "router.openai.port" $router.openai.port }}{{ end -}}
+{{- with $router.adminListen }}{{ $_ := set $wanted "router.adminListen" (splitList ":" . | last) }}{{ end -}}
+{{- range $value, $port := $wanted -}}
+{{- if hasKey $taken (toString $port) -}}
+{{- fail (printf "%s: port %s is taken by %s; choose another one" $value (toString $port) (get $taken (toString $port))) -}}
+{{- end -}}
+{{- $_ := set $taken (toString $port) $value -}}
+{{- end -}}
+{{- if and $router.openai.enabled (eq (int $router.service.port) (int $router.openai.port)) -}}
+{{- fail (printf "router.service.port: %d is router.openai.port too, and the Service has both" (int $router.service.port)) -}}
+{{- end -}}
+{{- if has "nixl" (include "tandem.connectors" . | fromJsonArray) -}}
+{{- $range := splitList "-" .Values.connector.nixl.tcpPorts -}}
+{{- $first := first $range | int -}}
+{{- $last := last $range | int -}}
+{{- if or (gt $first $last) (gt $last 65535) -}}
+{{- fail (printf "connector.nixl.tcpPorts: %s is no range: first-last, at most 65535" .Values.connector.nixl.tcpPorts) -}}
+{{- end -}}
+{{- range $port, $who := omit $taken (toString $router.openai.port) -}}
+{{- if and (ge (int $port) $first) (le (int $port) $last) -}}
+{{- fail (printf "connector.nixl.tcpPorts: %s contains port %s of %s" $.Values.connector.nixl.tcpPorts $port $who) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Rejects what no API server accepts of one component: (dict "component" "decode" "spec" its values) */}}
+{{- define "tandem.validateWorkload" -}}
+{{- $where := .component -}}
+{{- $names := list -}}
+{{- range .spec.extraEnv }}{{ $names = append $names .name }}{{ end -}}
+{{- if ne (len $names) (len (uniq $names)) -}}
+{{- fail (printf "extraEnv of %s: a variable is there twice (%s)" $where (join ", " $names)) -}}
+{{- end -}}
+{{- $volumes := list "settings" "tmp" "cache" "model" "tls" "ca" "auth" "shm" "kv-key" "kv-store" "redis-password" -}}
+{{- range .spec.extraVolumes }}{{ $volumes = append $volumes .name }}{{ end -}}
+{{- if ne (len $volumes) (len (uniq $volumes)) -}}
+{{- fail (printf "extraVolumes of %s: a name is there twice; the chart uses %s" $where (slice $volumes 0 11 | join ", ")) -}}
+{{- end -}}
+{{- if hasKey .spec.podAnnotations "checksum/settings" -}}
+{{- fail (printf "podAnnotations of %s: the chart sets checksum/settings itself; name yours differently" $where) -}}
+{{- end -}}
+{{- $rolling := dig "rollingUpdate" dict (.spec.strategy | default dict) -}}
+{{- if and (has (toString $rolling.maxSurge) (list "0" "0%")) (has (toString $rolling.maxUnavailable) (list "0" "0%")) -}}
+{{- fail (printf "strategy of %s: with maxSurge and maxUnavailable of 0 no pod could be replaced; give one of them" $where) -}}
 {{- end -}}
 {{- end -}}

@@ -20,7 +20,7 @@ spec:
   replicas: {{ .replicas }}
   {{- end }}
   revisionHistoryLimit: 5
-  progressDeadlineSeconds: {{ add .startupSeconds 300 }}
+  progressDeadlineSeconds: {{ include "tandem.startDeadline" . }}
   strategy:
     {{- toYaml (.spec.strategy | default (dict "type" "RollingUpdate" "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0))) | nindent 4 }}
   selector:
@@ -28,10 +28,7 @@ spec:
   template:
     metadata:
       labels:
-        {{- include "tandem.podLabels" . | nindent 8 }}
-        {{- range $key, $value := .spec.podLabels }}
-        {{ $key }}: {{ $value | quote }}
-        {{- end }}
+        {{- include "tandem.podLabels" (merge (dict "labels" .spec.podLabels) .) | nindent 8 }}
       annotations:
         checksum/settings: {{ sha256sum .settings | quote }}
         {{- range $key, $value := .spec.podAnnotations }}
@@ -107,7 +104,7 @@ image: {{ include "tandem.image" .root | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 command: [python, -m, {{ .module }}]
 args: [--config=/etc/tandem/settings/settings.yaml]
-env: {{- include "tandem.env" . | nindent 2 }}
+env: {{- include "tandem.mergedEnv" . | nindent 2 }}
 ports:
   - {name: grpc, containerPort: {{ include "tandem.grpcPort" .root }}}
   - {name: health, containerPort: {{ $probed }}}
@@ -185,9 +182,17 @@ volumeMounts:
 {{- end }}
 - {name: XDG_CACHE_HOME, value: /var/cache/tandem}
 - {name: HOME, value: /tmp}
-{{- with .spec.extraEnv }}
-{{ toYaml . }}
-{{- end }}
+{{- end -}}
+
+{{/* With the user's variables, which replace the chart's of the same name. */}}
+{{- define "tandem.mergedEnv" -}}
+{{- $own := list -}}
+{{- range .spec.extraEnv }}{{ $own = append $own .name }}{{ end -}}
+{{- $merged := list -}}
+{{- range include "tandem.env" . | fromYamlArray -}}
+{{- if not (has .name $own) }}{{ $merged = append $merged . }}{{ end -}}
+{{- end -}}
+{{- toYaml (concat $merged .spec.extraEnv) -}}
 {{- end -}}
 
 {{- define "tandem.securityContext" -}}
