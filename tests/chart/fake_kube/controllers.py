@@ -67,7 +67,8 @@ class Controllers:
 
 
 def _remove(store: Store, found: Object) -> None:
-    if found["kind"] == "Pod":
+    has_ended = (found.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    if found["kind"] == "Pod" and not has_ended:
         mark_deleted(store, found)
     else:
         store.delete(found)

@@ -267,6 +267,8 @@ async def test_a_job_tries_again_until_it_has_failed_too_often() -> None:
             await kube.until(lambda store: (store.get("Job", "once").get("status") or {}).get("conditions"))
             assert kube.store.get("Job", "once")["status"]["conditions"][0]["type"] == expected
             assert len(kube.store.all("Pod")) == num_pods
+            kube.store.delete(kube.store.get("Job", "once"))
+            await kube.until(lambda store: not store.all("Pod"))
 
 
 def test_a_size_that_is_applied_by_scale_keeps_it_when_its_first_owner_leaves_it_out() -> None:
