@@ -43,9 +43,21 @@ class Actuator(Protocol):
         """Whether `holder` is the one router that scales, for `ttl_s` seconds from now on."""
         ...
 
+    @property
+    def pause(self) -> str | None:
+        """Why an operator lets no pool be resized automatically, as of the last `take_lead`; None: they may be."""
+        ...
+
+    async def no_room(self, role: Role) -> str | None:
+        """Why instances that are ordered cannot start, so that more orders would not help; None: not known."""
+        ...
+
 
 class StackLink:
     """The router's connection to the owner of a local stack: its Actuator, and the discovery of its instances."""
+
+    pause: str | None = None
+    """Processes of one machine are paused by `autoscaler.enabled`, and always have room."""
 
     def __init__(self, address: str) -> None:
         """`address` is unix:/PATH of the stack's socket, which need not exist yet. Made on the event loop."""
@@ -84,6 +96,9 @@ class StackLink:
         with _owners_errors():
             answer = await self._stub.TakeLead(request, timeout=_TIMEOUT_S)
         return answer.granted
+
+    async def no_room(self, role: Role) -> str | None:
+        return None
 
 
 @contextmanager

@@ -4,6 +4,7 @@ One pool, by the sizes that the signals demand (signals.py: load, KV use, waitin
 
     latest observation ──problem──▶ hold (fail static)
          │
+         ├─ 0: an operator has stopped the pool ─────────────────────▶ hold
          ├─ outside of min_size..max_size ──────────────────────────▶ the nearest bound
          ├─ the least demand of the last scale_out_window_s > size ──▶ out, at most double
          └─ the most demand of the last scale_in_window_s < size ───▶ in, at most half
@@ -70,9 +71,11 @@ Hold = Literal[
     "budget",
     "ratio",
     "not_leading",
+    "no_room",
+    "paused",
 ]
-"""Why a size stays: no other size is demanded (steady) or allowed (at_bound), or the demanded one must wait or is
-impossible."""
+"""Why a size stays: no other size is demanded or possible (steady), a larger one is not allowed (at_bound), or the
+demanded one must wait or is impossible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,9 @@ def decide(
     size = latest.size
     if size is None:
         return ScaleDecision(latest.role, latest.at_s, 0, 0, 0, "no_actuator", "the pool has no owner that resizes it")
+    if size == 0:
+        stopped = "an operator has set the pool to 0, which stays until it is resized"
+        return ScaleDecision(latest.role, latest.at_s, 0, 0, 0, "paused", stopped)
     bounded = min(max(size, policy.min_size), policy.max_size)
     if bounded != size:
         bounds = f"{size} instances are outside of {policy.min_size}..{policy.max_size}"
@@ -173,7 +179,7 @@ def _grow(
 def _shrink(decision: ScaleDecision, demands: Sequence[Demand], policy: PoolPolicy, history: History) -> ScaleDecision:
     size, enough = decision.size, _most_needed(demands)
     if size == policy.min_size:
-        return decision.held("at_bound", f"{size} are the least allowed")
+        return decision.held("steady", f"{size} are the least allowed")
     if enough is None or enough >= size:
         return decision.held("window", f"not yet for {policy.scale_in_window_s:g} s since the last change")
     new_size = max(_step(size, enough), policy.min_size)

@@ -1,7 +1,7 @@
 """The loop of the autoscaler: observes both pools, decides, and resizes if this router leads.
 
     observe ─▶ decide for each pool ─▶ balance both ──leads──▶ resize ─▶ history begins anew
-     ▲                                    └──another router leads, or the owner is unavailable──▶ hold
+     ▲                                    └──another router leads, the owner is unavailable or has no room──▶ hold
      └───────── interval_s, or longer each time while the owner is unavailable ◀──────┘
 
 Every router observes and decides, so that one that takes over the lead has full windows; one resizes. The lead is taken
@@ -164,8 +164,12 @@ class Autoscaler:
             return decision.held("not_leading", "another router resizes")
         if self.clock() < self._resizing.until_s:
             return decision.held("no_answer", self._resizing.why)
+        if self.actuator.pause is not None:
+            return decision.held("paused", self.actuator.pause)
         try:
             async with asyncio.timeout(left_s):
+                if decision.direction == "out" and (why := await self.actuator.no_room(decision.role)) is not None:
+                    return decision.held("no_room", why)
                 sizes, expected = {decision.role: decision.new_size}, {decision.role: decision.size}
                 await self.resizer.resize(sizes, cause="autoscaler", reason=decision.reason, expected=expected)
         except (ActuatorError, TimeoutError) as error:

@@ -43,6 +43,8 @@ from router.pools.instance_info import Role
 
 _log = logging.getLogger(__name__)
 
+PAUSED = "tandem/paused"
+"""Annotation of the Lease by which an operator stops automatic resizing; any value but `false`."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _LOWEST_COST = -(2**31)
 """Of the first pod to remove; one more for each further one. Below any cost that is likely to be set otherwise."""
@@ -66,6 +68,8 @@ class Election:
     cluster: Cluster
     name: str
     clock: Callable[[], float] = time.monotonic
+    pause: str | None = None
+    """Why no pool is to be resized, as the Lease said last."""
     _seen: LeaseSpec | None = None
     _seen_s: float = 0.0
 
@@ -79,6 +83,8 @@ class Election:
                 f"there is no Lease {self.name} in {self.cluster.namespace}: the chart creates it; otherwise see "
                 "docs/kubernetes.md"
             ) from error
+        is_paused = (lease.metadata.annotations or {}).get(PAUSED, "false") != "false"
+        self.pause = f"paused by the annotation {PAUSED} of the Lease {self.name}" if is_paused else None
         if self._is_held_by_another(lease.spec, holder, ttl_s):
             return False
         taken = msgspec.to_builtins(_taken(lease.spec, holder, ttl_s))
@@ -134,6 +140,29 @@ class KubernetesActuator:
     async def take_lead(self, holder: str, ttl_s: float) -> bool:
         return await self.election.take(holder, ttl_s)
 
+    @property
+    def pause(self) -> str | None:
+        return self.election.pause
+
+    async def no_room(self, role: Role) -> str | None:
+        """By the pods that no node takes. Raises ActuatorError, but not without permission for pods."""
+        scale = self._scales.get(role) or await self._read(role)
+        try:
+            pods = await self._pods(scale.status.selector)
+        except ClusterError as error:
+            _log.warning("could not look for pending pods: %s", error)
+            return None
+        unscheduled = [pod.status.unscheduled for pod in pods if pod.status.unscheduled is not None]
+        if not unscheduled:
+            return None
+        return f"no node takes {len(unscheduled)} of {len(pods)} pods: {unscheduled[0]}"
+
+    async def _pods(self, selector: str) -> Sequence[Pod]:
+        """Those that are to stay."""
+        path = self.cluster.path("v1", "pods")
+        listed = await self.cluster.request("GET", path, Listed[Pod], query={"labelSelector": selector})
+        return [pod for pod in listed.items or () if pod.metadata.deletion_timestamp is None]
+
     async def _read(self, role: Role) -> Scale:
         return await self.cluster.request("GET", self._path(role), Scale)
 
@@ -162,10 +191,7 @@ class KubernetesActuator:
         """Best effort: which pods are removed is a matter of cost, not of correctness, since all of them drain."""
         try:
             async with asyncio.timeout(_MARKING_S):
-                listed = await self.cluster.request(
-                    "GET", self.cluster.path("v1", "pods"), Listed[Pod], query={"labelSelector": selector}
-                )
-                costs = _costs(listed.items or (), victims)
+                costs = _costs(await self._pods(selector), victims)
                 await asyncio.gather(*(self._set_cost(name, cost) for name, cost in costs.items()))
         except (ClusterError, TimeoutError) as error:
             why = str(error) or f"no answer within {_MARKING_S:g} s"
@@ -181,8 +207,6 @@ def _costs(pods: Sequence[Pod], victims: Sequence[str]) -> dict[str, str | None]
     order = {_normalized(address.rpartition(":")[0].strip("[]")): rank for rank, address in enumerate(victims)}
     costs: dict[str, str | None] = {}
     for pod in pods:
-        if pod.metadata.deletion_timestamp is not None:
-            continue
         ips = [_normalized(one.ip) for one in pod.status.pod_ips or ()]
         rank = next((order[ip] for ip in ips if ip in order), None)
         cost = None if rank is None else str(_LOWEST_COST + rank)

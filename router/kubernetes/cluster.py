@@ -71,8 +71,21 @@ class PodIP(msgspec.Struct, frozen=True):
     ip: str
 
 
+class Condition(msgspec.Struct, frozen=True):
+    type: str
+    status: str
+    message: str = ""
+
+
 class PodStatus(msgspec.Struct, frozen=True, rename={"pod_ips": "podIPs"}):
     pod_ips: list[PodIP] | None = None
+    conditions: list[Condition] | None = None
+
+    @property
+    def unscheduled(self) -> str | None:
+        """Why no node takes the pod; None: one does, or it has not been tried."""
+        found = [one for one in self.conditions or () if one.type == "PodScheduled" and one.status == "False"]
+        return found[0].message if found else None
 
 
 class Pod(msgspec.Struct, frozen=True):

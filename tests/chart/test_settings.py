@@ -112,6 +112,8 @@ def test_autoscaler_is_told_its_bounds_and_objectives(read: Read) -> None:
     assert (prefill.min_size, prefill.max_size, prefill.ttft_objective_s) == (1, 4, 0.5)
     assert (decode.min_size, decode.max_size, decode.itl_objective_s) == (1, 10, 0.05)
     assert (decode.scale_in_window_s, settings.autoscaler.max_ratio) == (600, 2)
+    for role, policy in (("prefill", prefill), ("decode", decode)):
+        assert policy.start_timeout_s == deployment(manifests("autoscaling"), role)["spec"]["progressDeadlineSeconds"]
     bare, _ = read(render({"autoscaling": {"mode": "builtin"}}), "router")
     assert bare.autoscaler.prefill.ttft_objective_s is bare.autoscaler.decode.itl_objective_s is None
 

@@ -55,12 +55,14 @@ autoscaler:
   prefill:
     min_size: {{ $prefill.minReplicas | int }}
     max_size: {{ $prefill.maxReplicas | int }}
+    start_timeout_s: {{ include "tandem.startDeadline" (dict "root" . "component" "prefill") }}
     {{- with $prefill.timeToFirstTokenSeconds }}
     ttft_objective_s: {{ . }}
     {{- end }}
   decode:
     min_size: {{ $decode.minReplicas | int }}
     max_size: {{ $decode.maxReplicas | int }}
+    start_timeout_s: {{ include "tandem.startDeadline" (dict "root" . "component" "decode") }}
     {{- with $decode.interTokenLatencySeconds }}
     itl_objective_s: {{ . }}
     {{- end }}

@@ -47,6 +47,9 @@ class Owner:
     holder: str | None = None
     until_s: float = -math.inf
     leads: list[str] = field(default_factory=list)
+    pause: str | None = None
+    lack: str | None = None
+    """Why what is ordered cannot start."""
 
     async def sizes(self) -> Mapping[Role, int]:
         self._may_fail()
@@ -71,6 +74,9 @@ class Owner:
             self.leads.append(holder)
         self.holder, self.until_s = holder, now() + ttl_s
         return True
+
+    async def no_room(self, role: Role) -> str | None:
+        return self.lack
 
     def _may_fail(self) -> None:
         self.num_asked += 1

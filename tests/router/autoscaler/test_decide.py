@@ -251,13 +251,18 @@ def test_a_second_change_of_direction_waits_unless_it_is_urgent() -> None:
 def test_a_size_outside_of_the_bounds_comes_back_by_steps() -> None:
     assert decided(steady(1), min_size=4).new_size == 2
     assert decided(steady(6, num_running=9), max_size=2).new_size == 3
-    assert decided(lambda at_s: pool(size=0, at_s=at_s)).new_size == 1
     assert decided(steady(1), History(NOW_S - 5, NOW_S - 5), min_size=4).hold == "cool_down"
 
 
 def test_at_its_bounds_it_says_so() -> None:
     assert decided(steady(2, num_running=10), max_size=2).hold == "at_bound"
-    assert decided(steady(2), min_size=2).hold == "at_bound"
+    assert decided(steady(2), min_size=2).hold == "steady"
+
+
+def test_a_pool_that_an_operator_has_set_to_0_stays_there() -> None:
+    found = decided(lambda at_s: pool(size=0, at_s=at_s), min_size=2)
+    assert (found.new_size, found.hold) == (0, "paused")
+    assert "an operator has set the pool to 0" in found.reason
 
 
 # For every load

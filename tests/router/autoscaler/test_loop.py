@@ -287,3 +287,41 @@ def test_a_router_that_was_held_up_longer_than_its_lead_resizes_nothing() -> Non
         assert late.status.pools["decode"].holds["not_leading"] == 1
 
     run_loop(held_up)
+
+
+# Operators and clusters that are full
+
+
+def test_what_has_no_room_is_ordered_once_and_again_when_there_is_some() -> None:
+    async def test(owner: Owner, simulation: Simulation) -> None:
+        scaler = autoscaler(owner, simulation, SETTINGS)
+        running = asyncio.create_task(scaler.run())
+        owner.lack = "no node takes 1 of 2 pods: 0/3 nodes are available"
+        await asyncio.sleep(30 * 60)
+        assert owner.resizes == []
+        status = scaler.status.pools["decode"]
+        assert "0/3 nodes are available" in status.to_wire(now()).reason
+        assert status.holds["no_room"] > 0
+        owner.lack = None
+        await asyncio.sleep(60)
+        assert owner.of["decode"] > 2
+        running.cancel()
+
+    run_loop(test, load=steps((math.inf, 3.0)))
+
+
+def test_a_pause_holds_every_size_until_it_ends() -> None:
+    async def test(owner: Owner, simulation: Simulation) -> None:
+        scaler = autoscaler(owner, simulation, SETTINGS)
+        running = asyncio.create_task(scaler.run())
+        owner.pause = "paused by the annotation"
+        await asyncio.sleep(10 * 60)
+        assert owner.resizes == []
+        assert scaler.status.pools["decode"].holds["paused"] > 0
+        assert scaler.status.num_failures == 0
+        owner.pause = None
+        await asyncio.sleep(60)
+        assert owner.of["decode"] > 2
+        running.cancel()
+
+    run_loop(test, load=steps((math.inf, 3.0)))

@@ -279,3 +279,26 @@ async def test_pods_that_start_slowly_do_not_change_what_is_told() -> None:
         actuator = found.actuator()
         await actuator.resize("decode", 3, ())
         assert await actuator.sizes() == {"prefill": 1, "decode": 3}
+
+
+# What keeps a pool from growing
+
+
+async def test_pods_that_no_node_takes_are_a_reason_not_to_order_more() -> None:
+    async with fake_release() as found:
+        actuator = found.actuator()
+        assert await actuator.no_room("decode") is None
+        (first, _) = found.kube.pods("decode")
+        full = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available: 3 Insufficient gpu."}
+        found.kube.store.changed(first, lambda new: new["status"].update(conditions=[full]))
+        assert await actuator.no_room("decode") == (
+            "no node takes 1 of 2 pods: 0/3 nodes are available: 3 Insufficient gpu."
+        )
+        assert await actuator.no_room("prefill") is None
+
+
+async def test_without_the_right_to_list_pods_a_pool_grows_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    async with fake_release(rights=without("pods")) as found:
+        with caplog.at_level(logging.WARNING):
+            assert await found.actuator().no_room("decode") is None
+        assert "could not look for pending pods" in caplog.text

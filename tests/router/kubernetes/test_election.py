@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.autoscaler.actuator import ActuatorError
 from router.kubernetes import cluster as cluster_module
-from router.kubernetes.actuator import Election
+from router.kubernetes.actuator import PAUSED, Election
 from tests.router.kubernetes.release import LEASE, FakeRelease, fake_release
 
 TTL_S = 15.0
@@ -69,6 +69,17 @@ async def test_the_first_leads_until_it_no_longer_renews() -> None:
         assert [await two.try_it(), await one.try_it()] == [True, False]
         spec = found.kube.store.get("Lease", LEASE)["spec"]
         assert (spec["holderIdentity"], spec["leaseTransitions"], spec["leaseDurationSeconds"]) == ("two", 2, 15)
+
+
+async def test_an_annotation_of_the_lease_pauses_every_router_and_its_end_lets_them_go_on() -> None:
+    async with fake_release() as found:
+        candidates = [Candidate.of(found, name, Time()) for name in ("one", "two")]
+        for value, is_paused in (("true", True), ("false", False), ("", True), (None, False)):
+            note = {} if value is None else {PAUSED: value}
+            lease = found.kube.store.get("Lease", LEASE)
+            found.kube.store.changed(lease, lambda new, note=note: new["metadata"].update(annotations=note))
+            assert [await one.try_it() for one in candidates] == [True, False]
+            assert [one.election.pause is not None for one in candidates] == [is_paused] * 2
 
 
 async def test_a_newcomer_waits_out_a_lease_however_old_it_says_it_is() -> None:
