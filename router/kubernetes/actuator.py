@@ -120,6 +120,7 @@ class KubernetesActuator:
     cluster: Cluster
     workloads: Mapping[Role, Workload]
     election: Election
+    mark_pods: bool = True
     _scales: dict[Role, Scale] = field(default_factory=dict)
 
     async def sizes(self) -> Mapping[Role, int]:
@@ -133,7 +134,7 @@ class KubernetesActuator:
         if role not in self.workloads:
             raise ActuatorError(f"the {role} pool cannot be resized: set kubernetes.{role}")
         scale = self._scales.get(role) or await self._read(role)
-        if victims and self.workloads[role].plural == "deployments":
+        if victims and self.mark_pods and self.workloads[role].plural == "deployments":
             await self._mark(scale.status.selector, victims)
         self._scales[role] = await self._write(role, scale, size)
 
@@ -238,7 +239,7 @@ class KubernetesLink:
         """None where no workload may be resized."""
         if settings.workloads:
             election = Election(self._cluster, settings.lease)
-            self.actuator = KubernetesActuator(self._cluster, settings.workloads, election)
+            self.actuator = KubernetesActuator(self._cluster, settings.workloads, election, settings.mark_pods)
 
     def discovery(self, service: str, port: int) -> EndpointSliceDiscovery:
         return EndpointSliceDiscovery(self._cluster, service, port)

@@ -29,6 +29,9 @@ class KubernetesSettings(Section):
     prefill: str = setting("", "Owner of the prefill pods, deployment/NAME or statefulset/NAME; empty: not resized.")
     decode: str = setting("", "Owner of the decode pods, deployment/NAME or statefulset/NAME; empty: not resized.")
     lease: str = setting("tandem-autoscaler", "Name of the Lease by which several routers elect the one that resizes.")
+    mark_pods: bool = setting(
+        True, "Mark the pods to remove first by pod-deletion-cost, for which the router needs the right to patch pods."
+    )
     namespace: str = setting("", "Namespace of the workloads, the Lease and the Services; empty: the router's own.")
     account_folder: str = setting(
         "/var/run/secrets/kubernetes.io/serviceaccount", "Folder with the pod's token, ca.crt and namespace."

@@ -83,7 +83,8 @@ async def installed(name: str, role: Manifest) -> AsyncIterator[Installed]:
         for pool in ROLES:
             one = copy.deepcopy(deployment(objects, pool))
             one["spec"]["replicas"] = 2
-            one["spec"]["template"]["spec"]["volumes"] = []
+            pod = one["spec"]["template"]["spec"]
+            pod["volumes"] = pod["containers"][0]["volumeMounts"] = []
             kube.store.create(one, NAMESPACE)
         await kube.until(lambda store: len([pod for pod in store.all("Pod") if pod.get("status")]) == 4)
         cluster = Cluster(str(kube.account_folder(account, NAMESPACE)), environment=kube.environment)

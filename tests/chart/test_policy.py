@@ -284,6 +284,34 @@ def test_a_key_that_is_there_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         render({})
 
 
+def test_operators_reach_an_admin_listener_that_is_no_loopback_and_others_do_not() -> None:
+    team = [{"podSelector": {"matchLabels": {"team": "platform"}}}]
+    for listen, peers, opened in (
+        ("$(POD_IP):50052", team, [team]),
+        ("127.0.0.1:50052", team, []),
+        ("$(POD_IP):50052", [], []),
+    ):
+        objects = render({"router": {"adminListen": listen}, "networkPolicy": {"operators": peers}})
+        (policy,) = (one for one in of_kind(objects, "NetworkPolicy") if component_of(one) == "router")
+        rules = [one for one in policy["spec"]["ingress"] if {"protocol": "TCP", "port": 50052} in one["ports"]]
+        assert [one["from"] for one in rules] == opened
+
+
+def test_a_volume_of_pages_and_their_key_are_kept_together() -> None:
+    for name, is_kept in (("shared-storage", True), ("default", False)):
+        (key,) = of_kind(manifests(name), "Secret")
+        assert ("helm.sh/resource-policy" in key["metadata"].get("annotations", {})) is is_kept
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_empty_dir_keeps_a_node(name: str) -> None:
+    for pod in pods(manifests(name)):
+        if pod.owner["kind"] == "Deployment":
+            local = {one["name"] for one in pod.spec["volumes"] if "emptyDir" in one} - {"extra", "rdma"}
+            told = pod.metadata["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"]
+            assert local <= set(told.split(","))
+
+
 def test_a_variable_of_ucx_may_be_zero() -> None:
     env = deployment(render({"connector": {"nixl": {"ucxEnv": {"UCX_IB_GID_INDEX": 0}}}}), "decode")
     variables = env["spec"]["template"]["spec"]["containers"][0]["env"]

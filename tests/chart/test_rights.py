@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from helm.rendering import render
 from tests.chart.rendered import ASKING, NAMES, NAMESPACE, deployment, manifests, of_kind, released
+from tests.chart.started import Read
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,3 +43,12 @@ def test_role_is_bound_to_the_routers_account() -> None:
     account = deployment(objects, "router")["spec"]["template"]["spec"]["serviceAccountName"]
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}]
     assert binding["roleRef"]["name"] == of_kind(objects, "Role")[0]["metadata"]["name"]
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_the_right_to_patch_pods_has_a_switch_that_the_router_knows(is_marked: bool, read: Read) -> None:
+    objects = render({"autoscaling": {"mode": "builtin", "markPods": is_marked}})
+    (role,) = of_kind(released(objects), "Role")
+    (rule,) = (one for one in role["rules"] if one["resources"] == ["pods"])
+    assert ("patch" in rule["verbs"]) is is_marked
+    assert read(objects, "router")[0].kubernetes.mark_pods is is_marked

@@ -41,6 +41,7 @@ REFUSED_BY_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown discovery": ({"discovery": "etcd"}, "must be one of 'dns', 'endpoints'"),
     "a name in capitals": ({"tls": {"routerName": "Router"}}, "does not match"),
     "no router": ({"router": {"replicas": 0}}, "minimum: got 0"),
+    "GPUs that are not used": ({"instance": {"gpu": {"count": 8}}}, "maximum: got 8"),
 }
 
 REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
@@ -78,6 +79,17 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens in the Secret": (
         {"auth": {"existingSecret": "tenants", "existingSecretTokensKey": ""}},
         "none of its keys is used",
+    ),
+    "a cache for one node": (
+        {"model": {"source": "hub", "hub": {"id": "a/b", "cache": {"create": True, "accessModes": ["ReadWriteOnce"]}}}},
+        "model.hub.cache.accessModes",
+    ),
+    "fewer in all than at the least": (
+        {
+            "autoscaling": {"mode": "builtin", "decode": {"minReplicas": 8}},
+            "router": {"settings": {"autoscaler": {"max_instances": 4}}},
+        },
+        "max_instances: 4 is below the sum of both minReplicas, which is 9",
     ),
     "a selector's label": (
         {"pools": {"decode": {"podLabels": {"app.kubernetes.io/component": "x"}}}},

@@ -50,6 +50,7 @@ kubernetes:
   prefill: deployment/{{ $fullname }}-prefill
   decode: deployment/{{ $fullname }}-decode
   lease: {{ $fullname }}-autoscaler
+  mark_pods: {{ .Values.autoscaling.markPods }}
 autoscaler:
   enabled: true
   prefill:

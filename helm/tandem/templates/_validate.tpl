@@ -44,6 +44,14 @@
 {{- if and (eq $model.source "claim") (not $model.claim.name) -}}
 {{- fail "model.claim.name: model.source is claim, so give the PersistentVolumeClaim with the checkpoint" -}}
 {{- end -}}
+{{- if and (eq $model.source "hub") $model.hub.cache.create (not $model.hub.cache.existingClaim) (not (has "ReadWriteMany" $model.hub.cache.accessModes)) -}}
+{{- fail "model.hub.cache.accessModes: all pods mount this volume, so it is [ReadWriteMany]; for one node give an existingClaim" -}}
+{{- end -}}
+{{- $least := add .Values.autoscaling.prefill.minReplicas .Values.autoscaling.decode.minReplicas -}}
+{{- $most := dig "autoscaler" "max_instances" nil .Values.router.settings -}}
+{{- if and (eq .Values.autoscaling.mode "builtin") (not (kindIs "invalid" $most)) (lt (int $most) (int $least)) -}}
+{{- fail (printf "router.settings.autoscaler.max_instances: %d is below the sum of both minReplicas, which is %d" (int $most) (int $least)) -}}
+{{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $bounds := index $.Values.autoscaling $role -}}
 {{- if gt ($bounds.minReplicas | int) ($bounds.maxReplicas | int) -}}

@@ -31,6 +31,10 @@ spec:
         {{- include "tandem.podLabels" (merge (dict "labels" .spec.podLabels) .) | nindent 8 }}
       annotations:
         checksum/settings: {{ sha256sum .settings | quote }}
+        # Nothing in them must outlive a pod, so a cluster autoscaler may remove the node.
+        {{- if not (hasKey .spec.podAnnotations "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes") }}
+        cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes: "tmp,cache,shm,model"
+        {{- end }}
         {{- range $key, $value := .spec.podAnnotations }}
         {{ $key }}: {{ $value | quote }}
         {{- end }}

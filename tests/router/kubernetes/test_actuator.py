@@ -302,3 +302,14 @@ async def test_without_the_right_to_list_pods_a_pool_grows_all_the_same(caplog: 
         with caplog.at_level(logging.WARNING):
             assert await found.actuator().no_room("decode") is None
         assert "could not look for pending pods" in caplog.text
+
+
+async def test_pods_are_left_alone_where_marking_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    async with fake_release(rights=without("pods")) as found:
+        actuator = found.actuator()
+        actuator.mark_pods = False
+        (first, _) = found.kube.pods("decode")
+        with caplog.at_level(logging.WARNING):
+            await actuator.resize("decode", 1, [f"{first['status']['podIP']}:50051"])
+            await found.until_ready("decode", 1)
+        assert caplog.text == ""
