@@ -37,7 +37,7 @@ class Started:
 
 def started(spec: Manifest, objects: Sequence[Manifest], folder: Path, *, pod_ip: str = "10.1.2.3") -> Started:
     """The pod's first container; what `objects` has of its maps is written to `folder`, where arguments then look."""
-    (container,) = spec["containers"]
+    container = spec["containers"][0]
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     environment: dict[str, str] = {}

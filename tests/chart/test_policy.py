@@ -95,7 +95,7 @@ def test_a_digest_pins_each_image() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_probes_tell_liveness_from_readiness(name: str) -> None:
     for component in COMPONENTS:
-        (container,) = deployment(manifests(name), component)["spec"]["template"]["spec"]["containers"]
+        container = deployment(manifests(name), component)["spec"]["template"]["spec"]["containers"][0]
         ports = {one["name"]: one["containerPort"] for one in container["ports"]}
         probes = {kind: container[f"{kind}Probe"]["grpc"] for kind in ("startup", "liveness", "readiness")}
         assert ports["health"] != ports["grpc"]
@@ -310,6 +310,28 @@ def test_no_empty_dir_keeps_a_node(name: str) -> None:
             local = {one["name"] for one in pod.spec["volumes"] if "emptyDir" in one} - {"extra", "rdma"}
             told = pod.metadata["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"]
             assert local <= set(told.split(","))
+
+
+def test_everything_that_runs_is_placed_and_a_download_gets_through_a_proxy() -> None:
+    objects = manifests("corporate")
+    for pod in pods(objects):
+        assert pod.spec["nodeSelector"] == {"pool": "llm"}
+        assert pod.spec["tolerations"] == [{"key": "llm", "operator": "Exists"}]
+    spec = deployment(objects, "decode")["spec"]["template"]["spec"]
+    assert spec["schedulerName"] == "volcano"
+    assert [one["name"] for one in spec["initContainers"]] == ["model", "prepare"]
+    assert [one["name"] for one in spec["containers"]] == ["decode", "logs"]
+    download = {one["name"]: one["value"] for one in spec["initContainers"][0]["env"]}
+    assert download["HTTPS_PROXY"] == "http://proxy.example.com:3128"
+    mounted = {one["mountPath"] for one in spec["initContainers"][0]["volumeMounts"]}
+    assert {download["SSL_CERT_FILE"], download["REQUESTS_CA_BUNDLE"]} == {"/etc/tandem/hub-ca/ca.crt"}
+    assert "/etc/tandem/hub-ca" in mounted
+    (service,) = (one for one in of_kind(objects, "Service") if one["spec"]["type"] == "LoadBalancer")
+    assert service["spec"]["loadBalancerSourceRanges"] == ["10.0.0.0/8", "fd00::/8"]
+    router = deployment(objects, "router")["spec"]["template"]["spec"]
+    assert router["containers"][0]["envFrom"] == [{"configMapRef": {"name": "proxy"}}]
+    assert router["dnsConfig"] == {"options": [{"name": "ndots", "value": "2"}]}
+    assert not {"Role", "RoleBinding"} & {one["kind"] for one in objects}
 
 
 def test_a_variable_of_ucx_may_be_zero() -> None:

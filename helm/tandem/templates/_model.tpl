@@ -30,6 +30,12 @@
 {{- else }}
   emptyDir: {sizeLimit: {{ .Values.model.hub.cache.size | quote }}}
 {{- end }}
+{{- with .Values.model.hub.existingCaConfigMap }}
+- name: hub-ca
+  configMap:
+    name: {{ . | quote }}
+    items: [{key: {{ $.Values.model.hub.existingCaConfigMapKey | quote }}, path: ca.crt}]
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -67,11 +73,19 @@
     - name: HF_TOKEN
       valueFrom: {secretKeyRef: {name: {{ $hub.existingSecret | quote }}, key: {{ $hub.existingSecretTokenKey | quote }}}}
     {{- end }}
+    {{- if $hub.existingCaConfigMap }}
+    - {name: SSL_CERT_FILE, value: /etc/tandem/hub-ca/ca.crt}
+    - {name: REQUESTS_CA_BUNDLE, value: /etc/tandem/hub-ca/ca.crt}
+    {{- end }}
+    {{- with $hub.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   securityContext: {{- toYaml .root.Values.containerSecurityContext | nindent 4 }}
-  resources:
-    requests: {cpu: 100m, memory: 512Mi}
-    limits: {memory: 2Gi}
+  resources: {{- toYaml $hub.resources | nindent 4 }}
   volumeMounts:
+    {{- if $hub.existingCaConfigMap }}
+    - {name: hub-ca, mountPath: /etc/tandem/hub-ca, readOnly: true}
+    {{- end }}
     - {name: model, mountPath: /models}
     - {name: cache, mountPath: /var/cache/tandem}
     - {name: tmp, mountPath: /tmp}

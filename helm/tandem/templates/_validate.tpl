@@ -160,10 +160,10 @@
 {{- if ne (len $names) (len (uniq $names)) -}}
 {{- fail (printf "extraEnv of %s: a variable is there twice (%s)" $where (join ", " $names)) -}}
 {{- end -}}
-{{- $volumes := list "settings" "tmp" "cache" "model" "tls" "ca" "auth" "shm" "kv-key" "kv-store" "redis-password" -}}
+{{- $volumes := list "settings" "tmp" "cache" "model" "tls" "ca" "auth" "shm" "kv-key" "kv-store" "redis-password" "hub-ca" -}}
 {{- range .spec.extraVolumes }}{{ $volumes = append $volumes .name }}{{ end -}}
 {{- if ne (len $volumes) (len (uniq $volumes)) -}}
-{{- fail (printf "extraVolumes of %s: a name is there twice; the chart uses %s" $where (slice $volumes 0 11 | join ", ")) -}}
+{{- fail (printf "extraVolumes of %s: a name is there twice; the chart uses %s" $where (slice $volumes 0 12 | join ", ")) -}}
 {{- end -}}
 {{- if hasKey .spec.podAnnotations "checksum/settings" -}}
 {{- fail (printf "podAnnotations of %s: the chart sets checksum/settings itself; name yours differently" $where) -}}

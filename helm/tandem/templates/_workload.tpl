@@ -41,12 +41,15 @@ spec:
     spec:
       {{- include "tandem.podSettings" . | nindent 6 }}
       terminationGracePeriodSeconds: {{ include "tandem.terminationGrace" $settings }}
-      {{- with include "tandem.modelInit" . | trim }}
-      initContainers: {{- . | nindent 8 }}
+      {{- with concat (include "tandem.modelInit" . | fromYamlArray) .spec.initContainers }}
+      initContainers: {{- toYaml . | nindent 8 }}
       {{- end }}
       containers:
         - name: {{ .component }}
           {{- include "tandem.container" . | nindent 10 }}
+        {{- with .spec.sidecars }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       volumes:
         - name: settings
           configMap: {name: {{ include "tandem.name" (merge (dict "suffix" (printf "%s-settings" .component)) .) }}}
@@ -76,6 +79,16 @@ spec:
 {{- if and (eq .component "router") .root.Values.router.openai.enabled -}}true{{- end -}}
 {{- end -}}
 
+{{/* Where a pod runs: the fields of a component's values that a pod spec has under the same name. */}}
+{{- define "tandem.placement" -}}
+{{- $spec := . -}}
+{{- range $field := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "schedulerName" "dnsConfig" "runtimeClassName" "resourceClaims" }}
+{{- with index $spec $field }}
+{{ $field }}: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* What a pod has beside its containers and volumes. */}}
 {{- define "tandem.podSettings" -}}
 serviceAccountName: {{ include "tandem.serviceAccount" . | quote }}
@@ -83,11 +96,7 @@ automountServiceAccountToken: {{ and (eq .component "router") (eq (include "tand
 enableServiceLinks: false
 securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
 {{- include "tandem.pullSecrets" .root | nindent 0 }}
-{{- range $field := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "resourceClaims" }}
-{{- with index $.spec $field }}
-{{ $field }}: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- end }}
+{{- include "tandem.placement" .spec }}
 {{- if kindIs "invalid" .spec.topologySpreadConstraints }}
 topologySpreadConstraints:
   - topologyKey: kubernetes.io/hostname
@@ -109,6 +118,9 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 command: [python, -m, {{ .module }}]
 args: [--config=/etc/tandem/settings/settings.yaml]
 env: {{- include "tandem.mergedEnv" . | nindent 2 }}
+{{- with .spec.envFrom }}
+envFrom: {{- toYaml . | nindent 2 }}
+{{- end }}
 ports:
   - {name: grpc, containerPort: {{ include "tandem.grpcPort" .root }}}
   - {name: health, containerPort: {{ $probed }}}
