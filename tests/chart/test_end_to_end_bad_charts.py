@@ -64,10 +64,10 @@ async def test_the_chart_leaves_sizes_to_the_autoscaler() -> None:
 
 
 async def test_replicas_under_an_autoscaler_break_the_upgrade(tmp_path: Path) -> None:
-    rule = '{{- if eq $.Values.autoscaling.mode "none" }}'
+    rule = '{{- with include "tandem.replicas" $pool }}'
     async with FakeKube() as kube:
         refused = pytest.raises(HelmError, match=r'conflict with "tandem-router" with subresource "scale".*replicas')
-        with changed(tmp_path, "pools.yaml", rule, "{{- if true }}") as chart, refused:
+        with changed(tmp_path, "pools.yaml", rule, '{{- with "1" }}') as chart, refused:
             await scale_then_upgrade(kube, chart)
         assert kube.store.get("Deployment", DECODE)["spec"]["replicas"] == 3
 
