@@ -133,7 +133,7 @@ async def test_clients_show_a_certificate_where_that_is_asked_for(tmp_path: Path
 async def test_handshakes_count_as_connections_and_end_in_time(tmp_path: Path) -> None:
     files = issued(tmp_path / "router", "router", StackCa())
     tls = HttpTls(files.tls(), require_client_cert=False, client_names=())
-    async with serving(tls, max_connections=4, read_timeout_s=2.0) as url, asyncio.timeout(TIMEOUT_S):
+    async with serving(tls, max_connections=4, read_timeout_s=5.0) as url, asyncio.timeout(TIMEOUT_S):
         host, port = url.removeprefix("https://").removesuffix("/").split(":")
         half_open = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
         half_open[0][1].write(b"\x16\x03\x01\x02\x00")  # the beginning of a ClientHello
