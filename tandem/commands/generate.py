@@ -61,8 +61,8 @@ def command(
       tandem generate --chat "What is a tandem?" --temperature 0
       tandem generate "A tandem is" --max-tokens 40 --seed 7 --stats
       tandem generate "A tandem is" --temperature 0 --logprobs 3
-      tandem generate --chat "Is a tandem a bicycle?" --choice yes --choice no
-      tandem generate --chat "Invent a rider." --json-schema rider.json
+      tandem generate "Is a tandem a bicycle? " --choice yes --choice no
+      tandem generate "A rider in JSON: " --json-schema rider.json
       cat story.txt | tandem generate - --address 127.0.0.1:50051
     """
     from tandem.client.client import Client
