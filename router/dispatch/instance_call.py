@@ -198,6 +198,9 @@ class InstanceCall:
             message = await self._next_message()
         finally:
             self._drain.is_reading = False
+        if self._has_moved and self._lost is not None:
+            # Where it goes was decided by what had been read: a first token now would pin it to these weights.
+            raise self._broken(self._lost)
         if message is not None and not self._acknowledged:
             self._reached = self._acknowledged = True
             self.instance.calls.acknowledge(self)

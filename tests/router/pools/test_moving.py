@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from engine.sampling.params import SamplingParams
+from protos.tandem.v1 import common_pb2, decode_pb2
+from router.dispatch.instance_call import DecodeCall
 from router.picking.plan import NoPlan, can_move, has_room
+from router.pools.in_flight import InFlightCalls
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.request.choice_state import Choice
+from router.request.generation_request import GenerationRequest
+from router.resilience.retry import CallFailed
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
@@ -33,6 +42,20 @@ def test_room_is_a_block_for_every_token_there_is_and_for_the_next() -> None:
 
 def test_a_stream_does_not_move_without_another_instance() -> None:
     assert not can_move(NoPlan("no decode instance is available", "the pool is empty"), 10)
+
+
+async def test_a_token_that_comes_after_the_decision_to_move_does_not_pin_the_stream_to_what_it_leaves() -> None:
+    key, unused = InstanceKey("a:1", "e"), cast("Any", None)
+    instance = cast("Any", SimpleNamespace(calls=InFlightCalls(), key=key))
+    choice = Choice(GenerationRequest("l", "r", "m", (1, 2, 3), SamplingParams(max_tokens=5), seed=5), 0)
+    choice.begin_attempt()
+    async with DecodeCall(instance, key, choice, unused, can_move=lambda: True) as call:
+        call._joined = cast("Any", SimpleNamespace(leave=lambda number: None)), unused
+        call.receive(decode_pb2.DecodeResponse(tokens=common_pb2.TokenChunk(stream_epoch=1, token_ids=[7])))
+        call.instance_draining()
+        with pytest.raises(CallFailed) as raised:
+            await call.next_tokens()
+    assert (raised.value.kind, choice.num_emitted) == ("moved", 0)
 
 
 def decodes(*behaviours: Behaviour) -> list[FakeInstance]:

@@ -37,7 +37,9 @@ async def roll(fake: FakeInstance, apps: list[RouterApp]) -> None:
     fake.behaviour.draining = fake.behaviour.moving_out = True
     pools = [app.pools.by_role[fake.role] for app in apps]
     states = [next(one for one in pool.instances if one.address == fake.address) for pool in pools]
-    await until(lambda: all(state.state == "draining" for state in states) and not fake.num_open_calls)
+    await until(lambda: all(state.state == "draining" and state.calls.is_empty for state in states))
+    await until(lambda: not fake.num_open_calls)
+    await fake.kill()  # before it could report that it drains no more
     fake.behaviour.draining = fake.behaviour.moving_out = False
     fake.behaviour.weights = 1
     await fake.replace(weights_digest="new")
