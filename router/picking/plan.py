@@ -72,7 +72,7 @@ def make_plan(
         preferred=choice.decode_key,
     )
     if isinstance(decode, NoPick):
-        return NoPlan("no decode instance is available", decode.why)
+        return NoPlan(_without_decode(choice, decode_views), decode.why)
     prefill = picker.pick(
         prefill_views,
         [*filters, picker.pairs_with(decode.instance)],
@@ -95,6 +95,15 @@ def make_plan(
         work = Work(num_to_prefill, situation.num_ahead_at_prefill, situation.num_uncached)
         return Plan(decode, prefill, disaggregation, work)
     return Plan(decode, None, disaggregation, Work(situation.num_uncached, situation.num_ahead_at_decode))
+
+
+def _without_decode(choice: Choice, decode_views: Sequence[InstanceView]) -> str:
+    """The message for the client. It names what no instance supports, because waiting would not help."""
+    if choice.request.params.is_constrained and decode_views:
+        unable = [picker.supports_constraints(view) for view in decode_views]
+        if all(unable):
+            return f"every decode instance {unable[0]}"
+    return "no decode instance is available"
 
 
 def servable(

@@ -204,4 +204,5 @@ def test_a_constrained_request_goes_only_to_instances_that_support_it() -> None:
     none = plan(decode[:1], [able("prefill")], wanted)
     assert isinstance(none, NoPlan)
     assert "does not support constraints" in none.why
+    assert "structured-output" in none.message
     assert planned(decode[:1], [], choice()).decode.instance.key.address == "old"
