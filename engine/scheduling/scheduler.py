@@ -185,8 +185,8 @@ class Scheduler:
 
     @property
     def num_without_room(self) -> int:
-        """Waiting requests with KV of another instance: only blocks or a place in the batch are missing."""
-        return sum(request.awaits_kv for request in self.waiting)
+        """Waiting requests with KV of another instance: only blocks, a place in the batch or a grammar are missing."""
+        return sum(request.awaits_kv for request in (*self.waiting, *self.compiling.values()))
 
     # Internals
 

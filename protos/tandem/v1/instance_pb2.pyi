@@ -257,7 +257,9 @@ class WatchLoadResponse(_message.Message):
     moving_out: _builtins.bool
     """The drain's grace period is nearly over: running requests should continue elsewhere if an instance can take them."""
     num_without_room: _builtins.int
-    """Of num_waiting: requests with KV of another instance, which wait for room. An instance is full while there are any."""
+    """Of num_waiting: requests with KV of another instance, which wait for room or for their grammar. While there are any,
+    a reservation may take longer.
+    """
     @_builtins.property
     def blocks(self) -> Global___BlockUsage:
         """Blocks by class."""

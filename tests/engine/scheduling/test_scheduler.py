@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import Future
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -229,6 +231,20 @@ def test_a_reservation_without_a_seed_is_given_up_at_its_deadline() -> None:
     end = scheduler.take_events()[-1]
     assert isinstance(end, TokensEvent)
     assert "seed" in (end.error or "")
+
+
+def test_a_request_that_waits_for_its_grammar_keeps_its_reservation_waiting() -> None:
+    scheduler, grammar = make_scheduler(), Future[Any]()
+    remote_kv = RemoteKV(transfer_id="a", reservation_s=5.0)
+    spec = EngineRequest(request_id="r", prompt_token_ids=[1] * 10, params=SamplingParams(), remote_kv=remote_kv)
+    scheduler.add_request(Request.from_spec(spec, arrival=1, fingerprint="f", grammar=grammar), 0.0)
+    assert scheduler.num_without_room == 1
+    grammar.set_result(None)
+    scheduler.take_compiled(30.0)
+    step(scheduler)
+    assert (scheduler.num_without_room, list(scheduler.loading)) == (0, ["r"])
+    scheduler.expire(34.9)
+    assert "r" in scheduler.requests
 
 
 def test_the_wait_for_room_is_reported_and_takes_nothing_from_the_reservation() -> None:
