@@ -205,7 +205,9 @@ def _instances(instances: list[tuple[Role, InstanceSample]]) -> Iterator[Metric]
     )
     yield per_instance("requests", "Requests at an instance, as reported and as sent since.", states_of, "state")
     without_room = [(labels, view.load.num_without_room) for labels, view in views]
-    yield per_instance("requests_without_room", "Of the waiting requests: whose KV has no room yet.", without_room)
+    yield per_instance(
+        "requests_without_room", "Of the waiting requests: whose KV has no room yet, or no grammar.", without_room
+    )
     tokens = [(labels, view.load.num_waiting_tokens + view.num_unreported_tokens) for labels, view in views]
     yield per_instance("waiting_tokens", "Tokens that wait at an instance to be prefilled.", tokens)
     blocks = [(labels, view.load.free_blocks + view.load.cached_blocks) for labels, view in views]

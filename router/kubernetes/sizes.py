@@ -23,7 +23,7 @@ _TRIES = 5
 
 
 async def keep(cluster: Cluster, deployment: str) -> None:
-    """Makes this an owner of the present size, whoever else owns it. Raises ClusterError."""
+    """Makes this an owner of the present size, beside its other owners. Raises ClusterError."""
     path = _path(cluster, deployment)
     for attempt in range(1, _TRIES + 1):
         size = (await cluster.request("GET", path, Scale)).size

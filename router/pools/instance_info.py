@@ -113,7 +113,7 @@ class LoadReport:
     num_loading: int = 0
     num_waiting_tokens: int = 0
     num_without_room: int = 0
-    """Of the waiting ones: whose KV comes from another instance, and for which there is no room yet."""
+    """Of the waiting ones: whose KV comes from another instance, and for which there is no room or no grammar yet."""
     free_blocks: int = 0
     cached_blocks: int = 0
     step_s: float = 0.0

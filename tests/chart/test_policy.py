@@ -238,8 +238,8 @@ def test_network_policy_opens_the_ports_that_ucx_listens_on(name: str) -> None:
         (policy,) = (one for one in of_kind(objects, "NetworkPolicy") if component_of(one) == component)
         (ports,) = (port for rule in policy["spec"]["ingress"] for port in rule["ports"] if "endPort" in port)
         env = deployment(objects, component)["spec"]["template"]["spec"]["containers"][0]["env"]
-        (told,) = (one["value"] for one in env if one["name"] == "UCX_TCP_PORT_RANGE")
-        assert told == f"{ports['port']}-{ports['endPort']}"
+        (given,) = (one["value"] for one in env if one["name"] == "UCX_TCP_PORT_RANGE")
+        assert given == f"{ports['port']}-{ports['endPort']}"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "bare"])
@@ -308,8 +308,8 @@ def test_no_empty_dir_keeps_a_node(name: str) -> None:
     for pod in pods(manifests(name)):
         if pod.owner["kind"] == "Deployment":
             local = {one["name"] for one in pod.spec["volumes"] if "emptyDir" in one} - {"extra", "rdma"}
-            told = pod.metadata["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"]
-            assert local <= set(told.split(","))
+            safe = pod.metadata["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"]
+            assert local <= set(safe.split(","))
 
 
 def test_everything_that_runs_is_placed_and_a_download_gets_through_a_proxy() -> None:

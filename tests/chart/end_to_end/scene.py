@@ -40,7 +40,7 @@ _PATIENT_S = 30
 
 def values(model: str, mode: str = "builtin", decode: int | None = None) -> dict[str, Any]:
     """The release that serves the folder `model` of the claim, with `decode` instances at the least. Windows are short,
-    and what is shared between pods of one node here (addresses, cores) is told to be so; all else is as the chart has
+    and what is shared between pods of one node here (addresses, cores) is set so; all else is as the chart has
     it."""
     drain = {"drain_accept_s": 1, "drain_grace_s": 60}
     pool = {"warm_up_s": 0.5, "scale_out_window_s": 1.5, "scale_in_window_s": 4, "cool_down_s": 1}
