@@ -15,6 +15,7 @@ from router.picking.scorers import ViewScorer, queue_score
 from router.pools.instance_info import Identity, InstanceKey, InstanceView, Mismatch
 
 Filter = Callable[[InstanceView], str | None]
+CONSTRAINTS_REQUIRE = f"a tokenizer and xgrammar ({INSTALL_XGRAMMAR})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def supports_constraints(view: InstanceView) -> str | None:
     """Only instances that do not ignore a request's constraint."""
     if view.info.supports_constraints:
         return None
-    return f"does not support constraints, which require a tokenizer and xgrammar ({INSTALL_XGRAMMAR})"
+    return f"does not support constraints, which require {CONSTRAINTS_REQUIRE}"
 
 
 def pairs_with(decode: InstanceView) -> Filter:

@@ -99,10 +99,8 @@ def make_plan(
 
 def _without_decode(choice: Choice, decode_views: Sequence[InstanceView]) -> str:
     """The message for the client. It names what no instance supports, because waiting would not help."""
-    if choice.request.params.is_constrained and decode_views:
-        unable = [picker.supports_constraints(view) for view in decode_views]
-        if all(unable):
-            return f"every decode instance {unable[0]}"
+    if choice.request.params.is_constrained and decode_views and all(map(picker.supports_constraints, decode_views)):
+        return f"no decode instance supports constraints, which require {picker.CONSTRAINTS_REQUIRE}"
     return "no decode instance is available"
 
 
