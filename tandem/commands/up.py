@@ -312,7 +312,8 @@ def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         nonlocal starting
-        stop.set()
+        # In a thread: this one may be inside of the event's lock, which is not reentrant.
+        threading.Thread(target=stop.set).start()
         if starting:
             starting = False  # a second signal must not interrupt the cleanup
             raise StartCancelled
