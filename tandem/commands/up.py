@@ -305,21 +305,26 @@ def _check_port(host: str, flag: str, port: int) -> None:
             raise click.ClickException(f"cannot listen on --host {host}: {error.strerror}") from None
 
 
-def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
-    """Starts, supervises and stops the stack. The signal handler raises during the start and sets an event later."""
-    stop = threading.Event()
-    starting = True
+class StopSignals:
+    """Ctrl-C and similar signals: the first one during the start raises StartCancelled, later ones set `stop`."""
 
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        nonlocal starting
-        # In a thread: this one may be inside of the event's lock, which is not reentrant.
-        threading.Thread(target=stop.set).start()
-        if starting:
-            starting = False  # a second signal must not interrupt the cleanup
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self.raises = True
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        # In a thread: the interrupted one may hold the event's lock, which is not reentrant.
+        threading.Thread(target=self.stop.set).start()
+        if self.raises:
+            self.raises = False  # a second signal must not interrupt the cleanup
             raise StartCancelled
 
+
+def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
+    """Starts, supervises and stops the stack."""
+    signals = StopSignals()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, on_signal)
+        signal.signal(number, signals)
     stack = LocalStack(settings)
     started_s = time.monotonic()
     try:
@@ -329,20 +334,20 @@ def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
         )
         click.echo("starting the router and all instances …")
         # With `stop` too: Python loses an exception that is raised while a callback of a library runs.
-        stack.start(lambda line: click.echo(f"  {line}"), stop)
+        stack.start(lambda line: click.echo(f"  {line}"), signals.stop)
         stack.announce()
         if try_it:
             _show_first_text(stack.address, stack.credentials)
-        starting = False
+        signals.raises = False
         click.echo(f"ready in {time.monotonic() - started_s:.1f} s")
         click.echo(usage_text(stack))
-        stack.serve(stop, _echo_event)
+        stack.serve(signals.stop, _echo_event)
     except StartCancelled:
         pass
     except StackFailed as error:
         raise click.ClickException(str(error)) from None
     finally:
-        starting = False
+        signals.raises = False
         stopping_s = time.monotonic()
         stack.stop()
         click.echo(f"stopped in {time.monotonic() - stopping_s:.1f} s; all processes and files are removed")

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,11 @@ async def test_a_try_out_that_fails_says_why_and_ends_nothing(
     assert reason in shown
     assert ("(no example text: " in shown) == bool(reason)
     assert ("Once upon a time" in shown) == (not reason)
+
+
+def test_a_signal_inside_of_the_events_lock_does_not_block() -> None:
+    signals = up.StopSignals()
+    signals.raises = False
+    with signals.stop._cond:  # type: ignore[attr-defined]  # where the main thread is while it waits
+        signals(signal.SIGINT, None)
+    assert signals.stop.wait(20)
