@@ -58,7 +58,7 @@ _KINDS: dict[grpc.StatusCode, FailureKind] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
     grpc.StatusCode.UNAVAILABLE: "broken",
     grpc.StatusCode.CANCELLED: "broken",
-    grpc.StatusCode.ABORTED: "broken",
+    grpc.StatusCode.ABORTED: "late",
     grpc.StatusCode.FAILED_PRECONDITION: "broken",
     grpc.StatusCode.UNKNOWN: "internal",
     grpc.StatusCode.INTERNAL: "internal",
@@ -253,7 +253,7 @@ class InstanceCall:
             death = self._vanished
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             answer = DeadlineExceeded("the request's deadline has passed")
-        elif _KINDS.get(code) == "broken":
+        elif _KINDS.get(code) in ("broken", "late"):
             answer = Unavailable("the instance is unavailable")
         elif code not in _KINDS and isinstance(answer, InternalError):
             answer = InternalError(f"unexpected answer {code.name}")

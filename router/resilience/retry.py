@@ -32,12 +32,13 @@ class FailoverSettings(Section):
     retry_wait_s: float = setting(5.0, "Seconds that a retry waits for a permit before the request is rejected.", ge=0)
 
 
-FailureKind = Literal["refused", "broken", "internal", "final", "moved"]
+FailureKind = Literal["refused", "late", "broken", "internal", "final", "moved"]
 """How a call to an instance failed.
 
-refused: the instance has no room; another one may have some. broken: the instance or the connection to it failed.
-internal: the instance reports an error of its own, which a bad request can cause as well. final: every instance would
-answer the same. moved: not a failure; the instance is about to end and another one takes over.
+refused: the instance has no room; another one may have some. late: its reservation ended before KV and seed came from
+the other instance of the pair. broken: the instance or the connection to it failed. internal: the instance reports an
+error of its own, which a bad request can cause as well. final: every instance would answer the same. moved: not a
+failure; the instance is about to end and another one takes over.
 """
 
 Death = Literal["crashed", "vanished"]

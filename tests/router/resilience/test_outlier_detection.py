@@ -10,9 +10,12 @@ import pytest
 
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from router.resilience.outlier_detection import EjectionSettings, OutlierDetection
+from serving.errors import Aborted, ServiceError
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes
+
+NO_SEED = Aborted("no seed within the reservation time")
 
 
 class Clock:
@@ -179,9 +182,10 @@ async def test_requests_that_an_instance_calls_invalid_do_not_eject_it(run: Run)
             await asyncio.sleep(0.15)
 
 
-async def test_a_full_instance_is_not_ejected(run: Run) -> None:
+@pytest.mark.parametrize("answer", [FULL, NO_SEED], ids=["full", "no seed"])
+async def test_an_instance_that_is_full_or_gets_no_kv_is_not_ejected(run: Run, answer: ServiceError) -> None:
     settings = {"failures": 1, "ejection_s": 60.0}
-    async with run(prefill=0, decode=decodes(Behaviour(refuse=FULL), busy()), ejection=settings) as rig:
+    async with run(prefill=0, decode=decodes(Behaviour(refuse=answer), busy()), ejection=settings) as rig:
         for num_refused in range(1, 4):
             assert (await rig.generate()).is_exactly(12)
             assert len(rig.decode[0].recorded("refused")) == num_refused
