@@ -131,11 +131,12 @@ class Scheduler:
     # The step
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: running requests first, then waiting ones, first come, first served."""
+        """Decide the next step: streams, each with its one token, then running prompts, then waiting requests, each
+        first come, first served."""
         budget = self.config.max_num_batched_tokens
         scheduled: list[ScheduledRequest] = []
         preempted = False
-        for request in list(self.running):
+        for request in sorted(self.running, key=lambda request: request.num_uncomputed_tokens > 1):
             if budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:

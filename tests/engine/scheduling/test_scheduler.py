@@ -126,6 +126,20 @@ def test_a_long_prompt_is_cut_into_chunks_while_others_go_on() -> None:
     assert [(share.request is short, share.num_tokens) for share in output.scheduled] == [(True, 1), (False, 7)]
 
 
+def test_a_stream_that_joined_behind_a_long_prefill_gets_a_token_in_every_step() -> None:
+    scheduler = make_scheduler(num_blocks=40, budget=8)
+    prompt = add(scheduler, list(range(10, 74)))
+    late = add(scheduler, [2] * 10, max_tokens=6, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    step(scheduler)
+    scheduler.load_finished(KVLoadResult(late.request_id, 10, 10, 0))
+    scheduler.seed(late.request_id, [7])
+    for _ in range(5):
+        output = step(scheduler)
+        assert [(share.request is late, share.num_tokens) for share in output.scheduled] == [(True, 1), (False, 7)]
+    assert late.finish_reason == "length"
+    assert prompt.num_uncomputed_tokens > 0, "the prefill has ended: the streams beside it prove nothing"
+
+
 def test_the_latest_request_is_preempted_and_comes_back() -> None:
     scheduler = make_scheduler(num_blocks=6, budget=100)
     first = add(scheduler, [1] * 11, max_tokens=12)
