@@ -44,12 +44,20 @@ _PER_ARCHITECTURE: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 96},
     "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "mistral": {"sliding_window": 24, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 96},
 }
 
 
 def hf_config(arch: str, **overrides: Any) -> transformers.PretrainedConfig:
-    """The transformers config of a tiny `arch` (llama, qwen2, qwen3 or mistral; any transformers model type works)."""
+    """The transformers config of a tiny `arch`, any transformers model type."""
     fields = {**_SMALL, **_PER_ARCHITECTURE.get(arch, {}), **overrides}
     return transformers.AutoConfig.for_model(arch, **fields)
 

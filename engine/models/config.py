@@ -71,6 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 WeightDtype = Literal["float32", "bfloat16", "float16"]
 
+ExpertNames = Literal["mixtral", "qwen"]
 SUPPORTED_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -81,23 +82,35 @@ class _Family:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     max_position_embeddings: int = 32768
-    sliding_window: int | None = None
+    window: Literal["", "all", "optional", "by_layer"] = ""
+    """Layers with a sliding window: none; all; all if `use_sliding_window`; if so, those that `max_window_layers` or
+    `layer_types` chooses."""
+    sliding_window: int | None = 4096
     qkv_bias: bool | None = None
     """None: `attention_bias` decides, for the output projection too."""
     qk_norm: bool = False
     mlp_bias: bool = False
     """Whether `mlp_bias` is read."""
-    window_is_optional: bool = False
-    """Whether `use_sliding_window`, `max_window_layers` and `layer_types` choose the layers with a window."""
+    rope_theta: float = 10000.0
+    experts: ExpertNames | None = None
+    """Whose names the fields and tensors of experts have; None: no experts."""
 
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family(max_position_embeddings=2048, mlp_bias=True),
-    "MistralForCausalLM": _Family(num_kv_heads=8, max_position_embeddings=131072, sliding_window=4096, qkv_bias=False),
-    "Qwen2ForCausalLM": _Family(num_kv_heads=32, sliding_window=4096, qkv_bias=True, window_is_optional=True),
-    "Qwen3ForCausalLM": _Family(
-        num_kv_heads=32, head_dim=128, sliding_window=4096, qk_norm=True, window_is_optional=True
+    "MistralForCausalLM": _Family(num_kv_heads=8, max_position_embeddings=131072, window="all", qkv_bias=False),
+    "MixtralForCausalLM": _Family(
+        num_kv_heads=8,
+        max_position_embeddings=131072,
+        window="all",
+        sliding_window=None,
+        qkv_bias=False,
+        rope_theta=1e6,
+        experts="mixtral",
     ),
+    "Qwen2ForCausalLM": _Family(num_kv_heads=32, window="by_layer", qkv_bias=True),
+    "Qwen3ForCausalLM": _Family(num_kv_heads=32, head_dim=128, window="by_layer", qk_norm=True),
+    "Qwen3MoeForCausalLM": _Family(num_kv_heads=4, window="optional", qk_norm=True, experts="qwen"),
 }
 SUPPORTED_ARCHITECTURES = tuple(sorted(_FAMILIES))
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -105,7 +118,8 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_h
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder of the Llama, Qwen or Mistral family. Sizes are elements, layers, heads or tokens."""
+    """The shape of a decoder of the Llama, Qwen, Mistral or Mixtral family. Sizes are elements, layers, heads or
+    tokens."""
 
     architecture: str
     vocab_size: int
@@ -127,6 +141,8 @@ class ModelConfig:
     """One per layer: with w, position p sees (p - w, p]; None: all positions before it."""
     torch_dtype: WeightDtype
     """The checkpoint's own."""
+    experts: ExpertsConfig | None = None
+    """Of the layers whose MLP is a mixture of experts."""
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -145,6 +161,14 @@ class ModelConfig:
     def from_folder(cls, folder: Path | str) -> ModelConfig:
         """Reads config.json. Raises UnsupportedModel, naming the field, for what the decoder does not support."""
         return _parse(ConfigFields(read_json(Path(folder) / "config.json")))
+
+    @property
+    def intermediate_sizes(self) -> tuple[int, ...]:
+        """Of the MLPs and of the experts, as far as there are such layers."""
+        if self.experts is None:
+            return (self.intermediate_size,)
+        dense = () if all(self.experts.layers) else (self.intermediate_size,)
+        return (*dense, self.experts.intermediate_size)
 
     @property
     def max_model_len(self) -> int:
@@ -192,7 +216,7 @@ def _parse(fields: ConfigFields) -> ModelConfig:
         num_kv_heads=fields.integer("num_key_value_heads", family.num_kv_heads or num_heads),
         head_dim=fields.integer("head_dim", family.head_dim or hidden_size // max(num_heads, 1)),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=parse_rope(fields, max_position),
+        rope=parse_rope(fields, max_position, family.rope_theta),
         max_position_embeddings=max_position,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -201,6 +225,7 @@ def _parse(fields: ConfigFields) -> ModelConfig:
         qk_norm=family.qk_norm,
         sliding_windows=_sliding_windows(fields, family),
         torch_dtype=_torch_dtype(fields),
+        experts=_experts(fields, family),
     )
 
 
@@ -227,17 +252,17 @@ def _torch_dtype(fields: ConfigFields) -> WeightDtype:
 
 def _sliding_windows(fields: ConfigFields, family: _Family) -> tuple[int | None, ...]:
     num_layers = fields.integer("num_hidden_layers")
-    if family.sliding_window is None:
+    if not family.window:
         return (None,) * num_layers
     # An explicit null means no window; only a missing field has the family's default.
     has_field = fields.has("sliding_window")
     window = fields.raw("sliding_window") if has_field else family.sliding_window
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise UnsupportedModel(f"sliding_window {shown(window)} is not supported; supported: null or an integer from 1")
-    if not family.window_is_optional:
-        return (window,) * num_layers
-    if not fields.flag("use_sliding_window"):
+    if family.window != "all" and not fields.flag("use_sliding_window"):
         window = None
+    if family.window != "by_layer":
+        return (window,) * num_layers
     layer_types = fields.raw("layer_types")
     if layer_types is None:
         first = fields.integer("max_window_layers", 28)
@@ -252,6 +277,53 @@ def _window_of(layer_type: object, window: int | None) -> int | None:
         return None
     raise UnsupportedModel(
         f"layer type {shown(layer_type)} is not supported; supported: full_attention, sliding_attention"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Mixture-of-experts layers: a router chooses `num_per_token` of `num_experts` MLPs for each token."""
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    normalises: bool
+    """Whether the chosen experts' weights are divided by their sum."""
+    layers: tuple[bool, ...]
+    """Whether layer i has experts, or one MLP."""
+    names: ExpertNames
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_per_token <= self.num_experts:
+            raise UnsupportedModel(
+                f"num_experts_per_tok is {self.num_per_token}; it must be between 1 and the {self.num_experts} experts"
+            )
+
+
+def _experts(fields: ConfigFields, family: _Family) -> ExpertsConfig | None:
+    """The experts of an architecture that has them; transformers 5 calls their number `num_local_experts`."""
+    num_layers = fields.integer("num_hidden_layers")
+    if family.experts is None:
+        return None
+    if family.experts == "mixtral":
+        return ExpertsConfig(
+            num_experts=fields.integer("num_local_experts", 8),
+            num_per_token=fields.integer("num_experts_per_tok", 2),
+            intermediate_size=fields.integer("intermediate_size"),
+            normalises=True,
+            layers=(True,) * num_layers,
+            names=family.experts,
+        )
+    num_experts = fields.integer("num_experts", fields.integer("num_local_experts", 128))
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.raw("mlp_only_layers") or []
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_per_token=fields.integer("num_experts_per_tok", 8),
+        intermediate_size=fields.integer("moe_intermediate_size", 768),
+        normalises=fields.flag("norm_topk_prob"),
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+        names=family.experts,
     )
 
 
@@ -278,10 +350,10 @@ class RopeParameters:
     truncate: bool = True
 
 
-def parse_rope(fields: ConfigFields, max_position_embeddings: int) -> RopeParameters:
-    """Reads `rope_parameters`, or `rope_scaling` and `rope_theta`; without them plain RoPE with theta 10000."""
+def parse_rope(fields: ConfigFields, max_position_embeddings: int, default_theta: float) -> RopeParameters:
+    """Reads `rope_parameters`, or `rope_scaling` and `rope_theta`; without them plain RoPE with the default theta."""
     scaling = fields.section("rope_scaling") or fields.section("rope_parameters") or ConfigFields({})
-    theta = scaling.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = scaling.number("rope_theta", fields.number("rope_theta", default_theta))
     partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported; supported: 1.0")

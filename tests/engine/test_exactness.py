@@ -14,7 +14,7 @@ from tests.builders import lively_checkpoint
 from tests.oracle import GreedyOracle, random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
 
 
 def make_llm(folder: Path, **options: Any) -> LLM:
@@ -64,7 +64,7 @@ def assert_fifty_prompts_at_once_equal_transformers(folder: Path, longest: int) 
     return outputs
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_fifty_prompts_at_once_equal_transformers(architecture: str, tmp_path: Path) -> None:
     outputs = assert_fifty_prompts_at_once_equal_transformers(lively_checkpoint(tmp_path, architecture), longest=600)
     assert len({token for output in outputs for token in output}) >= 50, "the output does not vary: nothing was tested"
@@ -134,13 +134,13 @@ def test_threads_do_not_change_tokens(checkpoint: Path, prompts: list[list[int]]
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("model", ["demo", "random"])
+@pytest.mark.parametrize("model", ["demo", "qwen3", "qwen3_moe"])
 def test_sampled_tokens_and_logprobs_have_the_same_bits_however_they_are_computed(
-    checkpoint: Path, model: str, dtype: str
+    tmp_path: Path, model: str, dtype: str
 ) -> None:
     """Alone and cold; then from the prefix cache, in batches, in chunks, preempted, and with other threads."""
-    folder = checkpoint if model == "random" else MODEL_DIR
-    prompts = random_prompts(24, longest=400, vocab_size=1024 if model == "random" else 500, seed=3)
+    folder = MODEL_DIR if model == "demo" else lively_checkpoint(tmp_path, model)
+    prompts = random_prompts(24, longest=400, vocab_size=500 if model == "demo" else 1024, seed=3)
     params = [
         SamplingParams(
             temperature=0.7 + 0.1 * (index % 6), seed=index, max_tokens=32, ignore_eos=True, logprobs=3,

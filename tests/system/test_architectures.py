@@ -21,7 +21,10 @@ from tests.system.stacks import Model, Stack, on_stack, started
 NUM_PROMPTS, NUM_DEMO_PROMPTS = 50, 16
 NUM_TOKENS = 64
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-PAIRS = [(name, size) for name in ("llama", "qwen2", "qwen3", "mistral", "demo") for size in (1, 2)]
+PAIRS = [
+    *((name, size) for name in ("llama", "qwen2", "qwen3", "mistral", "demo") for size in (1, 2)),
+    ("qwen3_moe", 1),
+]
 """Architecture and instances per pool."""
 
 

@@ -12,7 +12,8 @@ import transformers
 from engine.config import EngineConfig
 from engine.models import load_model
 from engine.models.config import ModelConfig
-from engine.models.llama import LlamaModel, PackedLinear
+from engine.models.linear import PackedLinear
+from engine.models.llama import LlamaModel
 from tests.builders import lively_checkpoint, paged_step
 
 BLOCK_SIZE = 8
@@ -31,6 +32,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, q/k norm, own head_dim, tied": ("qwen3", {}),
     "qwen3, window in some layers": ("qwen3", {**WINDOWS, "head_dim": 64}),
     "mistral, window, odd sizes": ("mistral", {"intermediate_size": 100}),
+    "qwen3-moe, experts beside an MLP": ("qwen3_moe", {}),
+    "qwen3-moe, weights as the router gives them, window": (
+        "qwen3_moe",
+        {
+            "norm_topk_prob": False,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "num_experts_per_tok": 1,
+        },
+    ),
+    "mixtral": ("mixtral", {}),
+    "mixtral, window, odd sizes": ("mixtral", {"sliding_window": 24, "intermediate_size": 100}),
     "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 32, "num_key_value_heads": 1}),
 }
 

@@ -1,0 +1,74 @@
+"""Linear layers: packed weights on CPU, several projections of one input stacked into one matrix."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from engine.models.weights import WeightSource
+
+
+def take_linear(weights: WeightSource, parts: dict[str, int], in_features: int, *, has_bias: bool) -> PackedLinear:
+    """One matrix for several projections of the same input, stacked in order; `parts`: name -> output features."""
+    stacked = torch.cat([weights.take(f"{name}.weight", (size, in_features)) for name, size in parts.items()])
+    bias = torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in parts.items()]) if has_bias else None
+    return PackedLinear(stacked, bias)
+
+
+class PackedLinear:
+    """y = x W^T + b. On CPU the weight is copied once into oneDNN's blocked layout.
+
+    Without packing oneDNN reorders the weight, or reads it strided, in every call: one row of bfloat16 then runs at a
+    third of the memory bandwidth. In float32 packing pays from a few rows on.
+
+    On CPU the bits of a row do not depend on the other rows of the call. For a single row oneDNN takes another kernel,
+    which may add in another order: where it does, a single row is computed as two (benchmarks/LOG.md has the cost).
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """weight [out_features, in_features], bias [out_features], both on the device and of the dtype to run with."""
+        self.out_features, self.in_features = weight.shape
+        self._bias = bias
+        is_packed = _can_pack(weight)
+        # Looked up once: the lookup costs as much as a small layer.
+        self._product = torch.ops.mkldnn._linear_pointwise.default if is_packed else None
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if is_packed else weight
+        self._doubles_single_rows = weight.device.type == "cpu" and not self._is_one_row_exact(weight.dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in_features] -> [rows, out_features], same dtype."""
+        if self._doubles_single_rows and x.shape[0] == 1:
+            return self(x.expand(2, -1))[:1]
+        if self._product is not None:
+            y: torch.Tensor = self._product(x, self._weight, self._bias, "none", [], "")
+            return y
+        return torch.nn.functional.linear(x, self._weight, self._bias)
+
+    def _is_one_row_exact(self, dtype: torch.dtype) -> bool:
+        """Whether one row has the bits that it has among others. In float32 most results show another order."""
+        if self._product is None:
+            return False
+        if dtype == torch.bfloat16:
+            return _is_one_bfloat16_row_exact()
+        x = torch.randn(2, self.in_features, generator=torch.Generator().manual_seed(0))
+        alone, together = (self._product(rows, self._weight, None, "none", [], "") for rows in (x[:1], x))
+        return torch.equal(alone, together[:1])
+
+
+@functools.cache
+def _is_one_bfloat16_row_exact() -> bool:
+    """As PackedLinear._is_one_row_exact, on 2^17 results: one in 2,000 to 20,000 shows another order of addition."""
+    weight, x = (torch.randn(n, 1024, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (512, 256))
+    product = torch.ops.mkldnn._linear_pointwise.default
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    one_by_one = torch.cat([product(row, packed, None, "none", [], "") for row in x.split(1)])
+    return torch.equal(one_by_one, product(x, packed, None, "none", [], ""))
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
