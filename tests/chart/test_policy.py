@@ -24,6 +24,7 @@ from tests.chart.rendered import (
     manifests,
     of_kind,
     pods,
+    released,
 )
 
 ADDED_CAPABILITIES = {"nixl-redis": {"IPC_LOCK"}, "everything": {"IPC_LOCK"}}
@@ -338,6 +339,46 @@ def test_a_variable_of_ucx_may_be_zero() -> None:
     env = deployment(render({"connector": {"nixl": {"ucxEnv": {"UCX_IB_GID_INDEX": 0}}}}), "decode")
     variables = env["spec"]["template"]["spec"]["containers"][0]["env"]
     assert {"name": "UCX_IB_GID_INDEX", "value": "0"} in variables
+
+
+def test_times_of_probes_are_the_users_where_given_and_a_start_takes_as_long_as_before() -> None:
+    slow = {"startup": {"periodSeconds": 20}, "liveness": {"failureThreshold": 9}, "readiness": {"timeoutSeconds": 7}}
+    objects = render(
+        {"instance": {"probes": slow}, "pools": {"decode": {"probes": {"liveness": {"timeoutSeconds": 8}}}}}
+    )
+    probes = deployment(objects, "decode")["spec"]["template"]["spec"]["containers"][0]
+    startup, liveness, readiness = (probes[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness"))
+    assert (startup["periodSeconds"], startup["failureThreshold"]) == (20, 45)
+    assert (liveness["periodSeconds"], liveness["failureThreshold"], liveness["timeoutSeconds"]) == (10, 9, 8)
+    assert (readiness["timeoutSeconds"], readiness["grpc"]["service"]) == (7, READY["decode"])
+    router = deployment(objects, "router")["spec"]["template"]["spec"]["containers"][0]
+    assert router["livenessProbe"]["failureThreshold"] == 3
+
+
+def test_accounts_have_annotations_of_their_own() -> None:
+    annotations = {
+        "annotations": {"both": "1"},
+        "routerAnnotations": {"role": "r"},
+        "instanceAnnotations": {"both": "2"},
+    }
+    objects = released(render({"serviceAccount": annotations}))
+    found = {component_of(one): one["metadata"]["annotations"] for one in of_kind(objects, "ServiceAccount")}
+    assert found == {"router": {"both": "1", "role": "r"}, "instance": {"both": "2"}}
+
+
+def test_with_ipv6_alone_services_have_its_addresses() -> None:
+    values = {"connector": {"name": "redis"}, "router": {"adminListen": "[::1]:50052"}}
+    values |= {"networkPolicy": {"operators": [{"podSelector": {}}]}}
+    for families, policy in ((["IPv6"], "SingleStack"), (["IPv6", "IPv4"], "RequireDualStack")):
+        objects = render({**values, "ipFamilies": families})
+        services = of_kind(objects, "Service")
+        assert len(services) == 5
+        found = [(one["spec"]["ipFamilies"], one["spec"]["ipFamilyPolicy"]) for one in services]
+        assert found == [(families, policy)] * len(services)
+    policies = of_kind(objects, "NetworkPolicy")
+    (policy_of_router,) = (one for one in policies if component_of(one) == "router")
+    ports = [port["port"] for rule in policy_of_router["spec"]["ingress"] for port in rule["ports"]]
+    assert ports == [50051, 9090]
 
 
 def _own(name: str) -> list[dict[str, Any]]:

@@ -141,6 +141,14 @@ def test_addresses_are_the_pods_in_both_families(component: str, pod_ip: str, re
         assert settings.instance.id == "on-tandem-pod"
 
 
+def test_routers_listen_where_the_cluster_has_addresses(read: Read) -> None:
+    ipv6 = {"ipFamilies": ["IPv6"], "router": {"openai": {"enabled": True}}}
+    settings, _ = read(render(ipv6), "router", pod_ip="fd00::1")
+    assert (settings.effective_server.host, settings.http.listen) == ("::", "[::]:8000")
+    chosen, _ = read(render({**ipv6, "router": {"bindAddress": "$(POD_IP)"}}), "router", pod_ip="fd00::1")
+    assert chosen.effective_server.host == "fd00::1"
+
+
 @pytest.mark.parametrize("component", COMPONENTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_kubernetes_waits_longer_than_a_drain(name: str, component: str, read: Read) -> None:

@@ -5,6 +5,24 @@
 {{/* Health alone, in plaintext, for the kubelet: clients of the other ports cannot use up its connections. */}}
 {{- define "tandem.healthPort" -}}50053{{- end -}}
 
+{{/* Where routers listen: all addresses of the pod's first family. */}}
+{{- define "tandem.bindAddress" -}}
+{{- .Values.router.bindAddress | default (ternary "::" "0.0.0.0" (eq (first .Values.ipFamilies | default "") "IPv6")) -}}
+{{- end -}}
+
+{{/* The families of a Service; without values the cluster's default. */}}
+{{- define "tandem.ipFamilies" -}}
+{{- with .Values.ipFamilies -}}
+ipFamilyPolicy: {{ ternary "RequireDualStack" "SingleStack" (gt (len .) 1) }}
+ipFamilies: {{ toJson . }}
+{{- end -}}
+{{- end -}}
+
+{{/* "true" where nothing but a port-forward reaches the admin listener. */}}
+{{- define "tandem.isAdminLocal" -}}
+{{- if regexMatch "^(127\\.0\\.0\\.1|localhost|\\[::1\\]):" .Values.router.adminListen -}}true{{- end -}}
+{{- end -}}
+
 {{/* Of a prefill or decode instance: (dict "root" $ "spec" its values) */}}
 {{- define "tandem.instanceSettings" -}}
 {{- $root := .root -}}

@@ -131,20 +131,15 @@ ports:
   - {name: metrics, containerPort: {{ .root.Values.metrics.port }}}
   {{- end }}
 startupProbe:
+  {{- $period := dig "startup" "periodSeconds" 5 .spec.probes }}
   grpc: {port: {{ $probed }}, service: ""}
-  periodSeconds: 5
-  timeoutSeconds: 5
-  failureThreshold: {{ max 1 (ceil (divf .startupSeconds 5)) }}
+  {{- include "tandem.probe" (dict "own" .spec.probes.startup "period" $period "timeout" 5 "failures" (max 1 (ceil (divf .startupSeconds $period)))) | nindent 2 }}
 livenessProbe:
   grpc: {port: {{ $probed }}, service: ""}
-  periodSeconds: 10
-  timeoutSeconds: 5
-  failureThreshold: 3
+  {{- include "tandem.probe" (dict "own" .spec.probes.liveness "period" 10 "timeout" 5 "failures" 3) | nindent 2 }}
 readinessProbe:
   grpc: {port: {{ $probed }}, service: {{ .ready }}}
-  periodSeconds: 3
-  timeoutSeconds: 3
-  failureThreshold: 2
+  {{- include "tandem.probe" (dict "own" .spec.probes.readiness "period" 3 "timeout" 3 "failures" 2) | nindent 2 }}
 securityContext: {{- include "tandem.securityContext" . | nindent 2 }}
 resources: {{- include "tandem.resources" . | nindent 2 }}
 volumeMounts:
@@ -168,12 +163,17 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
+{{/* The times of a probe: the chart's, and the user's over them. */}}
+{{- define "tandem.probe" -}}
+{{- toYaml (merge (deepCopy .own) (dict "periodSeconds" .period "timeoutSeconds" .timeout "failureThreshold" .failures)) -}}
+{{- end -}}
+
 {{/* Variables: what only the pod knows, and where libraries may write. Settings in the environment go before the file. */}}
 {{- define "tandem.env" -}}
 {{- $resources := .spec.resources -}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
-- {name: TANDEM_SERVER__HOST, value: {{ ternary .spec.bindAddress "$(POD_IP)" (eq .component "router") | quote }}}
+- {name: TANDEM_SERVER__HOST, value: {{ ternary (include "tandem.bindAddress" .root) "$(POD_IP)" (eq .component "router") | quote }}}
 {{- if .root.Values.metrics.enabled }}
 - {name: TANDEM_METRICS__LISTEN, value: "[$(POD_IP)]:{{ .root.Values.metrics.port }}"}
 {{- end }}
@@ -183,7 +183,7 @@ volumeMounts:
 - {name: TANDEM_ROUTER__ADMIN_LISTEN, value: {{ . | quote }}}
 {{- end }}
 {{- if include "tandem.servesOpenai" . }}
-- {name: TANDEM_HTTP__LISTEN, value: "[{{ .spec.bindAddress }}]:{{ .spec.openai.port }}"}
+- {name: TANDEM_HTTP__LISTEN, value: "[{{ include "tandem.bindAddress" .root }}]:{{ .spec.openai.port }}"}
 {{- end }}
 {{- else }}
 - name: TANDEM_INSTANCE__ID
@@ -246,6 +246,7 @@ metadata:
 spec:
   type: ClusterIP
   clusterIP: None
+  {{- include "tandem.ipFamilies" .root | nindent 2 }}
   publishNotReadyAddresses: false
   selector: {{- include "tandem.selector" . | nindent 4 }}
   ports:
