@@ -30,6 +30,8 @@ class FailureDetector:
     core_silence_timeout_s: float
     on_silent: Callable[[], None]
     on_wedged: Callable[[], None]
+    is_wedged: bool = False
+    """Whether the engine core has been silent for too long: a report says so, or none has come since in time."""
     _last_report_s: float = -math.inf
     _core_due_s: float = math.inf
     _timer: asyncio.TimerHandle | None = None
@@ -49,13 +51,14 @@ class FailureDetector:
             self._timer.cancel()
             self._timer = None
         self._core_due_s = math.inf
-        self._is_grace_used = self._is_wedge_reported = False
+        self.is_wedged = self._is_grace_used = self._is_wedge_reported = False
 
     def report_received(self, core_silence_s: float, step_s: float) -> None:
         """A report has come: the core has been silent for `core_silence_s` and predicts a step of `step_s`."""
         now_s = self._last_report_s = time.monotonic()
         limit_s = max(self.core_silence_timeout_s, _SILENT_STEPS * step_s)
         self._core_due_s = now_s - core_silence_s + limit_s
+        self.is_wedged = now_s >= self._core_due_s
         self._is_grace_used = False
         if not self.is_wedged:
             self._is_wedge_reported = False
@@ -66,11 +69,6 @@ class FailureDetector:
     def report_age_s(self) -> float:
         """Seconds since the last report; infinite before the first."""
         return time.monotonic() - self._last_report_s
-
-    @property
-    def is_wedged(self) -> bool:
-        """Whether the engine core has been silent for too long."""
-        return time.monotonic() >= self._core_due_s
 
     @property
     def _due_s(self) -> float:
@@ -95,6 +93,6 @@ class FailureDetector:
             self.stop()
             self.on_silent()
         else:
-            self._is_wedge_reported = True
+            self.is_wedged = self._is_wedge_reported = True
             self._set_timer()
             self.on_wedged()

@@ -110,6 +110,7 @@ async def test_a_router_that_was_held_up_itself_checks_once_more(beat_waits: boo
     async with watching() as (detector, reported):
         detector.report_received(0.0, 0.0)
         time.sleep(3 * TIMEOUT_S)  # nothing runs in this process; reports wait in its buffers
+        assert not detector.is_wedged, "a request that comes now must not be rejected"
         await asyncio.sleep(0.01)  # by now the timer has gone off
         assert not reported.silent_s
         if beat_waits:
