@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
+
 from engine.core.async_engine import AsyncEngine
 from engine.core.messages import EngineLoad
 from instance.convert import common_fields
@@ -95,5 +97,9 @@ class LoadReporter:
             core_silence_s=self._engine.core_silence_s,
             draining=self._reported_draining,
             moving_out=self._drain.moving_out,
-            **common_fields(load, instance_pb2.WatchLoadResponse),
+            **common_fields(load, instance_pb2.WatchLoadResponse) | {"step_cost": _step_cost(load)},
         )
+
+
+def _step_cost(load: EngineLoad) -> instance_pb2.StepCost | None:
+    return None if load.step_cost is None else instance_pb2.StepCost(**msgspec.structs.asdict(load.step_cost))

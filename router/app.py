@@ -106,6 +106,7 @@ class RouterApp:
             disaggregation=settings.disaggregation,
             failover=settings.failover,
             retry_after_s=settings.admission.retry_after_s,
+            slo=settings.slo,
             rng=rng or random.Random(),
         )
         callers = Callers(security.tokens, settings.admission.tenant_key)

@@ -11,7 +11,7 @@ from router.api.openai.server import HttpSettings
 from router.api.security import AuthSettings, RouterTlsSettings
 from router.autoscaler.settings import AutoscalerSettings
 from router.kubernetes.settings import KubernetesSettings
-from router.picking.settings import DisaggregationSettings, PickingSettings
+from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
 from router.pools.settings import PoolSettings
 from router.resilience.outlier_detection import EjectionSettings
 from router.resilience.poison_requests import QuarantineSettings
@@ -52,6 +52,7 @@ class RouterSettings(Settings):
     channel: ChannelSettings = ChannelSettings()
     disaggregation: DisaggregationSettings = DisaggregationSettings()
     picking: PickingSettings = PickingSettings()
+    slo: SloSettings = SloSettings()
     admission: AdmissionSettings = AdmissionSettings()
     failover: FailoverSettings = FailoverSettings()
     ejection: EjectionSettings = EjectionSettings()

@@ -42,6 +42,7 @@ from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
+from engine.scheduling.step_cost import StepCostEstimator
 
 _KV_FRACTION = 0.3
 """Of the memory that is free once the weights are loaded, when no KV size is given: several instances share a host."""
@@ -107,6 +108,7 @@ class EngineCore:
         self._grammars = GrammarCompiler(Path(config.model), model_config.vocab_size, wake)
         self._runner = ModelRunner(config, model, kv_cache, kv)
         self.step_time = StepTimeEstimator(self._runner.warm_up())
+        self._step_cost = StepCostEstimator()
         self._num_arrived = 0
         self._num_steps = 0
         self._num_expired_leases = 0
@@ -189,7 +191,10 @@ class EngineCore:
         self.scheduler.update_from_output(self._output, self._sampled)
         self._start_io()
         self._num_steps += 1
-        self.step_time.record(time.monotonic() - self._started, self._output.num_tokens)
+        seconds, output = time.monotonic() - self._started, self._output
+        self.step_time.record(seconds, output.num_tokens)
+        self._step_cost.record(seconds, output.num_streams, output.num_tokens - output.num_streams)
+        self.scheduler.step_cost = self._step_cost.cost
 
     def poll_connector(self) -> None:
         """Collect finished I/O and start what follows from it. The scheduler learns of it at the next step."""
@@ -220,6 +225,9 @@ class EngineCore:
             num_running=len(scheduler.running),
             num_loading=len(scheduler.loading),
             num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_uncomputed_tokens=scheduler.num_uncomputed_tokens,
+            num_prefilling=scheduler.num_prefilling,
+            step_cost=scheduler.step_cost,
             num_without_room=scheduler.num_without_room,
             free_blocks=pool.num_available - pool.num_cached,
             cached_blocks=pool.num_cached,

@@ -56,6 +56,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     hold_kv: HoldKV | None = None
     remote_kv: RemoteKV | None = None
+    ttft_s: float | None = None
+    """Objective: seconds from now to the first token."""
+    itl_s: float | None = None
+    """Objective: mean seconds between two tokens."""
 
 
 # Commands
@@ -217,6 +221,18 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Bounds of EngineLoad.steps_by_tokens, as in vLLM."""
 
 
+class StepCost(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds of a step, and of each stream and prompt token in it; a part that was not observed is 0."""
+
+    base_s: float
+    per_stream_s: float
+    per_token_s: float
+
+    def seconds(self, num_streams: int, num_prompt_tokens: int = 0) -> float:
+        """Of a step of one token of each stream, and `num_prompt_tokens` others."""
+        return self.base_s + self.per_stream_s * num_streams + self.per_token_s * num_prompt_tokens
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The core's load, sent with every batch of events and at least every 250 ms."""
 
@@ -224,6 +240,11 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_running: int = 0
     num_loading: int = 0
     num_waiting_tokens: int = 0
+    num_uncomputed_tokens: int = 0
+    """Those, and what running prompts have left."""
+    num_prefilling: int = 0
+    """Of num_running: prompts."""
+    step_cost: StepCost | None = None
     num_without_room: int = 0
     free_blocks: int = 0
     cached_blocks: int = 0

@@ -52,6 +52,10 @@ class Request:
     arrived_s: float = field(default_factory=time.monotonic)
     queue_s: float | None = None
     """Seconds from arrival until it first ran; None: it has not run yet."""
+    stream_from: tuple[float, int] | None = None
+    """When it was first scheduled as a stream, and its output tokens then."""
+    is_late: bool = False
+    """It is predicted to miss its TTFT, and goes behind those that can meet theirs."""
     finish_reason: FinishReason | None = None
     grammar: Future[Any] | None = None
     """The compiled constraint (sampling/grammar.py), or its InvalidRequest; None: no constraint."""
@@ -89,9 +93,9 @@ class Request:
         return len(self.token_ids) - len(self.spec.prompt_token_ids)
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Sorts requests: higher priority first, then first come, first served."""
-        return (-self.spec.priority, self.arrival)
+    def order(self) -> tuple[int, bool, int]:
+        """Sorts requests: higher priority first, then those that are not late, then first come, first served."""
+        return (-self.spec.priority, self.is_late, self.arrival)
 
     @property
     def moves_kv(self) -> bool:
@@ -106,6 +110,17 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_prompt(self) -> bool:
+        """More than the one token of a stream has to be computed before the next is sampled."""
+        return self.num_uncomputed_tokens > 1
+
+    @property
+    def has_ttft(self) -> bool:
+        """It waits for its first step, and its first token has a time by which it should come."""
+        is_new = self.status is RequestStatus.WAITING and not self.awaits_kv and not self.is_late
+        return is_new and self.spec.ttft_s is not None
 
     def start_running(self) -> None:
         """The request has blocks, KV and seed: steps compute it from now on."""

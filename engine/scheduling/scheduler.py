@@ -15,12 +15,14 @@ prefill or decode phase.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
-from engine.core.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, TokensEvent
+from engine.core.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, StepCost, TokensEvent
 from engine.kv_connector import KVConnector, KVLoadResult
+from engine.scheduling import step_budget
 from engine.scheduling.block_pool import KVBlock
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request, RequestStatus
@@ -31,6 +33,10 @@ from engine.scheduling.scheduler_output import (
     SchedulerOutput,
     needs_prompt_logprobs,
 )
+from engine.scheduling.step_budget import Prompt, Stream
+
+_MAX_PLANNED = 64
+"""Waiting requests whose TTFT a step takes into account."""
 
 
 @dataclass(slots=True)
@@ -50,6 +56,8 @@ class Scheduler:
     held: dict[str, list[KVBlock]] = field(default_factory=dict)
     """Blocks of finished requests, and of abandoned loads, that the connector still needs."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    step_cost: StepCost | None = None
+    """Set by the owner as it is measured."""
     _events: list[Event] = field(default_factory=list)
     _now: float = 0.0
 
@@ -131,26 +139,17 @@ class Scheduler:
     # The step
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: streams, each with its one token, then running prompts, then waiting requests, each
-        first come, first served."""
-        budget = self.config.max_num_batched_tokens
+        """Decide the next step: streams, each with its one token, then, within the prompts' budget, running prompts
+        and waiting requests, each first come, first served."""
+        streams = [request for request in self.running if not request.is_prompt]
+        prompts = [request for request in self.running if request.is_prompt]
+        budget = self._prompt_budget(streams, prompts)
         scheduled: list[ScheduledRequest] = []
-        preempted = False
-        for request in sorted(self.running, key=lambda request: request.num_uncomputed_tokens > 1):
-            if budget == 0:
-                break
-            if request.status is not RequestStatus.RUNNING:
-                preempted = True
-                continue
-            num_tokens = min(request.num_uncomputed_tokens, budget)
-            if not self._make_room(request, request.num_computed_tokens + num_tokens):
-                preempted = True
-                continue
-            scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
-            budget -= num_tokens
+        num_left, preempted = self._schedule_running(streams, self.config.max_num_batched_tokens, scheduled)
+        num_left, too = self._schedule_running(prompts, min(num_left, budget), scheduled)
         scheduled = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
-        if not preempted:
-            self._admit(budget, scheduled)
+        if not (preempted or too):
+            self._admit(num_left, scheduled)
         return SchedulerOutput(scheduled)
 
     def update_from_output(self, output: SchedulerOutput, sampled: Sampled) -> None:
@@ -189,7 +188,66 @@ class Scheduler:
         """Waiting requests with KV of another instance: only blocks, a place in the batch or a grammar are missing."""
         return sum(request.awaits_kv for request in (*self.waiting, *self.compiling.values()))
 
+    @property
+    def num_prefilling(self) -> int:
+        """Running requests that are no streams yet."""
+        return sum(request.is_prompt for request in self.running)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Prompt tokens that waiting and running requests have yet to compute, without regard to prefix hits."""
+        running = sum(request.num_uncomputed_tokens for request in self.running if request.is_prompt)
+        return running + sum(request.num_uncomputed_tokens for request in self.waiting if not request.awaits_kv)
+
     # Internals
+
+    def _prompt_budget(self, streams: list[Request], prompts: list[Request]) -> int:
+        """Prompt tokens of the next step, so that requests with objectives meet them (step_budget.py)."""
+        cost, max_tokens = self.step_cost, self.config.max_num_batched_tokens
+        untouched = [request for request in self.waiting if request.has_ttft][:_MAX_PLANNED]
+        paced = [self._stream(request) for request in streams if request.spec.itl_s is not None]
+        if cost is None or not (untouched or paced):
+            return max_tokens
+        planned = [self._prompt(request) for request in (*prompts, *untouched)]
+        late = set(step_budget.late(cost, paced, len(streams), planned, max_tokens))
+        for index in late:
+            untouched[index - len(prompts)].is_late = True
+        if late:
+            self.waiting.sort(key=lambda request: request.order)
+        on_time = [prompt for index, prompt in enumerate(planned) if index not in late]
+        return step_budget.prompt_budget(cost, paced, len(streams), on_time, max_tokens)
+
+    def _stream(self, request: Request) -> Stream:
+        itl_s = request.spec.itl_s
+        assert itl_s is not None
+        if request.stream_from is None:
+            request.stream_from = (self._now, request.num_output_tokens)
+        since_s, num_before = request.stream_from
+        num_due = request.num_output_tokens - num_before + 1
+        return Stream(itl_s, step_budget.slack_s(itl_s, since_s, num_due, self._now))
+
+    def _prompt(self, request: Request) -> Prompt:
+        left_s = math.inf
+        if request.spec.ttft_s is not None:
+            left_s = request.arrived_s + request.spec.ttft_s - self._now
+        return Prompt(request.num_uncomputed_tokens, left_s, request.status is RequestStatus.RUNNING)
+
+    def _schedule_running(
+        self, requests: list[Request], budget: int, scheduled: list[ScheduledRequest]
+    ) -> tuple[int, bool]:
+        """Add the shares of running requests. Returns what is left of the budget, and whether one was preempted."""
+        preempted = False
+        for request in requests:
+            if budget == 0:
+                break
+            num_tokens = min(request.num_uncomputed_tokens, budget)
+            is_running = request.status is RequestStatus.RUNNING
+            if not (is_running and self._make_room(request, request.num_computed_tokens + num_tokens)):
+                preempted = True
+                continue
+            scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+            budget -= num_tokens
+        return budget, preempted
 
     def _queue(self, request: Request, now: float) -> None:
         request.status = RequestStatus.WAITING

@@ -31,6 +31,11 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         return sum(share.num_tokens for share in self.scheduled)
 
+    @property
+    def num_streams(self) -> int:
+        """Requests that compute one token."""
+        return sum(share.num_tokens == 1 for share in self.scheduled)
+
 
 def needs_prompt_logprobs(request: Request) -> bool:
     """Whether the request's next token must come with log-probabilities of its whole prompt."""

@@ -24,11 +24,12 @@ from router.dispatch.response_writer import Emit
 from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
 from router.picking.affinity import Affinity, RequestAffinity
 from router.picking.plan import NoPlan, Plan, can_move, make_plan
-from router.picking.settings import DisaggregationSettings
+from router.picking.settings import DisaggregationSettings, SloSettings
 from router.pools.instance import UpstreamInstance
 from router.pools.instance_info import InstanceView
 from router.pools.pool import Pool, Pools
 from router.request.choice_state import Choice
+from router.request.generation_request import Objectives
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, give_up, no_instance
 from router.resilience.safeguards import Guard, Safeguards
 from serving.errors import DeadlineExceeded, ServiceError
@@ -67,6 +68,7 @@ class Dispatcher:
     disaggregation: DisaggregationSettings
     failover: FailoverSettings
     retry_after_s: float  # the hint to clients when no instance is available
+    slo: SloSettings = field(default_factory=SloSettings)
     rng: random.Random = field(default_factory=random.Random)
 
     async def generate(self, choices: list[Choice], trace: RequestTrace, emit: Emit, slot: Slot) -> None:
@@ -147,7 +149,7 @@ class Dispatcher:
         choice = flow.choice
         # 2. Pick a decode instance, and a prefill instance if the request is to be split.
         plan = await self._plan(flow)
-        request = choice.begin_attempt()
+        request = choice.begin_attempt(self._objectives(flow))
         choice.at(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
         attempt = self._attempt_trace(flow, plan)
         flow.affinity.record_placement(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
@@ -219,6 +221,11 @@ class Dispatcher:
                 raise no_instance(flow.history, self.retry_after_s, plan.message)
             await self.pools.wait_for_change(min(remaining_s, _PLAN_INTERVAL_S))
             flow.history.forgive()
+
+    def _objectives(self, flow: _Flow) -> Objectives:
+        """Of the next attempt: of a stream that has begun the pace alone."""
+        objectives = self.slo.objectives(time.monotonic() - flow.trace.request.received_s)
+        return objectives._replace(ttft_s=None) if flow.choice.num_emitted else objectives
 
     def _plan_now(self, flow: _Flow) -> Plan | NoPlan:
         """Where it could run now. Ejected instances come last: any is better than none."""

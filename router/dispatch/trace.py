@@ -73,6 +73,11 @@ class RequestTrace:
         return ChoiceTrace(self, index, guard, None if index else self._admitted_ns)
 
     @property
+    def received_s(self) -> float:
+        """Monotonic."""
+        return self.timeline.marks[0][1]
+
+    @property
     def has_first_token(self) -> bool:
         return self.timeline.at(RequestEvent.FIRST_TOKEN) is not None
 
@@ -96,7 +101,7 @@ class RequestTrace:
             return
         at_s = self.timeline.mark(RequestEvent.FIRST_TOKEN)
         if self._is_warm:
-            self._metrics.recent.first_token(at_s - self.timeline.marks[0][1])
+            self._metrics.recent.first_token(at_s - self.received_s)
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
         """For the client: how and where the attempts ran, and why, in order; equal decisions in a row appear once."""

@@ -7,7 +7,10 @@ from typing import Literal
 from pydantic import field_validator
 
 from router.picking.scorers import Scoring
+from router.request.generation_request import Objectives
 from serving.settings import Section, setting
+
+_SHORTEST_S = 1e-3
 
 
 class DisaggregationSettings(Section):
@@ -45,6 +48,22 @@ class DisaggregationSettings(Section):
     reserve_timeout_s: float = setting(
         10.0, "Seconds to wait for the reservation of a decode instance that reports no request without room.", gt=0
     )
+
+
+class SloSettings(Section):
+    """Objectives of every request. Instances bound their steps by them, and `auto` chooses by them."""
+
+    ttft_ms: float | None = setting(
+        None, "Objective: milliseconds from a request's arrival to its first token.", flag="--slo-ttft-ms", gt=0
+    )
+    itl_ms: float | None = setting(
+        None, "Objective: mean milliseconds between two tokens of a stream.", flag="--slo-itl-ms", gt=0
+    )
+
+    def objectives(self, waited_s: float) -> Objectives:
+        """What is left of them for a request that has waited so long."""
+        ttft_s = None if self.ttft_ms is None else max(self.ttft_ms / 1e3 - waited_s, _SHORTEST_S)
+        return Objectives(ttft_s, None if self.itl_ms is None else self.itl_ms / 1e3)
 
 
 class PickingSettings(Section):

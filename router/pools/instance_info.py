@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from google.protobuf.message import Message
 
+from engine.core.messages import StepCost
 from protos.tandem.v1 import common_pb2, instance_pb2
 from router.pools.throughput import UNMEASURED, ThroughputEstimate
 
@@ -126,6 +127,12 @@ class LoadReport:
     held_blocks: int = 0
     """Of transfers that wait for their reader."""
     quarantined_blocks: int = 0
+    num_uncomputed_tokens: int = 0
+    """Of prompts, running ones too; num_waiting_tokens counts those that wait alone."""
+    num_prefilling: int = 0
+    """Of num_running: prompts."""
+    step_cost: StepCost | None = None
+    """None: not measured, or not reported."""
 
     @classmethod
     def from_wire(cls, message: instance_pb2.WatchLoadResponse) -> LoadReport:
@@ -135,8 +142,13 @@ class LoadReport:
             cached_blocks=message.blocks.cached,
             held_blocks=message.blocks.held,
             quarantined_blocks=message.blocks.quarantined,
-            **_same_named(cls, message),
+            **_same_named(cls, message) | {"step_cost": _step_cost(message)},
         )
+
+
+def _step_cost(message: instance_pb2.WatchLoadResponse) -> StepCost | None:
+    cost = message.step_cost
+    return StepCost(cost.base_s, cost.per_stream_s, cost.per_token_s) if message.HasField("step_cost") else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from protos.tandem.v1 import common_pb2
 from router.pools.instance_info import Identity, InstanceKey, InstanceView
-from router.request.generation_request import GenerationRequest
+from router.request.generation_request import NO_OBJECTIVES, GenerationRequest, Objectives
 
 _CLIENTS_REASONS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
@@ -64,13 +64,16 @@ class Choice:
         """Tokens whose KV an instance needs before it can go on."""
         return self.request.num_prompt_tokens + len(self.token_ids)
 
-    def begin_attempt(self) -> common_pb2.InstanceRequest:
+    def begin_attempt(self, objectives: Objectives = NO_OBJECTIVES) -> common_pb2.InstanceRequest:
         """Raises the stream epoch, so that chunks of an earlier attempt are stale."""
         self.stream_epoch += 1
         self.handed_over = False
         self._num_before_attempt = len(self.token_ids)
         return self.request.for_instance(
-            choice=self.index, stream_epoch=self.stream_epoch, emitted_token_ids=self.token_ids
+            choice=self.index,
+            stream_epoch=self.stream_epoch,
+            emitted_token_ids=self.token_ids,
+            objectives=objectives,
         )
 
     def at(self, decode: InstanceView, prefill: InstanceView | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.sampling.constraints import CONSTRAINTS
 from engine.sampling.params import SamplingParams
@@ -61,6 +61,16 @@ def to_wire(params: SamplingParams, seed: int | None) -> common_pb2.SamplingPara
     return message
 
 
+class Objectives(NamedTuple):
+    """Of one request, in seconds from now; None: there is none."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+
+NO_OBJECTIVES = Objectives()
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A valid request. Immutable; each of its `n` choices runs as requests of their own on the instances."""
@@ -93,7 +103,12 @@ class GenerationRequest:
         return self.params.max_tokens
 
     def for_instance(
-        self, *, choice: int, stream_epoch: int, emitted_token_ids: list[int]
+        self,
+        *,
+        choice: int,
+        stream_epoch: int,
+        emitted_token_ids: list[int],
+        objectives: Objectives = NO_OBJECTIVES,
     ) -> common_pb2.InstanceRequest:
         return common_pb2.InstanceRequest(
             request_id=f"{self.request_id}-{choice}-{stream_epoch}",
@@ -104,4 +119,6 @@ class GenerationRequest:
             sampling=to_wire(self.params, self.seed),
             priority=self.priority,
             cache_salt=self.cache_salt,
+            ttft_s=objectives.ttft_s or 0.0,
+            itl_s=objectives.itl_s or 0.0,
         )

@@ -225,3 +225,19 @@ def test_a_seed_that_ends_the_choice_or_is_empty_is_refused() -> None:
     for ids in ([], [7, 8], [480], [-1]):
         with pytest.raises(InvalidArgument):
             convert.seed_ids(decode_pb2.DecodeSeed(token_ids=ids), choice, LIMITS)
+
+
+def test_objectives_arrive_and_zero_is_none() -> None:
+    request = instance_request()
+    assert prefill(request).engine_request.ttft_s is None
+    request.ttft_s, request.itl_s = 0.5, 0.02
+    engine_request = prefill(request).engine_request
+    assert (engine_request.ttft_s, engine_request.itl_s) == (0.5, 0.02)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, 3601.0])
+def test_an_objective_out_of_range_is_named(seconds: float) -> None:
+    request = instance_request()
+    request.itl_s = seconds
+    with pytest.raises(InvalidArgument, match=r"request\.itl_s"):
+        prefill(request)

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 from engine.core.async_engine import AsyncEngine
-from engine.core.messages import EngineLoad
+from engine.core.messages import EngineLoad, StepCost
 from instance.drain import DrainController
 from instance.load import LoadReporter, changed_significantly
+from router.pools.instance_info import LoadReport
 from serving.health import Health
 from serving.limits import OpenCalls
 from tests.instance.scripted_core import ScriptedCore
@@ -64,3 +65,14 @@ async def test_a_slow_watcher_skips_to_the_newest_report() -> None:
             await until(lambda wanted=num_running: reporter.latest.num_running == wanted)  # type: ignore[misc]
         assert (await anext(watch)).num_running == 5
         assert reporter.latest.sequence == first.sequence + 5
+
+
+async def test_a_report_has_what_a_step_costs_once_it_is_known() -> None:
+    async with reporting(10.0) as (core, _, reporter):
+        assert not reporter.latest.HasField("step_cost")
+        assert LoadReport.from_wire(reporter.latest).step_cost is None
+        cost = StepCost(0.003, 0.0006, 0.0002)
+        core.emit(num_running=3, num_prefilling=1, num_uncomputed_tokens=900, step_cost=cost)
+        await until(lambda: reporter.latest.num_running == 3)
+        report = LoadReport.from_wire(reporter.latest)
+        assert (report.num_prefilling, report.num_uncomputed_tokens, report.step_cost) == (1, 900, cost)

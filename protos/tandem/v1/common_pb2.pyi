@@ -618,6 +618,8 @@ class InstanceRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    ITL_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique over all attempts: the router's own id, never the client's."""
     stream_epoch: _builtins.int
@@ -630,6 +632,10 @@ class InstanceRequest(_message.Message):
     """Separates prefix caches; mixed into block hashes."""
     lora: _builtins.str
     """Adapter to use; empty for none."""
+    ttft_s: _builtins.float
+    """Objective: seconds from now to the first token. 0: none."""
+    itl_s: _builtins.float
+    """Objective: mean seconds between two tokens of this stream. 0: none."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -654,10 +660,12 @@ class InstanceRequest(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         lora: _builtins.str = ...,
+        ttft_s: _builtins.float = ...,
+        itl_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "emitted_token_ids", b"emitted_token_ids", "lora", b"lora", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stream_epoch", b"stream_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "emitted_token_ids", b"emitted_token_ids", "itl_s", b"itl_s", "lora", b"lora", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stream_epoch", b"stream_epoch", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -195,6 +195,36 @@ class BlockUsage(_message.Message):
 Global___BlockUsage: _TypeAlias = BlockUsage  # noqa: Y015
 
 @_typing.final
+class StepCost(_message.Message):
+    """What a step costs, fitted to the last steps. A part that was not observed is 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_S_FIELD_NUMBER: _builtins.int
+    PER_STREAM_S_FIELD_NUMBER: _builtins.int
+    PER_TOKEN_S_FIELD_NUMBER: _builtins.int
+    base_s: _builtins.float
+    """Seconds of any step."""
+    per_stream_s: _builtins.float
+    """Additional seconds for each stream."""
+    per_token_s: _builtins.float
+    """Additional seconds for each prompt token."""
+    def __init__(
+        self,
+        *,
+        base_s: _builtins.float = ...,
+        per_stream_s: _builtins.float = ...,
+        per_token_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "per_stream_s", b"per_stream_s", "per_token_s", b"per_token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepCost: _TypeAlias = StepCost  # noqa: Y015
+
+@_typing.final
 class WatchLoadResponse(_message.Message):
     """The load of one instance."""
 
@@ -220,6 +250,9 @@ class WatchLoadResponse(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     MOVING_OUT_FIELD_NUMBER: _builtins.int
     NUM_WITHOUT_ROOM_FIELD_NUMBER: _builtins.int
+    NUM_UNCOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PREFILLING_FIELD_NUMBER: _builtins.int
+    STEP_COST_FIELD_NUMBER: _builtins.int
     instance_epoch: _builtins.str
     """New with every process start."""
     sequence: _builtins.int
@@ -260,9 +293,17 @@ class WatchLoadResponse(_message.Message):
     """Of num_waiting: requests with KV of another instance, which wait for room or for their grammar. While there are any,
     a reservation may take longer.
     """
+    num_uncomputed_tokens: _builtins.int
+    """Prompt tokens that waiting and running requests have yet to compute."""
+    num_prefilling: _builtins.int
+    """Of num_running: prompts that are not computed completely. The others are streams."""
     @_builtins.property
     def blocks(self) -> Global___BlockUsage:
         """Blocks by class."""
+
+    @_builtins.property
+    def step_cost(self) -> Global___StepCost:
+        """Absent until enough steps were observed."""
 
     def __init__(
         self,
@@ -287,10 +328,13 @@ class WatchLoadResponse(_message.Message):
         num_preemptions: _builtins.int = ...,
         moving_out: _builtins.bool = ...,
         num_without_room: _builtins.int = ...,
+        num_uncomputed_tokens: _builtins.int = ...,
+        num_prefilling: _builtins.int = ...,
+        step_cost: Global___StepCost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "step_cost", b"step_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "core_silence_s", b"core_silence_s", "draining", b"draining", "instance_epoch", b"instance_epoch", "moving_out", b"moving_out", "num_expired_leases", b"num_expired_leases", "num_external_tokens", b"num_external_tokens", "num_generated_tokens", b"num_generated_tokens", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_recomputed_blocks", b"num_recomputed_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_transfers", b"num_transfers", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "num_without_room", b"num_without_room", "sequence", b"sequence", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "core_silence_s", b"core_silence_s", "draining", b"draining", "instance_epoch", b"instance_epoch", "moving_out", b"moving_out", "num_expired_leases", b"num_expired_leases", "num_external_tokens", b"num_external_tokens", "num_generated_tokens", b"num_generated_tokens", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_recomputed_blocks", b"num_recomputed_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_transfers", b"num_transfers", "num_uncomputed_tokens", b"num_uncomputed_tokens", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "num_without_room", b"num_without_room", "sequence", b"sequence", "step_cost", b"step_cost", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.core.messages import EngineRequest, HoldKV, LoadedEvent, RemoteKV, ReservedEvent, TokensEvent
+from engine.core.messages import EngineRequest, HoldKV, LoadedEvent, RemoteKV, ReservedEvent, StepCost, TokensEvent
 from engine.kv_connector import KVLoadResult, NullKVConnector
 from engine.sampling.params import SamplingParams
 from engine.scheduling.kv_cache_manager import KVCacheManager
@@ -138,6 +138,33 @@ def test_a_stream_that_joined_behind_a_long_prefill_gets_a_token_in_every_step()
         assert [(share.request is late, share.num_tokens) for share in output.scheduled] == [(True, 1), (False, 7)]
     assert late.finish_reason == "length"
     assert prompt.num_uncomputed_tokens > 0, "the prefill has ended: the streams beside it prove nothing"
+
+
+def test_streams_with_an_objective_bound_the_chunk_beside_them_and_not_without() -> None:
+    def chunk(itl_s: float | None) -> int:
+        scheduler = make_scheduler(num_blocks=64, budget=200)
+        scheduler.step_cost = StepCost(0.002, 0.001, 0.0001)
+        add(scheduler, [1], max_tokens=10, itl_s=itl_s)
+        step(scheduler)
+        add(scheduler, list(range(10, 200)))
+        return step(scheduler).num_tokens - 1
+
+    assert chunk(None) == 190
+    assert chunk(0.01) == 70
+
+
+def test_a_prompt_that_will_miss_its_ttft_goes_behind_those_that_can_meet_theirs() -> None:
+    scheduler = make_scheduler(num_blocks=64, budget=50, max_num_seqs=2)
+    scheduler.step_cost = StepCost(0.0, 0.0, 0.01)
+    scheduler.expire(5.0)
+    add(scheduler, [1] * 40, ttft_s=1.0)
+    long, short = add(scheduler, [2] * 150, ttft_s=1.0), add(scheduler, [3] * 20, ttft_s=1.0)
+    for request in scheduler.waiting:
+        request.arrived_s = 5.0
+    ends = [event.request_id for event in finish_all(scheduler)]
+    assert ends.index(short.request_id) < ends.index(long.request_id)
+    assert long.is_late
+    assert not short.is_late
 
 
 def test_the_latest_request_is_preempted_and_comes_back() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import common_pb2
+from router.picking.settings import SloSettings
 from router.request.choice_state import Choice, StreamViolation
 from router.request.generation_request import GenerationRequest, from_wire, to_wire
 
@@ -191,3 +192,12 @@ def test_values_of_the_request_override_the_models_defaults() -> None:
     wire = common_pb2.SamplingParams(temperature=0.0)
     params = from_wire(wire, {"temperature": 0.7, "top_k": 5})
     assert (params.temperature, params.top_k, params.max_tokens) == (0.0, 5, None)
+
+
+def test_an_attempt_carries_what_is_left_of_the_objectives() -> None:
+    slo = SloSettings(ttft_ms=500, itl_ms=20)
+    request = choice().begin_attempt(slo.objectives(waited_s=0.2))
+    assert (request.ttft_s, request.itl_s) == (pytest.approx(0.3), 0.02)
+    assert 0 < choice().begin_attempt(slo.objectives(waited_s=9.0)).ttft_s <= 0.001, "late, not without an objective"
+    without = choice().begin_attempt(SloSettings().objectives(waited_s=9.0))
+    assert (without.ttft_s, without.itl_s) == (0.0, 0.0)

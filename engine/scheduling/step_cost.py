@@ -1,0 +1,88 @@
+"""What a step costs, fitted while the engine runs.
+
+    seconds of a step = base_s + per_stream_s * streams + per_token_s * prompt tokens
+
+Observations lie in buckets of similar steps, and each bucket counts with the median of its last few: a stall, a
+compilation or a cold cache changes nothing while most steps of a bucket were normal, and rare steps weigh as much as
+frequent ones. The fit is by relative error, so that short steps are predicted as well as long ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.core.messages import StepCost
+
+_PER_BUCKET = 5
+_MIN_OBSERVATIONS = 3
+"""Of a bucket, before it counts: the first step of a kind often compiles or touches memory."""
+_EAGER_FITS = 64
+_FIT_INTERVAL = 16
+"""Observations between two fits, after the first `_EAGER_FITS`: a fit takes some 100 µs."""
+_HALF_LIFE = 200
+"""Observations after which a bucket without a new one counts half."""
+_RIDGE = 0.05
+"""Relative weight of "streams and tokens cost nothing": what the observations cannot separate goes to `base_s`."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    latest: int = 0
+    observations: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=_PER_BUCKET))
+    """(streams, prompt tokens, seconds)."""
+
+    def median(self) -> tuple[int, int, float]:
+        """The observation with the median time."""
+        return sorted(self.observations, key=lambda one: one[2])[len(self.observations) // 2]
+
+
+class StepCostEstimator:
+    """Fits `cost` to the steps that `record` receives. Belongs to the thread of the step loop."""
+
+    def __init__(self) -> None:
+        self.cost: StepCost | None = None
+        """None: too few steps so far."""
+        self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self._num_observations = 0
+
+    def record(self, seconds: float, num_streams: int, num_prompt_tokens: int) -> None:
+        """A step took `seconds` for one token of each of `num_streams`, and `num_prompt_tokens` others."""
+        if seconds <= 0:
+            return
+        self._num_observations += 1
+        key = (num_streams.bit_length(), num_prompt_tokens.bit_length())
+        bucket = self._buckets.setdefault(key, _Bucket())
+        bucket.latest = self._num_observations
+        bucket.observations.append((num_streams, num_prompt_tokens, seconds))
+        if self._num_observations <= _EAGER_FITS or self._num_observations % _FIT_INTERVAL == 0:
+            self._fit()
+
+    def _fit(self) -> None:
+        known = [bucket for bucket in self._buckets.values() if len(bucket.observations) >= _MIN_OBSERVATIONS]
+        if known:
+            ages = np.array([self._num_observations - bucket.latest for bucket in known])
+            points = np.array([bucket.median() for bucket in known], np.float64)
+            self.cost = StepCost(*_least_squares(points, 0.5 ** (ages / _HALF_LIFE)))
+
+
+def _least_squares(points: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> list[float]:
+    """The non-negative (base, per stream, per token) with the least weighted squares of relative errors.
+
+    `points` [n, 3] are (streams, prompt tokens, seconds), `weights` [n].
+    """
+    roots = np.sqrt(weights / weights.sum())
+    rows = np.column_stack([np.ones(len(points)), points[:, :2]]) / points[:, 2:] * roots[:, None]
+    ridge = np.diag(_RIDGE * np.sqrt((rows**2).sum(axis=0)))[1:]
+    matrix, target = np.vstack([rows, ridge]), np.concatenate([roots, np.zeros(2)])
+    columns, solution = [0, 1, 2], np.zeros(3)
+    while columns:
+        part = np.linalg.lstsq(matrix[:, columns], target, rcond=None)[0]
+        if part.min() >= 0:
+            solution[columns] = part
+            break
+        del columns[int(part.argmin())]
+    return [float(value) for value in solution]

@@ -1,0 +1,102 @@
+"""The prompt tokens of a step: bounded by the streams' objective, by nothing where there is none, and never so low that
+prompts miss theirs without need."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.messages import StepCost
+from engine.scheduling.step_budget import MIN_TOKENS, PACE, Prompt, Stream, late, prompt_budget, slack_s
+
+COST = StepCost(0.0035, 0.0006, 1 / 4500)
+ITL_S = 0.012
+MAX = 2048
+
+costs = st.builds(StepCost, st.floats(1e-4, 0.1), st.floats(0, 1e-3), st.floats(1e-6, 1e-2))
+streams = st.lists(st.builds(Stream, st.floats(0.001, 0.2), st.floats(-1, 1)), min_size=1, max_size=8)
+prompts = st.lists(
+    st.builds(Prompt, st.integers(1, 10_000), st.floats(-1, 5) | st.just(math.inf), st.booleans()), max_size=8
+)
+
+
+def budget(streams: list[Stream], prompts: list[Prompt] | None = None, cost: StepCost | None = COST) -> int:
+    return prompt_budget(cost, streams, len(streams), prompts or [], MAX)
+
+
+def test_streams_on_time_leave_what_their_objective_allows() -> None:
+    allowed_s = ITL_S - COST.seconds(4)
+    assert budget([Stream(ITL_S, 0.0)] * 4) == int(allowed_s * 4500)
+    ahead = budget([Stream(ITL_S, 1.0)] * 4)
+    assert ahead == int((1.5 * ITL_S - COST.seconds(4)) * 4500), "streams that are ahead allow longer steps, within 1.5"
+    assert budget([*[Stream(ITL_S, 1.0)] * 3, Stream(ITL_S, 0.0)]) < ahead, "the one that is not ahead decides"
+
+
+def test_without_an_objective_or_a_measured_cost_nothing_is_bounded() -> None:
+    assert budget([]) == MAX
+    assert budget([Stream(ITL_S, 0.0)], cost=None) == MAX
+    assert budget([Stream(ITL_S, 0.0)], cost=StepCost(0.01, 0.001, 0.0)) == MAX
+
+
+def test_streams_that_cannot_meet_the_objective_still_leave_some_tokens() -> None:
+    assert budget([Stream(0.004, 0.0)] * 30) == MIN_TOKENS
+
+
+def test_a_stream_that_is_lost_does_not_shorten_steps() -> None:
+    assert budget([Stream(ITL_S, -0.3), Stream(ITL_S, 1.0)]) == budget([Stream(ITL_S, 1.0), Stream(ITL_S, 1.0)])
+
+
+def test_steps_grow_just_as_much_as_a_prompt_needs_to_be_on_time() -> None:
+    running = [Stream(ITL_S, 0.0)] * 8
+    calm, needy = budget(running, [Prompt(500, 2.0)]), budget(running, [Prompt(2500, 1.0)])
+    assert calm == budget(running)
+    assert needy > calm
+    step_s = COST.seconds(8, needy)
+    assert needy / step_s >= 2500 / 1.0, "at this speed the prompt is on time"
+    assert budget(running, [Prompt(100_000, 1.0)]) == calm, "a prompt that nothing can save lengthens no step"
+
+
+@given(costs, streams, prompts)
+def test_the_budget_stays_within_its_bounds(cost: StepCost, streams: list[Stream], prompts: list[Prompt]) -> None:
+    assert MIN_TOKENS <= budget(streams, prompts, cost) <= MAX
+
+
+@given(costs, streams, prompts, st.integers(0, 7))
+def test_a_tighter_objective_never_raises_the_budget(
+    cost: StepCost, streams: list[Stream], prompts: list[Prompt], which: int
+) -> None:
+    which %= len(streams)
+    tighter = [
+        stream._replace(itl_s=stream.itl_s / 2) if index == which else stream for index, stream in enumerate(streams)
+    ]
+    assert budget(tighter, [], cost) <= budget(streams, [], cost)
+
+
+@given(costs, streams, st.integers(1, 5000), st.floats(0.1, 5))
+def test_a_prompt_that_can_be_on_time_never_lowers_the_budget(
+    cost: StepCost, streams: list[Stream], num_tokens: int, left_s: float
+) -> None:
+    assert budget(streams, [Prompt(num_tokens, left_s)], cost) >= budget(streams, [], cost)
+
+
+@given(costs, streams, prompts)
+def test_only_untouched_prompts_with_an_objective_are_late(
+    cost: StepCost, streams: list[Stream], prompts: list[Prompt]
+) -> None:
+    for index in late(cost, streams, len(streams), prompts, MAX):
+        assert not prompts[index].is_begun
+        assert prompts[index].left_s < math.inf
+
+
+def test_the_prompt_that_does_not_fit_is_late_and_not_those_behind_it() -> None:
+    queue = [Prompt(2000, 1.0, True), Prompt(8000, 1.0), Prompt(1000, 1.0)]
+    assert list(late(COST, [], 0, queue, MAX)) == [1]
+    assert list(late(None, [], 0, queue, MAX)) == []
+
+
+def test_slack_is_what_a_steady_pace_leaves() -> None:
+    assert slack_s(0.01, first_s=5.0, num_tokens=10, now_s=5.0) == pytest.approx(PACE * 0.1)
+    assert slack_s(0.01, first_s=5.0, num_tokens=10, now_s=6.0) < 0

@@ -1,0 +1,79 @@
+"""The cost of a step is found from few steps, and stalls do not change it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.messages import StepCost
+from engine.scheduling.step_cost import StepCostEstimator
+
+COST = StepCost(0.0035, 0.0006, 1 / 4500)
+
+
+def observe(estimator: StepCostEstimator, cost: StepCost, rng: random.Random, num_steps: int = 300) -> None:
+    """Steps with few and with many streams, every fourth with a chunk, each within 10 % of its cost."""
+    for index in range(num_steps):
+        num_streams = rng.randrange(1, 40)
+        num_tokens = 0 if index % 4 else rng.choice([16, 100, 400, 1000])
+        estimator.record(cost.seconds(num_streams, num_tokens) * rng.uniform(0.9, 1.1), num_streams, num_tokens)
+
+
+def fitted(estimator: StepCostEstimator) -> StepCost:
+    assert estimator.cost is not None
+    return estimator.cost
+
+
+def assert_close(cost: StepCost, expected: StepCost, relative: float = 0.15) -> None:
+    for num_streams, num_tokens in ((1, 0), (16, 0), (40, 0), (4, 100), (8, 500), (30, 1000)):
+        assert cost.seconds(num_streams, num_tokens) == pytest.approx(
+            expected.seconds(num_streams, num_tokens), rel=relative
+        )
+
+
+@settings(max_examples=30)
+@given(
+    st.floats(1e-4, 0.1), st.floats(1e-6, 1e-3), st.floats(1e-6, 1e-2), st.integers(0, 1000), st.sampled_from([0, 0.1])
+)
+def test_any_cost_is_found_though_every_tenth_step_stalls(
+    base_s: float, per_stream_s: float, per_token_s: float, seed: int, stalls: float
+) -> None:
+    cost, rng, estimator = StepCost(base_s, per_stream_s, per_token_s), random.Random(seed), StepCostEstimator()
+    for _ in range(10):
+        observe(estimator, cost, rng, 30)
+        if stalls:
+            for num_streams, num_tokens in ((8, 0), (8, 400), (30, 0)):
+                estimator.record(5.0, num_streams, num_tokens)
+    assert_close(fitted(estimator), cost)
+
+
+def test_slow_first_steps_are_forgotten() -> None:
+    estimator, rng = StepCostEstimator(), random.Random(1)
+    observe(estimator, StepCost(0.5, 0.0, 0.01), rng, 60)
+    observe(estimator, COST, rng, 300)
+    assert_close(fitted(estimator), COST)
+
+
+def test_it_follows_an_engine_that_becomes_slower() -> None:
+    estimator, rng = StepCostEstimator(), random.Random(2)
+    observe(estimator, COST, rng)
+    slower = StepCost(COST.base_s * 2, COST.per_stream_s * 3, COST.per_token_s * 2)
+    observe(estimator, slower, rng, 600)
+    assert_close(fitted(estimator), slower)
+
+
+def test_nothing_is_claimed_from_two_steps_and_no_part_is_negative() -> None:
+    estimator = StepCostEstimator()
+    for _ in range(2):
+        estimator.record(0.01, 4, 0)
+    assert estimator.cost is None
+    estimator.record(0.01, 4, 0)
+    cost = fitted(estimator)
+    assert cost.seconds(4) == pytest.approx(0.01, rel=0.01)
+    assert cost.per_token_s == 0, "no chunk was observed"
+    for num_streams, seconds in ((1, 0.02), (64, 0.005)) * 5:
+        estimator.record(seconds, num_streams, 0)
+    assert min(fitted(estimator).base_s, fitted(estimator).per_stream_s, fitted(estimator).per_token_s) >= 0
