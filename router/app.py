@@ -37,6 +37,7 @@ from router.pools.instance_info import InstanceView, Role
 from router.pools.pool import Pools
 from router.pools.throughput import ThroughputEstimator
 from router.request.caller import Callers
+from router.request.request_log import RequestLog
 from router.request.validation import ServedModel
 from router.resilience.safeguards import Safeguards
 from serving import tracing
@@ -45,6 +46,11 @@ from serving.metrics import MetricsServer
 from serving.settings import SettingsError
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from router.api.live.endpoints import LivePage
+    from router.api.openai.api import OpenAIApi
+    from router.api.openai.exchange import HttpLimits
     from router.api.openai.server import HttpServer
     from router.kubernetes.actuator import KubernetesLink
 
@@ -121,6 +127,7 @@ class RouterApp:
             self.service.metrics, self.safeguards, self.admission, model=model.name, autoscaler=self.autoscaler
         )
         self._metrics_server = MetricsServer(settings.metrics, collector, security.files)
+        self._page: LivePage | None = None
         self._http = self._http_server(model, security)
         self._vllm_engine: VllmEngineService | None = None
         if settings.router.vllm_engine:
@@ -173,9 +180,32 @@ class RouterApp:
             security.tokens.tenant_of if security.tokens is not None else None,
             settings.http.allowed_origins,
         )
+        app = self._page_app(api, limits, security) if settings.http.page else api.app()
         required, names = settings.tls.require_client_cert, settings.tls.client_names
         tls = HttpTls(security.files, require_client_cert=required, client_names=names) if security.files else None
-        return HttpServer(api.app(), settings.http, write_timeout_s=settings.server.write_timeout_s, tls=tls)
+        return HttpServer(app, settings.http, write_timeout_s=settings.server.write_timeout_s, tls=tls)
+
+    def _page_app(self, api: OpenAIApi, limits: HttpLimits, security: Security) -> FastAPI:
+        """The application of the HTTP port with the live page."""
+        from router.api.live.endpoints import LivePage
+        from router.api.live.feed import LiveFeed
+        from router.api.live.reader import RouterReader
+
+        assert self._settings.http.listen is not None, "there is no page without the port"
+        authorizer = security.page_authorizer(self._settings.http.listen)
+        log = self.service.metrics.log = RequestLog()
+        operations, metrics = self._pools_service, self.service.metrics
+        reader = RouterReader(api.model, operations, self.admission, metrics, log, lambda: self._is_serving)
+        self._page = LivePage(LiveFeed(reader.read), operations, limits, authorizer)
+        api.page = self._page.index
+        app = api.app()
+        self._page.add_to(app)
+        return app
+
+    def _end_watches(self) -> None:
+        self._pools_service.end_watches()
+        if self._page is not None:
+            self._page.feed.close()
 
     def _kubernetes_link(self) -> KubernetesLink | None:
         targets = parse_targets(f"{self._settings.pools.prefill},{self._settings.pools.decode}")
@@ -225,7 +255,7 @@ class RouterApp:
 
     async def drain(self) -> bool:
         """Drains as the module says; False if requests were cut off at the end of the grace."""
-        self._pools_service.end_watches()
+        self._end_watches()
         await _cancelled(self._scaling)
         try:
             return await self._server.drain()
@@ -240,6 +270,7 @@ class RouterApp:
             await self._close()
 
     async def _close(self) -> None:
+        self._end_watches()
         if self._http is not None:
             await self._http.stop()
         await _cancelled(self._scaling)

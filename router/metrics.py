@@ -27,6 +27,7 @@ from router.autoscaler.status import collected
 from router.picking.disaggregation import Disaggregation
 from router.pools.instance import State
 from router.pools.instance_info import Role
+from router.request.request_log import RequestLog
 from router.resilience.safeguards import Safeguards
 from serving.histogram import Histogram
 from serving.logging import RequestEvent, Timeline
@@ -66,6 +67,8 @@ class RouterMetrics:
     first_token: dict[Path, Histogram] = field(default_factory=_by_path)
     output_token: dict[Path, Histogram] = field(default_factory=_by_path)
     recent: RecentLatencies = field(default_factory=lambda: RecentLatencies(AutoscalerSettings()))
+    log: RequestLog | None = None
+    """The requests themselves, for the live page; None: not kept."""
 
     def decided(self, disaggregation: Disaggregation) -> None:
         self.decisions[disaggregation.decision.value, disaggregation.reason.value] += 1

@@ -126,12 +126,16 @@ class PoolsService:
     async def DrainInstance(
         self, request: pools_pb2.DrainInstanceRequest, context: Context
     ) -> pools_pb2.DrainInstanceResponse:
-        if not (math.isfinite(request.grace_s) and 0 <= request.grace_s <= _MAX_GRACE_S):
-            raise invalid_argument("grace_s", f"{request.grace_s:g}", f"0..{_MAX_GRACE_S:g} seconds")
-        instance = self._instance(request.instance)
+        return await self.drain(request.instance, request.grace_s)
+
+    async def drain(self, name: str, grace_s: float) -> pools_pb2.DrainInstanceResponse:
+        """Begins the drain of the instance with that name or address. Raises ServiceError."""
+        if not (math.isfinite(grace_s) and 0 <= grace_s <= _MAX_GRACE_S):
+            raise invalid_argument("grace_s", f"{grace_s:g}", f"0..{_MAX_GRACE_S:g} seconds")
+        instance = self._instance(name)
         stub = instance_pb2_grpc.InstanceServiceStub(instance.channel)
         try:
-            answer = await stub.Drain(instance_pb2.DrainRequest(grace_s=request.grace_s), timeout=_DRAIN_TIMEOUT_S)
+            answer = await stub.Drain(instance_pb2.DrainRequest(grace_s=grace_s), timeout=_DRAIN_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise Unavailable(f"{instance.name} does not answer") from error
@@ -141,16 +145,21 @@ class PoolsService:
     async def ResizePools(
         self, request: pools_pb2.ResizePoolsRequest, context: Context
     ) -> pools_pb2.ResizePoolsResponse:
+        changes = await self.resize(_requested_sizes(request))
+        return pools_pb2.ResizePoolsResponse(changes=map(change_of, changes))
+
+    async def resize(self, sizes: Mapping[Role, int]) -> list[Change]:
+        """Begins to give the pools these sizes. Raises InvalidArgument or FailedPrecondition."""
         if self.resizer is None:
             raise FailedPrecondition(_NO_OWNER)
-        sizes = _requested_sizes(request)
+        if not sizes:
+            raise invalid_argument("sizes", "is empty", "the size of one pool or of both")
         try:
-            changes = await self.resizer.resize(sizes, cause="operator", reason="requested by an operator")
+            return await self.resizer.resize(sizes, cause="operator", reason="requested by an operator")
         except SizeRefused as error:
             raise invalid_argument("sizes", str(error)) from error
         except ActuatorError as error:
             raise FailedPrecondition(str(error)) from error
-        return pools_pb2.ResizePoolsResponse(changes=map(change_of, changes))
 
     async def WatchPools(
         self, request: pools_pb2.WatchPoolsRequest, context: Context
@@ -170,13 +179,13 @@ class PoolsService:
         self._ending.set()
 
     async def _listed(self) -> pools_pb2.ListPoolsResponse:
-        sizes = await self._sizes()  # first: everything after it is one snapshot
-        instances = [instance_of(role, instance, self._out(role, instance)) for role, instance in self._instances()]
+        sizes = await self.sizes()  # first: everything after it is one snapshot
+        instances = [instance_of(role, instance, self.out(role, instance)) for role, instance in self._instances()]
         instances.sort(key=lambda instance: (instance.role, instance.instance_id or instance.address))
         pools = [self._status(role, sizes.get(role)) for role in WIRE_ROLES]
         return pools_pb2.ListPoolsResponse(instances=instances, pools=pools)
 
-    async def _sizes(self) -> Mapping[Role, int]:
+    async def sizes(self) -> Mapping[Role, int]:
         """The sizes that are known now; the pools are listed without them too."""
         if self.resizer is None:
             return {}
@@ -199,7 +208,7 @@ class PoolsService:
     def _instances(self) -> list[tuple[Role, UpstreamInstance]]:
         return [(role, instance) for role, pool in self._pools.by_role.items() for instance in pool.instances]
 
-    def _out(self, role: Role, instance: UpstreamInstance) -> str | None:
+    def out(self, role: Role, instance: UpstreamInstance) -> str | None:
         """Why it is not picked: by its load reports, or as an outlier."""
         view = instance.view()
         if view is None:
@@ -248,6 +257,4 @@ def _requested_sizes(request: pools_pb2.ResizePoolsRequest) -> dict[Role, int]:
         if role in sizes:
             raise invalid_argument("sizes", f"names the {role} pool twice", "one size for each pool")
         sizes[role] = size.size
-    if not sizes:
-        raise invalid_argument("sizes", "is empty", "the size of one pool or of both")
     return sizes

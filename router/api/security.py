@@ -2,6 +2,7 @@
 
     clients' port    TLS if there are files; a token if there is a file of tokens; a certificate if one is required
     admin listener   a token if it has a file of its own, else with TLS a certificate, else only private addresses
+    live page        a token of the operators' file; without one only private addresses, and no tokens or TLS
     instances        dialled with the router's certificate, verified against the CA
 
 docs/security.md has the whole picture.
@@ -10,15 +11,18 @@ docs/security.md has the whole picture.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import grpc.aio
 
-from serving.auth import BearerTokens, all_authorizers, certificate_authorizer
-from serving.channel import ChannelSettings, listens_privately, open_channel
+from serving.auth import BearerTokens, Metadata, all_authorizers, certificate_authorizer
+from serving.channel import ChannelSettings, is_ip, listens_privately, open_channel
+from serving.errors import PermissionDenied
 from serving.interceptor import Authorizer
 from serving.server import HealthSettings, Server, ServerSettings, ServerTls
-from serving.settings import Section, SettingsError, setting
+from serving.settings import Section, SettingsError, parse_address, setting
 from serving.tls import TlsSettings
 
 _log = logging.getLogger(__name__)
@@ -70,6 +74,17 @@ class Security:
         require_cert = self._admin_tokens is None or self._tls.require_client_cert
         return self._server(settings, self._admin_tokens, require_cert=require_cert)
 
+    def page_authorizer(self, listen: str) -> Callable[[Metadata], object]:
+        """Checks calls of the live page at `listen`. Raises SettingsError if unauthenticated clients could reach it."""
+        if self._admin_tokens is not None:
+            return self._admin_tokens.tenant_of
+        if self.files is not None or self.tokens is not None or not listens_privately(parse_address(listen)[0]):
+            raise SettingsError(
+                "http.page: with TLS or tokens, or on an address that is not private, the live page needs operators' "
+                "tokens: give auth.admin_tokens_file, or leave http.page out"
+            )
+        return check_same_origin
+
     def dial(self, address: str, settings: ChannelSettings) -> grpc.aio.Channel:
         return open_channel(address, settings, tls=self.files, peer_name=self._tls.peer_name)
 
@@ -87,3 +102,17 @@ class Security:
             names = certificate_authorizer(self._tls.client_names)
         authorizer = all_authorizers(names, tokens.authorize if tokens is not None else None)
         return Server(settings, tls=tls, authorizer=authorizer, probes=probes)
+
+
+def check_same_origin(metadata: Metadata) -> None:
+    """Where no token is asked for: rejects what the script of another web page sends from an operator's browser, under
+    its own name (Origin) or under one that it has bound to this address (Host). Raises PermissionDenied."""
+    headers = dict(metadata)
+    host, origin = str(headers.get("host", "")), headers.get("origin")
+    name = urlsplit(f"//{host}").hostname or ""
+    if not (is_ip(name) or name == "localhost"):
+        raise PermissionDenied(
+            f"host {name[:64]!r}: without auth.admin_tokens_file the live page is served to an IP address or localhost"
+        )
+    if origin is not None and urlsplit(str(origin)).netloc != host:
+        raise PermissionDenied("origin: pages of other sites may not call this")

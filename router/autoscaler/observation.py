@@ -36,6 +36,13 @@ _ENDING: frozenset[State] = frozenset({"draining", "leaving"})
 _LOADED: frozenset[State] = _ENDING | {"ready"}
 
 
+def weighted_quantile(samples: Iterable[tuple[float, float]], fraction: float) -> float:
+    """The least value that `fraction` of the weight does not exceed; of at least one (value, weight)."""
+    by_value = sorted(samples)
+    cumulative = [*accumulate(weight for _, weight in by_value)]
+    return by_value[bisect_left(cumulative, fraction * cumulative[-1])][0]
+
+
 class Window:
     """Weighted samples of the last `length_s` seconds."""
 
@@ -53,9 +60,7 @@ class Window:
             self._samples.popleft()
         if len(self._samples) < min_samples:
             return None
-        by_value = sorted((seconds, weight) for _, seconds, weight in self._samples)
-        cumulative = [*accumulate(weight for _, weight in by_value)]
-        return by_value[bisect_left(cumulative, fraction * cumulative[-1])][0]
+        return weighted_quantile(((seconds, weight) for _, seconds, weight in self._samples), fraction)
 
 
 class RecentLatencies:

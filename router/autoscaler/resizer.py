@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 MIN_SIZES: Mapping[Role, int] = {"prefill": 0, "decode": 1}
 """Without prefill instances the decode instances prefill; without decode instances no request is served."""
 MAX_SIZE = 64
+_MAX_RECENT = 32
 
 Cause = Literal["autoscaler", "operator"]
 
@@ -53,8 +55,10 @@ class Resizer:
     def __init__(self, actuator: Actuator, pools: Pools) -> None:
         self._actuator = actuator
         self._pools = pools
+        self.recent: deque[Change] = deque(maxlen=_MAX_RECENT)
+        """The last resizes by this router."""
         self.last_changes: dict[Role, Change] = {}
-        """The last resize of each pool by this router."""
+        """The last one of each pool."""
         self._one_at_a_time = asyncio.Lock()
 
     async def sizes(self) -> Mapping[Role, int]:
@@ -99,6 +103,7 @@ class Resizer:
             raise
         for change in changes:
             self.last_changes[change.role] = change
+            self.recent.append(change)
             _log.info(
                 "%s pool: %d → %d instances, by the %s: %s",
                 change.role,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -14,6 +14,8 @@ from router.autoscaler.decide import Direction, Hold, ScaleDecision
 from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
 from router.pools.instance_info import Role
 from serving.metrics import counter, gauge
+
+_MAX_RECENT = 32
 
 
 @dataclass(slots=True)
@@ -29,12 +31,16 @@ class PoolStatus:
     """Whether this router was the one that resizes, at the last decision."""
     holds: Counter[Hold] = field(default_factory=Counter)
     """Decisions that left the size as it is, by reason."""
+    recent: deque[ScaleDecision] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
+    """The last decisions that differ from the one before in their size or in what holds them."""
     changes: Counter[Direction] = field(default_factory=Counter)
     """Resizes that this autoscaler has begun."""
 
     def decided(self, decision: ScaleDecision, *, leads: bool) -> None:
         """A decision was made, and applied unless it holds."""
-        self.decision, self.leads, self.failure = decision, leads, None
+        before, self.decision, self.leads, self.failure = self.decision, decision, leads, None
+        if before is None or (before.hold, before.new_size) != (decision.hold, decision.new_size):
+            self.recent.append(decision)
         if decision.hold is not None:
             self.holds[decision.hold] += 1
         elif decision.direction is not None:

@@ -94,9 +94,9 @@ class RequestHandler:
             self.request = request = await validated(
                 message, self.model, self.limits(), remaining_s=remaining_s, caller=caller
             )
-            self.trace.validated()
             set_request_id(request.label)
             self._choices = [Choice(request, index) for index in range(request.params.n)]
+            self.trace.validated(request, self._choices)
             await self._answer(request, sink)
             aborted = any(choice.aborted for choice in self._choices)
             outcome = RequestEvent.ABORTED if aborted else RequestEvent.FINISHED

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Self
@@ -29,7 +29,9 @@ from router.picking.disaggregation import Decision, Disaggregation
 from router.picking.plan import NoPlan, Plan
 from router.pools.instance_info import Role
 from router.pools.throughput import ThroughputEstimator
+from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
+from router.request.request_log import RequestSummary
 from router.resilience.retry import CallFailed
 from router.resilience.safeguards import Guard
 from serving import tracing
@@ -58,8 +60,12 @@ class RequestTrace:
         self._decisions: list[Disaggregation] = []
         self._why = ""
         self._is_warm = True
+        self._request: GenerationRequest | None = None
+        self._choices: Sequence[Choice] = ()
+        self._number = self._metrics.log.add(self) if self._metrics.log is not None else 0
 
-    def validated(self) -> None:
+    def validated(self, request: GenerationRequest, choices: Sequence[Choice]) -> None:
+        self._request, self._choices = request, choices
         self._stages.next("router.queue")
 
     def admitted(self) -> None:
@@ -114,13 +120,34 @@ class RequestTrace:
             ("tandem-decode", ",".join(self._decode)),
         )
 
+    def summary(self, outcome: str = "", error: str = "") -> RequestSummary:
+        """The request now; with an `outcome`, at its end."""
+        request, choices = self._request, self._choices
+        return RequestSummary(
+            number=self._number,
+            request_id=request.label if request else "",
+            marks=tuple(self.timeline.marks),
+            num_choices=len(choices),
+            num_prompt_tokens=request.num_prompt_tokens if request else 0,
+            num_cached_tokens=choices[0].num_cached_tokens if choices else None,
+            num_tokens=sum(choice.num_emitted for choice in choices),
+            prefill=tuple(self._prefill),
+            decode=tuple(self._decode),
+            reason=self._reasons,
+            outcome=outcome,
+            error=error,
+        )
+
     def ended(self, event: RequestEvent, request: GenerationRequest | None, num_tokens: int, error: str = "") -> None:
         """Writes the request's log line, ends its span and counts it. `error` begins with the status' name."""
         self.timeline.mark(event)
         num_choices = request.params.n if request else 0
         num_prompt_tokens = request.num_prompt_tokens if request else 0
+        outcome = _outcome(event, error)
+        if self._metrics.log is not None:
+            self._metrics.log.end(self.summary(outcome, error))
         self._metrics.request_ended(
-            _outcome(event, error),
+            outcome,
             self.timeline,
             None if not self._decisions else "split" if self._paths[0] else "local",
             num_choices=num_choices,

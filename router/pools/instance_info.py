@@ -88,6 +88,7 @@ class InstanceInfo:
     vocab_size: int = 0
     kv_connector: str = ""
     num_blocks: int = 0
+    bytes_per_block: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     supports_constraints: bool = False
@@ -124,6 +125,8 @@ class LoadReport:
     """Its streams should continue at another instance."""
     num_prefilled_tokens: int = 0
     """Computed since its start, without what came from a cache."""
+    num_generated_tokens: int = 0
+    """Since its start."""
     held_blocks: int = 0
     """Of transfers that wait for their reader."""
     quarantined_blocks: int = 0

@@ -44,7 +44,7 @@ class Choice:
     prefill_key: InstanceKey | None = None
     _identity: Identity | None = None
     _num_before_attempt: int = 0
-    _num_cached_tokens: int | None = None
+    num_cached_tokens: int | None = None  # of the prompt, where it was prefilled first; None: not known yet
 
     @property
     def num_emitted(self) -> int:
@@ -137,15 +137,15 @@ class Choice:
             raise StreamViolation(f"the instance ended the choice: {common_pb2.FinishReason.Name(reason)}")
 
     def _note_cached(self, num_cached_tokens: int) -> None:
-        if self._num_cached_tokens is None:
-            self._num_cached_tokens = num_cached_tokens
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_cached_tokens
 
     def _complete_usage(self, usage: common_pb2.Usage) -> None:
         """Usage of the whole choice, whichever instances shared it."""
         self._note_cached(usage.cached_tokens)
         usage.prompt_tokens = self.request.num_prompt_tokens
         usage.completion_tokens = self.num_emitted
-        usage.cached_tokens = self._num_cached_tokens or 0
+        usage.cached_tokens = self.num_cached_tokens or 0
 
     def _continues(self, chunk: common_pb2.TokenChunk) -> bool:
         """The checks of `_raise_mismatch` without its texts: runs for each token of each stream."""

@@ -75,6 +75,8 @@ class OpenAIApi:
     """None admits every caller; /health is open in any case."""
     allowed_origins: Sequence[str] = ()
     """Of web pages whose scripts may call (CORS)."""
+    page: Callable[[Request], Response] | None = None
+    """What a browser gets at /; None: the same as others."""
 
     def __post_init__(self) -> None:
         self._texts = TokenTexts(self.model.tokenizer)
@@ -141,7 +143,9 @@ class OpenAIApi:
         return self._exchange(lambda exchange: exchange.send_json({"version": version("tandem-llm")}))
 
     async def index(self, request: Request) -> Response:
-        """What is served here."""
+        """What is served here; for a browser, the live page if it is on."""
+        if self.page is not None and "text/html" in request.headers.get("accept", ""):
+            return self.page(request)
         paths = sorted(request.app.openapi()["paths"])
         served = {"service": "tandem", "version": version("tandem-llm"), "model": self.model.name, "paths": paths}
         return self._exchange(lambda exchange: exchange.send_json(served))

@@ -28,7 +28,7 @@ from router.api.openai.errors import HttpError, body_of, headers_of, status_of
 from serving import tracing
 from serving.abuse_limits import AbuseLimits
 from serving.errors import DeadlineExceeded, InternalError, InvalidArgument, ServiceError
-from serving.limits import REQUEST, LargeMessages, OpenCalls, grpc_peer, peer_key
+from serving.limits import REQUEST, CallPolicy, LargeMessages, OpenCalls, grpc_peer, peer_key
 from serving.logging import set_request_id, valid_request_id
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -66,12 +66,15 @@ class Exchange(Response):
         handler: Handler,
         authorizer: Authorizer | None,
         renamed: Mapping[str, str] | None = None,
+        *,
+        policy: CallPolicy = REQUEST,
     ) -> None:
         """`authorizer` None admits every caller."""
         super().__init__()
         self._limits = limits
         self._handler = handler
         self._authorizer = authorizer
+        self._policy = policy
         self.renamed = renamed or {}
         """The client's names of wire fields, for errors."""
         self._deadline_s = time.monotonic() + limits.max_deadline_s
@@ -169,10 +172,11 @@ class Exchange(Response):
             connected.reschedule(0.0)
 
     async def _handle_within_limits(self, peer: str) -> None:
-        deadline = asyncio.timeout(self._limits.max_deadline_s)
-        with self._limits.calls.admitted(peer, REQUEST):
+        policy = self._policy
+        deadline = asyncio.timeout(self._limits.max_deadline_s if policy.cap_deadline else None)
+        with self._limits.calls.admitted(peer, policy):
             try:
-                with self._limits.calls.awaited(deadline, REQUEST):
+                with self._limits.calls.awaited(deadline, policy):
                     async with deadline:
                         await self._handler(self)
             except TimeoutError:

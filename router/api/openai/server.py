@@ -45,6 +45,7 @@ class HttpSettings(Section):
     listen: Address | None = setting(
         None, "host:port of OpenAI's HTTP API, port 0 takes a free one; none: not served.", flag="--http-listen"
     )
+    page: bool = setting(False, "Serve the live page at / and its data at /live (docs/page.md).")
     max_body_bytes: int = setting(4 << 20, "Longest body of a request in bytes.", ge=1024)
     max_header_bytes: int = setting(16 << 10, "Longest headers of a request in bytes.", ge=1024)
     max_connections: int = setting(

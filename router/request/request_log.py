@@ -1,0 +1,86 @@
+"""The requests of this router: those under way, and the last ones that have ended. The live page reads it.
+
+    RequestTrace ─received─▶ running ─ended─▶ ended ─▶ dropped, when MAX_ENDED others have ended since
+
+Kept only where the page is on. A request costs an entry and, at its end, a summary; its tokens cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from serving.logging import RequestEvent
+
+MAX_ENDED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """One request at one moment, without its content."""
+
+    number: int
+    """Counts the router's requests."""
+    request_id: str
+    """The client's label; empty until the request is valid."""
+    marks: tuple[tuple[RequestEvent, float], ...]
+    """Its timeline, on the monotonic clock."""
+    num_choices: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int | None = None
+    """Of the prompt, at the instance that prefilled the first choice; None: not known yet."""
+    num_tokens: int = 0
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    """The instances in the order in which they were picked."""
+    reason: str = ""
+    """Why it was split or not."""
+    outcome: str = ""
+    """finished, aborted, or the status of the error in lower case; empty while it runs."""
+    error: str = ""
+
+    @property
+    def received_s(self) -> float:
+        return self.marks[0][1]
+
+    @property
+    def last_s(self) -> float:
+        """When its last event was recorded: its end, if it has ended."""
+        return self.marks[-1][1]
+
+    @property
+    def first_token_s(self) -> float | None:
+        return next((at_s for event, at_s in self.marks if event is RequestEvent.FIRST_TOKEN), None)
+
+    @property
+    def prefilled_by(self) -> str:
+        """The instance that prefilled it first; empty if none was picked."""
+        return next(iter(self.prefill or self.decode), "")
+
+
+class Summarized(Protocol):
+    """The trace of a running request."""
+
+    def summary(self) -> RequestSummary: ...
+
+
+@dataclass(eq=False)
+class RequestLog:
+    """Written on the event loop alone."""
+
+    running: dict[int, Summarized] = field(default_factory=dict)
+    """By number, the oldest first."""
+    ended: deque[RequestSummary] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
+    """In the order of their ends."""
+    num_received: int = 0
+
+    def add(self, trace: Summarized) -> int:
+        """A request was received; returns its number."""
+        self.num_received += 1
+        self.running[self.num_received] = trace
+        return self.num_received
+
+    def end(self, summary: RequestSummary) -> None:
+        del self.running[summary.number]
+        self.ended.append(summary)

@@ -1,0 +1,190 @@
+"""The live page at the HTTP port: its files, its data, its operations, and who may have them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.api.live.merge_patch import Json, patched
+from router.app import RouterApp
+from router.request.validation import ServedModel
+from serving.settings import SettingsError
+from tests.router.api.openai.conftest import RunHttp
+from tests.router.api.test_security import ALICE, OPERATOR, write_tokens
+from tests.router.conftest import Run
+from tests.router.pools.owned import owned
+from tests.router.rig import PROMPT, TIMEOUT_S, settings_of, slow
+from tests.waiting import until
+
+PAGE = {"page": True}
+HTML = {"accept": "text/html,*/*;q=0.8"}
+
+
+@asynccontextmanager
+async def watching(http: httpx.AsyncClient, **headers: str) -> AsyncIterator[AsyncIterator[Json]]:
+    """The states that /live describes, each made of the one before."""
+
+    async def states(response: httpx.Response) -> AsyncIterator[Json]:
+        state: Json = {}
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                [(kind, content)] = json.loads(line.removeprefix("data: ")).items()
+                state = content if kind == "snapshot" else patched(state, content)
+                yield state
+
+    async with http.stream("GET", "/live", headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"] == "text/event-stream"
+        yield states(response)
+
+
+async def test_a_browser_gets_the_page_and_others_the_description(run_http: RunHttp) -> None:
+    async with run_http(http=PAGE) as http:
+        page = await http.http.get("/", headers=HTML)
+        assert page.headers["content-type"].startswith("text/html")
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+        assert "unsafe" not in policy
+        assert (await http.http.get("/")).json()["model"] == "fake"
+        # STEP: everything that the page names is served, as its type, and from nowhere else
+        names = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+        assert names
+        for name in names:
+            file = await http.http.get(f"/{name}")
+            assert file.status_code == 200, name
+            assert file.headers["x-content-type-options"] == "nosniff"
+            again = await http.http.get(f"/{name}", headers={"if-none-match": file.headers["etag"]})
+            assert again.status_code == 304
+        for missing in ("/page/..%2fendpoints.py", "/page/uPlot.LICENSE", "/page/none.js"):
+            assert (await http.http.get(missing)).status_code == 404
+
+
+async def test_the_page_is_off_by_default(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        assert (await http.http.get("/", headers=HTML)).json()["service"] == "tandem"
+        for path in ("/live", "/page/page.js"):
+            assert (await http.http.get(path)).status_code == 404
+        assert http.rig.app.service.metrics.log is None
+
+
+async def test_requests_are_seen_while_they_run_and_after_their_end(run_http: RunHttp) -> None:
+    async with run_http(http=PAGE, decode=2) as http, watching(http.http) as states:
+        for fake in [*http.rig.prefill, *http.rig.decode]:
+            fake.behaviour = slow(0.05)
+        first = await anext(states)
+        assert {one["name"] for one in first["instances"].values()} == {"prefill-0", "decode-0", "decode-1"}
+        assert first["requests"] == first["ended"] == {}
+        call = asyncio.ensure_future(http.rig.generate(max_tokens=60))
+        async for state in states:
+            if any(one["stage"] == "decode" for one in state["requests"].values()):
+                break
+        [running] = state["requests"].values()
+        assert running["prompt_tokens"] == len(PROMPT)
+        assert running["prefill"] == ["prefill-0"]
+        answer = await call
+        async for state in states:
+            if state["ended"]:
+                break
+        [ended] = state["ended"].values()
+        assert (ended["outcome"], ended["tokens"]) == ("finished", 60)
+        assert ",".join(ended["decode"]) == answer.trailers["tandem-decode"]
+        assert {"prefill", "decode"} <= {name for name, _ in ended["stages"]}
+        assert state["requests"] == {}
+
+
+async def test_a_watcher_that_leaves_ends_the_sampling(run_http: RunHttp) -> None:
+    async with run_http(http=PAGE) as http:
+        feed = http.rig.app._page.feed  # type: ignore[union-attr]
+        assert not feed.is_sampling
+        async with watching(http.http) as states:
+            await anext(states)
+            assert feed.is_sampling
+        await until(lambda: not feed.is_sampling)
+
+
+async def test_a_router_that_drains_ends_the_watches_and_does_not_wait_for_them(run_http: RunHttp) -> None:
+    async with run_http(http=PAGE) as http, watching(http.http) as states:
+        await anext(states)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await http.rig.app.drain()
+            assert [state async for state in states] == []
+
+
+async def test_an_instance_is_drained_and_an_impossible_order_is_rejected(run_http: RunHttp) -> None:
+    async with run_http(http=PAGE, decode=2) as http:
+        answer = await http.post("/pools/drain", instance="decode-1")
+        assert answer.json() == {"instance": "decode-1", "unfinished": 0}
+        assert [fake.behaviour.draining for fake in http.rig.decode] == [False, True]
+        problem = (await http.post("/pools/drain", instance="decode-7")).json()["error"]
+        assert "did you mean decode-" in problem["message"]
+        refused = await http.post("/pools/resize", decode=2)
+        assert (refused.status_code, "cannot resize" in refused.text) == (400, True)
+
+
+async def test_a_resize_from_the_page_is_an_operators_and_is_seen(run: Run) -> None:
+    async with owned(run, http={"listen": "127.0.0.1:0", **PAGE}) as stack:
+        base_url = f"http://{stack.rig.app.http_address}"
+        async with httpx.AsyncClient(base_url=base_url, timeout=TIMEOUT_S) as http, watching(http) as states:
+            assert (await anext(states))["pools"]["decode"] == {"ready": 2, "size": 2}
+            answer = await http.post("/pools/resize", json={"decode": 3})
+            assert answer.json() == {"changes": [{"pool": "decode", "from": 2, "to": 3}]}
+            async for state in states:
+                if state["pools"]["decode"] == {"ready": 3, "size": 3}:
+                    break
+            [decision] = state["decisions"].values()
+            assert (decision["from"], decision["to"], decision["cause"]) == (2, 3, "operator")
+            for body, named in (({}, "sizes"), ({"decode": 0}, "between 1 and 64"), ({"decode": "3"}, "decode")):
+                refused = await http.post("/pools/resize", json=body)
+                assert (refused.status_code, named in refused.text) == (400, True), body
+
+
+async def test_operators_need_their_token(run_http: RunHttp, tmp_path: Path) -> None:
+    files = {
+        "tokens_file": write_tokens(tmp_path / "tokens", alice=[ALICE]),
+        "admin_tokens_file": write_tokens(tmp_path / "admin", operator=[OPERATOR]),
+    }
+    async with run_http(http=PAGE, auth=files) as http:
+        assert (await http.http.get("/", headers=HTML)).status_code == 200, "the page asks for the token"
+        for headers in ({}, {"authorization": f"Bearer {ALICE}"}):
+            for method, path in (("GET", "/live"), ("POST", "/pools/resize"), ("POST", "/pools/drain")):
+                answer = await http.http.request(method, path, headers=headers)
+                assert answer.status_code == 401, path
+        async with watching(http.http, authorization=f"Bearer {OPERATOR}") as states:
+            assert (await anext(states))["router"]["model"] == "fake"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "evil.example", "origin": "http://evil.example"}, 403),
+    ],
+)
+async def test_other_sites_cannot_use_an_open_page(run_http: RunHttp, headers: dict[str, str], status: int) -> None:
+    """Neither by their own name nor by one that resolves to this address."""
+    async with run_http(http=PAGE) as http:
+        answer = await http.http.post("/pools/drain", json={"instance": "decode-0"}, headers=headers)
+        assert answer.status_code == status
+        assert http.rig.decode[0].behaviour.draining == (status == 200)
+
+
+@pytest.mark.parametrize("sections", [{"http": {"listen": "0.0.0.0:0"}}, {"auth": {"tokens_file": "tokens"}}])
+async def test_a_page_that_others_could_use_is_refused_at_the_start(
+    model: ServedModel, model_folder: Path, tmp_path: Path, sections: dict[str, dict[str, str]]
+) -> None:
+    write_tokens(tmp_path / "tokens", alice=[ALICE])
+    auth = {name: str(tmp_path / file) for name, file in sections.get("auth", {}).items()}
+    http = {"listen": "127.0.0.1:0", "page": True, **sections.get("http", {})}
+    with pytest.raises(SettingsError, match=r"auth\.admin_tokens_file"):
+        RouterApp(settings_of(model_folder, [], [], http=http, auth=auth), model)
