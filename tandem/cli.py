@@ -13,6 +13,7 @@ import click
 _COMMANDS = {
     "up": "Start a router and its prefill and decode instances on this machine.",
     "generate": "Send a prompt to a running stack and stream the answer.",
+    "chat": "Chat with the model of a running stack.",
     "doctor": "Check this machine, the model, the connectors and a running stack.",
     "pools": "Show and resize the pools of a running stack, explain a pick, drain an instance.",
     "bench": "Measure a stack under load, KV transfers, and the engine alone.",
@@ -55,6 +56,7 @@ def main() -> None:
       tandem doctor                          check this machine
       tandem up                              a router, one prefill and one decode instance, the demo model
       tandem generate "Once upon a time"     in another terminal
+      tandem chat                            a conversation
 
     \b
     Then:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, Unpack
 
@@ -23,7 +23,7 @@ import grpc.aio
 
 from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.client.channel import ClientChannel, Target, open_async_channel, router_target
-from tandem.client.completion import Completion, CompletionAssembler, Piece
+from tandem.client.completion import Completion, CompletionAssembler, Piece, Route
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, explain
 from tandem.client.registry import credentials_for
@@ -74,8 +74,9 @@ class Client(_BaseClient):
         return assembler.finish()
 
     @shows_options
-    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Iterator[Piece]:
-        """The answer to `prompt` piece by piece, as the tokens come. Raises TandemError, also mid-stream."""
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generator[Piece, None, Completion]:
+        """The answer to `prompt` piece by piece, as the tokens come. Raises TandemError, also mid-stream. The generator
+        returns what `generate` returns: `completion = yield from client.stream(…)`."""
         return self._pieces(
             generate_request(prompt, options), CompletionAssembler(options.get("n") or 1), options.get("timeout_s")
         )
@@ -108,14 +109,15 @@ class Client(_BaseClient):
 
     def _pieces(
         self, request: generation_pb2.GenerateRequest, assembler: CompletionAssembler, timeout_s: float | None
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, Completion]:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         with self._stub() as stub:
             call = stub.Generate(request, timeout=timeout_s, metadata=self._credentials.metadata())
             try:
                 for response in call:
                     yield assembler.add(response)
-                assembler.finish()
+                assembler.route = Route.from_trailers(call.trailing_metadata() or ())
+                return assembler.finish()
             finally:
                 call.cancel()
 
@@ -191,6 +193,7 @@ class AsyncClient(_BaseClient):
         try:
             async for response in call:
                 yield assembler.add(response)
+            assembler.route = Route.from_trailers(await call.trailing_metadata() or ())
             assembler.finish()
         except grpc.aio.AioRpcError as error:
             raise await self._explain(error) from error

@@ -81,6 +81,30 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """Where the router ran a request: its attempts in order; equal ones in a row appear once."""
+
+    prefill: tuple[str, ...] = ()
+    """Names of the prefill instances; () where the decode instance also prefilled."""
+    decode: tuple[str, ...] = ()
+    """Names of the decode instances; () if the server did not say."""
+    disaggregated: bool = False
+    """Whether prefill and decode ran on two instances in the last attempt."""
+    reason: str = ""
+    """Why, in words."""
+
+    @classmethod
+    def from_trailers(cls, trailers: Iterable[tuple[str, str | bytes]]) -> Route:
+        """From a call's trailing metadata."""
+        values = {key: value for key, value in trailers if isinstance(value, str)}
+        prefill, decode = (
+            tuple(filter(None, values.get(name, "").split(","))) for name in ("tandem-prefill", "tandem-decode")
+        )
+        is_split = values.get("tandem-disaggregated", "").endswith("yes")
+        return cls(prefill, decode, is_split, values.get("tandem-reason", ""))
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished request. `text`, `token_ids`, `finish_reason` and `usage` are those of the first choice."""
 
@@ -92,6 +116,8 @@ class Completion:
     choices: tuple[Choice, ...]
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """Of each prompt token, if requested; () for the first, which nothing predicts."""
+    route: Route = Route()
+    """Which instances answered."""
 
     @property
     def text(self) -> str:
@@ -183,6 +209,8 @@ class CompletionAssembler:
     """Checks the messages of one call and assembles its completion."""
 
     def __init__(self, num_choices: int = 1) -> None:
+        self.route = Route()
+        """Set when the call has ended."""
         self._choices = {index: _ChoiceState() for index in range(num_choices)}
         self._first: generation_pb2.GenerateResponse | None = None
 
@@ -208,4 +236,5 @@ class CompletionAssembler:
             prompt_tokens=first.prompt_tokens,
             choices=choices,
             prompt_logprobs=tuple(position for piece in self._choices[0].pieces for position in piece.prompt_logprobs),
+            route=self.route,
         )

@@ -17,13 +17,19 @@ from click.testing import CliRunner
 import tandem
 from engine.text.tokenizer import Tokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tandem import AsyncClient, Client, StreamError, TandemError
+from tandem import AsyncClient, Client, Completion, Piece, Route, StreamError, TandemError
 from tandem.cli import main
 from tandem.client import registry
 from tandem.client.completion import TokenLogprob
 from tandem.client.request import RequestOptions, generate_request
 from tandem.demo import MODEL_DIR
 
+ROUTE = (
+    ("tandem-prefill", "p-0"),
+    ("tandem-decode", "d-0,d-1"),
+    ("tandem-disaggregated", "yes,no"),
+    ("tandem-reason", "prompts are short"),
+)
 TEXTS = ["Once", " upon", " a", " time"]
 
 
@@ -37,6 +43,7 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
     def Generate(self, request: Any, context: Any) -> Iterator[generation_pb2.GenerateResponse]:  # type: ignore[override]
         self.requests.append(request)
         context.add_callback(self.cancelled.set)
+        context.set_trailing_metadata(ROUTE)
         if request.text == "refuse":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature: is 9; allowed: 0..2")
         offset = 0
@@ -132,8 +139,30 @@ def test_stream_yields_pieces_as_they_come_and_leaving_it_cancels_the_call(route
         pieces = client.stream("endless")
         assert [next(pieces).text for _ in range(3)] == TEXTS[:3]
         assert not router[0].cancelled.is_set()
-        pieces.close()  # type: ignore[attr-defined]
+        pieces.close()
         assert router[0].cancelled.wait(20)
+
+
+def test_a_completion_names_the_instances_that_answered(router: tuple[ScriptedRouter, str]) -> None:
+    completions: list[Completion] = []
+
+    def pieces(client: Client) -> Iterator[Piece]:
+        completions.append((yield from client.stream("go")))
+
+    with Client(router[1]) as client:
+        assert [piece.text for piece in pieces(client)] == TEXTS
+        completions.append(client.generate("go"))
+    assert completions[0] == completions[1]
+    assert completions[0].route == Route(("p-0",), ("d-0", "d-1"), False, "prompts are short")
+
+
+async def test_the_async_client_names_them_too(router: tuple[ScriptedRouter, str]) -> None:
+    async with AsyncClient(router[1]) as client:
+        assert (await client.generate("go")).route.decode == ("d-0", "d-1")
+
+
+def test_a_server_that_names_no_instance_gives_an_empty_route() -> None:
+    assert Route.from_trailers([("grpc-status-details-bin", b"")]) == Route()
 
 
 def test_a_missing_token_raises_instead_of_giving_wrong_text(router: tuple[ScriptedRouter, str]) -> None:

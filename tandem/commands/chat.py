@@ -1,0 +1,362 @@
+"""`tandem chat`: a conversation with a running stack, line by line.
+
+    reading ─text─▶ answering ─finished, stopped by Ctrl-C, or failed─▶ reading ─/exit, Ctrl-D, end of input─▶ ended
+       └─/command─▶ reading
+
+A failed message leaves the conversation as it was; an answer that Ctrl-C stops stays in it as far as it came.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from tandem.commands.options import credential_options, given_credentials
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings
+
+    from tandem.client.client import Client
+    from tandem.client.completion import Completion, Piece
+    from tandem.client.errors import TandemError
+
+_PROMPT, _CONTINUATION = "> ", "… "
+_INTERRUPTED = 130
+"""A shell's exit status for Ctrl-C."""
+_COMMANDS = {
+    "/help": "show this list",
+    "/stats": "times, tokens and instances of the last answer",
+    "/system TEXT": "set the system message; without TEXT show it",
+    "/reset": "forget the conversation; the system message stays",
+    "/save FILE": "write the conversation to a new JSON file",
+    "/exit": "end, as Ctrl-D does",
+}
+_NAMES = {usage.partition(" ")[0] for usage in _COMMANDS}
+_KEYS = "Alt-Enter, or \\ at the end of a line, begins a new line; Ctrl-C stops an answer; ↑ recalls earlier messages"
+_RETRY_HINTS = {
+    "UNAVAILABLE": "the message was not kept; type it again to retry",
+    "RESOURCE_EXHAUSTED": "the message was not kept; type it again to retry",
+    "DEADLINE_EXCEEDED": "the message was not kept; start `tandem chat` with a longer --timeout",
+}
+
+
+@click.command("chat")
+@click.option("--system", metavar="TEXT", help="A system message.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Most in an answer.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy; absent: the model's default.")
+@click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the most likely tokens up to this probability.")
+@click.option("--seed", type=click.IntRange(min=0), help="Equal seed and conversation give equal answers.")
+@click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")
+@click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds for an answer.")
+@credential_options
+@click.option("--stats", is_flag=True, help="After each answer print, on standard error, what /stats shows.")
+def command(system: str | None, address: str | None, timeout_s: float, stats: bool, **sampling: object) -> None:
+    """Chat with the model of a running stack; `/help` lists the commands within.
+
+    On a terminal: history, several lines, and Ctrl-C stops the answer, not the program. Without one, each line of
+    standard input is a message, and the first failure ends it.
+
+    \b
+    Examples:
+      tandem chat
+      tandem chat --system "Answer in one sentence." --temperature 0
+      tandem chat --stats                               which instances answered, TTFT and ITL
+      echo "What is a tandem?" | tandem chat --address 127.0.0.1:50051
+    """
+    from tandem.client.client import Client
+    from tandem.client.errors import TandemError
+
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    try:
+        with Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
+            model = _chat_model(client)
+            chat = _Chat(client, model, system, {k: v for k, v in sampling.items() if v is not None}, stats)
+            if is_terminal:
+                click.echo(f"{model} at {client.address}; /help lists the commands, Ctrl-D ends")
+                _talk(chat, _terminal_lines(_session()))
+            else:
+                _obey(chat, _piped_lines(sys.stdin))
+    except ValueError as error:  # an invalid address, an unusable file of the credentials
+        raise click.ClickException(str(error)) from None
+    except TandemError as error:
+        raise click.ClickException(error.message) from None
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None
+
+
+def _chat_model(client: Client) -> str:
+    """The served model's name; raises ClickException for one without a chat template."""
+    info = client.model_info()
+    if not info.supports_chat:
+        raise click.ClickException(f'{info.model} has no chat template; use `tandem generate "PROMPT"`')
+    return info.model
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer and when its tokens came."""
+
+    started_s: float
+    text: str = ""
+    times: list[tuple[float, int]] = field(default_factory=list)
+    """Arrival and number of tokens of each piece."""
+    completion: Completion | None = None
+    """None while it streams, and for one that was stopped."""
+
+    def add(self, piece: Piece) -> None:
+        self.times.append((time.monotonic(), len(piece.token_ids)))
+        self.text += piece.text
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for _, count in self.times)
+
+    def report(self) -> list[str]:
+        """The lines of /stats."""
+        first_s, last_s = self.times[0][0], self.times[-1][0]
+        gaps_ms = sorted((after_s - before_s) * 1e3 for (before_s, _), (after_s, _) in pairwise(self.times))
+        lines = [f"{_count(self.num_tokens, 'token')}; TTFT {(first_s - self.started_s) * 1e3:.0f} ms"]
+        if gaps_ms:
+            mean_ms = (last_s - first_s) * 1e3 / max(1, self.num_tokens - self.times[0][1])
+            worst_ms = gaps_ms[int(0.99 * (len(gaps_ms) - 1))]
+            lines[0] += f", ITL mean {mean_ms:.1f} ms, p99 {worst_ms:.1f} ms, {1e3 / max(mean_ms, 1e-3):.0f} tokens/s"
+        return lines + ([] if self.completion is None else _route_lines(self.completion))
+
+
+def _route_lines(completion: Completion) -> list[str]:
+    """The prompt's tokens by where their KV came from, and the instances."""
+    usage, route = completion.usage, completion.route
+    lines = [
+        f"prompt: {_count(completion.prompt_tokens, 'token')}, {usage.cached_tokens} cached, "
+        f"{usage.external_tokens} from another instance"
+    ]
+    if route.decode:
+        prefill = f"prefill {', '.join(route.prefill)} → " if route.prefill else ""
+        lines.append(f"{prefill}decode {', '.join(route.decode)} ({route.reason})")
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+class _Chat:
+    """The conversation and its commands. Owned by the one loop that reads the messages."""
+
+    def __init__(
+        self, client: Client, model: str, system: str | None, sampling: dict[str, Any], shows_stats: bool
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._system = system
+        self._sampling = sampling
+        self._shows_stats = shows_stats
+        self._turns: list[dict[str, str]] = []
+        self._last: _Answer | None = None
+
+    def handle(self, text: str) -> bool:
+        """Answers a message, or obeys a command; False for /exit.
+
+        Raises TandemError for a failed message, UsageError for a command that cannot be obeyed."""
+        name, _, argument = text.strip().partition(" ")
+        if name == "/exit":
+            return False
+        if name.startswith("/"):
+            self._obey(name, argument.strip())
+        elif text.strip():
+            self._answer(text)
+        return True
+
+    @property
+    def _messages(self) -> list[dict[str, str]]:
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, *self._turns]
+
+    def _answer(self, text: str) -> None:
+        question = {"role": "user", "content": text}
+        answer = _Answer(time.monotonic())
+        stream = self._client.stream([*self._messages, question], **self._sampling)
+        try:
+            answer.completion = _print_stream(stream, answer)
+        except KeyboardInterrupt:
+            stream.close()
+            click.echo("\n(stopped)", err=True)
+            if not answer.times:
+                return
+        self._turns += [question, {"role": "assistant", "content": answer.text}]
+        self._last = answer
+        if answer.completion is not None and answer.completion.finish_reason == "length":
+            click.echo("(ended by its length: --max-tokens, or the model's context)", err=True)
+        if self._shows_stats:
+            click.echo("\n".join(answer.report()), err=True)
+
+    def _obey(self, name: str, argument: str) -> None:
+        match name:
+            case "/help":
+                click.echo("\n".join(f"  {usage:<14}{text}" for usage, text in _COMMANDS.items()) + f"\n{_KEYS}")
+            case "/stats":
+                if self._last is None:
+                    raise click.UsageError("/stats: there is no answer yet; type a message first")
+                click.echo("\n".join(self._last.report()))
+            case "/system" if not argument:
+                click.echo(self._system or "no system message; /system TEXT sets one")
+            case "/system":
+                self._system = argument
+            case "/reset":
+                self._turns.clear()
+            case "/save":
+                self._save(argument)
+            case _:
+                similar = difflib.get_close_matches(name, _NAMES, n=1)
+                hint = f"did you mean {similar[0]}?" if similar else "/help lists the commands"
+                raise click.UsageError(f"{name} is no command; {hint}")
+
+    def _save(self, name: str) -> None:
+        """Writes OpenAI's form of the conversation. Never replaces a file."""
+        if not name:
+            raise click.UsageError("/save: give a file, such as /save chat.json")
+        path = Path(name).expanduser()
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                json.dump({"model": self._model, "messages": self._messages}, file, ensure_ascii=False, indent=2)
+        except FileExistsError:
+            raise click.UsageError(f"/save: {path} exists; give another name") from None
+        except OSError as error:
+            raise click.UsageError(f"/save: {path} cannot be written: {error.strerror}; give another name") from None
+        click.echo(f"saved {_count(len(self._messages), 'message')} to {path}", err=True)
+
+
+def _print_stream(stream: Generator[Piece, None, Completion], answer: _Answer) -> Completion:
+    """Prints the pieces as they come; returns the whole. Raises TandemError after a line break."""
+    from tandem.client.errors import TandemError
+
+    try:
+        while True:
+            piece = next(stream)
+            answer.add(piece)
+            click.echo(piece.text, nl=False)
+    except StopIteration as ended:
+        click.echo()
+        completion: Completion = ended.value
+        return completion
+    except TandemError:
+        click.echo(err=True)
+        raise
+
+
+def _obey(chat: _Chat, lines: Iterator[str]) -> None:
+    """The loop without a terminal: a failure ends it."""
+    for text in lines:
+        if not chat.handle(text):
+            return
+
+
+def _talk(chat: _Chat, lines: Iterator[str]) -> None:
+    """The loop on a terminal: a failure is shown, and the next message read."""
+    from tandem.client.errors import TandemError
+
+    for text in lines:
+        try:
+            if not chat.handle(text):
+                return
+        except TandemError as error:
+            click.echo(f"Error: {error.message}\n({_retry_hint(error)})", err=True)
+        except click.UsageError as error:
+            click.echo(f"Error: {error.message}", err=True)
+        except KeyboardInterrupt:
+            click.echo("(interrupted; Ctrl-D ends)", err=True)
+
+
+def _retry_hint(error: TandemError) -> str:
+    return _RETRY_HINTS.get(error.status, "the message was not kept; /reset begins a new conversation")
+
+
+def _piped_lines(stream: TextIO) -> Iterator[str]:
+    """Messages of a stream: its lines; one that ends with a backslash continues on the next."""
+    begun: list[str] = []
+    for number, raw in enumerate(getattr(stream, "buffer", stream), 1):
+        try:
+            line = raw.decode() if isinstance(raw, bytes) else raw
+        except UnicodeDecodeError as error:
+            raise click.ClickException(f"line {number} of standard input is not UTF-8: {error}") from None
+        line = line.rstrip("\r\n")
+        if line.endswith("\\"):
+            begun.append(line.removesuffix("\\"))
+            continue
+        yield "\n".join([*begun, line])
+        begun.clear()
+    if begun:
+        yield "\n".join(begun)
+
+
+def _terminal_lines(session: PromptSession[str]) -> Iterator[str]:
+    """Messages typed on the terminal, until Ctrl-D; Ctrl-C clears the line."""
+    while True:
+        try:
+            yield session.prompt(_PROMPT, prompt_continuation=_CONTINUATION)
+        except KeyboardInterrupt:
+            click.echo("(Ctrl-D or /exit ends)", err=True)
+        except EOFError:
+            return
+
+
+def _session() -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import FuzzyCompleter, WordCompleter
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    path = _history_file()
+    session: PromptSession[str] = PromptSession(
+        history=InMemoryHistory() if path is None else FileHistory(path),
+        completer=FuzzyCompleter(WordCompleter(sorted(_NAMES), sentence=True)),
+        complete_while_typing=Condition(lambda: session.default_buffer.text.startswith("/")),
+        key_bindings=_bindings(),
+        multiline=True,
+    )
+    return session
+
+
+def _bindings() -> KeyBindings:
+    """Enter sends; Alt-Enter, and Enter after a backslash, begin a new line."""
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
+
+
+def _history_file() -> Path | None:
+    """$XDG_STATE_HOME/tandem/chat_history, or below ~/.local/state, of mode 0600; None where it cannot be written."""
+    try:
+        folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "tandem"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / "chat_history"
+        path.touch(mode=0o600)
+    except (OSError, RuntimeError):  # no home, or a read-only one
+        return None
+    return path if os.access(path, os.W_OK) else None

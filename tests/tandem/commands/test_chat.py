@@ -1,0 +1,139 @@
+"""`tandem chat` against a real router with fake instances: on a terminal, and with its input from a pipe."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tandem import Client
+from tandem.cli import main
+from tests.tandem.commands.background import Background
+from tests.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Terminal
+
+QUESTION = [{"role": "user", "content": "What is a tandem?"}]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
+    background = Background(tmp_path_factory.mktemp("model"))
+    background.start()
+    yield background
+    background.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_other_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def chat(stack: Background, text: str | bytes, *options: str) -> Result:
+    args = ("chat", "--address", stack.address, "--seed", "5", "--max-tokens", "8", *options)
+    return CliRunner().invoke(main, args, input=text)
+
+
+def answer(stack: Background, messages: list[dict[str, str]]) -> str:
+    with Client(stack.address) as client:
+        return client.generate(messages, seed=5, max_tokens=8).text
+
+
+def test_each_line_is_a_message_of_one_conversation(stack: Background) -> None:
+    first = answer(stack, QUESTION)
+    again = [*QUESTION, {"role": "assistant", "content": first}, {"role": "user", "content": "And\nthen?"}]
+    result = chat(stack, "What is a tandem?\n\nAnd\\\nthen?\n")
+    assert (result.exit_code, result.stdout) == (0, f"{first}\n{answer(stack, again)}\n")
+
+
+def test_reset_forgets_and_system_stays(stack: Background) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    brief = answer(stack, [system, *QUESTION])
+    result = chat(stack, "/system Be brief.\nWhat is a tandem?\n/reset\nWhat is a tandem?\n/system\n/exit\nunread\n")
+    assert result.stdout == f"{brief}\n{brief}\nBe brief.\n"
+    assert chat(stack, "What is a tandem?\n", "--system", "Be brief.").stdout == f"{brief}\n"
+
+
+def test_stats_say_when_the_tokens_came_and_which_instances_answered(stack: Background) -> None:
+    lines = chat(stack, "hi\n/stats\n" + "x" * 200 + "\n/stats\n").stdout.splitlines()
+    assert re.fullmatch(r"8 tokens; TTFT \d+ ms, ITL mean [\d.]+ ms, p99 [\d.]+ ms, \d+ tokens/s", lines[1]), lines
+    assert re.match(r"prompt: \d+ tokens, \d+ cached, \d+ from another instance", lines[2])
+    assert lines[3].startswith("decode decode-0 (")
+    assert lines[-1].startswith("prefill prefill-0 → decode decode-0 (")
+    shown = chat(stack, "hi\n", "--stats")
+    assert "TTFT" in shown.stderr
+    assert "TTFT" not in shown.stdout
+
+
+def test_a_conversation_is_saved_and_replaces_no_file(stack: Background, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    result = chat(stack, f"What is a tandem?\n/save {path}\n/save {path}\n", "--system", "Be brief.")
+    saved = json.loads(path.read_text())
+    assert [one["role"] for one in saved["messages"]] == ["system", "user", "assistant"]
+    assert saved["messages"][2]["content"] == result.stdout.rstrip("\n")
+    assert saved["model"] == "fake"
+    assert result.exit_code != 0
+    assert "exists; give another name" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (b"\xff\n", "line 1 of standard input is not UTF-8"),
+        ("/stats\n", "type a message first"),
+        ("/sats\n", "did you mean /stats?"),
+        ("/quux\n", "/help lists the commands"),
+        ("/save\n", "/save chat.json"),
+        ("/save /nowhere/chat.json\n", "give another name"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_type(stack: Background, text: str | bytes, hint: str) -> None:
+    result = chat(stack, text)
+    assert result.exit_code != 0
+    assert hint in result.output
+    assert "Traceback" not in result.output
+
+
+def test_without_a_router_it_says_how_to_start_one() -> None:
+    result = CliRunner().invoke(main, ("chat",), input="hi\n")
+    assert result.exit_code != 0
+    assert "tandem up" in result.output
+
+
+def test_help_within_lists_every_command(stack: Background) -> None:
+    output = chat(stack, "/help\n").stdout
+    for name in ("/stats", "/system TEXT", "/reset", "/save FILE", "/exit", "Ctrl-C"):
+        assert name in output
+
+
+def test_ctrl_c_stops_the_answer_and_the_conversation_continues(stack: Background, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tandem", "chat", "--address", stack.address, "--seed", "5", "--max-tokens", "900"]
+    terminal = Terminal(command, {"XDG_STATE_HOME": str(tmp_path)})
+    try:
+        terminal.wait_for_prompt(">")
+        stack.slow_down(0.05)
+        terminal.type("tell me" + ALT_ENTER + "a story" + ENTER)
+        terminal.wait_for("é")
+        terminal.type(CTRL_C)
+        terminal.wait_for("(stopped)")
+        stack.slow_down(0)
+        for keys, shown in [
+            ("/stats" + ENTER, "TTFT"),
+            ("unfinished" + CTRL_C, "(Ctrl-D or /exit ends)"),
+            ("/sats" + ENTER, "did you mean /stats?"),
+            (UP + UP + ENTER, "mean /stats?\n> /stats\n"),  # the command before the last
+        ]:
+            terminal.wait_for_prompt(">")
+            terminal.type(keys)
+            terminal.wait_for(shown)
+        terminal.wait_for_prompt(">")
+        terminal.type(CTRL_D)
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.end()
+    history = (tmp_path / "tandem/chat_history").read_text()
+    assert "+tell me\n+a story\n" in history
+    assert (tmp_path / "tandem/chat_history").stat().st_mode & 0o777 == 0o600
