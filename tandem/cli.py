@@ -17,6 +17,7 @@ _COMMANDS = {
     "doctor": "Check this machine, the model, the connectors and a running stack.",
     "pools": "Show and resize the pools of a running stack, explain a pick, drain an instance.",
     "bench": "Measure a stack under load, KV transfers, and the engine alone.",
+    "completion": "Print the script that completes `tandem` in bash, zsh or fish.",
 }
 
 

@@ -29,6 +29,7 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
     [
         (("generat", "hi"), "Did you mean `tandem generate`?"),
         (("quux",), "Available commands: up, generate, chat, doctor"),
+        (("completion", "tcsh"), "bash"),
         (("up", "--prefil", "2"), "--prefill"),
         (("up", "--disaggregation", "allways"), "always"),
         (("up", "--decode", "0"), "1<=x<=64"),
@@ -79,6 +80,29 @@ def test_no_command_imports_torch_or_transformers() -> None:
     heavy = "torch transformers numba pydantic"
     code = f"import sys, {modules}; print([name for name in {heavy.split()} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def completed(*words: str) -> list[str]:
+    """What bash offers for the last of `words`."""
+    env = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "_TANDEM_COMPLETE": "bash_complete"}
+    output = CliRunner().invoke(main, (), prog_name="tandem", env=env).stdout
+    return [line.partition(",")[2] for line in output.splitlines()]
+
+
+def test_a_shell_completes_commands_options_and_values() -> None:
+    assert completed("tandem", "ge") == ["generate"]
+    assert completed("tandem", "pools", "dr") == ["drain"]
+    assert completed("tandem", "chat", "--sys") == ["--system"]
+    assert completed("tandem", "completion", "") == ["bash", "zsh", "fish"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_calls_the_command_as_the_shell_expects(shell: str) -> None:
+    status, script = run("completion", shell)
+    assert status == 0
+    assert f"_TANDEM_COMPLETE={shell}_complete" in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 def test_the_package_is_the_command() -> None:
