@@ -30,7 +30,7 @@ ENV PATH=/opt/tandem/bin:${PATH} HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYT
 RUN mkdir -p /models && ln -s "$(python -c 'from tandem.demo import MODEL_DIR; print(MODEL_DIR)')" /models/demo
 WORKDIR /tmp
 USER 65532:65532
-EXPOSE 50051 50053 9090
+EXPOSE 50051 50053 50054 9090
 CMD ["tandem", "--help"]
 
 # With TORCH_INDEX of a CUDA build. Its libraries come with torch; the driver is the node's.

@@ -25,7 +25,7 @@ ROUTER_OWNED = (
     *("server.host", "server.port", "server.advertise"),
     *("pools.prefill", "pools.decode", "pools.stack"),
     "http.listen",
-    "admission.num_routers",
+    *("admission.num_routers", "signals.listen", "signals.routers", "signals.router_name"),
     *("kubernetes", "tls", "auth", "health"),
     *("autoscaler.enabled", "autoscaler.prefill.ttft_objective_s", "autoscaler.decode.itl_objective_s"),
     *(f"autoscaler.{role}.{bound}" for role in ("prefill", "decode") for bound in ("min_size", "max_size")),

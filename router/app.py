@@ -12,20 +12,24 @@ import random
 import secrets
 import socket
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
-from protos.tandem.v1 import generation_pb2, pools_pb2
+from protos.tandem.v1 import generation_pb2, pools_pb2, signals_pb2
 from router.admission.capacity import capacity_of
 from router.admission.controller import AdmissionController
 from router.api.admin import PoolsService
 from router.api.grpc import GenerationService
 from router.api.security import Security
+from router.api.signals import SignalsService
 from router.api.vllm import SERVICE as _VLLM_SERVICE
 from router.api.vllm import VllmEngineService
 from router.autoscaler.actuator import Actuator, StackLink
 from router.autoscaler.loop import Autoscaler
-from router.autoscaler.observation import Observer, RecentLatencies
+from router.autoscaler.observation import Observer
+from router.autoscaler.peers import Peers
 from router.autoscaler.resizer import Resizer
+from router.autoscaler.router_signals import RecentLatencies
 from router.config import RouterSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.instance_call import TransferReleases
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 _ADMIN_SERVICE = pools_pb2.DESCRIPTOR.services_by_name["PoolsService"]
+_SIGNALS_SERVICE = signals_pb2.DESCRIPTOR.services_by_name["SignalsService"]
 _CHECK_INTERVAL_S = 0.25
 _RELEASES_S = 2.0
 
@@ -77,6 +82,8 @@ class RouterApp:
         security = Security(settings.tls, settings.auth)
         self._server = security.clients_server(settings.effective_server, settings.health)
         self._admin = security.admin_server(settings.admin_server) if settings.admin_server else None
+        self._signals = security.signals_server(settings.signals_server) if settings.signals_server else None
+        self._router_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
         # Attempts that come faster than gRPC's own backoff fail without a connection attempt.
         connection = settings.channel.model_copy(update={"max_backoff_ms": int(settings.pools.max_backoff_s * 1000)})
         self._releases = TransferReleases()
@@ -93,8 +100,11 @@ class RouterApp:
                 settings.disaggregation.speed_smoothing, settings.disaggregation.min_tokens
             ),
         )
+        self.peers = self._peers(security) if settings.signals.routers else None
         self.admission = AdmissionController(
-            settings.admission, lambda: capacity_of(self._servable(), self.pools.prefill.views())
+            settings.admission,
+            lambda: capacity_of(self._servable(), self.pools.prefill.views()),
+            self._num_routers,
         )
         self.affinity = Affinity(settings.picking, decides_by_prefix=settings.disaggregation.mode == "auto")
         self.safeguards = Safeguards(
@@ -136,6 +146,7 @@ class RouterApp:
             )
         self._readiness: asyncio.Task[None] | None = None
         self._scaling: asyncio.Task[None] | None = None
+        self._following_peers: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -145,6 +156,11 @@ class RouterApp:
     def admin_address(self) -> str | None:
         """host:port of the operators' calls, None if they are not served; only after `start`."""
         return self._admin.address if self._admin is not None else None
+
+    @property
+    def signals_address(self) -> str | None:
+        """host:port of the routers' calls among each other, None if they are not served; only after `start`."""
+        return self._signals.address if self._signals is not None else None
 
     @property
     def metrics_address(self) -> str | None:
@@ -208,7 +224,8 @@ class RouterApp:
             self._page.feed.close()
 
     def _kubernetes_link(self) -> KubernetesLink | None:
-        targets = parse_targets(f"{self._settings.pools.prefill},{self._settings.pools.decode}")
+        pools, routers = self._settings.pools, self._settings.signals.routers
+        targets = parse_targets(f"{pools.prefill},{pools.decode},{routers}")
         if not (self._settings.kubernetes.workloads or any(target.is_service for target in targets)):
             return None
         # Imported late: optional, and takes a second to import.
@@ -235,13 +252,17 @@ class RouterApp:
         if self._admin is not None:
             await self._admin.register(_ADMIN_SERVICE, self._pools_service, {"WatchPools": CONTROL})
             await self._admin.start()
+        if self._signals is not None:
+            signals = SignalsService(self._router_id, self.admission, self.service.metrics)
+            await self._signals.register(_SIGNALS_SERVICE, signals, {"GetSignals": CONTROL})
+            await self._signals.start()
         self._metrics_server.start()
         await self.pools.start()
-        self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
-        self._readiness.add_done_callback(_log_failure)
+        if self.peers is not None:
+            self._following_peers = _started(self.peers.run(), "peers")
+        self._readiness = _started(self._follow_readiness(), "readiness")
         if self.autoscaler is not None:
-            self._scaling = asyncio.create_task(self.autoscaler.run(), name="autoscaler")
-            self._scaling.add_done_callback(_log_failure)
+            self._scaling = _started(self.autoscaler.run(), "autoscaler")
         await self._server.start()
         if self._http is not None:
             await self._http.start()
@@ -273,8 +294,8 @@ class RouterApp:
         self._end_watches()
         if self._http is not None:
             await self._http.stop()
-        await _cancelled(self._scaling)
-        await _cancelled(self._readiness)
+        for task in (self._scaling, self._readiness, self._following_peers):
+            await _cancelled(task)
         try:
             async with asyncio.timeout(_RELEASES_S):
                 await self._releases.wait()
@@ -285,20 +306,33 @@ class RouterApp:
             if owner is not None:
                 await owner.close()
         await asyncio.to_thread(self._metrics_server.close)
-        if self._admin is not None:
-            await self._admin.stop()
+        for server in (self._admin, self._signals):
+            if server is not None:
+                await server.stop()
+
+    def _num_routers(self) -> int:
+        return self.peers.num_routers if self.peers is not None else self._settings.admission.num_routers
+
+    def _peers(self, security: Security) -> Peers:
+        settings = self._settings
+        discovery, name = self._discovery_of(settings.signals.routers), settings.signals.router_name
+        return Peers(
+            self._router_id, discovery, lambda one: security.dial_router(one, settings.channel, name), settings.signals
+        )
 
     def _new_autoscaler(self) -> Autoscaler | None:
         settings = self._settings.autoscaler
         if not settings.enabled or self._actuator is None or self.resizer is None:
             return None
-        observer = Observer(self.safeguards, self.admission, self.service.metrics.recent, settings)
-        holder = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-        return Autoscaler(self.resizer, self._actuator, observer.observe, settings, holder=holder)
+        observer = Observer(self.safeguards, self.admission, self.service.metrics.recent, settings, self.peers)
+        return Autoscaler(self.resizer, self._actuator, observer.observe, settings, holder=self._router_id)
 
     def _discovery(self, role: Role, listed: str) -> ServiceDiscovery:
         if self._stack is not None:
             return self._stack.discovery(role)
+        return self._discovery_of(listed)
+
+    def _discovery_of(self, listed: str) -> ServiceDiscovery:
         discover_service = self._kubernetes.discovery if self._kubernetes is not None else None
         return discovery_of(listed, self._settings.pools.dns_interval_s, discover_service=discover_service)
 
@@ -322,6 +356,12 @@ class RouterApp:
                 for service in (_SERVICE, *([_VLLM_SERVICE] if self._vllm_engine is not None else [])):
                     self._server.health.set_serving(service.full_name, ready)
             await self.pools.wait_for_change(_CHECK_INTERVAL_S)
+
+
+def _started(running: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    task = asyncio.create_task(running, name=name)
+    task.add_done_callback(_log_failure)
+    return task
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from router.admission.settings import AdmissionSettings
 from router.api.openai.server import HttpSettings
 from router.api.security import AuthSettings, RouterTlsSettings
-from router.autoscaler.settings import AutoscalerSettings
+from router.autoscaler.settings import AutoscalerSettings, SignalSettings
 from router.kubernetes.settings import KubernetesSettings
 from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
 from router.pools.settings import PoolSettings
@@ -58,6 +58,7 @@ class RouterSettings(Settings):
     ejection: EjectionSettings = EjectionSettings()
     quarantine: QuarantineSettings = QuarantineSettings()
     autoscaler: AutoscalerSettings = AutoscalerSettings()
+    signals: SignalSettings = SignalSettings()
     tls: RouterTlsSettings = RouterTlsSettings()
     auth: AuthSettings = AuthSettings()
     health: HealthSettings = HealthSettings()
@@ -84,9 +85,15 @@ class RouterSettings(Settings):
     @property
     def admin_server(self) -> ServerSettings | None:
         """The server's section for the admin listener; None where there is none."""
-        if self.router.admin_listen is None:
-            return None
-        return self._listening_on(self.router.admin_listen).model_copy(update={"advertise": None})
+        return self._beside(self.router.admin_listen)
+
+    @property
+    def signals_server(self) -> ServerSettings | None:
+        """The server's section for the listener of signals; None where there is none."""
+        return self._beside(self.signals.listen)
+
+    def _beside(self, listen: str | None) -> ServerSettings | None:
+        return None if listen is None else self._listening_on(listen).model_copy(update={"advertise": None})
 
     def _listening_on(self, listen: str) -> ServerSettings:
         host, port = parse_address(listen)

@@ -21,7 +21,8 @@ from prometheus_client.registry import Collector
 
 from router.admission.controller import AdmissionController
 from router.autoscaler.loop import Autoscaler
-from router.autoscaler.observation import InstanceSample, RecentLatencies, samples_of
+from router.autoscaler.observation import InstanceSample, samples_of
+from router.autoscaler.router_signals import RecentLatencies
 from router.autoscaler.settings import AutoscalerSettings
 from router.autoscaler.status import collected
 from router.picking.disaggregation import Disaggregation

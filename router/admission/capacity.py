@@ -77,15 +77,15 @@ def capacity_of(decode: Sequence[InstanceView], prefill: Sequence[InstanceView])
     )
 
 
-def limits_of(capacity: Capacity, external: ExternalLoad, settings: AdmissionSettings) -> Limits:
-    """What one of `settings.num_routers` routers may use of `capacity`.
+def limits_of(capacity: Capacity, external: ExternalLoad, settings: AdmissionSettings, num_routers: int = 1) -> Limits:
+    """What one of `num_routers` routers may use of `capacity`.
 
     Each is guaranteed its equal part of the sequences and takes what the others leave. Of the blocks it is guaranteed
     half its part: use beyond what was expected may be its own.
     """
     sequences = _times(settings.sequence_fraction, capacity.num_sequences)
     blocks = _times(settings.block_fraction, capacity.num_blocks)
-    part = 1 / settings.num_routers
+    part = 1 / num_routers
     return Limits(
         num_requests=settings.max_requests,
         num_tokens=settings.max_tokens,

@@ -76,6 +76,8 @@ class AdmissionController:
 
     settings: AdmissionSettings
     capacity: Callable[[], Capacity] = lambda: Capacity(num_instances=1)
+    num_routers: Callable[[], int] | None = None
+    """Routers that share the capacity; None: `settings.num_routers`."""
     rng: random.Random = field(default_factory=random.Random)
     clock: Callable[[], float] = time.monotonic
 
@@ -157,7 +159,8 @@ class AdmissionController:
             self._rate.reset()
             self.queue.reset_rates()
         external = self._external.observe(self._capacity, self.in_use.num_sequences, self.in_use.num_blocks, now_s)
-        self.limits = limits_of(self._capacity, external, self.settings)
+        num_routers = self.settings.num_routers if self.num_routers is None else self.num_routers()
+        self.limits = limits_of(self._capacity, external, self.settings, num_routers)
         num_slots = self.limits.num_sequences / max(1.0, self.settings.sequence_fraction)
         self._slots = replace(self.limits, num_sequences=num_slots)
 

@@ -39,7 +39,11 @@ class AdmissionSettings(Section):
     expected_tokens: int = setting(
         256, "Output tokens expected of a choice (at most its max_tokens) until the router has measured some.", ge=1
     )
-    num_routers: int = setting(1, "Routers that share these pools; each is guaranteed an equal part of them.", ge=1)
+    num_routers: int = setting(
+        1,
+        "Routers that share these pools, unless signals.routers finds them; each is guaranteed an equal part.",
+        ge=1,
+    )
     queue_timeout_s: float = setting(5.0, "Seconds that a request may wait to be admitted.", gt=0)
     max_queued: int = setting(256, "Requests of one tenant that may wait; 0: none waits.", ge=0)
     max_queued_tokens: int = setting(

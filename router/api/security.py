@@ -1,6 +1,7 @@
 """Who may connect to the router's ports, and how the router identifies itself.
 
     clients' port    TLS if there are files; a token if there is a file of tokens; a certificate if one is required
+    signals          with TLS a certificate
     admin listener   a token if it has a file of its own, else with TLS a certificate, else only private addresses
     live page        a token of the operators' file; without one only private addresses, and no tokens or TLS
     instances        dialled with the router's certificate, verified against the CA
@@ -85,8 +86,22 @@ class Security:
             )
         return check_same_origin
 
+    def signals_server(self, settings: ServerSettings) -> Server:
+        """The server for the other routers. Raises SettingsError if unauthenticated clients could reach it."""
+        if self.files is None and not listens_privately(settings.host):
+            raise SettingsError(
+                f"signals.listen: {settings.host} is not a private address, and calls are open to all there: give "
+                "tls.cert_file, key_file and ca_file"
+            )
+        return self._server(settings, None, require_cert=True)
+
     def dial(self, address: str, settings: ChannelSettings) -> grpc.aio.Channel:
+        """A channel to an instance."""
         return open_channel(address, settings, tls=self.files, peer_name=self._tls.peer_name)
+
+    def dial_router(self, address: str, settings: ChannelSettings, name: str | None) -> grpc.aio.Channel:
+        """A channel to another router, whose certificate must carry `name`."""
+        return open_channel(address, settings, tls=self.files, peer_name=name)
 
     def _server(
         self,

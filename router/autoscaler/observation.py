@@ -12,91 +12,24 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from router.admission.controller import AdmissionController
+from router.autoscaler.peers import Peers
+from router.autoscaler.router_signals import EMPTY_QUEUE, QueueSample, RecentLatencies, RouterSignals, combined
 from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
-from router.picking.plan import Plan
 from router.pools.instance import State
-from router.pools.instance_info import InstanceView, Role
+from router.pools.instance_info import ROLES, InstanceView, Role
 from router.resilience.safeguards import Safeguards
 
-_MAX_SAMPLES = 4096
-"""Enough for any quantile; the newest are kept."""
 WAITING_WEIGHT = 4.0
 """Of a waiting request against a running one, as in the picker's queue score."""
 _COUNTS = ("num_waiting", "num_running", "num_loading", "num_waiting_tokens")
 _BLOCKS = ("free_blocks", "cached_blocks", "held_blocks", "quarantined_blocks")
 _ENDING: frozenset[State] = frozenset({"draining", "leaving"})
 _LOADED: frozenset[State] = _ENDING | {"ready"}
-
-
-def weighted_quantile(samples: Iterable[tuple[float, float]], fraction: float) -> float:
-    """The least value that `fraction` of the weight does not exceed; of at least one (value, weight)."""
-    by_value = sorted(samples)
-    cumulative = [*accumulate(weight for _, weight in by_value)]
-    return by_value[bisect_left(cumulative, fraction * cumulative[-1])][0]
-
-
-class Window:
-    """Weighted samples of the last `length_s` seconds."""
-
-    def __init__(self, length_s: float) -> None:
-        self._length_s = length_s
-        self._samples: deque[tuple[float, float, float]] = deque(maxlen=_MAX_SAMPLES)
-
-    def add(self, at_s: float, seconds: float, weight: float = 1.0) -> None:
-        """One sample. `at_s` never falls."""
-        self._samples.append((at_s, seconds, weight))
-
-    def quantile(self, now_s: float, fraction: float, min_samples: int) -> float | None:
-        """The least value that `fraction` of the weight does not exceed; None with fewer than `min_samples`."""
-        while self._samples and now_s - self._samples[0][0] > self._length_s:
-            self._samples.popleft()
-        if len(self._samples) < min_samples:
-            return None
-        return weighted_quantile(((seconds, weight) for _, seconds, weight in self._samples), fraction)
-
-
-class RecentLatencies:
-    """TTFT and ITL of recent requests, at the quantile that must meet the objective. One per router.
-
-    A request counts unless it has used an instance that was still warming up: what slows its first requests
-    (compilation, empty caches) would only happen more often with more instances. Its TTFT counts with its first token;
-    its ITL, the mean gap after that, with its end, once for each gap, so that the quantile is one of tokens.
-    """
-
-    def __init__(self, settings: AutoscalerSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings = settings
-        self._clock = clock
-        self._windows: dict[Role, Window] = {
-            "prefill": Window(settings.latency_window_s),
-            "decode": Window(settings.latency_window_s),
-        }
-
-    def are_warm(self, plan: Plan) -> bool:
-        """Whether the latencies of a request at the instances of `plan` count."""
-        prefill = plan.prefill.instance.up_s if plan.prefill is not None else math.inf
-        return (
-            plan.decode.instance.up_s >= self._settings.decode.warm_up_s and prefill >= self._settings.prefill.warm_up_s
-        )
-
-    def first_token(self, ttft_s: float) -> None:
-        self._windows["prefill"].add(self._clock(), ttft_s)
-
-    def ended(self, itl_s: float, num_gaps: float) -> None:
-        """A request is over; it had `num_gaps` gaps between tokens, of `itl_s` in the mean."""
-        self._windows["decode"].add(self._clock(), itl_s, num_gaps)
-
-    def of(self, role: Role) -> float | None:
-        """TTFT for the prefill pool, ITL for the decode pool, in seconds; None: too few requests."""
-        settings = self._settings
-        return self._windows[role].quantile(self._clock(), settings.latency_quantile, settings.min_samples)
 
 
 class Problem(NamedTuple):
@@ -118,17 +51,6 @@ class InstanceSample(NamedTuple):
     @property
     def is_ejected(self) -> bool:
         return self.state == "ready" and self.view is not None and self.view.out is not None
-
-
-class QueueSample(NamedTuple):
-    """The requests that wait at the router for lack of one pool."""
-
-    num_queued: int = 0
-    delay_s: float | None = 0.0
-    """How long a new request would wait; None: requests wait, and none has ended yet by which to predict it."""
-
-
-EMPTY_QUEUE = QueueSample()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +83,8 @@ class PoolObservation:
     warm: tuple[InstanceLoad, ...] = ()
     others: tuple[InstanceLoad, ...] = ()
     num_silent: int = 0
+    num_silent_routers: int = 0
+    """Other routers whose queue and latencies are unknown."""
     num_ending: int = 0
     """Processes beyond `size` that are still there."""
     queue: QueueSample = EMPTY_QUEUE
@@ -310,18 +234,32 @@ class Observer:
     latencies: RecentLatencies
     settings: AutoscalerSettings
 
+    peers: Peers | None = None
+    """The other routers; None: there are none."""
+
     def observe(self, sizes: Mapping[Role, int]) -> dict[Role, PoolObservation]:
         """Both pools now; `sizes` are the desired ones."""
-        queue, lacking = queue_of(self.admission), lacking_pool(self.admission)
-        prefill = self._observe("prefill", sizes.get("prefill"), queue if lacking == "prefill" else EMPTY_QUEUE)
-        waits_for_decode = is_for_decode(lacking, prefill)
-        decode = self._observe("decode", sizes.get("decode"), queue if waits_for_decode else EMPTY_QUEUE)
-        return {"prefill": prefill, "decode": decode}
+        routers = [signals_of(self.admission), *self._others]
+        for_prefill = combined(one.queue for one in routers if one.lacking == "prefill")
+        prefill = self._observe("prefill", sizes.get("prefill"), for_prefill)
+        for_decode = combined(one.queue for one in routers if is_for_decode(one.lacking, prefill))
+        return {"prefill": prefill, "decode": self._observe("decode", sizes.get("decode"), for_decode)}
 
     def _observe(self, role: Role, size: int | None, queue: QueueSample) -> PoolObservation:
-        samples, latency_s = tuple(samples_of(role, self.safeguards)), self.latencies.of(role)
+        samples, latency_s = tuple(samples_of(role, self.safeguards)), self.latencies.of(role, self._others)
         policy = self.settings.prefill if role == "prefill" else self.settings.decode
-        return observe(role, time.monotonic(), size, samples, queue, latency_s, policy, self.settings.stale_s)
+        observation = observe(role, time.monotonic(), size, samples, queue, latency_s, policy, self.settings.stale_s)
+        return replace(observation, num_silent_routers=self.peers.num_silent if self.peers is not None else 0)
+
+    @property
+    def _others(self) -> Sequence[RouterSignals]:
+        return self.peers.signals() if self.peers is not None else ()
+
+
+def signals_of(admission: AdmissionController, latencies: RecentLatencies | None = None) -> RouterSignals:
+    """This router's."""
+    samples = {role: latencies.samples(role) for role in ROLES.values()} if latencies is not None else {}
+    return RouterSignals(queue_of(admission), lacking_pool(admission), samples)
 
 
 def queue_of(admission: AdmissionController) -> QueueSample:

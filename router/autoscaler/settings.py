@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
-from serving.settings import Section, setting
+from router.pools.discovery import parse_targets
+from serving.settings import Address, Section, setting
 
 _MIN_STALE_INTERVALS = 2
 
@@ -174,3 +175,26 @@ class AutoscalerSettings(Section):
     def ratios(self) -> tuple[float, float]:
         """Least and most prefill instances per decode instance."""
         return self.min_ratio or 0.0, float("inf") if self.max_ratio is None else self.max_ratio
+
+
+class SignalSettings(Section):
+    """What several routers of the same pools know of each other."""
+
+    listen: Address | None = setting(
+        None,
+        "host:port on which the other routers ask for this one's queue and latencies; none: not served. With TLS it "
+        "requires a certificate, of tls.client_names if there are any.",
+    )
+    routers: str = setting(
+        "",
+        "That listener of all routers, this one included: host:port, dns:name:port, kubernetes:service:port; empty: "
+        "this router knows no other one, and admission.num_routers counts them.",
+    )
+    router_name: str | None = setting(None, "DNS name in the routers' certificates; none: the host dialled.")
+    interval_s: float = setting(2.0, "Seconds between two questions to each router.", gt=0)
+
+    @field_validator("routers")
+    @classmethod
+    def _is_list_of_targets(cls, value: str) -> str:
+        parse_targets(value)
+        return value

@@ -114,6 +114,8 @@ def is_shared(observation: PoolObservation) -> bool:
 def _num_enough(observation: PoolObservation, signals: Iterable[Signal], margin: float) -> tuple[int | None, str]:
     if observation.num_silent:
         return None, f"{observation.num_silent} instances are silent, and their load is unknown"
+    if observation.num_silent_routers:
+        return None, f"{observation.num_silent_routers} routers do not answer, and their queues are unknown"
     numbers = [(signal.num_enough(margin), signal) for signal in signals]
     if unknown := next((signal for number, signal in numbers if number is None), None):
         return None, f"the {unknown.name} of the pool is unknown"

@@ -91,7 +91,7 @@ def test_image_generates_with_the_model_that_the_chart_names(built: Build) -> No
 
 
 def test_image_runs_as_the_charts_user_and_has_its_ports(built: Build) -> None:
-    pod = deployment(manifests("default"), "decode")["spec"]["template"]["spec"]
+    pod = deployment(manifests("default"), "router")["spec"]["template"]["spec"]
     context = pod["securityContext"]
     assert built.settings["USER"] == f"{context['runAsUser']}:{context['runAsGroup']}"
     ports = [port["containerPort"] for port in pod["containers"][0]["ports"]]

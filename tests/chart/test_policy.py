@@ -378,7 +378,7 @@ def test_with_ipv6_alone_services_have_its_addresses() -> None:
     policies = of_kind(objects, "NetworkPolicy")
     (policy_of_router,) = (one for one in policies if component_of(one) == "router")
     ports = [port["port"] for rule in policy_of_router["spec"]["ingress"] for port in rule["ports"]]
-    assert ports == [50051, 9090]
+    assert ports == [50051, 50054, 9090]
 
 
 def _own(name: str) -> list[dict[str, Any]]:

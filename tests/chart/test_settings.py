@@ -95,7 +95,24 @@ def test_router_looks_for_its_pools_where_their_services_are(name: str, read: Re
         assert headless[target.host]["grpc"] == target.port
         assert target.host == deployment(manifests(name), role)["metadata"]["name"]
         assert (target.is_service, target.is_name) == ((name in FOLLOWING), (name not in FOLLOWING))
-    assert settings.admission.num_routers == deployment(manifests(name), "router")["spec"]["replicas"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_routers_find_each_other_at_the_port_that_they_listen_on(name: str, read: Read) -> None:
+    settings, _ = read(manifests(name), "router")
+    (target,) = parse_targets(settings.signals.routers)
+    (service,) = (one for one in of_kind(manifests(name), "Service") if one["metadata"]["name"] == target.host)
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"]["app.kubernetes.io/component"] == "router"
+    assert settings.signals_server.port == target.port
+    assert (settings.signals.router_name is not None) is (settings.tls.cert_file is not None)
+
+
+def test_a_change_of_the_number_of_routers_replaces_none() -> None:
+    """Their pods are the same: the present ones stay, and share the pools with the new ones."""
+    one, five = (deployment(render({"router": {"replicas": number}}), "router")["spec"] for number in (1, 5))
+    assert (one["replicas"], five["replicas"]) == (1, 5)
+    assert one["template"] == five["template"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,6 +5,9 @@
 {{/* Health alone, in plaintext, for the kubelet: clients of the other ports cannot use up its connections. */}}
 {{- define "tandem.healthPort" -}}50053{{- end -}}
 
+{{/* What routers show each other of the pools. */}}
+{{- define "tandem.signalsPort" -}}50054{{- end -}}
+
 {{/* Where routers listen: all addresses of the pod's first family. */}}
 {{- define "tandem.bindAddress" -}}
 {{- .Values.router.bindAddress | default (ternary "::" "0.0.0.0" (eq (first .Values.ipFamilies | default "") "IPv6")) -}}
@@ -50,9 +53,10 @@ ipFamilies: {{ toJson . }}
   "router" (dict "model" (include "tandem.modelFolder" $root) "model_name" $root.Values.model.name)
   "server" (dict "port" ($port | int))
   "pools" (dict "prefill" (printf $target "prefill") "decode" (printf $target "decode"))
-  "admission" (dict "num_routers" (.spec.replicas | int))
+  "signals" (dict "routers" (printf "%s:%s-routers:%s" $scheme (include "tandem.fullname" $root) (include "tandem.signalsPort" $root)))
   "log" (dict "format" "json") -}}
 {{- $decided = mustMergeOverwrite $decided (include "tandem.securitySettings" . | fromYaml) -}}
+{{- if $root.Values.tls.enabled }}{{ $_ := set $decided.signals "router_name" (include "tandem.routerName" $root) }}{{ end -}}
 {{- if eq $root.Values.autoscaling.mode "builtin" -}}
 {{- $decided = mustMergeOverwrite $decided (include "tandem.scalingSettings" $root | fromYaml) -}}
 {{- end -}}

@@ -123,7 +123,7 @@
 {{/* Rejects two listeners on one port. */}}
 {{- define "tandem.validatePorts" -}}
 {{- $router := .Values.router -}}
-{{- $taken := dict (include "tandem.grpcPort" .) "gRPC" (include "tandem.healthPort" .) "probes" -}}
+{{- $taken := dict (include "tandem.grpcPort" .) "gRPC" (include "tandem.healthPort" .) "probes" (include "tandem.signalsPort" .) "the routers' signals" -}}
 {{- $wanted := dict -}}
 {{- if .Values.metrics.enabled }}{{ $_ := set $wanted "metrics.port" .Values.metrics.port }}{{ end -}}
 {{- if $router.openai.enabled }}{{ $_ := set $wanted "router.openai.port" $router.openai.port }}{{ end -}}

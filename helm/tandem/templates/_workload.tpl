@@ -124,6 +124,9 @@ envFrom: {{- toYaml . | nindent 2 }}
 ports:
   - {name: grpc, containerPort: {{ include "tandem.grpcPort" .root }}}
   - {name: health, containerPort: {{ $probed }}}
+  {{- if eq .component "router" }}
+  - {name: signals, containerPort: {{ include "tandem.signalsPort" .root }}}
+  {{- end }}
   {{- if include "tandem.servesOpenai" . }}
   - {name: openai, containerPort: {{ .spec.openai.port }}}
   {{- end }}
@@ -179,6 +182,7 @@ volumeMounts:
 {{- end }}
 - {name: TANDEM_HEALTH__LISTEN, value: "[$(POD_IP)]:{{ include "tandem.healthPort" .root }}"}
 {{- if eq .component "router" }}
+- {name: TANDEM_SIGNALS__LISTEN, value: "[$(POD_IP)]:{{ include "tandem.signalsPort" .root }}"}
 {{- with .spec.adminListen }}
 - {name: TANDEM_ROUTER__ADMIN_LISTEN, value: {{ . | quote }}}
 {{- end }}

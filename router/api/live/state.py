@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from router.api.live.merge_patch import Json
 from router.autoscaler.decide import ScaleDecision
-from router.autoscaler.observation import InstanceSample, weighted_quantile
+from router.autoscaler.observation import InstanceSample
 from router.autoscaler.resizer import Change
+from router.autoscaler.router_signals import weighted_quantile
 from router.autoscaler.status import PoolStatus
 from router.pools.instance_info import InstanceKey, InstanceView, Role
 from router.request.request_log import RequestSummary

@@ -82,11 +82,11 @@ def test_a_router_alone_has_all_the_sequences_whatever_the_reports_say() -> None
 
 
 def test_one_of_several_routers_takes_what_the_others_leave_and_is_sure_of_its_part() -> None:
-    settings = AdmissionSettings(sequence_fraction=1.0, num_routers=4)
+    settings = AdmissionSettings(sequence_fraction=1.0)
     capacity = Capacity(1, num_sequences=16)
-    assert limits_of(capacity, ExternalLoad(), settings).num_sequences == 16
-    assert limits_of(capacity, ExternalLoad(num_sequences=6), settings).num_sequences == 10
-    assert limits_of(capacity, ExternalLoad(num_sequences=16), settings).num_sequences == 4
+    assert limits_of(capacity, ExternalLoad(), settings, 4).num_sequences == 16
+    assert limits_of(capacity, ExternalLoad(num_sequences=6), settings, 4).num_sequences == 10
+    assert limits_of(capacity, ExternalLoad(num_sequences=16), settings, 4).num_sequences == 4
 
 
 def test_blocks_used_beyond_the_expected_lower_the_limit_but_not_below_half() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from protos.tandem.v1 import generation_pb2, pools_pb2, pools_pb2_grpc
 from router.api.security import AuthSettings, RouterTlsSettings, Security
 from router.request.caller import Caller
-from serving.channel import open_channel
+from serving.channel import ChannelSettings, open_channel
 from serving.server import HealthSettings, ServerSettings
 from serving.settings import SettingsError
 from tandem.local_stack.pki import StackCa
@@ -219,3 +219,26 @@ async def test_tokens_in_plaintext_on_a_public_address_log_a_warning(
     assert not caplog.records
     security.clients_server(ServerSettings(host="0.0.0.0"), HealthSettings())
     assert "tokens are sent in plaintext" in caplog.text
+
+
+async def test_routers_show_each_other_certificates_where_they_tell_their_signals(tmp_path: Path) -> None:
+    authority = StackCa("Private CA")
+    files = files_of(tmp_path, "routers.example", authority)
+    tls = RouterTlsSettings(**files.section(client_names=["routers.example"]))
+    security = Security(tls, AuthSettings())
+    server = security.signals_server(ServerSettings())
+    await server.start()
+    try:
+        plain = open_channel(server.address)
+        for channel, answer in (
+            (security.dial_router(server.address, ChannelSettings(), "routers.example"), grpc.StatusCode.OK),
+            (security.dial_router(server.address, ChannelSettings(), "others.example"), grpc.StatusCode.UNAVAILABLE),
+            (plain, grpc.StatusCode.UNAVAILABLE),
+        ):
+            async with channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                assert await code_of(stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)) == answer
+    finally:
+        await server.stop()
+    with pytest.raises(SettingsError, match="not a private address"):
+        Security(RouterTlsSettings(), AuthSettings()).signals_server(ServerSettings(host="0.0.0.0"))

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from router.autoscaler.decide import History
-from router.autoscaler.observation import EMPTY_QUEUE, InstanceSample, PoolObservation, QueueSample, observe
+from router.autoscaler.observation import InstanceSample, PoolObservation, observe
+from router.autoscaler.router_signals import EMPTY_QUEUE, QueueSample
 from router.autoscaler.settings import AutoscalerSettings, DecodePolicy, PoolPolicy, PrefillPolicy
 from router.pools.instance import State
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.autoscaler.decide import History, ScaleDecision, decide
-from router.autoscaler.observation import PoolObservation, QueueSample
+from router.autoscaler.observation import PoolObservation
+from router.autoscaler.router_signals import QueueSample
 from router.autoscaler.settings import PoolPolicy
 from tests.router.autoscaler.builders import (
     INTERVAL_S,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.autoscaler.observation import RecentLatencies, Window
+from router.autoscaler.router_signals import RecentLatencies, Window, quantile
 from router.dispatch.trace import RequestTrace
 from router.metrics import RouterMetrics
 from router.picking.disaggregation import Decision, Disaggregation, Reason
@@ -23,19 +23,19 @@ def test_a_quantile_is_that_of_the_weighted_samples() -> None:
     window = Window(60.0)
     for index, seconds in enumerate((0.4, 0.1, 0.3, 0.2)):
         window.add(float(index), seconds)
-    assert [window.quantile(4.0, part, 1) for part in (0.25, 0.5, 0.75, 1.0)] == [0.1, 0.2, 0.3, 0.4]
+    assert [quantile(window.samples(4.0), part, 1) for part in (0.25, 0.5, 0.75, 1.0)] == [0.1, 0.2, 0.3, 0.4]
     window.add(4.0, 9.0, weight=100.0)
-    assert window.quantile(4.0, 0.5, 1) == 9.0
+    assert quantile(window.samples(4.0), 0.5, 1) == 9.0
 
 
 def test_old_samples_are_forgotten_and_few_tell_nothing() -> None:
     window = Window(30.0)
     for at_s in (0.0, 10.0, 20.0):
         window.add(at_s, at_s)
-    assert window.quantile(20.0, 1.0, 3) == 20.0
-    assert window.quantile(35.0, 1.0, 3) is None
-    assert window.quantile(35.0, 0.5, 2) == 10.0
-    assert window.quantile(51.0, 0.5, 1) is None
+    assert quantile(window.samples(20.0), 1.0, 3) == 20.0
+    assert quantile(window.samples(35.0), 1.0, 3) is None
+    assert quantile(window.samples(35.0), 0.5, 2) == 10.0
+    assert quantile(window.samples(51.0), 0.5, 1) is None
 
 
 @given(samples=st.lists(st.floats(0, 1e6), min_size=1, max_size=50), part=st.floats(0.01, 1.0))
@@ -43,10 +43,10 @@ def test_at_least_the_asked_part_is_no_larger_than_the_quantile(samples: list[fl
     window = Window(60.0)
     for seconds in samples:
         window.add(0.0, seconds)
-    quantile = window.quantile(0.0, part, 1)
-    assert quantile in samples
-    assert sum(seconds <= quantile for seconds in samples) >= part * len(samples) - 1e-6
-    assert sum(seconds < quantile for seconds in samples) < part * len(samples) + 1e-6
+    found = quantile(window.samples(0.0), part, 1)
+    assert found in samples
+    assert sum(seconds <= found for seconds in samples) >= part * len(samples) - 1e-6
+    assert sum(seconds < found for seconds in samples) < part * len(samples) + 1e-6
 
 
 def plan(decode_up_s: float, prefill_up_s: float | None) -> Plan:

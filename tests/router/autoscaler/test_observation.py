@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.autoscaler.observation import Problem, QueueSample
+from router.autoscaler.observation import Problem
+from router.autoscaler.router_signals import QueueSample
 from router.autoscaler.settings import PoolPolicy
 from tests.router.autoscaler.builders import NUM_BLOCKS, NUM_SEQS, SPEED, instance, policy_of, pool, starting
 

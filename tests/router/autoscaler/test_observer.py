@@ -14,15 +14,8 @@ from router.admission.capacity import Charge, Limits
 from router.admission.controller import AdmissionController
 from router.admission.settings import AdmissionSettings
 from router.app import RouterApp
-from router.autoscaler.observation import (
-    EMPTY_QUEUE,
-    Observer,
-    QueueSample,
-    RecentLatencies,
-    is_for_decode,
-    lacking_pool,
-    queue_of,
-)
+from router.autoscaler.observation import Observer, is_for_decode, lacking_pool, queue_of
+from router.autoscaler.router_signals import EMPTY_QUEUE, QueueSample, RecentLatencies
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance

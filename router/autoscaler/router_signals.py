@@ -1,0 +1,176 @@
+"""Recent latencies of one router's requests, and the signals that it gives to the other routers.
+
+A quantile of several routers is that of their samples together, so routers exchange samples, those that are equal
+within 2 % as one: the quantile is off by as much, and a window of thousands takes a few hundred values.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple, Self
+
+from protos.tandem.v1 import instance_pb2, signals_pb2
+from router.autoscaler.settings import AutoscalerSettings
+from router.picking.plan import Plan
+from router.pools.instance_info import ROLES, WIRE_ROLES, Role
+
+_MAX_SAMPLES = 4096
+"""Enough for any quantile; the newest are kept."""
+_EQUAL = math.log(1.02)
+"""Latencies whose logarithms differ by less are sent as one."""
+
+
+class LatencySample(NamedTuple):
+    """One latency, or several that are equal."""
+
+    seconds: float
+    weight: float = 1.0
+    num_requests: int = 1
+
+
+def weighted_quantile(samples: Iterable[tuple[float, float]], fraction: float) -> float:
+    """The least value that `fraction` of the weight does not exceed; of at least one (value, weight)."""
+    by_value = sorted(samples)
+    cumulative = [*accumulate(weight for _, weight in by_value)]
+    return by_value[bisect_left(cumulative, fraction * cumulative[-1])][0]
+
+
+def quantile(samples: Iterable[LatencySample], fraction: float, min_requests: int) -> float | None:
+    """As `weighted_quantile`; None with fewer than `min_requests`, which is at least 1."""
+    known = list(samples)
+    if sum(sample.num_requests for sample in known) < min_requests:
+        return None
+    return weighted_quantile(((sample.seconds, sample.weight) for sample in known), fraction)
+
+
+def summarised(samples: Iterable[LatencySample]) -> list[LatencySample]:
+    """Those that are equal within 2 % as one, at their weighted mean."""
+    alike: dict[int, LatencySample] = {}
+    for sample in samples:
+        key = math.floor(math.log(max(sample.seconds, 1e-6)) / _EQUAL)
+        known = alike.get(key, LatencySample(0.0, 0.0, 0))
+        weight = known.weight + sample.weight
+        mean_s = (known.seconds * known.weight + sample.seconds * sample.weight) / weight if weight else sample.seconds
+        alike[key] = LatencySample(mean_s, weight, known.num_requests + sample.num_requests)
+    return list(alike.values())
+
+
+class Window:
+    """Weighted samples of the last `length_s` seconds."""
+
+    def __init__(self, length_s: float) -> None:
+        self._length_s = length_s
+        self._samples: deque[tuple[float, LatencySample]] = deque(maxlen=_MAX_SAMPLES)
+
+    def add(self, at_s: float, seconds: float, weight: float = 1.0) -> None:
+        """One sample. `at_s` never falls."""
+        self._samples.append((at_s, LatencySample(seconds, weight)))
+
+    def samples(self, now_s: float) -> list[LatencySample]:
+        while self._samples and now_s - self._samples[0][0] > self._length_s:
+            self._samples.popleft()
+        return [sample for _, sample in self._samples]
+
+
+class RecentLatencies:
+    """TTFT and ITL of recent requests, at the quantile that must meet the objective. One per router.
+
+    A request counts unless it has used an instance that was still warming up: what slows its first requests
+    (compilation, empty caches) would only happen more often with more instances. Its TTFT counts with its first token;
+    its ITL, the mean gap after that, with its end, once for each gap, so that the quantile is one of tokens.
+    """
+
+    def __init__(self, settings: AutoscalerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._windows: dict[Role, Window] = {
+            "prefill": Window(settings.latency_window_s),
+            "decode": Window(settings.latency_window_s),
+        }
+
+    def are_warm(self, plan: Plan) -> bool:
+        """Whether the latencies of a request at the instances of `plan` count."""
+        prefill = plan.prefill.instance.up_s if plan.prefill is not None else math.inf
+        return (
+            plan.decode.instance.up_s >= self._settings.decode.warm_up_s and prefill >= self._settings.prefill.warm_up_s
+        )
+
+    def first_token(self, ttft_s: float) -> None:
+        self._windows["prefill"].add(self._clock(), ttft_s)
+
+    def ended(self, itl_s: float, num_gaps: float) -> None:
+        """A request is over; it had `num_gaps` gaps between tokens, of `itl_s` in the mean."""
+        self._windows["decode"].add(self._clock(), itl_s, num_gaps)
+
+    def samples(self, role: Role) -> list[LatencySample]:
+        """TTFT for the prefill pool, ITL for the decode pool."""
+        return self._windows[role].samples(self._clock())
+
+    def of(self, role: Role, others: Sequence[RouterSignals] = ()) -> float | None:
+        """TTFT for the prefill pool, ITL for the decode pool, of this router and the others together, in seconds; None:
+        too few requests."""
+        samples = [*self.samples(role), *(sample for other in others for sample in other.latencies.get(role, ()))]
+        return quantile(samples, self._settings.latency_quantile, self._settings.min_samples)
+
+
+class QueueSample(NamedTuple):
+    """The requests that wait at routers for lack of one pool."""
+
+    num_queued: int = 0
+    delay_s: float | None = 0.0
+    """How long a new request would wait; None: requests wait, and none has ended yet by which to predict it."""
+
+
+EMPTY_QUEUE = QueueSample()
+
+
+def combined(queues: Iterable[QueueSample]) -> QueueSample:
+    """The queues of several routers as one, whose delay is what its requests wait in the mean. A router without a queue
+    does not hide that of another one."""
+    waiting = [queue for queue in queues if queue.num_queued]
+    known = [(queue.num_queued, queue.delay_s) for queue in waiting if queue.delay_s is not None]
+    num_known = sum(number for number, _ in known)
+    if not waiting:
+        return EMPTY_QUEUE
+    delay_s = sum(number * delay_s for number, delay_s in known) / num_known if known else None
+    return QueueSample(sum(queue.num_queued for queue in waiting), delay_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSignals:
+    """What the requests of one router show of the pools."""
+
+    queue: QueueSample = EMPTY_QUEUE
+    lacking: Role | None = None
+    """The pool that the queue waits for; None: neither, since the router's own limits are reached."""
+    latencies: Mapping[Role, Sequence[LatencySample]] = field(default_factory=dict)
+
+    def to_wire(self, router_id: str) -> signals_pb2.GetSignalsResponse:
+        ttft, itl = (map(_sample_to_wire, summarised(self.latencies.get(role, ()))) for role in WIRE_ROLES)
+        return signals_pb2.GetSignalsResponse(
+            router_id=router_id,
+            num_queued=self.queue.num_queued,
+            queue_delay_s=self.queue.delay_s,
+            lacking=WIRE_ROLES[self.lacking] if self.lacking is not None else instance_pb2.ROLE_UNSPECIFIED,
+            ttft=ttft,
+            itl=itl,
+        )
+
+    @classmethod
+    def from_wire(cls, message: signals_pb2.GetSignalsResponse) -> Self:
+        delay_s = message.queue_delay_s if message.HasField("queue_delay_s") else None
+        latencies: dict[Role, list[LatencySample]] = {
+            "prefill": [LatencySample(one.seconds, one.weight, one.num_requests) for one in message.ttft],
+            "decode": [LatencySample(one.seconds, one.weight, one.num_requests) for one in message.itl],
+        }
+        return cls(QueueSample(message.num_queued, delay_s), ROLES.get(message.lacking), latencies)
+
+
+def _sample_to_wire(sample: LatencySample) -> signals_pb2.LatencySample:
+    return signals_pb2.LatencySample(seconds=sample.seconds, weight=sample.weight, num_requests=sample.num_requests)

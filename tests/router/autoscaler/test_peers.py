@@ -1,0 +1,194 @@
+"""Several routers of the same pools: how many they are, and one that sees what the others' requests show."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.tandem.v1 import signals_pb2, signals_pb2_grpc
+from router.app import RouterApp
+from router.autoscaler.observation import Observer
+from router.autoscaler.peers import Peers
+from router.autoscaler.router_signals import (
+    EMPTY_QUEUE,
+    LatencySample,
+    QueueSample,
+    RecentLatencies,
+    RouterSignals,
+    combined,
+    quantile,
+    summarised,
+)
+from router.autoscaler.settings import SignalSettings
+from router.autoscaler.signals import demand_of
+from router.pools.discovery import StaticDiscovery
+from router.request.validation import ServedModel
+from serving.channel import open_channel
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.router.autoscaler.builders import policy_of, settings_of
+from tests.router.conftest import Run
+from tests.router.rig import Rig, slow
+from tests.router.rig import settings_of as router_settings
+
+LISTENING = {"listen": "127.0.0.1:0", "interval_s": 0.05}
+SIZES = {"prefill": 1, "decode": 1}
+
+
+@asynccontextmanager
+async def second_router(rig: Rig, model: ServedModel, folder: Path) -> AsyncIterator[RouterApp]:
+    """Of the same instances; it knows the first one, and is not in the list itself."""
+    signals = {**LISTENING, "routers": rig.app.signals_address}
+    app = RouterApp(router_settings(folder, rig.prefill, rig.decode, signals=signals), model)
+    await app.start()
+    try:
+        yield app
+    finally:
+        await app.stop()
+
+
+@asynccontextmanager
+async def peers_of(own_id: str, *addresses: str) -> AsyncIterator[Peers]:
+    peers = Peers(own_id, StaticDiscovery(addresses), open_channel, SignalSettings(**LISTENING))
+    running = asyncio.create_task(peers.run())
+    try:
+        yield peers
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def observer_of(app: RouterApp) -> Observer:
+    settings = settings_of(min_samples=1, prefill={"warm_up_s": 0.0}, decode={"warm_up_s": 0.0})
+    return Observer(app.safeguards, app.admission, RecentLatencies(settings), settings, app.peers)
+
+
+async def test_a_router_sees_the_queue_and_the_latencies_of_another_one(
+    run: Run, model: ServedModel, model_folder: Path
+) -> None:
+    """All clients use the first router; the second one, which may lead, has no request."""
+    decode = FakeInstance("decode", behaviour=slow(0.05, slots=1))
+    prefill = FakeInstance("prefill", behaviour=Behaviour(slots=10))
+    autoscaler = {"prefill": {"warm_up_s": 0.0}, "decode": {"warm_up_s": 0.0}}
+    one_at_a_time = {"sequence_fraction": 1.0, "queue_timeout_s": 60.0}
+    async with (
+        run(
+            prefill=[prefill], decode=[decode], signals=LISTENING, admission=one_at_a_time, autoscaler=autoscaler
+        ) as rig,
+        second_router(rig, model, model_folder) as second,
+    ):
+        observer = observer_of(second)
+        await rig.generate(max_tokens=3)
+        running = [asyncio.create_task(rig.generate(max_tokens=40)) for _ in range(3)]
+        await until(lambda: observer.observe(SIZES)["decode"].queue.num_queued == 2)
+        observations = observer.observe(SIZES)
+        assert second.admission.num_queued == 0
+        assert observations["decode"].queue.delay_s is not None
+        assert observations["prefill"].latency_s is not None
+        assert observations["decode"].latency_s is not None
+        await asyncio.gather(*running)
+        await until(lambda: observer.observe(SIZES)["decode"].queue == EMPTY_QUEUE)
+
+
+async def test_while_a_router_is_silent_nothing_shrinks_and_others_still_grow(
+    run: Run, model: ServedModel, model_folder: Path
+) -> None:
+    decode = FakeInstance("decode", behaviour=Behaviour(slots=10))
+    async with (
+        run(decode=[decode], signals=LISTENING) as rig,
+        second_router(rig, model, model_folder) as second,
+    ):
+        assert second.peers is not None
+        await until(lambda: second.pools.decode.num_ready() and second.peers and second.peers.num_silent == 0)
+        observer = observer_of(second)
+        assert demand_of(observer.observe(SIZES)["decode"], policy_of()).num_enough == 0
+        await rig.app.stop()
+        await until(lambda: second.peers and second.peers.num_silent == 1)
+        demand = demand_of(observer.observe(SIZES)["decode"], policy_of())
+        assert demand.num_enough is None
+        assert "1 routers do not answer" in demand.enough_for
+
+
+async def test_each_router_counts_all_of_them_once(run: Run, model: ServedModel, model_folder: Path) -> None:
+    async with run(signals=LISTENING) as rig, second_router(rig, model, model_folder) as second:
+        assert second.peers is not None
+        await until(lambda: second.peers and second.peers.num_routers == 2)  # it is not in its own list
+        first, other = rig.app.signals_address, second.signals_address
+        assert first is not None
+        assert other is not None
+        async with peers_of("a third one", first, other) as peers:
+            await until(lambda: peers.num_routers == 3)
+        own_id = (await asked(first)).router_id
+        async with peers_of(own_id, first, other) as peers:
+            await until(lambda: len(peers.signals()) == 1)
+            assert (peers.num_routers, peers.num_silent) == (2, 0)
+
+
+async def asked(address: str) -> signals_pb2.GetSignalsResponse:
+    async with open_channel(address) as channel:
+        return await signals_pb2_grpc.SignalsServiceStub(channel).GetSignals(signals_pb2.GetSignalsRequest())
+
+
+async def test_the_shares_of_admission_follow_the_number_of_routers(
+    run: Run, model: ServedModel, model_folder: Path
+) -> None:
+    async with run(signals=LISTENING) as rig, second_router(rig, model, model_folder) as second:
+        assert second.admission.num_routers is not None
+        await until(lambda: second.admission.num_routers is not None and second.admission.num_routers() == 2)
+        assert rig.app.admission.num_routers is not None
+        assert rig.app.admission.num_routers() == 1  # it knows no other one
+
+
+# Pure
+
+
+@pytest.mark.parametrize(
+    ("queues", "expected"),
+    [
+        ([], EMPTY_QUEUE),
+        ([EMPTY_QUEUE, QueueSample(3, 2.0)], QueueSample(3, 2.0)),
+        ([QueueSample(1, 4.0), QueueSample(3, 2.0)], QueueSample(4, 2.5)),
+        ([QueueSample(1, None), QueueSample(3, 2.0)], QueueSample(4, 2.0)),
+        ([QueueSample(1, None), EMPTY_QUEUE], QueueSample(1, None)),
+    ],
+)
+def test_queues_are_one_and_an_empty_one_hides_none(queues: list[QueueSample], expected: QueueSample) -> None:
+    assert combined(queues) == expected
+
+
+SAMPLES = st.lists(
+    st.builds(LatencySample, st.floats(1e-5, 1e4), st.floats(0.5, 1e3), st.just(1)), min_size=1, max_size=60
+)
+
+
+@given(samples=SAMPLES, part=st.sampled_from([0.5, 0.9, 0.99]))
+def test_a_quantile_of_what_is_sent_is_off_by_two_per_cent(samples: list[LatencySample], part: float) -> None:
+    sent = RouterSignals(latencies={"prefill": samples}).to_wire("a")
+    received = RouterSignals.from_wire(signals_pb2.GetSignalsResponse.FromString(sent.SerializeToString()))
+    found, exact = quantile(received.latencies["prefill"], part, 1), quantile(samples, part, 1)
+    assert found is not None
+    assert exact is not None
+    assert 1 / 1.03 <= found / exact <= 1.03
+    assert sum(one.num_requests for one in summarised(samples)) == len(samples)
+
+
+def test_signals_are_the_same_after_the_way() -> None:
+    samples: Any = {"prefill": [LatencySample(0.5)], "decode": [LatencySample(0.02, 40.0)]}
+    for signals in (
+        RouterSignals(QueueSample(4, 1.5), "decode", samples),
+        RouterSignals(QueueSample(4, None), None, samples),
+    ):
+        assert RouterSignals.from_wire(signals.to_wire("a")) == signals
