@@ -84,11 +84,11 @@ def slow_probabilities(logits: torch.Tensor, row: SamplingRow) -> np.ndarray:
     "row",
     [
         sampling_row(),
-        sampling_row(temperature=0.5),
         sampling_row(temperature=2.0, seed=2**64 - 1),
-        sampling_row(top_k=5),
-        sampling_row(top_p=0.7),
-        sampling_row(min_p=0.2),
+        *(
+            pytest.param(sampling_row(**narrowed), marks=pytest.mark.slow)
+            for narrowed in ({"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2})
+        ),
         sampling_row(temperature=1.3, top_k=12, top_p=0.8, min_p=0.05, choice=3),
     ],
 )

@@ -161,7 +161,7 @@ async def overload(lengths: str, **fields: Any) -> OverloadScenario:
     return scenario
 
 
-@pytest.mark.parametrize("lengths", ["equal", "exponential"])
+@pytest.mark.parametrize("lengths", [pytest.param("equal", marks=pytest.mark.slow), "exponential"])
 def test_overload_costs_no_goodput_and_no_rejected_request_has_waited(lengths: str) -> None:
     scenario = virtual_time.run(overload(lengths))
     peak, over = scenario.per_s(10, 60), scenario.per_s(70, 120)
