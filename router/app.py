@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from router.api.live.endpoints import LivePage
     from router.api.openai.api import OpenAIApi
-    from router.api.openai.exchange import HttpLimits
+    from router.api.openai.exchange import Authorizer, HttpLimits
     from router.api.openai.server import HttpServer
     from router.kubernetes.actuator import KubernetesLink
 
@@ -196,19 +196,31 @@ class RouterApp:
             security.tokens.tenant_of if security.tokens is not None else None,
             settings.http.allowed_origins,
         )
-        app = self._page_app(api, limits, security) if settings.http.page else api.app()
+        authorizer = self._page_authorizer(security)
+        app = api.app() if authorizer is None else self._page_app(api, limits, authorizer)
         required, names = settings.tls.require_client_cert, settings.tls.client_names
         tls = HttpTls(security.files, require_client_cert=required, client_names=names) if security.files else None
         return HttpServer(app, settings.http, write_timeout_s=settings.server.write_timeout_s, tls=tls)
 
-    def _page_app(self, api: OpenAIApi, limits: HttpLimits, security: Security) -> FastAPI:
+    def _page_authorizer(self, security: Security) -> Authorizer | None:
+        """Checks the calls of the live page; None: there is no page."""
+        settings = self._settings.http
+        if not settings.page or settings.listen is None:
+            return None
+        try:
+            return security.page_authorizer(settings.listen)
+        except SettingsError as error:
+            if settings.page != "auto":
+                raise
+            _log.info("no live page: %s", error)
+            return None
+
+    def _page_app(self, api: OpenAIApi, limits: HttpLimits, authorizer: Authorizer) -> FastAPI:
         """The application of the HTTP port with the live page."""
         from router.api.live.endpoints import LivePage
         from router.api.live.feed import LiveFeed
         from router.api.live.reader import RouterReader
 
-        assert self._settings.http.listen is not None, "there is no page without the port"
-        authorizer = security.page_authorizer(self._settings.http.listen)
         log = self.service.metrics.log = RequestLog()
         operations, metrics = self._pools_service, self.service.metrics
         reader = RouterReader(api.model, operations, self.admission, metrics, log, lambda: self._is_serving)

@@ -396,6 +396,9 @@ def usage_text(stack: LocalStack) -> str:
     lines = [f"  {name:<11} {process.spec.address}" for name, process in stack.processes.items()]
     if stack.http_address is not None:
         lines.append(f"  OpenAI API  {'http' if ca_file is None else 'https'}://{stack.http_address}/v1")
+    if stack.settings.has_page:
+        asked = "" if key_file is None else f"   (it asks for the key in {key_file})"
+        lines.append(f"  live page   {'http' if ca_file is None else 'https'}://{stack.http_address}/{asked}")
     lines += [
         f"  admin       {stack.admin_address}   (tandem pools)",
         f"  logs        {stack.folder / 'logs'}",

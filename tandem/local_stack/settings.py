@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from tandem.client.credentials import TOKEN
 from tandem.local_stack.desired_state import MAX_SIZE, ROLES, Role
 
+_LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 Disaggregation = Literal["always", "auto", "never"]
 _BOUNDS = re.compile(r"(?P<pool>[^=]*)=(?P<min>[0-9]{1,4})\.\.(?P<max>[0-9]{1,4})")
 
@@ -76,6 +77,13 @@ class StackSettings:
             )
         if self.num_prefill == 0 and self.disaggregation == "always":
             raise ValueError("disaggregation 'always' needs at least one prefill instance")
+
+    @property
+    def has_page(self) -> bool:
+        """Whether the router serves the live page: not where clients of other machines could use it, or hold the key
+        that it asks for."""
+        is_local = self.http_port is not None and self.host in _LOCAL_HOSTS
+        return is_local and (self.api_key is not None or not self.tls)
 
     @property
     def num_planned(self) -> int:

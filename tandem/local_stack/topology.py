@@ -89,6 +89,9 @@ class Topology:
             "--admin-listen": admin_address,
             "--http-listen": http_address,
             "--auth-tokens-file": self._folder / TOKENS_FILE if settings.api_key is not None else None,
+            # Where the live page is, the key is its operator's too.
+            "--auth-admin-tokens-file": self._folder / TOKENS_FILE if settings.has_page and settings.api_key else None,
+            "--http-page": "auto" if settings.has_page else None,
         }
         return self._spec(ROUTER, address, flags, settings.router_args)
 

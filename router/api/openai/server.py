@@ -19,7 +19,7 @@ import ssl
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import h11
 import msgspec
@@ -45,7 +45,11 @@ class HttpSettings(Section):
     listen: Address | None = setting(
         None, "host:port of OpenAI's HTTP API, port 0 takes a free one; none: not served.", flag="--http-listen"
     )
-    page: bool = setting(False, "Serve the live page at / and its data at /live (docs/page.md).")
+    page: bool | Literal["auto"] = setting(
+        False,
+        "Serve the live page at / and its data at /live (docs/page.md): true; false; auto: unless that would need "
+        "operators' tokens that are not given.",
+    )
     max_body_bytes: int = setting(4 << 20, "Longest body of a request in bytes.", ge=1024)
     max_header_bytes: int = setting(16 << 10, "Longest headers of a request in bytes.", ge=1024)
     max_connections: int = setting(

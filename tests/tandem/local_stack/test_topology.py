@@ -112,3 +112,22 @@ def test_the_router_serves_http_at_the_given_address() -> None:
     made = topology()
     assert "--http-listen" not in made.router("h:1", "h:2").argv
     assert option(made.router("h:1", "h:2", "h:3"), "--http-listen") == "h:3"
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_page"),
+    [
+        ({}, True),
+        ({"api_key": "key"}, True),
+        ({"api_key": "key", "tls": True}, True),
+        ({"tls": True}, False),
+        ({"host": "0.0.0.0", "api_key": "key"}, False),
+        ({"http_port": None}, False),
+    ],
+)
+def test_the_live_page_is_on_where_only_this_machines_users_can_reach_it(
+    fields: dict[str, object], has_page: bool
+) -> None:
+    argv = topology(**{"http_port": 0, **fields}).router("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3").argv
+    assert ("--http-page" in argv) == has_page
+    assert ("--auth-admin-tokens-file" in argv) == (has_page and "api_key" in fields), "the key is the operator's too"

@@ -54,7 +54,7 @@ async def test_a_browser_gets_the_page_and_others_the_description(run_http: RunH
         assert "unsafe" not in policy
         assert (await http.http.get("/")).json()["model"] == "fake"
         # STEP: everything that the page names is served, as its type, and from nowhere else
-        names = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+        names = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
         assert names
         for name in names:
             file = await http.http.get(f"/{name}")
@@ -188,3 +188,11 @@ async def test_a_page_that_others_could_use_is_refused_at_the_start(
     http = {"listen": "127.0.0.1:0", "page": True, **sections.get("http", {})}
     with pytest.raises(SettingsError, match=r"auth\.admin_tokens_file"):
         RouterApp(settings_of(model_folder, [], [], http=http, auth=auth), model)
+
+
+async def test_auto_serves_no_page_where_one_would_be_refused(run_http: RunHttp, tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens", alice=[ALICE])
+    async with run_http(http={"page": "auto"}, auth={"tokens_file": tokens}) as http:
+        assert (await http.http.get("/live", headers={"authorization": f"Bearer {ALICE}"})).status_code == 404
+    async with run_http(http={"page": "auto"}) as http:
+        assert (await http.http.get("/", headers=HTML)).text.startswith("<!doctype html>")

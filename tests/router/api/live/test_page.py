@@ -1,0 +1,61 @@
+"""The page's files: they are in the wheel, and its merge of patches is the router's."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from router.api.live.merge_patch import patch_of, patched
+
+ROOT = Path(__file__).parents[4]
+PAGE = ROOT / "router/api/live/page"
+
+
+def test_the_wheel_has_the_page_and_the_licence_of_its_charts(tmp_path: Path) -> None:
+    build = f"from setuptools import build_meta; print(build_meta.build_wheel({str(tmp_path / 'wheel')!r}))"
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "router", source / "router", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    [wheel] = (tmp_path / "wheel").glob("*.whl")
+    packed = {name.rpartition("/")[2] for name in zipfile.ZipFile(wheel).namelist() if "/live/page/" in name}
+    assert packed == {file.name for file in PAGE.iterdir()}
+    assert {"index.html", "uPlot.iife.min.js", "uPlot.LICENSE"} <= packed
+
+
+def test_no_script_of_the_page_makes_html_of_text() -> None:
+    for script in PAGE.glob("*.js"):
+        assert not re.search(r"\.(inner|outer)HTML|insertAdjacentHTML|document\.write|\beval\(", script.read_text()), (
+            script.name
+        )
+    assert not re.search(r"<script>|\son\w+=|style=", (PAGE / "index.html").read_text())
+
+
+def test_the_page_applies_patches_as_the_router_does() -> None:
+    rng = random.Random(0)
+
+    def value(depth: int) -> Any:
+        if depth and rng.random() < 0.6:
+            return {name: value(depth - 1) for name in "abcd" if rng.random() < 0.5}
+        return rng.choice((0, 1, "", "x", [1], [], True))
+
+    def state() -> dict[str, Any]:
+        return {name: value(3) for name in "abc" if rng.random() < 0.7}
+
+    pairs = [(state(), state()) for _ in range(300)]
+    cases = [(before, patch_of(before, after)) for before, after in pairs]
+    script = (
+        f"import {{ merge }} from {json.dumps((PAGE / 'feed.js').as_uri())}; import {{ readFileSync }} from 'node:fs';"
+        "console.log(JSON.stringify(JSON.parse(readFileSync(0)).map(([before, patch]) => merge(before, patch))));"
+    )
+    node = ["node", "--no-warnings", "--experimental-default-type=module", "--input-type=module", "-e", script]
+    done = subprocess.run(node, input=json.dumps(cases), capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [after for _, after in pairs] == [patched(*case) for case in cases]
