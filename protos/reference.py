@@ -30,11 +30,14 @@ PAGE = ROOT.parent / "docs/api.md"
 _HEAD = """# API reference
 
 Written by `make protos` from the protos; mend it there. The first service is what a backend calls, over gRPC
-([openai.md](openai.md) has the HTTP API); the others are for Tandem's own processes and its operators, and the last is
-vLLM's. What every rpc may answer stands [below](#tandemv1commonproto) once. A field without `optional` that is absent
-reads as its zero value.
+([openai.md](openai.md) has the HTTP API); the others are for Tandem's own processes and its operators, and the last are
+vLLM's and KEDA's. What every rpc may answer stands [below](#tandemv1commonproto) once. A field without `optional` that
+is absent reads as its zero value.
 """
-_ORDER = ("generation", "common", "pools", "instance", "prefill", "decode", "kv_transfer", "stack", "vllm_engine")
+_ORDER = (
+    *("generation", "common", "pools", "instance", "prefill", "decode", "kv_transfer", "stack", "signals"),
+    "vllm_engine",
+)
 _FILE, _MESSAGE, _ENUM, _SERVICE = 12, 4, 5, 6
 """Numbers of FileDescriptorProto's own fields: they begin the paths of source positions."""
 _FIELD, _NESTED, _NESTED_ENUM, _VALUE, _METHOD = 2, 3, 4, 2, 2

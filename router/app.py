@@ -20,6 +20,8 @@ from router.admission.capacity import capacity_of
 from router.admission.controller import AdmissionController
 from router.api.admin import PoolsService
 from router.api.grpc import GenerationService
+from router.api.keda import SERVICE as _KEDA_SERVICE
+from router.api.keda import ExternalScaler
 from router.api.security import Security
 from router.api.signals import SignalsService
 from router.api.vllm import SERVICE as _VLLM_SERVICE
@@ -47,6 +49,7 @@ from router.resilience.safeguards import Safeguards
 from serving import tracing
 from serving.limits import CONTROL
 from serving.metrics import MetricsServer
+from serving.server import Server
 from serving.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -129,6 +132,10 @@ class RouterApp:
         self.service = GenerationService(model, self.pools, self.admission, dispatcher, callers)
         self.resizer = Resizer(self._actuator, self.pools) if self._actuator is not None else None
         self.service.metrics.recent = RecentLatencies(settings.autoscaler)
+        self._observer = Observer(
+            self.safeguards, self.admission, self.service.metrics.recent, settings.autoscaler, self.peers
+        )
+        self._scaler = ExternalScaler(self.pools, self._observer, settings.signals.active_s)
         self.autoscaler = self._new_autoscaler()
         self._pools_service = PoolsService(
             model, self.safeguards, self.affinity, settings.disaggregation, self.resizer, self.autoscaler
@@ -232,6 +239,7 @@ class RouterApp:
 
     def _end_watches(self) -> None:
         self._pools_service.end_watches()
+        self._scaler.end_streams()
         if self._page is not None:
             self._page.feed.close()
 
@@ -265,9 +273,7 @@ class RouterApp:
             await self._admin.register(_ADMIN_SERVICE, self._pools_service, {"WatchPools": CONTROL})
             await self._admin.start()
         if self._signals is not None:
-            signals = SignalsService(self._router_id, self.admission, self.service.metrics)
-            await self._signals.register(_SIGNALS_SERVICE, signals, {"GetSignals": CONTROL})
-            await self._signals.start()
+            await self._serve_signals(self._signals)
         self._metrics_server.start()
         await self.pools.start()
         if self.peers is not None:
@@ -279,8 +285,16 @@ class RouterApp:
         if self._http is not None:
             await self._http.start()
 
+    async def _serve_signals(self, server: Server) -> None:
+        signals = SignalsService(self._router_id, self.admission, self.service.metrics)
+        await server.register(_SIGNALS_SERVICE, signals, {"GetSignals": CONTROL})
+        names = ("IsActive", "StreamIsActive", "GetMetricSpec", "GetMetrics")
+        await server.register(_KEDA_SERVICE, self._scaler, dict.fromkeys(names, CONTROL))
+        await server.start()
+
     def is_ready(self) -> bool:
-        return bool(self._servable())
+        """Whether requests are answered: by an instance, or once one has started."""
+        return bool(self._servable()) or self._settings.admission.instance_wait_s > 0
 
     def _servable(self) -> list[InstanceView]:
         """The decode instances that new requests can go to now."""
@@ -336,8 +350,7 @@ class RouterApp:
         settings = self._settings.autoscaler
         if not settings.enabled or self._actuator is None or self.resizer is None:
             return None
-        observer = Observer(self.safeguards, self.admission, self.service.metrics.recent, settings, self.peers)
-        return Autoscaler(self.resizer, self._actuator, observer.observe, settings, holder=self._router_id)
+        return Autoscaler(self.resizer, self._actuator, self._observer.observe, settings, holder=self._router_id)
 
     def _discovery(self, role: Role, listed: str) -> ServiceDiscovery:
         if self._stack is not None:

@@ -1,5 +1,7 @@
 """The admission controller: admits what the pools can carry, queues a bounded rest, and rejects what exceeds both.
 
+    instance_available ─▶ held while there is no decode instance, at most instance_wait_s, before its validation
+
     admit ─▶ in flight ──────────────────────────────▶ over (its charge is removed, on every path)
        │        ▲ prefilled: its prompt no longer counts
        │        └──its slot goes to a tenant with less──▶ paused ──its turn──▶ in flight
@@ -102,6 +104,10 @@ class AdmissionController:
         """The requests that wait, in flows of their tenants; costs are tokens, prompt and expected output."""
         self.num_paused = 0
         """Times that a stream gave its slot to another tenant."""
+        self.num_held = 0
+        """Requests that wait for the first decode instance, not validated yet: that needs an instance's limits."""
+        self._busy_s = -math.inf
+        """When there was a request last."""
         self.num_abandoned = 0
         """Requests that left the queue by themselves: cancelled, aborted, disconnected, past their deadline."""
         self.num_rejected: Counter[str] = Counter()
@@ -117,7 +123,34 @@ class AdmissionController:
 
     @property
     def num_queued(self) -> int:
-        return self.queue.num_queued
+        return self.queue.num_queued + self.num_held
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last request was over; 0 while there is one, infinite before the first."""
+        return 0.0 if self.in_use.num_requests or self.num_queued else self.clock() - self._busy_s
+
+    async def instance_available(self) -> None:
+        """Returns as soon as there is a decode instance, and after `instance_wait_s` without one. Raises Overloaded if
+        `max_queued` requests wait for one already."""
+        self._refresh()
+        if self._capacity.num_instances or not self.settings.instance_wait_s:
+            return
+        if self.num_held >= self.settings.max_queued:
+            self.num_rejected["queue_full"] += 1
+            waiting = f"{self.num_held} requests wait already for the first decode instance, the most allowed"
+            raise Overloaded(f"the router is full: {waiting}", self.settings.max_retry_after_s)
+        self.num_held += 1
+        try:
+            async with asyncio.timeout(self.settings.instance_wait_s):
+                while not self._capacity.num_instances:
+                    await asyncio.sleep(_POLL_S)
+                    self._refresh()
+        except TimeoutError:
+            self.num_rejected["no_instance"] += 1
+        finally:
+            self.num_held -= 1
+            self._busy_s = self.clock()
 
     @asynccontextmanager
     async def admit(self, request: GenerationRequest) -> AsyncIterator[Ticket]:
@@ -226,7 +259,7 @@ class AdmissionController:
         ticket.start(now_s)
 
     def _leave(self, entry: Entry[Ticket]) -> None:
-        ticket = entry.item
+        ticket, self._busy_s = entry.item, self.clock()
         if not ticket.in_flight:
             self.queue.remove(entry, self.clock())
         else:

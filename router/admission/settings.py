@@ -45,6 +45,12 @@ class AdmissionSettings(Section):
         ge=1,
     )
     queue_timeout_s: float = setting(5.0, "Seconds that a request may wait to be admitted.", gt=0)
+    instance_wait_s: float = setting(
+        0.0,
+        "Seconds that a request waits while there is no decode instance, such as for the first one of a pool that was "
+        "scaled to 0; at most max_queued wait. 0: it is rejected at once.",
+        ge=0,
+    )
     max_queued: int = setting(256, "Requests of one tenant that may wait; 0: none waits.", ge=0)
     max_queued_tokens: int = setting(
         1 << 20, "Tokens of all waiting requests; above it, no tenant may queue more than an equal part.", ge=0

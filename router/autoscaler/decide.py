@@ -227,6 +227,18 @@ def _cooled_down(decision: ScaleDecision, policy: PoolPolicy, history: History) 
     return decision if left_s <= 0 else decision.held("cool_down", f"the size may change again in {left_s:.0f} s")
 
 
+def decide_now(observation: PoolObservation, policy: PoolPolicy) -> ScaleDecision:
+    """The size that this observation alone demands, for an autoscaler with windows of its own, such as an HPA. Held
+    where the observation has a problem."""
+    size = observation.size or 0
+    decision = ScaleDecision(observation.role, observation.at_s, size, size, size, None, "")
+    if observation.problem is not None:
+        return replace(decision, hold=observation.problem.kind, reason=observation.problem.message)
+    now = demand_of(observation, policy)
+    desired = min(max(_desired(now, size), policy.min_size), policy.max_size)
+    return replace(decision, desired=desired, new_size=desired, reason=now.wanted_by.describe(desired))
+
+
 # Both pools
 
 _Sizes = tuple[int, int]

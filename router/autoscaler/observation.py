@@ -251,6 +251,12 @@ class Observer:
         observation = observe(role, time.monotonic(), size, samples, queue, latency_s, policy, self.settings.stale_s)
         return replace(observation, num_silent_routers=self.peers.num_silent if self.peers is not None else 0)
 
+    def idle_s(self) -> float:
+        """Since the last request of any router ended; 0 while there is one, or a router does not answer."""
+        if self.peers is not None and self.peers.num_silent:
+            return 0.0
+        return min(signals.idle_s for signals in (signals_of(self.admission), *self._others))
+
     @property
     def _others(self) -> Sequence[RouterSignals]:
         return self.peers.signals() if self.peers is not None else ()
@@ -259,7 +265,7 @@ class Observer:
 def signals_of(admission: AdmissionController, latencies: RecentLatencies | None = None) -> RouterSignals:
     """This router's."""
     samples = {role: latencies.samples(role) for role in ROLES.values()} if latencies is not None else {}
-    return RouterSignals(queue_of(admission), lacking_pool(admission), samples)
+    return RouterSignals(queue_of(admission), lacking_pool(admission), samples, admission.idle_s)
 
 
 def queue_of(admission: AdmissionController) -> QueueSample:

@@ -150,6 +150,8 @@ class RouterSignals:
     lacking: Role | None = None
     """The pool that the queue waits for; None: neither, since the router's own limits are reached."""
     latencies: Mapping[Role, Sequence[LatencySample]] = field(default_factory=dict)
+    idle_s: float = math.inf
+    """Since the last request ended; 0 while there is one."""
 
     def to_wire(self, router_id: str) -> signals_pb2.GetSignalsResponse:
         ttft, itl = (map(_sample_to_wire, summarised(self.latencies.get(role, ()))) for role in WIRE_ROLES)
@@ -160,16 +162,18 @@ class RouterSignals:
             lacking=WIRE_ROLES[self.lacking] if self.lacking is not None else instance_pb2.ROLE_UNSPECIFIED,
             ttft=ttft,
             itl=itl,
+            idle_s=self.idle_s if self.idle_s < math.inf else None,
         )
 
     @classmethod
     def from_wire(cls, message: signals_pb2.GetSignalsResponse) -> Self:
         delay_s = message.queue_delay_s if message.HasField("queue_delay_s") else None
+        idle_s = message.idle_s if message.HasField("idle_s") else math.inf
         latencies: dict[Role, list[LatencySample]] = {
             "prefill": [LatencySample(one.seconds, one.weight, one.num_requests) for one in message.ttft],
             "decode": [LatencySample(one.seconds, one.weight, one.num_requests) for one in message.itl],
         }
-        return cls(QueueSample(message.num_queued, delay_s), ROLES.get(message.lacking), latencies)
+        return cls(QueueSample(message.num_queued, delay_s), ROLES.get(message.lacking), latencies, idle_s)
 
 
 def _sample_to_wire(sample: LatencySample) -> signals_pb2.LatencySample:

@@ -178,12 +178,12 @@ class AutoscalerSettings(Section):
 
 
 class SignalSettings(Section):
-    """What several routers of the same pools know of each other."""
+    """What several routers of the same pools know of each other, and what an autoscaler outside knows of the pools."""
 
     listen: Address | None = setting(
         None,
-        "host:port on which the other routers ask for this one's queue and latencies; none: not served. With TLS it "
-        "requires a certificate, of tls.client_names if there are any.",
+        "host:port on which the other routers ask for this one's queue and latencies, and KEDA for the sizes of the "
+        "pools; none: not served. With TLS it requires a certificate, of tls.client_names if there are any.",
     )
     routers: str = setting(
         "",
@@ -192,6 +192,12 @@ class SignalSettings(Section):
     )
     router_name: str | None = setting(None, "DNS name in the routers' certificates; none: the host dialled.")
     interval_s: float = setting(2.0, "Seconds between two questions to each router.", gt=0)
+    active_s: float = setting(
+        60.0,
+        "Seconds after the last request in which KEDA is answered that the pools are in use: longer than its "
+        "pollingInterval.",
+        gt=0,
+    )
 
     @field_validator("routers")
     @classmethod

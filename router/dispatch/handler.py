@@ -91,6 +91,7 @@ class RequestHandler:
         outcome, problem = RequestEvent.ABORTED, ""  # unless set below, the client has gone
         try:
             self._caller = caller = self.callers.of(metadata)
+            await self.admission.instance_available()
             self.request = request = await validated(
                 message, self.model, self.limits(), remaining_s=remaining_s, caller=caller
             )

@@ -58,16 +58,20 @@ ipFamilies: {{ toJson . }}
 {{- $decided = mustMergeOverwrite $decided (include "tandem.securitySettings" . | fromYaml) -}}
 {{- if $root.Values.tls.enabled }}{{ $_ := set $decided.signals "router_name" (include "tandem.routerName" $root) }}{{ end -}}
 {{- if eq $root.Values.autoscaling.mode "builtin" -}}
+{{- $decided = mustMergeOverwrite $decided (include "tandem.resizingSettings" $root | fromYaml) (include "tandem.scalingSettings" $root | fromYaml) -}}
+{{- else if $root.Values.autoscaling.keda.enabled -}}
 {{- $decided = mustMergeOverwrite $decided (include "tandem.scalingSettings" $root | fromYaml) -}}
+{{- $_ := set $decided.signals "active_s" (mul 3 $root.Values.autoscaling.keda.pollingSeconds) -}}
+{{- if eq (int $root.Values.autoscaling.decode.minReplicas) 0 -}}
+{{- $_ := set $decided "admission" (dict "instance_wait_s" $root.Values.autoscaling.keda.waitSeconds) -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml (mustMergeOverwrite $decided (deepCopy .spec.settings)) -}}
 {{- end -}}
 
-{{/* The router's sections `kubernetes` and `autoscaler`: what it sizes, within which bounds, for which objectives. */}}
-{{- define "tandem.scalingSettings" -}}
+{{/* What the router resizes itself. */}}
+{{- define "tandem.resizingSettings" -}}
 {{- $fullname := include "tandem.fullname" . -}}
-{{- $prefill := .Values.autoscaling.prefill -}}
-{{- $decode := .Values.autoscaling.decode -}}
 kubernetes:
   prefill: deployment/{{ $fullname }}-prefill
   decode: deployment/{{ $fullname }}-decode
@@ -75,15 +79,22 @@ kubernetes:
   mark_pods: {{ .Values.autoscaling.markPods }}
 autoscaler:
   enabled: true
+{{- end -}}
+
+{{/* Within which bounds pools are sized, and for which objectives. */}}
+{{- define "tandem.scalingSettings" -}}
+{{- $prefill := .Values.autoscaling.prefill -}}
+{{- $decode := .Values.autoscaling.decode -}}
+autoscaler:
   prefill:
-    min_size: {{ $prefill.minReplicas | int }}
+    min_size: {{ max 1 ($prefill.minReplicas | int) }}
     max_size: {{ $prefill.maxReplicas | int }}
     start_timeout_s: {{ include "tandem.startDeadline" (dict "root" . "component" "prefill") }}
     {{- with $prefill.timeToFirstTokenSeconds }}
     ttft_objective_s: {{ . }}
     {{- end }}
   decode:
-    min_size: {{ $decode.minReplicas | int }}
+    min_size: {{ max 1 ($decode.minReplicas | int) }}
     max_size: {{ $decode.maxReplicas | int }}
     start_timeout_s: {{ include "tandem.startDeadline" (dict "root" . "component" "decode") }}
     {{- with $decode.interTokenLatencySeconds }}

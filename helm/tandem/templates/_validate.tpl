@@ -52,13 +52,24 @@
 {{- if and (eq .Values.autoscaling.mode "builtin") (not (kindIs "invalid" $most)) (lt (int $most) (int $least)) -}}
 {{- fail (printf "router.settings.autoscaler.max_instances: %d is below the sum of both minReplicas, which is %d" (int $most) (int $least)) -}}
 {{- end -}}
+{{- $keda := .Values.autoscaling.keda -}}
+{{- if and $keda.enabled (ne .Values.autoscaling.mode "external") -}}
+{{- fail (printf "autoscaling.keda.enabled: autoscaling.mode is %s, which sizes the pools too; set it to external" .Values.autoscaling.mode) -}}
+{{- end -}}
+{{- if and $keda.enabled .Values.tls.enabled (not $keda.authenticationRef) -}}
+{{- fail "autoscaling.keda.authenticationRef: tls is enabled, so KEDA needs a certificate and the CA; name a TriggerAuthentication that has them" -}}
+{{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $bounds := index $.Values.autoscaling $role -}}
+{{- if and (eq ($bounds.minReplicas | int) 0) (not $keda.enabled) -}}
+{{- fail (printf "autoscaling.%s.minReplicas: 0 needs autoscaling.keda.enabled, which starts the first pod" $role) -}}
+{{- end -}}
 {{- if gt ($bounds.minReplicas | int) ($bounds.maxReplicas | int) -}}
 {{- fail (printf "autoscaling.%s.minReplicas: %d is above maxReplicas, which is %d" $role ($bounds.minReplicas | int) ($bounds.maxReplicas | int)) -}}
 {{- end -}}
 {{- end -}}
 {{- include "tandem.validateSecurity" . -}}
+{{- include "tandem.validateWaysIn" . -}}
 {{- include "tandem.validateLabels" . -}}
 {{- include "tandem.validatePorts" . -}}
 {{- range $component := list "router" "prefill" "decode" -}}
@@ -98,6 +109,24 @@
 {{- $auth := .Values.auth -}}
 {{- if and $auth.existingSecret (not $auth.existingSecretTokensKey) (not $auth.existingSecretAdminTokensKey) -}}
 {{- fail "auth.existingSecret: none of its keys is used; give auth.existingSecretTokensKey or auth.existingSecretAdminTokensKey" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Rejects ways to ports that are not there, and from nowhere. */}}
+{{- define "tandem.validateWaysIn" -}}
+{{- $routes := .Values.routes -}}
+{{- range $value, $isEnabled := dict "ingress" .Values.ingress.enabled "routes.http" $routes.http.enabled -}}
+{{- if and $isEnabled (not $.Values.router.openai.enabled) -}}
+{{- fail (printf "%s.enabled: it leads to OpenAI's HTTP API; set router.openai.enabled=true" $value) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
+{{- fail "ingress.hosts: give the host names for which this is the backend" -}}
+{{- end -}}
+{{- range $kind, $route := $routes -}}
+{{- if and $route.enabled (not $route.parentRefs) -}}
+{{- fail (printf "routes.%s.parentRefs: name the Gateway, as in [{name: public, namespace: gateways}]" $kind) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

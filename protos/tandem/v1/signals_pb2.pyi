@@ -48,6 +48,7 @@ class GetSignalsResponse(_message.Message):
     LACKING_FIELD_NUMBER: _builtins.int
     TTFT_FIELD_NUMBER: _builtins.int
     ITL_FIELD_NUMBER: _builtins.int
+    IDLE_S_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Identifies the router's process; a router recognises its own address by it."""
     num_queued: _builtins.int
@@ -56,6 +57,8 @@ class GetSignalsResponse(_message.Message):
     """Seconds that a new request would wait; unset when requests wait and no request has ended yet."""
     lacking: _instance_pb2.Role.ValueType
     """The pool that the queue waits for; unspecified when the router's own limits are reached."""
+    idle_s: _builtins.float
+    """Seconds since the last request ended; 0 while there is one, unset before the first."""
     @_builtins.property
     def ttft(self) -> _containers.RepeatedCompositeFieldContainer[Global___LatencySample]:
         """Times to first token of the recent requests."""
@@ -73,13 +76,19 @@ class GetSignalsResponse(_message.Message):
         lacking: _instance_pb2.Role.ValueType = ...,
         ttft: _abc.Iterable[Global___LatencySample] | None = ...,
         itl: _abc.Iterable[Global___LatencySample] | None = ...,
+        idle_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_delay_s", b"_queue_delay_s", "queue_delay_s", b"queue_delay_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_queue_delay_s", b"_queue_delay_s", "idle_s", b"idle_s", "queue_delay_s", b"queue_delay_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_delay_s", b"_queue_delay_s", "itl", b"itl", "lacking", b"lacking", "num_queued", b"num_queued", "queue_delay_s", b"queue_delay_s", "router_id", b"router_id", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_queue_delay_s", b"_queue_delay_s", "idle_s", b"idle_s", "itl", b"itl", "lacking", b"lacking", "num_queued", b"num_queued", "queue_delay_s", b"queue_delay_s", "router_id", b"router_id", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__idle_s: _TypeAlias = _typing.Literal["idle_s"]  # noqa: Y015
+    _WhichOneofArgType__idle_s: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s"]  # noqa: Y015
     _WhichOneofReturnType__queue_delay_s: _TypeAlias = _typing.Literal["queue_delay_s"]  # noqa: Y015
     _WhichOneofArgType__queue_delay_s: _TypeAlias = _typing.Literal["_queue_delay_s", b"_queue_delay_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_s) -> _WhichOneofReturnType__idle_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_delay_s) -> _WhichOneofReturnType__queue_delay_s | None: ...
 
 Global___GetSignalsResponse: _TypeAlias = GetSignalsResponse  # noqa: Y015

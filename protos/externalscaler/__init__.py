@@ -1,0 +1,1 @@
+"""externalscaler: what KEDA asks of an external scaler."""

@@ -1,0 +1,241 @@
+"""KEDA's external scaler: a client of its proto sizes the pools, down to none, with requests that wait meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos.externalscaler import externalscaler_pb2 as keda
+from protos.externalscaler import externalscaler_pb2_grpc as keda_grpc
+from router.request.validation import ServedModel
+from serving.channel import open_channel
+from tandem.client.health import READY, health
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.router.autoscaler.test_peers import second_router
+from tests.router.conftest import Run
+from tests.router.rig import TIMEOUT_S, Rig, slow
+
+ACTIVE_S = 0.3
+SIGNALS = {"listen": "127.0.0.1:0", "interval_s": 0.05, "active_s": ACTIVE_S}
+WARM = {"prefill": {"warm_up_s": 0.0}, "decode": {"warm_up_s": 0.0}}
+WAITING = {"instance_wait_s": 60.0}
+POOLS = ("prefill", "decode")
+
+
+def reference(pool: str) -> keda.ScaledObjectRef:
+    return keda.ScaledObjectRef(name=f"tandem-{pool}", namespace="llm", scalerMetadata={"pool": pool})
+
+
+class Keda:
+    """KEDA's side of one router's scaler."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = keda_grpc.ExternalScalerStub(channel)
+
+    async def is_active(self, pool: str = "decode") -> bool:
+        return (await self._stub.IsActive(reference(pool), timeout=TIMEOUT_S)).result
+
+    async def wanted(self, pool: str = "decode") -> float:
+        """Instances, as an HPA computes them of the metric."""
+        [spec] = (await self._stub.GetMetricSpec(reference(pool), timeout=TIMEOUT_S)).metricSpecs
+        request = keda.GetMetricsRequest(scaledObjectRef=reference(pool), metricName=spec.metricName)
+        [value] = (await self._stub.GetMetrics(request, timeout=TIMEOUT_S)).metricValues
+        assert value.metricName == spec.metricName == f"tandem-{pool}-instances"
+        assert value.metricValue / spec.targetSize == value.metricValueFloat / spec.targetSizeFloat
+        return value.metricValueFloat / spec.targetSizeFloat
+
+    async def pushed(self, pool: str = "decode") -> AsyncIterator[bool]:
+        async for message in self._stub.StreamIsActive(reference(pool)):
+            yield message.result
+
+    async def refusal(self, pool: str, metric: str) -> grpc.aio.AioRpcError:
+        request = keda.GetMetricsRequest(scaledObjectRef=reference(pool), metricName=metric)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await self._stub.GetMetrics(request, timeout=TIMEOUT_S)
+        return refused.value
+
+
+@asynccontextmanager
+async def scaler_of(app: Any) -> AsyncIterator[Keda]:
+    async with open_channel(app.signals_address) as channel:
+        yield Keda(channel)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def asleep(run: Run, **admission: Any) -> AsyncIterator[tuple[Rig, Keda, FakeInstance]]:
+    """A router whose only decode instance has not started yet."""
+    async with FakeInstance("decode", "decode-0", behaviour=Behaviour(slots=10)) as decode:
+        await decode.kill()
+        sections: dict[str, Any] = {"signals": SIGNALS, "autoscaler": WARM, "admission": {**WAITING, **admission}}
+        async with (
+            run(decode=[], pools={"decode": decode.address}, **sections) as rig,
+            scaler_of(rig.app) as scaler,
+        ):
+            yield rig, scaler, decode
+
+
+def fake(role: Any, index: int, **load: Any) -> FakeInstance:
+    return FakeInstance(role, f"{role}-{index}", behaviour=Behaviour(slots=10, **load))
+
+
+async def test_the_metric_is_the_number_of_instances_that_the_load_needs(run: Run) -> None:
+    prefill = [fake("prefill", 0)]
+    decode = [fake("decode", 0, num_waiting=8), fake("decode", 1, num_running=5)]
+    async with (
+        run(prefill=prefill, decode=decode, signals=SIGNALS, autoscaler=WARM) as rig,
+        scaler_of(rig.app) as scaler,
+    ):
+        assert await scaler.wanted("decode") == 5  # (4*8 + 5) / 10 / 0.75
+        assert await scaler.wanted("prefill") == 1
+        decode[0].behaviour.num_waiting = 0
+        async with asyncio.timeout(20):
+            while await scaler.wanted("decode") != 1:
+                await asyncio.sleep(0.01)
+
+
+async def test_the_bounds_of_both_pools_together_hold(run: Run) -> None:
+    busy = [fake("decode", 0, num_waiting=9)]
+    autoscaler = {**WARM, "max_instances": 3}
+    async with (
+        run(prefill=[fake("prefill", 0)], decode=busy, signals=SIGNALS, autoscaler=autoscaler) as rig,
+        scaler_of(rig.app) as scaler,
+    ):
+        assert (await scaler.wanted("prefill"), await scaler.wanted("decode")) == (1, 2)
+
+
+async def test_without_valid_data_there_is_no_metric_and_the_size_stays(run: Run) -> None:
+    async with run(signals=SIGNALS) as rig, scaler_of(rig.app) as scaler:  # instances that are still cold
+        refused = await scaler.refusal("decode", "tandem-decode-instances")
+        assert refused.code() == grpc.StatusCode.UNAVAILABLE
+        assert "should stay" in str(refused.details())
+
+
+@pytest.mark.parametrize(("pool", "metric"), [("decod", "tandem-decode-instances"), ("decode", "s0-tandem"), ("", "")])
+async def test_a_trigger_without_a_pool_or_with_another_metric_is_rejected(run: Run, pool: str, metric: str) -> None:
+    async with run(signals=SIGNALS) as rig, scaler_of(rig.app) as scaler:
+        assert (await scaler.refusal(pool, metric)).code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_request_makes_the_pools_active_and_some_time_after_it_they_are_not(run: Run) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.02))
+    async with run(decode=[decode], signals=SIGNALS) as rig, scaler_of(rig.app) as scaler:
+        async with asyncio.timeout(30):
+            pushed = scaler.pushed()
+            assert await anext(pushed) is False
+            assert not await scaler.is_active("prefill")
+            asking = asyncio.create_task(rig.generate(max_tokens=20))
+            assert await anext(pushed) is True
+            await asking
+            assert await anext(pushed) is False
+            assert not await scaler.is_active()
+
+
+async def test_a_stream_ends_while_the_router_drains(run: Run) -> None:
+    """So that KEDA asks another router meanwhile."""
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run(decode=[decode], signals=SIGNALS) as rig, scaler_of(rig.app) as scaler:
+        pushed = scaler.pushed()
+        await anext(pushed)
+        asking = asyncio.create_task(rig.generate(max_tokens=20))
+        assert await anext(pushed) is True
+        draining = asyncio.create_task(rig.app.drain())
+        async with asyncio.timeout(20):
+            assert [one async for one in pushed] == []
+        assert not draining.done()
+        await asking
+        await draining
+
+
+async def test_another_routers_requests_count_and_a_silent_router_may_have_some(
+    run: Run, model: ServedModel, model_folder: Path
+) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run(decode=[decode], signals=SIGNALS) as rig, second_router(rig, model, model_folder) as second:
+        assert second.peers is not None
+        await until(lambda: second.peers and second.peers.signals())
+        async with scaler_of(second) as scaler:
+            assert not await scaler.is_active()
+            asking = asyncio.create_task(rig.generate(max_tokens=20))
+            async with asyncio.timeout(20):
+                async for is_active in scaler.pushed():
+                    if is_active:
+                        break
+            await asking
+            await rig.app.stop()
+            await until(lambda: second.peers and second.peers.num_silent)
+            assert await scaler.is_active()
+
+
+# From zero
+
+
+async def test_requests_wait_for_the_first_instance_and_none_is_lost(run: Run) -> None:
+    async with asleep(run) as (rig, scaler, decode):
+        pushed = scaler.pushed()
+        assert await anext(pushed) is False
+        asking = [asyncio.create_task(rig.generate(max_tokens=6, seed=seed)) for seed in range(4)]
+        async with asyncio.timeout(20):
+            assert await anext(pushed) is True
+            while rig.app.admission.num_held < len(asking):
+                await asyncio.sleep(0.01)
+        await decode.restart()
+        for seed, answer in enumerate(await asyncio.gather(*asking)):
+            assert answer.is_exactly(6, seed=seed)
+        assert rig.app.admission.num_held == 0
+
+
+async def test_a_router_of_an_empty_pool_is_ready_if_requests_may_wait(run: Run) -> None:
+    service = "tandem.v1.GenerationService"
+    async with asleep(run) as (rig, _, _):
+        async with asyncio.timeout(20):
+            while await asyncio.to_thread(health, rig.app.address, service) != READY:
+                await asyncio.sleep(0.05)
+
+
+async def test_no_more_wait_than_may(run: Run) -> None:
+    async with asleep(run, max_queued=1) as (rig, _, decode):
+        first = asyncio.create_task(rig.generate(max_tokens=6))
+        await until(lambda: rig.app.admission.num_held)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await rig.generate(max_tokens=6)
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "wait already for the first decode instance" in str(refused.value.details())
+        await decode.restart()
+        assert (await first).is_exactly(6)
+
+
+async def test_the_wait_ends(run: Run) -> None:
+    async with asleep(run, instance_wait_s=0.2) as (rig, _, decode):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await rig.generate(max_tokens=6)
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert rig.app.admission.num_rejected["no_instance"] == 1
+        assert rig.app.admission.num_held == 0
+        await decode.restart()
+        await rig.until_ready(num_decode=1)
+
+
+async def test_a_client_that_goes_waits_no_longer(run: Run) -> None:
+    async with asleep(run) as (rig, _, decode):
+        call = rig.call(max_tokens=6)
+        reading = asyncio.create_task(call.read())
+        await until(lambda: rig.app.admission.num_held)
+        call.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await until(lambda: not rig.app.admission.num_held)
+        await decode.restart()
+        await rig.until_ready(num_decode=1)
