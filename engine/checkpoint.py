@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError, InvalidCheckpoint, UnsupportedModel
 
 if TYPE_CHECKING:
-    from engine.models.config import ModelConfig
+    from engine.models.config import DecoderConfig
 
 _DEMO = Path(__file__).parent.parent / "tandem/demo/model"
 """Files of another package, in a checkout and in site-packages."""
@@ -46,15 +46,15 @@ def resolve(model: str) -> Path:
     return folder
 
 
-def check_checkpoint(model: str, folder: Path, *, needs_weights: bool = True) -> ModelConfig:
+def check_checkpoint(model: str, folder: Path, *, needs_weights: bool = True) -> DecoderConfig:
     """The shape of `model` in `folder`, from its config.json alone.
 
     Raises UnsupportedModel or InvalidCheckpoint, which say what to do, for one that an instance could not load.
     """
-    from engine.models.config import ModelConfig
+    from engine.models import read_config
 
     try:
-        config = ModelConfig.from_folder(folder)
+        config = read_config(folder)
     except UnsupportedModel as error:
         hint = f". vLLM runs more models: vllm serve {model}" if "is not supported" in str(error) else ""
         raise UnsupportedModel(f"model {model!r}: {error}{hint}") from None

@@ -9,6 +9,7 @@ import msgspec
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
+ModelImpl = Literal["auto", "native", "transformers"]
 
 
 class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Device = "cpu"
     load_format: LoadFormat = "auto"
     """`dummy`: random weights from config.json alone, for benchmarks at real sizes."""
+    model_impl: ModelImpl = "auto"
+    """What computes the model: our own decoder, transformers (an extra, `models`), or ours where it can."""
     max_model_len: int | None = None
     """Maximum prompt + output in tokens; None: the model's own limit."""
     block_size: int = 16

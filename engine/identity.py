@@ -89,9 +89,10 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compute_identity(
-    folder: str | Path, *, dtype: str, layout: KVLayout, load_format: LoadFormat, seed: int
+    folder: str | Path, *, dtype: str, layout: KVLayout, load_format: LoadFormat, seed: int, backend: str = "native"
 ) -> ModelIdentity:
-    """The identity of the checkpoint in `folder`. `seed` matters for dummy weights alone.
+    """The identity of the checkpoint in `folder`. `seed` matters for dummy weights alone; the digest of the config
+    covers the backend that computes the model.
 
     Reads every weight file without a cached digest, at about 2 GB/s. Raises EngineError naming what is missing.
     """
@@ -99,7 +100,7 @@ def compute_identity(
     weights = _digest_parts((b"dummy", str(seed).encode())) if load_format == "dummy" else weights_digest(folder)
     return ModelIdentity(
         weights_digest=weights,
-        config_digest=config_digest(folder),
+        config_digest=config_digest(folder, backend),
         tokenizer_digest=tokenizer_digest(folder),
         dtype=dtype,
         block_size=layout.block_size,
@@ -127,15 +128,17 @@ def weights_digest(folder: Path) -> str:
     return _digest_parts(parts)
 
 
-def config_digest(folder: Path) -> str:
-    """SHA-256 over the canonical JSON of the keys of config.json that shape the computation."""
+def config_digest(folder: Path, backend: str = "native") -> str:
+    """SHA-256 over the canonical JSON of the keys of config.json that shape the computation, and over a backend other
+    than the native one."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise EngineError(f"{path} cannot be read as JSON: {error}") from error
     canonical = json.dumps(_without_ignored(config), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    backend_part = "" if backend == "native" else f"\n{backend}"
+    return hashlib.sha256((canonical + backend_part).encode()).hexdigest()
 
 
 def tokenizer_digest(folder: Path) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from engine.attention.backend import AttentionMetadata
 from engine.config import EngineConfig
-from engine.models.llama import LlamaModel
+from engine.models.decoder import Decoder
 from engine.sampling.grammar import GrammarMasks
 from engine.sampling.logprobs import PromptLogprobs, token_logprobs
 from engine.sampling.params import SamplingParams
@@ -30,7 +30,7 @@ from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, Schedu
 class ModelRunner:
     """Owns the model and the KV memory of one rank."""
 
-    def __init__(self, config: EngineConfig, model: LlamaModel, kv_cache: torch.Tensor, kv: KVCacheManager) -> None:
+    def __init__(self, config: EngineConfig, model: Decoder, kv_cache: torch.Tensor, kv: KVCacheManager) -> None:
         self._device = torch.device(config.device)
         self._model = model
         self._kv_cache = kv_cache

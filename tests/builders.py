@@ -51,6 +51,13 @@ _PER_ARCHITECTURE: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    # Untied: scaled up, an embedding would dominate its own logits. The caps are as wide as these weights' numbers.
+    "gemma2": {
+        "sliding_window": 24,
+        "tie_word_embeddings": False,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 200.0,
+    },
     "mistral": {"sliding_window": 24, "head_dim": 16},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 96},
 }

@@ -15,16 +15,23 @@ BACKENDS = ("cpu", "reference")
 
 
 def select_backend(
-    name: str, *, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    name: str,
+    *,
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    softcap: float | None = None,
 ) -> AttentionBackend:
     """The backend called `name`; "auto" takes the fastest that supports these sizes on this device.
 
+    With `softcap` c, a score s becomes c * tanh(s / c) before the softmax (Gemma 2).
     Raises UnsupportedModel for an unknown name or unsupported sizes.
     """
     if name not in (*BACKENDS, "auto"):
         raise UnsupportedModel(f"attention backend {shown(name)} is not known; known: auto, {', '.join(BACKENDS)}")
     for candidate in BACKENDS if name == "auto" else (name,):
-        backend = _backend(candidate)
+        backend = _backend(candidate, softcap)
         if backend.supports(block_size=block_size, head_dim=head_dim, dtype=dtype, device=device):
             return backend
     raise UnsupportedModel(
@@ -32,12 +39,12 @@ def select_backend(
     )
 
 
-def _backend(name: str) -> AttentionBackend:
+def _backend(name: str, softcap: float | None) -> AttentionBackend:
     """Imported late: compiled backends cost start-up time."""
     if name == "cpu":
         from engine.attention.cpu import CpuAttention
 
-        return CpuAttention()
+        return CpuAttention(softcap)
     from engine.attention.reference import ReferenceAttention
 
-    return ReferenceAttention()
+    return ReferenceAttention(softcap)

@@ -25,7 +25,7 @@ SERIAL_ELEMENTS = 1 << 15
 """Below this many KV elements one thread finishes before a second has started."""
 
 _WriteArguments = ctypes.c_int64 * 12
-_AttentionArguments = ctypes.c_int64 * 17
+_AttentionArguments = ctypes.c_int64 * 18
 
 
 @dataclass(slots=True)
@@ -38,12 +38,22 @@ class _Plan:
     """Sum over the tiles of their visible positions: the work of one head."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """How products become scores; 0: no window, no soft cap."""
+
+    scale: float
+    window: int
+    softcap: float
+
+
 class CpuAttention:
     """Not thread-safe: it keeps the last step's plan."""
 
     name = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
         self._metadata: AttentionMetadata | None = None
         self._plan: _Plan | None = None
 
@@ -72,7 +82,8 @@ class CpuAttention:
             self._metadata = metadata
         _write_kv(key, value, kv_cache, layer, metadata.slot_mapping)
         output = torch.empty(query.shape, dtype=query.dtype)
-        _attend_tiles(query, kv_cache, output, layer, metadata, plan, scale, sliding_window or 0)
+        scores = _Scores(scale, sliding_window or 0, self._softcap or 0.0)
+        _attend_tiles(query, kv_cache, output, layer, metadata, plan, scores)
         return output
 
 
@@ -127,8 +138,7 @@ def _attend_tiles(
     layer: int,
     metadata: AttentionMetadata,
     plan: _Plan,
-    scale: float,
-    window: int,
+    scores: _Scores,
 ) -> None:
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[3:5]
@@ -149,9 +159,10 @@ def _attend_tiles(
         metadata.block_tables.stride(0),
         _layer_address(kv_cache, layer),
         kv_cache.stride(0),
-        bits_of(scale),
-        window,
+        bits_of(scores.scale),
+        scores.window,
         plan.max_tile_tokens * group,
+        bits_of(scores.softcap),
     )
     work = plan.num_visible * num_kv_heads * head_dim
     num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1

@@ -80,7 +80,7 @@ def write_kv_address(bfloat16: bool) -> int:
 def paged_attention_address(bfloat16: bool) -> int:
     """`void(int64*)`: counter, num_tiles, num_kv_heads, group, head_dim, block_size, query, its row stride, output,
     tiles, block_tables, its row stride, page of this layer, elements per page, scale (bits of a double),
-    sliding window (0: none), rows of the largest tile."""
+    sliding window (0: none), rows of the largest tile, soft cap of the scores (bits of a double; 0: none)."""
     kind = BFLOAT16 if bfloat16 else FLOAT32
 
     @kernel
@@ -116,7 +116,7 @@ def _paged_attention(a, kind):
     num_tasks, query_stride, page_size, window = a[1] * num_kv_heads, a[7], a[13], a[15]
     query, output, cache = pointer(a[6], kind), pointer(a[8], kind), pointer(a[12], kind)
     tiles, tables = pointer(a[9], INT32), pointer(a[10], INT32)
-    scale = splat(np.float32(as_double(a[14])))
+    scale, softcap = splat(np.float32(as_double(a[14]))), np.float32(as_double(a[17]))
     stride = 2 * head_dim + TILE_KEYS + WIDTH
     shape = (head_dim, stride, num_kv_heads * block_size * head_dim)
     num_scratch = (a[16] + NUM_ROWS - 1) * stride  # the last rows have neighbours
@@ -144,7 +144,7 @@ def _paged_attention(a, kind):
         _find_keys(offsets, here, pages, first, end)
         for start in range(first, end, TILE_KEYS):
             _find_keys(offsets, there, pages, start + TILE_KEYS, end)
-            queries = (num_rows, group, first_position - start, window)
+            queries = (num_rows, group, first_position - start, window, softcap)
             if num_rows >= PACKED_ROWS:
                 _pack(cache, offsets, here, shape, min(TILE_KEYS, end - start), tile_kv)
                 _attend_packed(rows, shape, tile_kv, queries)
@@ -170,7 +170,7 @@ def _visible(position, window, count):
 def _attend_packed(rows, shape, tile_kv, queries):
     """All rows' scores, weights and weighted values of a packed tile, four rows at a time."""
     head_dim, stride, _ = shape
-    num_rows, group, position, window = queries
+    num_rows, group, position, window, softcap = queries
     keys, values = tile_kv
     for row in range(0, num_rows, NUM_ROWS):
         past = min(row + NUM_ROWS, num_rows)
@@ -182,6 +182,8 @@ def _attend_packed(rows, shape, tile_kv, queries):
             places = (at, stride, weights + token)
             store_products(rows, places, keys, (token, TILE_KEYS, head_dim // WIDTH))
         for one in range(row, past):
+            if softcap > ZERO:
+                _cap(rows, one * stride + 2 * head_dim, low, high, softcap)
             seen = _visible(position + one // group, window, TILE_KEYS)
             _weigh(rows, one * stride, head_dim, (low, high), seen)
         whole = head_dim // 64 * 64
@@ -197,7 +199,7 @@ def _attend_packed(rows, shape, tile_kv, queries):
 def _attend_in_place(rows, shape, cache, offsets, queries):
     """The same with keys and values where they lie, two rows at a time."""
     head_dim, stride, _ = shape
-    num_rows, group, position, window = queries
+    num_rows, group, position, window, softcap = queries
     for row in range(0, num_rows, 2):
         past = min(row + 2, num_rows)
         low, high = _span(row, past, queries)
@@ -205,6 +207,8 @@ def _attend_in_place(rows, shape, cache, offsets, queries):
             continue
         _score(rows, row * stride, shape, cache, offsets, low, high)
         for one in range(row, past):
+            if softcap > ZERO:
+                _cap(rows, one * stride + 2 * head_dim, low, high, softcap)
             seen = _visible(position + one // group, window, TILE_KEYS)
             _weigh(rows, one * stride, head_dim, (low, high), seen)
         _accumulate(rows, row * stride, shape, cache, offsets, low, high)
@@ -213,7 +217,7 @@ def _attend_in_place(rows, shape, cache, offsets, queries):
 @njit
 def _span(row, past, queries):
     """The keys of a tile that one of the rows [row, past) sees: [low, high)."""
-    _, group, position, window = queries
+    _, group, position, window, _ = queries
     low, _ = _visible(position + row // group, window, TILE_KEYS)
     _, high = _visible(position + (past - 1) // group, window, TILE_KEYS)
     return low, high
@@ -294,6 +298,15 @@ def _score(rows, at, shape, cache, offsets, low, high):
             prefetch(cache, k0 + plane + d)
         store_totals(rows, first + token, a0, a1, a2, a3)
         store_totals(rows, second + token, b0, b1, b2, b3)
+
+
+@njit
+def _cap(rows, scores, low, high, softcap):
+    """Scores [low, high) of one row -> softcap * tanh(score / softcap), where tanh(x) = 1 - 2 / (e**2x + 1)."""
+    one, two, cap = splat(ONE), splat(np.float32(2)), splat(softcap)
+    for token in range(low // WIDTH * WIDTH, high, WIDTH):
+        power = exp(two * load(rows, scores + token) / cap)
+        store(rows, scores + token, cap * (one - two / (power + one)))
 
 
 @njit

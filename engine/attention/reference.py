@@ -12,6 +12,9 @@ class ReferenceAttention:
 
     name = "reference"
 
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
+
     @staticmethod
     def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
         return True
@@ -35,7 +38,9 @@ class ReferenceAttention:
         for index, seq_len in enumerate(metadata.seq_lens.tolist()):
             rows = slice(starts[index], starts[index + 1])
             keys, values = gather_kv(kv_cache, metadata.block_tables[index], layer=layer, seq_len=seq_len)
-            output[rows] = _attend(query[rows], keys, values, scale=scale, sliding_window=sliding_window)
+            output[rows] = _attend(
+                query[rows], keys, values, scale=scale, sliding_window=sliding_window, softcap=self._softcap
+            )
         return output
 
 
@@ -61,13 +66,21 @@ def gather_kv(
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, sliding_window: int | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """query [q, num_heads, d] at the last q positions of keys/values [s, num_kv_heads, d] -> [q, num_heads, d]."""
     group = query.shape[1] // keys.shape[1]
     keys = keys.float().repeat_interleave(group, dim=1)
     values = values.float().repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,shd->hqs", query.float(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     key_positions = torch.arange(keys.shape[0], device=query.device)
     query_positions = key_positions[-query.shape[0] :, None] if query.shape[0] else key_positions[:0, None]
     hidden = key_positions > query_positions

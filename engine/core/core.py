@@ -35,8 +35,7 @@ from engine.kv_connector import KVLoadResult, make_connector, self_test
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes
 from engine.model_runner import ModelRunner
-from engine.models import load_model
-from engine.models.config import ModelConfig
+from engine.models import load_model, read_config
 from engine.sampling.grammar import GrammarCompiler
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
@@ -81,11 +80,16 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
         self.config = config
-        model_config = ModelConfig.from_folder(Path(config.model))
+        model_config = read_config(config.model, config.model_impl)
         dtype = model_config.resolve_dtype(config.dtype)
         layout = model_config.kv_layout(dtype=dtype, block_size=config.block_size)
         identity = compute_identity(
-            config.model, dtype=dtype, layout=layout, load_format=config.load_format, seed=config.seed
+            config.model,
+            dtype=dtype,
+            layout=layout,
+            load_format=config.load_format,
+            seed=config.seed,
+            backend=model_config.backend,
         )
         self._fingerprint = identity.fingerprint
         model = load_model(model_config, config)

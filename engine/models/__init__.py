@@ -1,16 +1,44 @@
-"""Models: the checkpoint's config (free of torch), the decoder and its weights."""
+"""Models: the checkpoint's config (free of torch), native decoders and their weights, and those of transformers."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from engine.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
+    from engine.models.config import DecoderConfig
+    from engine.models.decoder import Decoder
+
+
+def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
+    """The decoder in `folder` as `model_impl` computes it: native, transformers, or auto, which is native if it can be.
+
+    Raises UnsupportedModel, which says what would run it. Imports transformers, and torch with it, for those alone.
+    """
     from engine.models.config import ModelConfig
-    from engine.models.llama import LlamaModel
+
+    folder = Path(folder)
+    native_error = ""
+    if model_impl != "transformers":
+        try:
+            return ModelConfig.from_folder(folder)
+        except UnsupportedModel as error:
+            if model_impl == "native":
+                raise
+            native_error = f"{error}, and "
+    try:
+        import engine.models.transformers_backend as transformers_backend
+    except ImportError:
+        raise UnsupportedModel(
+            f"{native_error}the transformers backend is not installed; it runs most decoders: pip install '.[models]'"
+        ) from None
+    return transformers_backend.read_config(folder)
 
 
-def load_model(config: ModelConfig, engine: EngineConfig) -> LlamaModel:
+def load_model(config: DecoderConfig, engine: EngineConfig) -> Decoder:
     """The decoder that `config` describes, with the checkpoint's weights or dummy ones.
 
     Raises InvalidCheckpoint for files that do not fit, UnsupportedModel for an attention backend that cannot run it.
@@ -18,17 +46,30 @@ def load_model(config: ModelConfig, engine: EngineConfig) -> LlamaModel:
     import torch  # late: `config` is used without torch
 
     from engine.attention import select_backend
+    from engine.models.config import ModelConfig
     from engine.models.llama import LlamaModel
     from engine.models.weights import DummyWeights, SafetensorsWeights, WeightSource
 
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.resolve_dtype(engine.dtype)]
     device = torch.device(engine.device)
     attention = select_backend(
-        engine.attention_backend, block_size=engine.block_size, head_dim=config.head_dim, dtype=dtype, device=device
+        engine.attention_backend,
+        block_size=engine.block_size,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device=device,
+        softcap=config.softcap,
     )
+    dummy_seed = engine.seed if engine.load_format == "dummy" else None
+    if not isinstance(config, ModelConfig):
+        from engine.models.transformers_backend import TransformersModel
+
+        return TransformersModel(
+            config, Path(engine.model), dtype=dtype, device=device, attention=attention, dummy_seed=dummy_seed
+        )
     weights: WeightSource
-    if engine.load_format == "dummy":
-        weights = DummyWeights(engine.seed, dtype=dtype, device=device)
-    else:
+    if dummy_seed is None:
         weights = SafetensorsWeights(engine.model, dtype=dtype, device=device)
+    else:
+        weights = DummyWeights(dummy_seed, dtype=dtype, device=device)
     return LlamaModel(config, weights, dtype=dtype, device=device, attention=attention)

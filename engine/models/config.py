@@ -71,6 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 WeightDtype = Literal["float32", "bfloat16", "float16"]
 
+Backend = Literal["native", "transformers"]
 ExpertNames = Literal["mixtral", "qwen"]
 SUPPORTED_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16", "float16")
 
@@ -117,30 +118,62 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_h
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The shape of a decoder of the Llama, Qwen, Mistral or Mixtral family. Sizes are elements, layers, heads or
-    tokens."""
+class DecoderConfig:
+    """What the engine must know of a decoder, whatever computes it. Sizes are elements, layers, heads or tokens."""
 
     architecture: str
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
     num_kv_heads: int
     head_dim: int
+    max_position_embeddings: int
+    sliding_windows: tuple[int | None, ...]
+    """One per layer: with w, position p sees (p - w, p]; None: all positions before it."""
+    torch_dtype: WeightDtype
+    """The checkpoint's own."""
+    softcap: float | None = None
+    """With c, an attention score s becomes c * tanh(s / c)."""
+
+    @property
+    def backend(self) -> Backend:
+        """What computes it."""
+        return "transformers"
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum prompt + output in tokens of the position embeddings."""
+        return self.max_position_embeddings
+
+    def resolve_dtype(self, dtype: Dtype) -> Literal["float32", "bfloat16"]:
+        """The engine's `dtype` setting resolved: `auto` is the checkpoint's own, and float16 runs as bfloat16."""
+        if dtype != "auto":
+            return dtype
+        return "float32" if self.torch_dtype == "float32" else "bfloat16"
+
+    def kv_layout(self, *, dtype: Dtype, block_size: int) -> KVLayout:
+        return KVLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            dtype=self.resolve_dtype(dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(DecoderConfig):
+    """The shape of a native decoder, of the Llama, Qwen, Mistral or Mixtral family."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
     rms_norm_eps: float
     rope: RopeParameters
-    max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_windows: tuple[int | None, ...]
-    """One per layer: with w, position p sees (p - w, p]; None: all positions before it."""
-    torch_dtype: WeightDtype
-    """The checkpoint's own."""
     experts: ExpertsConfig | None = None
     """Of the layers whose MLP is a mixture of experts."""
 
@@ -163,6 +196,11 @@ class ModelConfig:
         return _parse(ConfigFields(read_json(Path(folder) / "config.json")))
 
     @property
+    def backend(self) -> Backend:
+        """See `DecoderConfig.backend`."""
+        return "native"
+
+    @property
     def intermediate_sizes(self) -> tuple[int, ...]:
         """Of the MLPs and of the experts, as far as there are such layers."""
         if self.experts is None:
@@ -172,36 +210,17 @@ class ModelConfig:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum prompt + output in tokens of the position embeddings; yarn scales the original length."""
+        """As `DecoderConfig.max_model_len`; yarn scales the original length."""
         if self.rope.rope_type != "yarn":
             return self.max_position_embeddings
         return max(self.max_position_embeddings, int(self.rope.original_max_position_embeddings * self.rope.factor))
-
-    def resolve_dtype(self, dtype: Dtype) -> Literal["float32", "bfloat16"]:
-        """The engine's `dtype` setting resolved: `auto` is the checkpoint's own, and float16 runs as bfloat16."""
-        if dtype != "auto":
-            return dtype
-        return "float32" if self.torch_dtype == "float32" else "bfloat16"
-
-    def kv_layout(self, *, dtype: Dtype, block_size: int) -> KVLayout:
-        return KVLayout(
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            block_size=block_size,
-            dtype=self.resolve_dtype(dtype),
-        )
 
 
 def _parse(fields: ConfigFields) -> ModelConfig:
     architecture, family = _architecture(fields)
     if (activation := fields.raw("hidden_act") or "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {shown(activation)} is not supported; supported: silu")
-    if (quantization := fields.raw("quantization_config")) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(
-            f"quantization_config ({shown(method)}) is not supported; supported: unquantized weights"
-        )
+    refuse_quantization(fields)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     attention_bias = fields.flag("attention_bias")
@@ -227,6 +246,15 @@ def _parse(fields: ConfigFields) -> ModelConfig:
         torch_dtype=_torch_dtype(fields),
         experts=_experts(fields, family),
     )
+
+
+def refuse_quantization(fields: ConfigFields) -> None:
+    """Raises UnsupportedModel for a checkpoint of quantised weights."""
+    if (quantization := fields.raw("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedModel(
+            f"quantization_config ({shown(method)}) is not supported; supported: unquantized weights"
+        )
 
 
 def _architecture(fields: ConfigFields) -> tuple[str, _Family]:

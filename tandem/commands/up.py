@@ -27,7 +27,7 @@ from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackEvent, StackFailed
 
 if TYPE_CHECKING:
-    from engine.models.config import ModelConfig
+    from engine.models.config import DecoderConfig
     from tandem.client.completion import Usage
     from tandem.client.credentials import Credentials
 
@@ -224,7 +224,7 @@ def _may_be_dummy(instance_args: Sequence[str]) -> bool:
     return "TANDEM_MODEL__LOAD_FORMAT" in os.environ or any(arg.startswith(flags) for arg in instance_args)
 
 
-def _check_sizes(settings: StackSettings, config: ModelConfig) -> None:
+def _check_sizes(settings: StackSettings, config: DecoderConfig) -> None:
     """Reports by the flags' names what the model and this machine's memory do not allow."""
     length, limit = settings.max_model_len, config.max_model_len
     if length is not None and length > limit:

@@ -61,6 +61,11 @@ def test_copies_have_equal_identities(folder: Path, tmp_path: Path) -> None:
     assert identify(folder).mismatches(identify(folder)) == []
 
 
+def test_another_backend_is_another_identity(folder: Path) -> None:
+    mismatches = identify(folder).mismatches(identify(folder, backend="transformers"))
+    assert {name for name, _, _ in mismatches} == {"config_digest", "fingerprint"}
+
+
 def test_names_and_dates_in_the_config_do_not_count(folder: Path) -> None:
     before = identify(folder)
     edit_config(folder, _name_or_path="b", transformers_version="5.23.0", torch_dtype="bfloat16", use_cache=False)

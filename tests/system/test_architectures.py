@@ -24,6 +24,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 PAIRS = [
     *((name, size) for name in ("llama", "qwen2", "qwen3", "mistral", "demo") for size in (1, 2)),
     ("qwen3_moe", 1),
+    ("gemma2", 1),
 ]
 """Architecture and instances per pool."""
 

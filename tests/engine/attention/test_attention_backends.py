@@ -63,6 +63,7 @@ requests = st.lists(
     group=st.integers(1, 4),
     head_dim=st.sampled_from([16, 32, 48, 64, 128]),
     window=st.one_of(st.none(), st.integers(1, 60)),
+    softcap=st.sampled_from([None, 2.0, 50.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_compiled_attention_equals_the_reference(
@@ -72,6 +73,7 @@ def test_compiled_attention_equals_the_reference(
     group: int,
     head_dim: int,
     window: int | None,
+    softcap: float | None,
     dtype: torch.dtype,
 ) -> None:
     metadata, _, num_blocks = paged_step(requests, block_size=block_size)
@@ -79,13 +81,13 @@ def test_compiled_attention_equals_the_reference(
         metadata, num_blocks, block_size=block_size, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
     )
     expected_cache = cache.clone()
-    backend = select_backend("cpu", block_size=block_size, head_dim=head_dim, dtype=dtype, device=CPU)
+    backend = select_backend("cpu", block_size=block_size, head_dim=head_dim, dtype=dtype, device=CPU, softcap=softcap)
     scale = head_dim**-0.5
 
     output = backend.forward(
         query, key, value, cache, layer=LAYER, metadata=metadata, scale=scale, sliding_window=window
     )
-    expected = ReferenceAttention().forward(
+    expected = ReferenceAttention(softcap).forward(
         query, key, value, expected_cache, layer=LAYER, metadata=metadata, scale=scale, sliding_window=window
     )
 

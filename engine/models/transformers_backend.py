@@ -1,0 +1,395 @@
+"""Decoders without a native implementation, computed by transformers over our paged KV.
+
+Each step is one sequence: the tokens of all requests side by side, with their positions. transformers calls `_attend`
+as its attention implementation; it writes keys and values into the pages and attends over them. A layer's heads, window
+and soft cap are not read from config.json, whose fields differ by architecture: the model is built on the meta device,
+without memory, and one forward records each layer's call and evaluates its mask.
+
+Linear layers are packed as those of the native models: faster, and row by row (engine/models/linear.py).
+The only module that imports transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.pytorch_utils import Conv1D
+
+from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
+from engine.models.config import SUPPORTED_DTYPES, ConfigFields, DecoderConfig, read_json, refuse_quantization
+from engine.models.linear import PackedLinear
+from engine.models.weights import DummyWeights
+
+_ATTENTION, _PROBE = "tandem", "tandem-probe"
+_PROBE_TOKENS = 4
+_SUPPORTED_OPTIONS = frozenset(
+    {
+        "dropout",
+        "is_causal",
+        "output_router_logits",
+        "position_ids",
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "use_cache",
+    }
+)
+"""Keyword arguments of an attention call that are supported, or have no effect here."""
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One layer's attention as transformers calls it."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    softcap: float | None
+    window: int | None
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The shape of the checkpoint's decoder. Raises UnsupportedModel, naming the architecture, for one that cannot be
+    served exactly."""
+    raw = read_json(folder / "config.json")
+    name = shown(", ".join(map(str, raw.get("architectures") or [])) or None)
+    refuse_quantization(ConfigFields(raw))
+    try:
+        _refuse_rope(raw)
+        config = _load_config(folder)
+        calls = _record_calls(config)
+        return _describe(config, calls)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"architecture {name} is not supported by the transformers backend: {error}") from None
+    except Exception as error:  # of any type: transformers validates where it uses a field
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModel(
+            f"architecture {name} is not supported: transformers {transformers.__version__} cannot build it ({reason})"
+        ) from error
+
+
+class TransformersModel:
+    """A model of transformers with the interface of `LlamaModel`. Used by one thread."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: AttentionBackend,
+        dummy_seed: int | None,
+    ) -> None:
+        """`dummy_seed`: None for the checkpoint's weights. Raises InvalidCheckpoint for tensors that do not fit."""
+        self.config = config
+        self._attention = attention
+        self._model = (
+            _load_weights(folder, dtype) if dummy_seed is None else _dummy_model(folder, dtype, dummy_seed)
+        ).to(device)
+        _pack_linear_layers(self._model)
+        self._decoder = self._model.get_decoder()
+        self._head = _without_decoder(self._model, self._decoder)
+
+    @property
+    def attention_name(self) -> str:
+        """Name of the attention backend."""
+        return self._attention.name
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """As `LlamaModel.forward`."""
+        token = _step.set(_Step(self._attention, kv_cache, metadata, self.config.sliding_windows))
+        try:
+            output = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        finally:
+            _step.reset(token)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden[0]
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden_size] -> float32 [rows, vocab_size]."""
+        with self._head():
+            logits: torch.Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits
+        return logits[0].float()
+
+
+# The attention of a step
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    attention: AttentionBackend
+    kv_cache: torch.Tensor
+    metadata: AttentionMetadata
+    windows: tuple[int | None, ...]
+
+
+_step: ContextVar[_Step] = ContextVar("_step")
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    **_options: object,
+) -> tuple[torch.Tensor, None]:
+    """query [1, num_heads, num_tokens, head_dim], key and value alike -> [1, num_tokens, num_heads, value_dim]."""
+    step, head_dim, value_dim = _step.get(), query.shape[-1], value.shape[-1]
+    if value_dim < head_dim:
+        value = torch.nn.functional.pad(value, (0, head_dim - value_dim))
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    output = step.attention.forward(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        step.kv_cache,
+        layer=layer,
+        metadata=step.metadata,
+        scale=head_dim**-0.5 if scaling is None else float(scaling),
+        sliding_window=step.windows[layer],
+    )
+    return output[None, ..., :value_dim], None
+
+
+# What the layers call
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """What a layer gets as mask while calls are recorded."""
+
+    window: int | None
+
+
+_calls: ContextVar[list[_Call]] = ContextVar("_calls")
+
+
+def _record(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Stands in for `_attend` on the meta device."""
+    unknown = sorted(name for name, given in options.items() if given is not None and name not in _SUPPORTED_OPTIONS)
+    if unknown:
+        raise UnsupportedModel(f"its attention takes {', '.join(unknown)}")
+    if not isinstance(attention_mask, _Mask):
+        raise UnsupportedModel("its attention has a mask of its own")
+    window = options.get("sliding_window")
+    if window is not None and window != attention_mask.window:
+        raise UnsupportedModel(f"a layer has a window of {window} and a mask of {attention_mask.window}")
+    _calls.get().append(
+        _Call(
+            layer=int(getattr(module, "layer_idx", -1)),
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[-1],
+            value_dim=value.shape[-1],
+            softcap=options.get("softcap"),
+            window=attention_mask.window,
+        )
+    )
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _recorded_mask(*, mask_function: Callable[..., torch.Tensor], local_size: int | None = None, **_: Any) -> _Mask:
+    """The window of a mask, which must be causal with or without one."""
+    window = local_size
+    far = _PROBE_TOKENS if window is None else 2 * window + 1
+    keys = torch.arange(far + 2, device="cpu")
+    for position in {0, far // 2, far}:
+        visible = mask_function(keys[0], keys[0], keys[position], keys)
+        expected = (keys <= position) & (keys > position - (far + 2 if window is None else window))
+        if not torch.equal(torch.broadcast_to(visible, keys.shape), expected):
+            raise UnsupportedModel("its attention is neither causal nor of a sliding window")
+    return _Mask(window)
+
+
+transformers.AttentionInterface.register(_ATTENTION, _attend)
+transformers.AttentionInterface.register(_PROBE, _record)
+AttentionMaskInterface.register(_PROBE, _recorded_mask)
+transformers.utils.logging.disable_progress_bar()
+
+
+def _record_calls(config: transformers.PreTrainedConfig) -> list[_Call]:
+    """One forward of a few tokens on the meta device."""
+    calls: list[_Call] = []
+    token = _calls.set(calls)
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),  # the type below is written into it
+                dtype=torch.bfloat16,  # the one type for which experts in one product have a meta kernel
+                attn_implementation=_PROBE,
+            )
+            if not model.is_backend_compatible():
+                raise UnsupportedModel("transformers has no attention interface for it")
+            tokens = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long)
+            model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    finally:
+        _calls.reset(token)
+    return calls
+
+
+def _describe(config: transformers.PreTrainedConfig, calls: list[_Call]) -> DecoderConfig:
+    if not calls or len(calls) != config.num_hidden_layers:
+        raise UnsupportedModel(
+            f"{len(calls)} of its {config.num_hidden_layers} layers have attention of the usual kind"
+        )
+    first = calls[0]
+    for index, call in enumerate(calls):
+        if replace(call, layer=0, window=None) != replace(first, layer=0, window=None):
+            raise UnsupportedModel("its layers have heads of different sizes or numbers")
+        if call.layer != index:
+            raise UnsupportedModel("its layers are not numbered in order")
+    if first.value_dim > first.head_dim:
+        raise UnsupportedModel("its values are longer than its keys")
+    dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+    if dtype not in SUPPORTED_DTYPES:
+        raise UnsupportedModel(f"weights of dtype {dtype}; supported: {', '.join(SUPPORTED_DTYPES)}")
+    return DecoderConfig(
+        architecture=config.architectures[0],
+        vocab_size=config.vocab_size,
+        num_layers=len(calls),
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        sliding_windows=tuple(call.window for call in calls),
+        softcap=first.softcap,
+        torch_dtype=dtype,
+    )
+
+
+# Loading
+
+
+def _load_config(folder: Path) -> transformers.PreTrainedConfig:
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not config.architectures:
+        raise UnsupportedModel("config.json names no architecture")
+    return config
+
+
+def _refuse_rope(raw: dict[str, Any]) -> None:
+    for rope in _rope_types(raw):
+        if rope in _LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedModel(f"RoPE type {rope!r} depends on the length of a request; cached keys cannot follow")
+
+
+def _rope_types(value: object) -> list[str]:
+    """Every RoPE type in a config, at any depth."""
+    if not isinstance(value, dict):
+        return []
+    own = [str(value[key]) for key in ("rope_type", "type") if isinstance(value.get(key), str)]
+    return own + [name for item in value.values() for name in _rope_types(item)]
+
+
+def _load_weights(folder: Path, dtype: torch.dtype) -> Any:
+    try:
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=_load_config(folder),
+            dtype=dtype,
+            attn_implementation=_ATTENTION,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidCheckpoint(f"transformers cannot load the checkpoint: {str(error).splitlines()[0]}") from error
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(map(str, found[problem]))
+        if names:
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            raise InvalidCheckpoint(f"tensors of the checkpoint: {problem}: {', '.join(names[:_MAX_NAMED])}{more}")
+    return model.eval()
+
+
+def _dummy_model(folder: Path, dtype: torch.dtype, seed: int) -> Any:
+    config = _load_config(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
+    weights = DummyWeights(seed, dtype=dtype, device=torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and name.endswith(".weight")
+            parameter.copy_(weights.take("norm.weight" if is_norm else name, tuple(parameter.shape)))
+    return model.eval()
+
+
+class _Packed(torch.nn.Module):
+    """A PackedLinear for inputs of any number of dimensions."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def _pack_linear_layers(model: torch.nn.Module) -> None:
+    """Replaces every linear layer in place; a matrix shared with an embedding stays there too."""
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is torch.nn.Linear or type(layer) is Conv1D:
+                setattr(parent, name, _Packed(_packed(layer)))
+
+
+def _packed(layer: Any) -> PackedLinear:
+    weight = layer.weight.detach()
+    if type(layer) is Conv1D:  # GPT-2's linear layer, transposed
+        weight = weight.t().contiguous()
+    return PackedLinear(weight, None if layer.bias is None else layer.bias.detach())
+
+
+class _GivenHidden(torch.nn.Module):
+    """Stands in for the decoder while logits are computed: its output is what it is given."""
+
+    def forward(
+        self, input_ids: None = None, *, inputs_embeds: torch.Tensor, **_: object
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
+
+
+def _without_decoder(model: torch.nn.Module, decoder: torch.nn.Module) -> Callable[[], Any]:
+    """A context in which `model` has a `_GivenHidden` in its decoder's place: what is left is all that follows, the
+    output layer with the scaling and capping of the architecture."""
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    parent, _, name = path.rpartition(".")
+    owner, given = model.get_submodule(parent), _GivenHidden()
+
+    @contextmanager
+    def context():  # type: ignore[no-untyped-def]
+        setattr(owner, name, given)
+        try:
+            yield
+        finally:
+            setattr(owner, name, decoder)
+
+    return context

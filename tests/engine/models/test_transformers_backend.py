@@ -1,0 +1,144 @@
+"""Decoders that transformers computes over our paged KV: exact against transformers itself, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.errors import InvalidCheckpoint, UnsupportedModel
+from engine.models import read_config
+from tests.builders import lively_checkpoint
+from tests.oracle import GreedyOracle, random_prompts
+
+WINDOW = {"sliding_window": 24}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512},
+    "gemma2": {},
+    "phi3": WINDOW,
+    "opt": {"ffn_dim": 160, "word_embed_proj_dim": 48},
+    "gemma3_text": {**WINDOW, "tie_word_embeddings": False, "num_hidden_layers": 7},
+    "gpt_neox": {},
+    "olmo2": {},
+    "starcoder2": WINDOW,
+    "granite": {"attention_multiplier": 0.2, "logits_scaling": 4.0, "residual_multiplier": 0.5},
+    "cohere2": WINDOW,
+}
+QUICK = ("gpt2", "gemma2", "phi3")
+"""Of each kind one: learned positions and biases; soft caps and windows by layer; fused projections."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
+
+
+def _marked(names: dict[str, Any]) -> list[Any]:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def _llm(folder: Path, **options: Any) -> LLM:
+    options = {"dtype": "float32", "num_gpu_blocks_override": 256, "model_impl": "transformers", **options}
+    return LLM(folder, skip_tokenizer_init=True, **options)
+
+
+def _generate(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """Token ids and log-probabilities of each prompt's answer."""
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
+    outputs = [answer.outputs[0] for answer in answers]
+    return [
+        (one.token_ids, [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs or [], strict=True)])
+        for one in outputs
+    ]
+
+
+@pytest.mark.parametrize("architecture", _marked(ARCHITECTURES))
+def test_tokens_and_logprobs_equal_transformers_in_chunks_cached_and_preempted(
+    architecture: str, tmp_path: Path
+) -> None:
+    folder = lively_checkpoint(tmp_path, architecture, **ARCHITECTURES[architecture])
+    prompts = random_prompts(6, longest=150, vocab_size=1000)
+    llm = _llm(folder, max_num_batched_tokens=33, num_gpu_blocks_override=30)
+    answers = _generate(llm, prompts)
+    assert llm.core.load.num_preemptions > 0
+    assert len({token for token_ids, _ in answers for token in token_ids}) > 20, "the output does not vary"
+    oracle = GreedyOracle(folder)
+    for prompt, (token_ids, logprobs) in zip(prompts, answers, strict=True):
+        oracle.check(prompt, token_ids)
+        expected = oracle.logits(prompt, token_ids).log_softmax(-1)
+        for row, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+            assert logprob == pytest.approx(expected[row, token].item(), abs=1e-4)
+    computed = llm.core.load.num_prefilled_tokens
+    assert _generate(llm, prompts[:1]) == answers[:1], "from the prefix cache"
+    again = llm.core.load.num_prefilled_tokens - computed
+    assert again <= max(16, len(prompts[0])), "at most the last block is computed again"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("architecture", ["gemma2", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_the_bits_of_an_answer_do_not_depend_on_the_batch(architecture: str, dtype: str, tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, architecture, **ARCHITECTURES[architecture])
+    llm = _llm(folder, dtype=dtype, enable_prefix_caching=False)
+    prompts = random_prompts(5, longest=60, vocab_size=1000)
+    assert [_generate(llm, [prompt])[0] for prompt in prompts] == _generate(llm, prompts)
+
+
+def test_the_shape_and_the_windows_come_from_what_the_layers_call(tmp_path: Path) -> None:
+    config = read_config(lively_checkpoint(tmp_path, "gemma2", **ARCHITECTURES["gemma2"]))
+    assert (config.backend, config.architecture) == ("transformers", "Gemma2ForCausalLM")
+    assert (config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size) == (3, 2, 32, 1024)
+    assert config.sliding_windows == (24, None, 24)
+    assert (config.softcap, config.max_model_len, config.torch_dtype) == (5.0, 2048, "float32")
+
+
+def test_dummy_weights_vary(tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, "gpt2", **ARCHITECTURES["gpt2"])
+    (folder / "model.safetensors").unlink()
+    [(token_ids, _)] = _generate(_llm(folder, load_format="dummy"), [[5, 6, 7]])
+    assert len(set(token_ids)) > 1
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "message"),
+    [
+        ("bloom", {}, "'BloomForCausalLM' is not supported by the transformers backend: transformers has no attention"),
+        ("mamba", {}, "'MambaForCausalLM' is not supported by the transformers backend"),
+        ("gpt_oss", {}, "'GptOssForCausalLM' is not supported by the transformers backend: its attention takes s_aux"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "RoPE type 'dynamic'",
+        ),
+        ("phi3", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \('gptq'\) is not supported"),
+        ("unheard_of", {}, "is not supported: transformers .* cannot build it"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_with_the_name_of_the_architecture(
+    architecture: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    names = {"bloom": "Bloom", "mamba": "Mamba", "gpt_oss": "GptOss", "phi3": "Phi3", "unheard_of": "UnheardOf"}
+    config = {
+        "architectures": [f"{names[architecture]}ForCausalLM"],
+        "model_type": architecture,
+        "num_hidden_layers": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(UnsupportedModel, match=message):
+        read_config(tmp_path)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, "gpt2", **ARCHITECTURES["gpt2"])
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "n_layer": 4}))
+    with pytest.raises(
+        InvalidCheckpoint, match=r"missing_keys: transformer\.h\.3\.attn\.c_attn\.bias, .* and \d+ more"
+    ):
+        _llm(folder)
+
+
+def test_without_transformers_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    monkeypatch.setitem(sys.modules, "engine.models.transformers_backend", None)
+    with pytest.raises(UnsupportedModel, match=r"'GPT2LMHeadModel' is not supported.*pip install '\.\[models\]'"):
+        read_config(tmp_path)
