@@ -37,6 +37,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.instance_call import TransferReleases
 from router.metrics import RouterCollector
 from router.picking.affinity import Affinity
+from router.picking.by_objectives import AimSource
 from router.picking.plan import servable
 from router.pools.discovery import ServiceDiscovery, discovery_of, parse_targets
 from router.pools.instance_info import InstanceView, Role
@@ -117,6 +118,7 @@ class RouterApp:
             settings.quarantine,
             beat_timeout_s=settings.pools.beat_timeout_s,
         )
+        aims = AimSource(settings.slo, self.admission.expected_tokens)
         dispatcher = Dispatcher(
             self.pools,
             self.safeguards,
@@ -125,7 +127,7 @@ class RouterApp:
             disaggregation=settings.disaggregation,
             failover=settings.failover,
             retry_after_s=settings.admission.retry_after_s,
-            slo=settings.slo,
+            aims=aims,
             rng=rng or random.Random(),
         )
         callers = Callers(security.tokens, settings.admission.tenant_key)
@@ -138,7 +140,7 @@ class RouterApp:
         self._scaler = ExternalScaler(self.pools, self._observer, settings.signals.active_s)
         self.autoscaler = self._new_autoscaler()
         self._pools_service = PoolsService(
-            model, self.safeguards, self.affinity, settings.disaggregation, self.resizer, self.autoscaler
+            model, self.safeguards, self.affinity, settings.disaggregation, aims, self.resizer, self.autoscaler
         )
         collector = RouterCollector(
             self.service.metrics, self.safeguards, self.admission, model=model.name, autoscaler=self.autoscaler

@@ -209,7 +209,7 @@ class Scheduler:
         if cost is None or not (untouched or paced):
             return max_tokens
         planned = [self._prompt(request) for request in (*prompts, *untouched)]
-        late = set(step_budget.late(cost, paced, len(streams), planned, max_tokens))
+        late = set(step_budget.late(cost, len(streams), planned, max_tokens))
         for index in late:
             untouched[index - len(prompts)].is_late = True
         if late:

@@ -278,6 +278,10 @@ class AdmissionController:
         mean_s = stay_s if self._mean_stay_s is None else self._mean_stay_s
         self._mean_stay_s = mean_s + _STAY_WEIGHT * (stay_s - mean_s)
 
+    def expected_tokens(self, max_tokens: int) -> int:
+        """Output tokens to expect of a choice that may have `max_tokens`."""
+        return self._lengths.expected(max_tokens)
+
     def _num_unexpected(self, ticket: Ticket) -> int:
         """Output tokens beyond what the ticket was charged for, or below."""
         return ticket.num_emitted() - ticket.charge.num_output_tokens

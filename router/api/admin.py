@@ -18,6 +18,7 @@ from router.autoscaler.actuator import ActuatorError
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.resizer import Change, Resizer, SizeRefused
 from router.picking.affinity import Affinity
+from router.picking.by_objectives import AimSource
 from router.picking.plan import explain
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
@@ -97,6 +98,7 @@ class PoolsService:
     safeguards: Safeguards
     affinity: Affinity
     disaggregation: DisaggregationSettings
+    aims: AimSource
     resizer: Resizer | None = None  # None if no owner of the instances is configured
     autoscaler: Autoscaler | None = None
 
@@ -117,6 +119,7 @@ class PoolsService:
             imagined,
             self.affinity,
             self.disaggregation,
+            self.aims,
             random.Random(),
         )
         explanation.decode.extend(unseen(self._pools.decode))

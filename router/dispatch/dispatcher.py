@@ -23,13 +23,14 @@ from router.dispatch.instance_call import DecodeCall, PrefillCall, TransferRelea
 from router.dispatch.response_writer import Emit
 from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
 from router.picking.affinity import Affinity, RequestAffinity
+from router.picking.by_objectives import AimSource
 from router.picking.plan import NoPlan, Plan, can_move, make_plan
-from router.picking.settings import DisaggregationSettings, SloSettings
+from router.picking.scorers import Aims
+from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
 from router.pools.instance_info import InstanceView
 from router.pools.pool import Pool, Pools
 from router.request.choice_state import Choice
-from router.request.generation_request import Objectives
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, give_up, no_instance
 from router.resilience.safeguards import Guard, Safeguards
 from serving.errors import DeadlineExceeded, ServiceError
@@ -68,7 +69,7 @@ class Dispatcher:
     disaggregation: DisaggregationSettings
     failover: FailoverSettings
     retry_after_s: float  # the hint to clients when no instance is available
-    slo: SloSettings = field(default_factory=SloSettings)
+    aims: AimSource
     rng: random.Random = field(default_factory=random.Random)
 
     async def generate(self, choices: list[Choice], trace: RequestTrace, emit: Emit, slot: Slot) -> None:
@@ -149,7 +150,7 @@ class Dispatcher:
         choice = flow.choice
         # 2. Pick a decode instance, and a prefill instance if the request is to be split.
         plan = await self._plan(flow)
-        request = choice.begin_attempt(self._objectives(flow))
+        request = choice.begin_attempt(self._aims(flow).objectives)
         choice.at(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
         attempt = self._attempt_trace(flow, plan)
         flow.affinity.record_placement(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
@@ -186,15 +187,27 @@ class Dispatcher:
     async def _decode_alone(
         self, flow: _Flow, plan: Plan, request: common_pb2.InstanceRequest, attempt: AttemptTrace
     ) -> None:
-        """The decode instance prefills too: steps 3 to 6 vanish."""
+        """The decode instance prefills too, or a prefill instance decodes too: steps 3 to 6 vanish."""
+        if plan.decode.instance.info.role == "prefill":
+            await self._prefill_alone(flow, plan.decode.instance, request, attempt)
+            return
         async with self._decode_call(flow, plan, attempt) as decode:
             await flow.guard.wait_probation(plan.decode.instance.key)
             decode.start(request)
             attempt.computing("decode")
             await self._decode_rest(flow, plan.decode.instance, decode, attempt)
 
+    async def _prefill_alone(
+        self, flow: _Flow, instance: InstanceView, request: common_pb2.InstanceRequest, attempt: AttemptTrace
+    ) -> None:
+        async with self._prefill_call(flow, instance, attempt) as prefill:
+            await flow.guard.wait_probation(instance.key)
+            prefill.start_alone(request)
+            attempt.computing("prefill")
+            await self._decode_rest(flow, instance, prefill, attempt)
+
     async def _decode_rest(
-        self, flow: _Flow, instance: InstanceView, decode: DecodeCall, attempt: AttemptTrace
+        self, flow: _Flow, instance: InstanceView, decode: DecodeCall | PrefillCall, attempt: AttemptTrace
     ) -> None:
         started = False
         while not flow.choice.finished:
@@ -222,10 +235,10 @@ class Dispatcher:
             await self.pools.wait_for_change(min(remaining_s, _PLAN_INTERVAL_S))
             flow.history.forgive()
 
-    def _objectives(self, flow: _Flow) -> Objectives:
+    def _aims(self, flow: _Flow) -> Aims:
         """Of the next attempt: of a stream that has begun the pace alone."""
-        objectives = self.slo.objectives(time.monotonic() - flow.trace.request.received_s)
-        return objectives._replace(ttft_s=None) if flow.choice.num_emitted else objectives
+        aims = self.aims.of(flow.choice.request, time.monotonic() - flow.trace.request.received_s)
+        return aims._replace(objectives=aims.objectives._replace(ttft_s=None)) if flow.choice.num_emitted else aims
 
     def _plan_now(self, flow: _Flow) -> Plan | NoPlan:
         """Where it could run now. Ejected instances come last: any is better than none."""
@@ -240,18 +253,21 @@ class Dispatcher:
     def _plan_among(
         self, flow: _Flow, decode: Sequence[InstanceView], prefill: Sequence[InstanceView]
     ) -> Plan | NoPlan:
-        criteria = flow.affinity.criteria(flow.choice.num_tokens)
+        criteria = replace(flow.affinity.criteria(flow.choice.num_tokens), aims=self._aims(flow))
         return make_plan(decode, prefill, flow.choice, flow.history.excluded, self.disaggregation, self.rng, criteria)
 
     def _can_move(self, flow: _Flow) -> bool:
         return can_move(self._plan_now(flow), flow.choice.num_tokens)
 
     def _attempt_trace(self, flow: _Flow, plan: Plan) -> AttemptTrace:
-        decode = self._instance(self.pools.decode, plan.decode.instance).throughput
+        is_prefill = plan.decode.instance.info.role == "prefill"  # a request that runs there alone
+        pool = self.pools.prefill if is_prefill else self.pools.decode
+        decode = self._instance(pool, plan.decode.instance).throughput
         if plan.prefill is None:
+            decode.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
             return flow.trace.picked(plan, decode, None)
         prefill = self._instance(self.pools.prefill, plan.prefill.instance).throughput
-        prefill.prefill_assigned(time.monotonic())
+        prefill.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
         return flow.trace.picked(plan, prefill, decode)
 
     def _decode_call(self, flow: _Flow, plan: Plan, attempt: AttemptTrace) -> DecodeCall:

@@ -276,6 +276,12 @@ class PrefillCall(InstanceCall):
         stub = prefill_pb2_grpc.PrefillServiceStub(self.instance.channel)
         self._call = stub.Prefill(prefill_pb2.PrefillRequest(request=request, hand_over=hand_over), **self._options())
 
+    def start_alone(self, request: common_pb2.InstanceRequest) -> None:
+        """The instance generates the whole answer; nothing is handed over."""
+        self._begin()
+        stub = prefill_pb2_grpc.PrefillServiceStub(self.instance.channel)
+        self._call = stub.Prefill(prefill_pb2.PrefillRequest(request=request), **self._options())
+
     async def next_tokens(self) -> common_pb2.TokenChunk:
         """The next chunk, checked and counted as emitted."""
         while (message := await self._read()) is not None:

@@ -281,7 +281,7 @@ class AttemptTrace:
         self._has_token = True
         if self._role == "prefill" or self.plan.prefill is None:
             self._prefilled()
-        if self._role == "decode":
+        if self._role == "decode" or self.plan.prefill is None:
             self.event(RequestEvent.DECODE_STARTED)
         self.choice.guard.token()
         self.choice.request.first_token()

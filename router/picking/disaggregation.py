@@ -52,6 +52,12 @@ class Reason(enum.StrEnum):
     """The comparison would split it without the queue at the prefill instance."""
     PROBE = "probe"
     """Split against the comparison, to renew an old measurement."""
+    MARGIN = "margin"
+    """With objectives: a split would cost less, but not by a fifth."""
+    OBJECTIVE = "objective"
+    """With objectives: a split would cost less, but not hold them with a tenth to spare."""
+    OVERLOAD = "overload"
+    """No instance holds the objectives: the least loaded one gets it."""
 
 
 class Disaggregation(NamedTuple):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from protos.tandem.v1 import pools_pb2
 from router.picking import picker
 from router.picking.affinity import Affinity, RequestAffinity
+from router.picking.by_objectives import AimSource, place_by_objectives
 from router.picking.disaggregation import Decision, Disaggregation, Situation, decide
 from router.picking.picker import Filter, NoPick, Pick
 from router.picking.scorers import Criteria, RequestFacts, Scoring, queue_now, waiting_tokens
@@ -29,7 +30,7 @@ _BY_QUEUE = Criteria()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decided, not begun. Without `prefill` the decode instance prefills too."""
+    """Decided, not begun. Without `prefill` the decode instance prefills too, and may be one of the prefill pool."""
 
     decode: Pick
     prefill: Pick | None
@@ -56,13 +57,18 @@ def make_plan(
     rng: random.Random,
     criteria: Criteria = _BY_QUEUE,
 ) -> Plan | NoPlan:
-    """Picks the decode instance, then a prefill instance that fits it, then decides whether to use the latter.
+    """Picks the decode instance, then a prefill instance that fits it, then decides whether to use the latter; in
+    `auto` with objectives all of it at once.
 
     A choice prefers the instances that it names: its siblings have just run the same prompt there.
     """
     filters = picker.default_filters(excluded, choice.required_identity)
     if choice.request.params.is_constrained:
         filters.append(picker.supports_constraints)
+    if settings.mode == "auto":
+        placed = _by_objectives(decode_views, prefill_views, choice, filters, rng, criteria)
+        if placed is not None:
+            return placed
     candidates = servable(decode_views, prefill_views, settings, filters)
     decode = picker.pick(
         candidates or decode_views,  # without a candidate, for a stream that has begun and goes on alone
@@ -95,6 +101,44 @@ def make_plan(
         work = Work(num_to_prefill, situation.num_ahead_at_prefill, situation.num_uncached)
         return Plan(decode, prefill, disaggregation, work)
     return Plan(decode, None, disaggregation, Work(situation.num_uncached, situation.num_ahead_at_decode))
+
+
+def _by_objectives(
+    decode_views: Sequence[InstanceView],
+    prefill_views: Sequence[InstanceView],
+    choice: Choice,
+    filters: Sequence[Filter],
+    rng: random.Random,
+    criteria: Criteria,
+) -> Plan | None:
+    """None: there are no objectives, no instance has room, or none reports what its steps cost."""
+    if criteria.aims is None or not any(criteria.aims.objectives):
+        return None
+    views = [
+        view
+        for view in (*prefill_views, *decode_views)
+        if picker.rejection(view, filters) is None and _has_place(view, choice.num_tokens)
+    ]
+    kept = {choice.decode_key, choice.prefill_key}  # where the prompt has just run
+    if any(view.key == choice.decode_key for view in views):
+        views = [view for view in views if view.key in kept]
+    placed = place_by_objectives(
+        views, criteria.aims, lambda view: choice.num_tokens - _num_cached(choice, view, criteria), rng
+    )
+    if placed is None:
+        return None
+
+    def picked(view: InstanceView) -> Pick:
+        return Pick(view, 0.0, len(views), 1, view.key in kept)
+
+    prefill = None if placed.prefill is None else picked(placed.prefill)
+    return Plan(picked(placed.decode), prefill, placed.disaggregation, placed.work)
+
+
+def _has_place(view: InstanceView, num_tokens: int) -> bool:
+    num_waiting, num_running = queue_now(view)
+    is_full = 0 < view.info.max_num_seqs <= num_waiting + num_running
+    return has_room(view, num_tokens) and not is_full
 
 
 def _without_decode(choice: Choice, decode_views: Sequence[InstanceView]) -> str:
@@ -191,12 +235,13 @@ def explain(
     request: GenerationRequest,
     affinity: Affinity,
     settings: DisaggregationSettings,
+    aims: AimSource,
     rng: random.Random,
 ) -> pools_pb2.ExplainPickResponse:
     """The plan that `make_plan` would make for `request` now: each instance's score, or why it was left out, and the
     pairs. Nothing is recorded."""
     known, num_tokens = RequestAffinity(affinity, request), request.num_prompt_tokens
-    criteria, choice = known.criteria(num_tokens), Choice(request, 0)
+    criteria, choice = replace(known.criteria(num_tokens), aims=aims.of(request)), Choice(request, 0)
     plan = make_plan(decode_views, prefill_views, choice, frozenset(), settings, rng, criteria)
     filters = picker.default_filters()
     if isinstance(plan, Plan):
@@ -206,6 +251,9 @@ def explain(
         decode = pick.instance if isinstance(pick, Pick) else None
     pairing = [*filters, picker.pairs_with(decode)] if decode else filters
     prefill_key = plan.prefill.instance.key if isinstance(plan, Plan) and plan.prefill else None
+    if decode is not None and decode.info.role == "prefill":  # it runs there alone
+        prefill_key, pairing = decode.key, filters
+        decode = None
     decode_facts, prefill_facts = known.facts("decode", num_tokens), known.facts("prefill", num_tokens)
     decode_filters = _for_new(prefill_views, settings, filters) if isinstance(plan, Plan) else filters
     decode_key = decode.key if decode else None

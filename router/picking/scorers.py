@@ -14,9 +14,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from protos.tandem.v1 import pools_pb2
 from router.pools.instance_info import InstanceKey, InstanceView
+from router.request.generation_request import Objectives
 
 
 def _no_cached_tokens(view: InstanceView) -> int:
@@ -152,6 +154,14 @@ queue_score: ViewScorer = QUEUE_ALONE.for_request(RequestFacts())
 """The default, which uses no facts about the request."""
 
 
+class Aims(NamedTuple):
+    """What a request is placed by where the router has objectives."""
+
+    objectives: Objectives
+    num_expected: int
+    """Output tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Criteria:
     """The inputs of a plan for one request: a scorer per pool, and the tokens that are probably cached."""
@@ -159,6 +169,7 @@ class Criteria:
     decode: ViewScorer = queue_score
     prefill: ViewScorer = queue_score
     num_cached_tokens: Callable[[InstanceView], int] = _no_cached_tokens
+    aims: Aims | None = None
 
 
 def _term(text: str) -> Term:

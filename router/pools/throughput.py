@@ -11,10 +11,12 @@ add to its prefill speed, whichever router sent the work.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 _SHORTEST_S = 1e-6
 """For intervals that the clock does not resolve."""
+_RECENT_S = 5.0
 _MIN_BUSY_S = 0.2
 """Over a shorter interval, jitter in the arrival of reports dominates."""
 
@@ -28,6 +30,8 @@ class ThroughputEstimate:
     """KV loaded by a decode instance: the tokens it lacked, over the time from the first token until they are there."""
     since_prefill_s: float = math.inf
     """Seconds since this router last assigned it a prompt to prefill."""
+    recent_prefill_per_s: float = 0.0
+    """Prompt tokens per second of the last seconds: assigned by this router or, if that is more, computed."""
 
 
 UNMEASURED = ThroughputEstimate()
@@ -69,13 +73,17 @@ class ThroughputEstimator:
         self._hand_over = SmoothedRate(self._smoothing)
         self._assigned_s = -math.inf
         self._busy_since: tuple[int, float] | None = None
+        self._recent_assigned: deque[tuple[float, int]] = deque()
+        self._recent_computed: deque[tuple[float, int]] = deque()  # the counter at that time
 
     def estimate(self, now_s: float) -> ThroughputEstimate:
-        return ThroughputEstimate(self._prefill.per_s, self._hand_over.per_s, now_s - self._assigned_s)
+        since_s = now_s - self._assigned_s
+        return ThroughputEstimate(self._prefill.per_s, self._hand_over.per_s, since_s, self._recent_per_s(now_s))
 
-    def prefill_assigned(self, now_s: float) -> None:
-        """The instance gets a prompt to prefill, which will be measured."""
+    def prefill_assigned(self, now_s: float, num_tokens: int = 0) -> None:
+        """The instance gets a prompt with `num_tokens` to prefill, which will be measured."""
         self._assigned_s = now_s
+        self._recent_assigned.append((now_s, num_tokens))
 
     def prefilled(self, num_tokens: int, num_tokens_ahead: int, seconds: float) -> None:
         """A prompt, of which `num_tokens` were not cached, got its first token `seconds` after it had joined a queue
@@ -90,6 +98,7 @@ class ThroughputEstimator:
 
     def report_received(self, num_prefilled_tokens: int, num_waiting_tokens: int, now_s: float) -> None:
         """A load report: the tokens prefilled since the instance's start, and those waiting now."""
+        self._recent_computed.append((now_s, num_prefilled_tokens))
         if num_waiting_tokens <= 0:
             self._busy_since = None
         elif self._busy_since is None:
@@ -99,6 +108,15 @@ class ThroughputEstimator:
             if num_tokens > self._min_tokens:
                 self._prefill.observe(num_tokens, now_s - self._busy_since[1])
             self._busy_since = (num_prefilled_tokens, now_s)
+
+    def _recent_per_s(self, now_s: float) -> float:
+        for recent in (self._recent_assigned, self._recent_computed):
+            while recent and recent[0][0] < now_s - _RECENT_S:
+                recent.popleft()
+        num_assigned = sum(num_tokens for _, num_tokens in self._recent_assigned)
+        computed = self._recent_computed
+        num_computed = computed[-1][1] - computed[0][1] if computed else 0
+        return max(num_assigned, num_computed) / _RECENT_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,7 +312,8 @@ def _pick_text(answer: pools_pb2.ExplainPickResponse) -> str:
     if not answer.HasField("disaggregated"):
         lines.append(f"It could not be served now: {answer.reason}.")
     else:
-        verb = "would be split between the pools" if answer.disaggregated else "would run on the decode instance alone"
+        pool = "prefill" if any(one.picked for one in answer.prefill) else "decode"
+        verb = "would be split between the pools" if answer.disaggregated else f"would run on the {pool} instance alone"
         lines.append(f"It {verb}: {answer.reason}.")
     return "\n".join(lines)
 

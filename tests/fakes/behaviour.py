@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from protos.tandem.v1 import instance_pb2
 from serving.errors import InvalidArgument, Overloaded, ServiceError
 
 FULL = Overloaded("no free blocks", 0.5)
@@ -62,6 +63,7 @@ class Behaviour:
     num_running: int = 0
     num_waiting_tokens: int = 0
     num_without_room: int = 0
+    step_cost: instance_pb2.StepCost | None = None
     num_prefilled_tokens: int = 0
 
 

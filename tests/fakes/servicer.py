@@ -71,15 +71,17 @@ class Servicer(
             yield prefill_pb2.PrefillResponse(accepted=accepted)
             await asyncio.sleep(instance.behaviour.prefill_s)
             transfer = instance.transfer(request.hand_over.transfer_id)
-            async for chunk in instance.tokens(wanted, list(wanted.emitted_token_ids), hand_over=True):
+            hand_over = request.HasField("hand_over")
+            async for chunk in instance.tokens(wanted, list(wanted.emitted_token_ids), hand_over=hand_over):
                 if chunk.finish.reason == common_pb2.FINISH_REASON_HAND_OVER:
                     transfer.complete.set()
                 else:
                     transfer.released = True  # nothing goes on elsewhere: nothing is held
                 yield prefill_pb2.PrefillResponse(tokens=chunk)
-                await asyncio.sleep(instance.behaviour.linger_s)
-                done = True
-                return
+                if hand_over:
+                    break
+            await asyncio.sleep(instance.behaviour.linger_s)
+            done = True
         except Unavailable as error:
             await self._abort(context, error)
         finally:

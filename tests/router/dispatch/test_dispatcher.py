@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos.tandem.v1 import common_pb2, generation_pb2
+from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids
@@ -213,4 +213,21 @@ async def test_the_servers_longest_deadline_holds_without_one(run: Run) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await rig.generate(max_tokens=100, timeout=None)
         assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await rig.until_idle()
+
+
+async def test_with_objectives_a_prefill_instance_serves_a_request_alone(run: Run) -> None:
+    cost = instance_pb2.StepCost(base_s=0.0035, per_stream_s=0.0006, per_token_s=1 / 4500)
+    prefill = FakeInstance("prefill", behaviour=Behaviour(step_cost=cost))
+    decode = FakeInstance("decode", behaviour=Behaviour(step_cost=cost, num_running=30))
+    async with run(prefill=[prefill], decode=[decode], slo={"ttft_ms": 1000, "itl_ms": 20}) as rig:
+        answer = await rig.generate(max_tokens=40)
+        assert answer.is_exactly(40)
+        assert answer.trailers["tandem-disaggregated"] == "no"
+        assert "alone at" in answer.trailers["tandem-reason"]
+        (record,) = prefill.recorded("prefill")
+        assert not record.detail.HasField("hand_over")
+        assert 0 < record.detail.request.ttft_s <= 1
+        assert record.detail.request.itl_s == 0.02
+        assert not decode.recorded("start")
         await rig.until_idle()

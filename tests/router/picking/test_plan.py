@@ -6,11 +6,14 @@ import random
 from dataclasses import replace
 from typing import Any, Literal
 
+from engine.core.messages import StepCost
 from engine.sampling.params import SamplingParams
+from router.picking.affinity import Affinity
+from router.picking.by_objectives import AimSource
 from router.picking.disaggregation import Decision, Reason
-from router.picking.plan import NoPlan, Plan, make_plan, servable
-from router.picking.scorers import Criteria
-from router.picking.settings import DisaggregationSettings
+from router.picking.plan import NoPlan, Plan, explain, make_plan, servable
+from router.picking.scorers import Aims, Criteria
+from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
 from router.pools.throughput import UNMEASURED, ThroughputEstimate, Work
 from router.request.choice_state import Choice
@@ -206,3 +209,92 @@ def test_a_constrained_request_goes_only_to_instances_that_support_it() -> None:
     assert "does not support constraints" in none.why
     assert "structured-output" in none.message
     assert planned(decode[:1], [], choice()).decode.instance.key.address == "old"
+
+
+# By objectives
+
+
+COST = StepCost(0.0035, 0.0006, 1 / 4500)
+AIMS = AimSource(SloSettings(ttft_ms=1000, itl_ms=12))
+
+
+def measured(role: Role, name: str = "", **fields: Any) -> InstanceView:
+    found = view(role, name, **{"step_cost": COST} | fields)
+    return replace(found, info=replace(found.info, max_num_batched_tokens=2048))
+
+
+def planned_by_objectives(
+    decode: list[InstanceView], prefill: list[InstanceView], wanted: Choice | None = None, **settings: Any
+) -> Plan:
+    chosen = wanted or choice()
+    criteria = Criteria(aims=AIMS.of(chosen.request))
+    found = make_plan(
+        decode, prefill, chosen, frozenset(), DisaggregationSettings(**settings), random.Random(0), criteria
+    )
+    assert isinstance(found, Plan)
+    return found
+
+
+def test_with_objectives_an_idle_prefill_instance_serves_alone() -> None:
+    found = planned_by_objectives([measured("decode", num_running=10)], [measured("prefill")])
+    assert found.decode.instance.instance_id == "prefill"
+    assert found.prefill is None
+    assert (found.disaggregation.decision, found.disaggregation.reason) == (Decision.LOCAL, Reason.ESTIMATE)
+    assert "alone at prefill 0.2" in found.disaggregation.explanation
+    assert "of 1 s and 12 ms" in found.disaggregation.explanation
+
+
+def test_a_split_by_objectives_names_both_and_the_work() -> None:
+    busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.7 * 4500)
+    found = planned_by_objectives(
+        [measured("decode", num_running=4, throughput=ThroughputEstimate(hand_over_per_s=1e6))],
+        [measured("prefill", throughput=busy)],
+        choice(4000),
+    )
+    assert found.prefill is not None
+    assert (found.decode.instance.instance_id, found.prefill.instance.instance_id) == ("decode", "prefill")
+    assert found.work == Work(4000, 0, 4000)
+
+
+def test_overload_and_its_reason() -> None:
+    full = {"num_uncomputed_tokens": 90_000, "num_running": 30}
+    found = planned_by_objectives([measured("decode", **full)], [measured("prefill", **full)])
+    assert found.disaggregation.reason is Reason.OVERLOAD
+
+
+def test_without_objectives_or_costs_the_old_comparison_decides() -> None:
+    pools = [measured("decode")], [measured("prefill")]
+    assert planned(*pools).disaggregation.reason is Reason.UNMEASURED
+    assert planned_by_objectives([view("decode")], [view("prefill")]).disaggregation.reason is Reason.UNMEASURED
+    assert planned_by_objectives(*pools, mode="never").disaggregation.reason is Reason.OFF
+    assert planned_by_objectives(*pools, mode="always").disaggregation.reason is Reason.ON
+    no_aims = Criteria(aims=Aims(SloSettings().objectives(0.0), 10))
+    found = make_plan(*pools, choice(), frozenset(), DisaggregationSettings(), random.Random(0), no_aims)
+    assert isinstance(found, Plan)
+    assert found.disaggregation.reason is Reason.UNMEASURED
+
+
+def test_choices_of_one_request_stay_where_the_first_runs() -> None:
+    second = choice()
+    second.decode_key = view("decode", "d1").key
+    for num_running in (0, 8):
+        pools = [measured("decode", "d0"), measured("decode", "d1", num_running=num_running)], [measured("prefill")]
+        assert planned_by_objectives(*pools, second).decode.instance.instance_id == "d1"
+
+
+def test_an_instance_without_room_is_no_candidate() -> None:
+    small = measured("prefill")
+    small = replace(small, info=replace(small.info, num_blocks=10))
+    assert planned_by_objectives([measured("decode", num_running=10)], [small]).decode.instance.instance_id == "decode"
+
+
+def test_explain_says_what_is_decided() -> None:
+    affinity, settings = Affinity(PickingSettings()), DisaggregationSettings()
+    for running in (0, 4, 10, 30):
+        pools = [measured("decode", num_running=running)], [measured("prefill", num_running=running // 2)]
+        found = planned_by_objectives(*pools)
+        shown = explain(*pools, choice().request, affinity, settings, AIMS, random.Random(0))
+        assert shown.reason == found.disaggregation.explanation
+        picked = {one.instance_id for one in (*shown.decode, *shown.prefill) if one.picked}
+        split = [] if found.prefill is None else [found.prefill]
+        assert picked == {one.instance.instance_id for one in (found.decode, *split)}

@@ -1,0 +1,358 @@
+"""Goodput of `auto` with objectives against static stacks, in virtual time.
+
+    python -m benchmarks.goodput_simulation [--seconds 60] [--seed 1] [--only 4]
+
+The engine's step budget (engine/scheduling/step_budget.py), the fit of its costs and the router's decision
+(router/picking/placement.py) are the product's; instances are stubs whose steps take base + per_stream * streams +
+per_token * prompt tokens. Everything else is ideal: enough KV, no contention for cores, load reports of this very
+moment. 27 points: 2, 4 and 8 instances, three mixes, three rates. Beside `auto` run the static stacks with the same
+instances: aggregated with each chunk budget (all with streams first, as the engine has them), and split always with
+each division into pools.
+
+    arrival ─place─▶ prompts of an instance ─first token─▶ its own streams, or, after the hand-over, another's ─▶ done
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+import click
+
+from engine.core.messages import StepCost
+from engine.scheduling import step_budget
+from engine.scheduling.step_budget import Prompt, Stream
+from engine.scheduling.step_cost import StepCostEstimator
+from router.picking.placement import Goal, Site, place
+
+COST = StepCost(0.0035, 0.0006, 1 / 4500)
+HAND_OVER_S, HAND_OVER_TOKEN_S = 0.025, 25e-6
+TTFT_S, ITL_S = 1.0, 0.012
+CHUNKS = (128, 256, 512, 2048)
+SIZES = (2, 4, 8)
+LOADS = (0.3, 0.5, 0.7)
+"""Of what the instances could do if their steps were all as long as the objective."""
+_WARM_UP_S = 5.0
+_SHARE_WINDOW_S = 5.0
+
+Policy = Literal["auto", "alone", "aggregated", "split"]
+"""alone: auto that never splits."""
+
+
+class Work(NamedTuple):
+    num_input: int
+    num_output: int
+
+
+def _spread(rng: random.Random, mean: float, sigma: float = 0.6) -> int:
+    return max(1, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
+
+
+MIXES: dict[str, Callable[[random.Random], Work]] = {
+    "long50": lambda rng: Work(2048, 16) if rng.random() < 0.5 else Work(64, 256),
+    "chat": lambda rng: Work(_spread(rng, 1150, 0.9), _spread(rng, 200)),
+    "code": lambda rng: Work(_spread(rng, 2000), _spread(rng, 28)),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    work: Work
+    arrived_s: float
+    first_s: float = math.inf
+    last_s: float = math.inf
+    num_out: int = 0
+    num_left: int = 0
+    is_late: bool = False
+    decodes_at: Instance | None = None
+    """None: at the instance that prefills."""
+
+    @property
+    def is_good(self) -> bool:
+        tpot_s = (self.last_s - self.first_s) / max(self.work.num_output - 1, 1)
+        return self.first_s - self.arrived_s <= TTFT_S and tpot_s <= ITL_S
+
+
+@dataclass(eq=False)
+class Instance:
+    """`chunk`: of a static stack; None: the step budget."""
+
+    simulation: Simulation
+    chunk: int | None
+    max_tokens: int = 2048
+    prompts: list[Request] = field(default_factory=list)
+    streams: list[Request] = field(default_factory=list)
+    num_coming: int = 0
+    """Streams whose KV is under way."""
+    is_stepping: bool = False
+    estimator: StepCostEstimator = field(default_factory=StepCostEstimator)
+    assigned: deque[tuple[float, int]] = field(default_factory=deque)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return sum(request.num_left for request in self.prompts)
+
+    @property
+    def num_streams(self) -> int:
+        """Those of the prompts that stay here, too."""
+        return len(self.streams) + self.num_coming + sum(one.decodes_at is None for one in self.prompts)
+
+    def assign(self, request: Request) -> None:
+        request.num_left = request.work.num_input
+        self.assigned.append((self.simulation.now_s, request.num_left))
+        self.prompts.append(request)
+        self.wake()
+
+    def share(self) -> float:
+        """Of the last seconds, the part that the prompts assigned in them take."""
+        since_s = self.simulation.now_s - _SHARE_WINDOW_S
+        while self.assigned and self.assigned[0][0] < since_s:
+            self.assigned.popleft()
+        return min(0.95, sum(num for _, num in self.assigned) * COST.per_token_s / _SHARE_WINDOW_S)
+
+    def join(self, request: Request) -> None:
+        self.num_coming -= 1
+        self.streams.append(request)
+        self.wake()
+
+    def wake(self) -> None:
+        if not self.is_stepping:
+            self.is_stepping = True
+            self._step()
+
+    def _step(self) -> None:
+        if not (self.prompts or self.streams):
+            self.is_stepping = False
+            return
+        left, num_streams, shares = self._budget(), len(self.streams), []
+        for request in self.prompts:
+            if left == 0:
+                break
+            num_tokens = min(request.num_left, left)
+            shares.append((request, num_tokens))
+            left -= num_tokens
+        num_tokens = sum(num for _, num in shares)
+        seconds = COST.seconds(num_streams, num_tokens)
+        self.estimator.record(seconds, num_streams, num_tokens)
+        self.simulation.later(seconds, self._end, shares, list(self.streams))
+
+    def _budget(self) -> int:
+        if self.chunk is not None:
+            return max(self.chunk - len(self.streams), 0)
+        now_s, cost = self.simulation.now_s, self.estimator.cost
+        streams = [Stream(ITL_S, step_budget.slack_s(ITL_S, one.first_s, one.num_out, now_s)) for one in self.streams]
+        planned = [
+            Prompt(one.num_left, one.arrived_s + TTFT_S - now_s, one.num_left < one.work.num_input)
+            for one in self.prompts
+            if not one.is_late
+        ]
+        late = set(step_budget.late(cost, len(streams), planned, self.max_tokens))
+        if late:
+            on_time = [one for one in self.prompts if not one.is_late]
+            for index in late:
+                on_time[index].is_late = True
+            self.prompts.sort(key=lambda one: one.is_late)
+            planned = [prompt for index, prompt in enumerate(planned) if index not in late]
+        return step_budget.prompt_budget(cost, streams, len(streams), planned, self.max_tokens)
+
+    def _end(self, shares: list[tuple[Request, int]], streams: list[Request]) -> None:
+        for request in streams:
+            self._token(request)
+        for request, num_tokens in shares:
+            request.num_left -= num_tokens
+            if not request.num_left:
+                self.prompts.remove(request)
+                self._token(request)
+                if request.num_out < request.work.num_output:
+                    self._go_on(request)
+        self._step()
+
+    def _token(self, request: Request) -> None:
+        request.num_out += 1
+        if request.num_out == 1:
+            request.first_s = self.simulation.now_s
+        if request.num_out >= request.work.num_output:
+            request.last_s = self.simulation.now_s
+            if request in self.streams:
+                self.streams.remove(request)
+
+    def _go_on(self, request: Request) -> None:
+        if request.decodes_at is None:
+            self.streams.append(request)
+        else:
+            self.simulation.later(_hand_over_s(request), request.decodes_at.join, request)
+
+
+def _hand_over_s(request: Request) -> float:
+    return HAND_OVER_S + HAND_OVER_TOKEN_S * request.work.num_input
+
+
+class Simulation:
+    """One stack under one load."""
+
+    def __init__(self, policy: Policy, num_prefill: int, num_decode: int, chunk: int | None, seed: int) -> None:
+        self.now_s = 0.0
+        self.reasons: dict[str, int] = {}
+        self._policy = policy
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._num_events = 0
+        self._rng = random.Random(seed)
+        self._lengths: deque[int] = deque(maxlen=64)
+        prefill_chunk = 2048 if policy == "split" else chunk
+        self._prefill = [Instance(self, prefill_chunk) for _ in range(num_prefill)]
+        self._decode = [Instance(self, chunk) for _ in range(num_decode)]
+
+    def later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (self.now_s + seconds, self._num_events, call, args))
+
+    def run(self, requests: list[Request]) -> float:
+        """Goodput: good requests a second, of those after the warm-up."""
+        for request in requests:
+            self.later(request.arrived_s, self._arrive, request)
+        end_s = requests[-1].arrived_s
+        while self._events and self.now_s < end_s + 30:
+            self.now_s, _, call, args = heapq.heappop(self._events)
+            call(*args)
+        counted = [request for request in requests if request.arrived_s >= _WARM_UP_S]
+        return sum(request.is_good for request in counted) / (end_s - _WARM_UP_S)
+
+    def _arrive(self, request: Request) -> None:
+        self._lengths.append(request.work.num_output)
+        if self._policy == "aggregated":
+            self._least(self._decode).assign(request)
+        elif self._policy == "split":
+            self._assign(request, self._least(self._prefill), self._least(self._decode))
+        else:
+            self._place(request)
+
+    def _assign(self, request: Request, prefill: Instance, decode: Instance) -> None:
+        request.decodes_at = decode
+        decode.num_coming += 1
+        prefill.assign(request)
+
+    def _least(self, instances: list[Instance]) -> Instance:
+        return min(instances, key=lambda one: (4 * len(one.prompts) + one.num_streams, self._rng.random()))
+
+    def _place(self, request: Request) -> None:
+        instances = [*self._prefill, *self._decode]
+        shares = [instance.share() for instance in instances]
+        goal = Goal(TTFT_S, ITL_S, fmean(self._lengths), fmean(shares))
+        sites = [
+            Site(
+                goal,
+                instance.estimator.cost if _is_measured(instance.estimator.cost) else COST,
+                instance.max_tokens,
+                instance.num_uncomputed,
+                instance.num_streams,
+                share,
+                request.work.num_input,
+                _hand_over_s(request),
+            )
+            for instance, share in zip(instances, shares, strict=True)
+        ]
+        num_prefill = len(self._prefill)
+        pairs = [(range(num_prefill), range(num_prefill, len(sites)))] if self._policy == "auto" else []
+        placement = place(sites, pairs, self._rng)
+        self.reasons[placement.reason] = self.reasons.get(placement.reason, 0) + 1
+        if placement.prefill is None:
+            instances[placement.site].assign(request)
+        else:
+            self.reasons["split"] = self.reasons.get("split", 0) + 1
+            self._assign(request, instances[placement.prefill], instances[placement.site])
+
+
+def _is_measured(cost: StepCost | None) -> bool:
+    return cost is not None and min(cost.base_s, cost.per_token_s) > 0
+
+
+def arrivals(mix: str, rate: float, seconds: float, seed: int) -> list[Request]:
+    rng, now_s, requests = random.Random(seed), 0.0, []
+    while now_s < seconds:
+        now_s += rng.expovariate(rate)
+        requests.append(Request(MIXES[mix](rng), now_s))
+    return requests
+
+
+def full_rate(mix: str, num_instances: int) -> float:
+    """Requests a second at which the instances' time is used up, with steps as long as the objective."""
+    rng = random.Random(0)
+    works = [MIXES[mix](rng) for _ in range(2000)]
+    streams = (ITL_S - COST.base_s) / COST.per_stream_s
+    busy_s = fmean(one.num_input * COST.per_token_s + one.num_output * ITL_S / streams for one in works)
+    return num_instances / busy_s
+
+
+class Stack(NamedTuple):
+    name: str
+    policy: Policy
+    num_prefill: int
+    num_decode: int
+    chunk: int | None
+
+
+def static_stacks(size: int) -> Iterator[Stack]:
+    for chunk in CHUNKS:
+        yield Stack(f"aggregated, {chunk}", "aggregated", 0, size, chunk)
+    for num_prefill in sorted({max(1, size // 4), size // 2, size - max(1, size // 4)}):
+        yield Stack(f"{num_prefill}P{size - num_prefill}D always", "split", num_prefill, size - num_prefill, 2048)
+
+
+def goodput(stack: Stack, mix: str, rate: float, seconds: float, seed: int) -> float:
+    simulation = Simulation(stack.policy, stack.num_prefill, stack.num_decode, stack.chunk, seed)
+    return simulation.run(arrivals(mix, rate, seconds, seed))
+
+
+class Point(NamedTuple):
+    size: int
+    mix: str
+    load: float
+    rate: float
+    auto: float
+    alone: float
+    best: float
+    best_name: str
+
+    @property
+    def ratio(self) -> float:
+        return self.auto / self.best if self.best else math.inf
+
+
+def measure(size: int, mix: str, load: float, *, seconds: float, seed: int) -> Point:
+    rate = load * full_rate(mix, size)
+    half = size // 2
+    auto = goodput(Stack("auto", "auto", half, size - half, None), mix, rate, seconds, seed)
+    alone = goodput(Stack("alone", "alone", half, size - half, None), mix, rate, seconds, seed)
+    best, name = max((goodput(one, mix, rate, seconds, seed), one.name) for one in static_stacks(size))
+    return Point(size, mix, load, rate, auto, alone, best, name)
+
+
+@click.command()
+@click.option("--seconds", default=60.0, show_default=True, help="Of arrivals, in virtual time.")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--only", type=int, help="Only stacks of so many instances.")
+def main(seconds: float, seed: int, only: int | None) -> None:
+    """Print goodput of auto and of the best static stack at each point, as a Markdown table."""
+    click.echo("| instances | mix | load | requests/s | auto | never split | best static | | auto / best |")
+    click.echo("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    ratios = []
+    for size in SIZES if only is None else (only,):
+        for mix in MIXES:
+            for load in LOADS:
+                point = measure(size, mix, load, seconds=seconds, seed=seed)
+                ratios.append(point.ratio)
+                click.echo(
+                    f"| {size} | {mix} | {load:g} | {point.rate:.1f} | {point.auto:.2f} | {point.alone:.2f} | "
+                    f"{point.best:.2f} | {point.best_name} | {point.ratio:.2f} |"
+                )
+    click.echo(f"\nauto / best: least {min(ratios):.2f}, mean {fmean(ratios):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Where a request with objectives runs: alone at an instance of either pool, or split over both. Pure.
+
+Each way costs its predicted time to the first token, what the request and its neighbours miss of their objectives, and
+the capacity that it takes from those that come later. All in seconds; F(x, o) = max(0, x - 0.9 o) is what is missed:
+
+    speed(n) = prompt tokens/s beside n streams: the whole budget for n = 0, else what is left of steps of length S
+    first    = (uncomputed there + own) / speed(n)                            time to the first token
+    tpot     = (base + per_stream (n + 1)) / (1 - share), at most S           share: of the time that goes to prompts
+    alone(j) = 0.3 first + 10 F(first, T) + 10 E F(tpot, S) + taken_j + delayed_j + held_j
+    split(i, j) = the same, with `first` and `held` at i, all else at j, and the hand-over's time in tpot
+
+taken: the prefill speed that its stream takes from j; delayed: what the n streams of j miss more by one more stream;
+held: what the prompt itself delays streams where it is computed. The cheapest place alone wins. A split must be cheaper
+by a fifth (`margin`), since the estimate is rough and each hand-over costs more than is counted, and must hold every
+objective with a tenth to spare (`objective`). Where nothing holds them, the least loaded instance gets it (`overload`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from engine.core.messages import StepCost
+
+AIM = 0.9
+"""Of an objective: from there on it counts as missed in part."""
+MARGIN = 0.8
+"""A split costs less than this part of the best place alone."""
+_FIRST_WEIGHT, _MISS_WEIGHT, _CAPACITY_WEIGHT = 0.3, 10.0, 0.5
+_MAX_SHARE = 0.95
+_MIN_CHUNK = 16
+_NEAR = 0.2
+"""Of an objective: with less slack than this, a prompt delays the streams beside it."""
+
+Reason = Literal["estimate", "margin", "objective", "overload"]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What one request wants."""
+
+    ttft_s: float
+    """Left until its first token is due; infinite without an objective."""
+    itl_s: float
+    num_expected: float
+    """Output tokens, at least 1."""
+    busy: float = 0.0
+    """Mean share of both pools' time that goes to prompts."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One instance, as one request sees it."""
+
+    goal: Goal
+    cost: StepCost
+    max_tokens: int
+    """Token budget of its steps."""
+    num_uncomputed: int
+    """Prompt tokens that it has yet to compute."""
+    num_streams: int
+    share: float
+    """Of its time in the last seconds that went to prompts, 0 … 1."""
+    num_missing: int
+    """Tokens of the request that it has not cached."""
+    hand_over_s: float = 0.0
+    """Until the request's KV is here, after its first token."""
+
+    def __post_init__(self) -> None:
+        assert min(self.cost.base_s, self.cost.per_token_s) > 0, "not measured"
+        assert self.goal.itl_s > 0
+        assert self.goal.num_expected >= 1
+
+    @cached_property
+    def first_s(self) -> float:
+        return (self.num_uncomputed + self.num_missing) / self._speed
+
+    @cached_property
+    def base_s(self) -> float:
+        """A step with one more stream and without prompts."""
+        return self.cost.seconds(self.num_streams + 1)
+
+    @cached_property
+    def tpot_s(self) -> float:
+        alone_s = self.base_s / (1 - min(self.share, _MAX_SHARE))
+        return max(self.base_s, min(alone_s, self.goal.itl_s))
+
+    @cached_property
+    def split_tpot_s(self) -> float:
+        """With the hand-over, of a request that is decoded here."""
+        return self.tpot_s + self.hand_over_s / self.goal.num_expected
+
+    @cached_property
+    def holds_alone(self) -> bool:
+        return self.first_s <= self.goal.ttft_s and self.tpot_s <= self.goal.itl_s
+
+    @cached_property
+    def prefill_cost(self) -> float:
+        """Of computing the prompt here."""
+        slack = max(0.0, 1 - self.cost.seconds(self.num_streams) / (AIM * self.goal.itl_s) - self.share)
+        held_s = self.num_streams * self.num_missing * self.cost.per_token_s * max(0.0, 1 - slack / _NEAR)
+        return _FIRST_WEIGHT * self.first_s + _MISS_WEIGHT * _missed(self.first_s, self.goal.ttft_s) + held_s
+
+    def decode_cost(self, tpot_s: float) -> float:
+        """Of decoding here, at `tpot_s`."""
+        goal, speed, less = self.goal, self._speed, self._speed_beside(self.num_streams + 1)
+        taken_s = goal.busy * goal.num_expected * self.tpot_s * (speed - less) / self._speed_beside(0)
+        taken_s += self.num_uncomputed / less - self.num_uncomputed / speed
+        more = _missed(self.base_s, goal.itl_s) - _missed(self.cost.seconds(self.num_streams), goal.itl_s)
+        missed = _missed(tpot_s, goal.itl_s) + self.num_streams * more
+        return _CAPACITY_WEIGHT * taken_s + _MISS_WEIGHT * goal.num_expected * missed
+
+    @cached_property
+    def alone_cost(self) -> float:
+        return self.prefill_cost + self.decode_cost(self.tpot_s)
+
+    @cached_property
+    def _speed(self) -> float:
+        return self._speed_beside(self.num_streams)
+
+    def _speed_beside(self, num_streams: int) -> float:
+        """Prompt tokens per second."""
+        if num_streams == 0:
+            return self.max_tokens / self.cost.seconds(0, self.max_tokens)
+        left = (1 - self.cost.seconds(num_streams) / self.goal.itl_s) / self.cost.per_token_s
+        return max(left, _MIN_CHUNK / self.cost.seconds(num_streams, _MIN_CHUNK))
+
+
+class Placement(NamedTuple):
+    """The index of the site that decodes, that of the prefill site if the request is split, and why."""
+
+    site: int
+    prefill: int | None
+    reason: Reason
+    alone: int
+    """The best site alone."""
+    split: tuple[int, int] | None
+    """The best pair (prefill, decode), if there is one."""
+
+
+def split_cost(prefill: Site, decode: Site) -> float:
+    return prefill.prefill_cost + decode.decode_cost(decode.split_tpot_s)
+
+
+def place(sites: Sequence[Site], pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rng: random.Random) -> Placement:
+    """The place of a request among `sites`, at least one. Each of `pairs` has indices of prefill and of decode sites
+    that can hand KV over to each other. Ties are broken by `rng`."""
+    alone = _cheapest(sites, range(len(sites)), lambda site: site.alone_cost, rng)
+    split = _best_pair(sites, pairs, rng)
+    reason: Reason = "estimate"
+    if split is not None:
+        prefill, decode = sites[split[0]], sites[split[1]]
+        cost = split_cost(prefill, decode)
+        if cost < MARGIN * sites[alone].alone_cost and _holds_split(prefill, decode):
+            return Placement(split[1], split[0], "estimate", alone, split)
+        if cost < sites[alone].alone_cost:
+            reason = "margin" if cost >= MARGIN * sites[alone].alone_cost else "objective"
+    if not any(site.holds_alone for site in sites):
+        least = min((site.num_uncomputed, site.num_streams) for site in sites)
+        tied = [n for n, site in enumerate(sites) if (site.num_uncomputed, site.num_streams) == least]
+        return Placement(rng.choice(tied), None, "overload", alone, split)
+    return Placement(alone, None, reason, alone, split)
+
+
+def _best_pair(
+    sites: Sequence[Site], pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rng: random.Random
+) -> tuple[int, int] | None:
+    """The cheapest pair. The two parts of its cost do not depend on each other."""
+    best = [
+        (
+            _cheapest(sites, prefill, lambda site: site.prefill_cost, rng),
+            _cheapest(sites, decode, lambda site: site.decode_cost(site.split_tpot_s), rng),
+        )
+        for prefill, decode in pairs
+        if prefill and decode
+    ]
+    return min(best, key=lambda pair: split_cost(sites[pair[0]], sites[pair[1]]), default=None)
+
+
+def _holds_split(prefill: Site, decode: Site) -> bool:
+    goal = decode.goal
+    is_on_time = prefill.first_s <= AIM * goal.ttft_s
+    return is_on_time and max(decode.base_s, decode.split_tpot_s) <= AIM * goal.itl_s
+
+
+def _missed(seconds: float, objective_s: float) -> float:
+    return 0.0 if objective_s == math.inf else max(0.0, seconds - AIM * objective_s)
+
+
+def _cheapest(sites: Sequence[Site], indices: Sequence[int], cost: Callable[[Site], float], rng: random.Random) -> int:
+    costs = [cost(sites[index]) for index in indices]
+    least = min(costs)
+    return rng.choice([index for index, one in zip(indices, costs, strict=True) if one == least])
