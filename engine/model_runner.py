@@ -1,8 +1,4 @@
-"""Turns a SchedulerOutput into tensors, runs the model and samples the tokens.
-
-Sampling: raw logits ─▶ biases and penalties (penalties.py; rows with log-probabilities keep a raw copy)
-─▶ constraints (grammar.py) ─▶ tokens (sampler.py) ─▶ log-probabilities of the raw logits (logprobs.py).
-"""
+"""Turns a SchedulerOutput into tensors, runs the model and samples the tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +13,11 @@ import torch
 from engine.attention.backend import AttentionMetadata
 from engine.config import EngineConfig
 from engine.models.decoder import Decoder
-from engine.sampling.grammar import GrammarMasks
-from engine.sampling.logprobs import PromptLogprobs, token_logprobs
+from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.params import SamplingParams
-from engine.sampling.penalties import LogitAdjustments
-from engine.sampling.sampler import NonFiniteLogits, SamplingRow, sample
+from engine.sampling.sampler import SamplingRow, sample
+from engine.sampling.token_sampler import TokenSampler
 from engine.scheduling.kv_cache_manager import KVCacheManager
-from engine.scheduling.request import Request
 from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput
 
 
@@ -35,8 +29,7 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._kv = kv
-        self._adjustments = LogitAdjustments()
-        self._grammars = GrammarMasks()
+        self._sampler = TokenSampler()
         self._prompt_logprobs = PromptLogprobs(model.compute_logits)
 
     @torch.inference_mode()
@@ -51,7 +44,7 @@ class ModelRunner:
             return Sampled()
         rows = metadata.query_start_loc[1:][sampling].long() - 1
         requests = [shares[index].request for index in sampling]
-        sampled = self._sample(self._model.compute_logits(hidden[rows]), requests)
+        sampled = self._sampler.sample(self._model.compute_logits(hidden[rows]), requests)
         failed = [index for index, request in enumerate(requests) if request.request_id not in sampled.token_ids]
         nothing_allowed: frozenset[str] = frozenset()
         if failed:  # computed again: the request's parameters have changed the logits in place
@@ -103,57 +96,9 @@ class ModelRunner:
         )
         return self._tensor(token_ids), self._tensor(positions), metadata
 
-    def _sample(self, logits: torch.Tensor, requests: list[Request]) -> Sampled:
-        """The next tokens, from `logits` [len(requests), vocab], which it changes."""
-        numbered = list(enumerate(requests))
-        with_logprobs = [(row, request) for row, request in numbered if request.spec.params.logprobs is not None]
-        raw = {row: logits[row].clone() for row, request in with_logprobs if request.spec.params.changes_logits}
-        self._adjustments.apply(logits, requests)
-        self._grammars.apply(logits, requests)
-        token_ids = _sample_finite(logits, requests)
-        with_logprobs = [(row, request) for row, request in with_logprobs if request.request_id in token_ids]
-        if not with_logprobs:
-            return Sampled(token_ids)
-        logprobs = token_logprobs(
-            [raw.get(row, logits[row]) for row, _ in with_logprobs],
-            [token_ids[request.request_id] for _, request in with_logprobs],
-            [request.spec.params.logprobs or 0 for _, request in with_logprobs],
-        )
-        by_id = {request.request_id: entries for (_, request), entries in zip(with_logprobs, logprobs, strict=True)}
-        return Sampled(token_ids, by_id)
-
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
 
 def _known_tokens(share: ScheduledRequest) -> list[int]:
     return share.request.token_ids[share.start : share.start + share.num_tokens]
-
-
-def _sample_finite(logits: torch.Tensor, requests: list[Request]) -> dict[str, int]:
-    """Tokens by request id, of the rows with finite logits."""
-    rows = [_sampling_row(request) for request in requests]
-    try:
-        tokens = sample(logits, rows)
-    except NonFiniteLogits as error:
-        finite = [index for index in range(len(rows)) if index not in error.rows]
-        if not finite:
-            return {}
-        tokens = sample(logits[finite], [rows[index] for index in finite])
-        requests = [requests[index] for index in finite]
-    return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
-
-
-def _sampling_row(request: Request) -> SamplingRow:
-    params = request.spec.params
-    forbidden: tuple[int, ...] = ()
-    if request.num_output_tokens < params.min_tokens and request.grammar is None:  # else its mask forbids them
-        eos = () if params.ignore_eos else request.spec.eos_token_ids
-        forbidden = (*eos, *params.stop_token_ids)
-    return SamplingRow(
-        params=params,
-        seed=request.spec.seed,
-        choice=request.spec.choice,
-        position=request.num_tokens,
-        forbidden_ids=forbidden,
-    )
