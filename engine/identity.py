@@ -19,12 +19,13 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from engine.config import LoadFormat
 from engine.errors import EngineError
-from engine.kv_layout import LAYOUT_VERSION, KVLayout
+from engine.kv_layout import LAYOUT_VERSION
 
 # Keys of config.json that do not change the computation. dtype is a field of the identity.
 _IGNORED_KEYS = frozenset(
@@ -67,6 +68,8 @@ _SETTLED_NS = 2_000_000_000
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What must be equal for KV to be exchanged; the fields of the proto's Identity. Digests are SHA-256 in hex."""
 
+    engine: str = "tandem"
+    """This engine; or another's name, version and whatever else decides its numerics."""
     weights_digest: str
     config_digest: str
     tokenizer_digest: str
@@ -88,8 +91,25 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return [(name, mine, theirs) for name, mine, theirs in pairs if mine != theirs]
 
 
+class Layout(Protocol):
+    """What an identity needs of a KV layout."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def digest(self) -> bytes: ...
+
+
 def compute_identity(
-    folder: str | Path, *, dtype: str, layout: KVLayout, load_format: LoadFormat, seed: int, backend: str = "native"
+    folder: str | Path,
+    *,
+    dtype: str,
+    layout: Layout,
+    load_format: LoadFormat,
+    seed: int,
+    engine: str = "tandem",
+    backend: str = "native",
 ) -> ModelIdentity:
     """The identity of the checkpoint in `folder`. `seed` matters for dummy weights alone; the digest of the config
     covers the backend that computes the model.
@@ -99,6 +119,7 @@ def compute_identity(
     folder = Path(folder)
     weights = _digest_parts((b"dummy", str(seed).encode())) if load_format == "dummy" else weights_digest(folder)
     return ModelIdentity(
+        engine=engine,
         weights_digest=weights,
         config_digest=config_digest(folder, backend),
         tokenizer_digest=tokenizer_digest(folder),

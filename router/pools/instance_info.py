@@ -49,6 +49,7 @@ class Mismatch(NamedTuple):
 class Identity:
     """What must be equal before KV is exchanged or a stream is continued elsewhere."""
 
+    engine: str = ""
     weights_digest: str = ""
     config_digest: str = ""
     tokenizer_digest: str = ""

@@ -567,6 +567,7 @@ class Identity(_message.Message):
     LAYOUT_VERSION_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     weights_digest: _builtins.str
     """SHA-256 over the checkpoint's weight files."""
     config_digest: _builtins.str
@@ -582,7 +583,9 @@ class Identity(_message.Message):
     layout_digest: _builtins.str
     """SHA-256 of the page layout, hex."""
     fingerprint: _builtins.str
-    """SHA-256 of all of the above, hex: the model fingerprint in block hashes and page headers."""
+    """SHA-256 of all the others, hex: the model fingerprint in block hashes and page headers."""
+    engine: _builtins.str
+    """tandem, or another engine with its version and what else decides its numerics: vllm 0.32.0, runner, attention, KV."""
     def __init__(
         self,
         *,
@@ -594,10 +597,11 @@ class Identity(_message.Message):
         layout_version: _builtins.int = ...,
         layout_digest: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "config_digest", b"config_digest", "dtype", b"dtype", "fingerprint", b"fingerprint", "layout_digest", b"layout_digest", "layout_version", b"layout_version", "tokenizer_digest", b"tokenizer_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "config_digest", b"config_digest", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "layout_digest", b"layout_digest", "layout_version", b"layout_version", "tokenizer_digest", b"tokenizer_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
