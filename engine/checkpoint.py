@@ -56,7 +56,7 @@ def check_checkpoint(model: str, folder: Path, *, needs_weights: bool = True) ->
     try:
         config = read_config(folder)
     except UnsupportedModel as error:
-        hint = f". vLLM runs more models: vllm serve {model}" if "is not supported" in str(error) else ""
+        hint = ". vLLM runs more models: --engine vllm, docs/vllm.md" if "is not supported" in str(error) else ""
         raise UnsupportedModel(f"model {model!r}: {error}{hint}") from None
     if needs_weights and not any(folder.glob("*.safetensors")):
         raise InvalidCheckpoint(

@@ -10,6 +10,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 ModelImpl = Literal["auto", "native", "transformers"]
+EngineKind = Literal["tandem", "vllm"]
 
 
 class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     """Folder of a checkpoint in Hugging Face's form (config.json, *.safetensors, tokenizer.json)."""
+    kind: EngineKind = "tandem"
+    """This engine, or vLLM in its place (vllm_engine)."""
+    python: str = ""
+    """Interpreter of the core's process; empty: this one."""
+    vllm_args: dict[str, Any] = {}
+    """Further arguments of vLLM's AsyncEngineArgs."""
     dtype: Dtype = "auto"
     """Weights and activations; `auto` takes the checkpoint's own (float16 runs as bfloat16)."""
     device: Device = "cpu"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import field_validator
 
-from engine.config import Device, Dtype, EngineConfig, KVConnectorConfig, LoadFormat
+from engine.config import Device, Dtype, EngineConfig, EngineKind, KVConnectorConfig, LoadFormat
 from instance.connectors import CONNECTORS, check_names, connector_config
 from serving.channel import ChannelSettings, listens_privately
 from serving.logging import LogSettings
@@ -86,6 +87,13 @@ class ModelSection(Section):
 class EngineSection(Section):
     """The engine core; the fields are those of `EngineConfig`."""
 
+    kind: EngineKind = setting("tandem", "tandem: the built-in engine. vllm: vLLM, see docs/vllm.md.", flag="--engine")
+    python: str = setting("", "Interpreter of an environment that has vLLM; empty: this one.", flag="--engine-python")
+    vllm_args: dict[str, Any] = setting(
+        {},
+        "Further arguments of vLLM, named as in AsyncEngineArgs: {tensor_parallel_size: 2}.",
+        flag="--vllm-args",
+    )
     device: Device = setting("cpu", "Device of the engine core.", flag="--device")
     block_size: int = setting(16, "Tokens in one KV block.", flag="--block-size", ge=1)
     num_blocks: int | None = setting(None, "KV blocks; none: kv_cache_bytes by block.", flag="--num-blocks", ge=2)

@@ -15,9 +15,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, EngineKind
 from engine.core.messages import Command, CoreMessage, Shutdown
+from engine.errors import EngineError
 
+_MODULES: dict[EngineKind, str] = {"tandem": "engine.core.process", "vllm": "vllm_engine.process"}
 _SHUTDOWN_S = 5.0
 _MAX_FOLDER_CHARS = 70
 
@@ -50,11 +52,14 @@ class ProcessLink:
 
     @classmethod
     async def start(cls, config: EngineConfig) -> ProcessLink:
-        """Spawn the process and send it its configuration.
+        """Spawn the process and send it its configuration. Raises EngineError for an interpreter that does not exist.
 
         Waiting threads spin only on dedicated cores: on shared ones spinning makes a step 5 to 10 times as long
         (benchmarks/LOG.md).
         """
+        python = config.python or sys.executable
+        if shutil.which(python) is None:
+            raise EngineError(f"engine.python: {python} is no program; give the path of a Python interpreter")
         folder = Path(tempfile.mkdtemp(prefix="tandem-core-", dir=_temporary_folder()))
         address = f"ipc://{folder}/core"
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -62,7 +67,7 @@ class ProcessLink:
         socket.set_hwm(0)
         socket.bind(address)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "engine.core.process", address),
+            *(python, "-m", _MODULES[config.kind], address),
             stdin=asyncio.subprocess.PIPE,
             env={"OMP_WAIT_POLICY": "active" if config.cpu_cores else "passive", **os.environ},
         )

@@ -24,19 +24,26 @@ from engine.errors import EngineError
 
 def main() -> None:
     """Run until `Shutdown` or the parent's death."""
+    config, address = begin()
+    _run(config, address)
+
+
+def begin() -> tuple[EngineConfig, str]:
+    """What every engine's process does first: return its configuration and the address of its parent's socket. From
+    now on it ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent shuts the core down
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     address = sys.argv[1]
     size = int.from_bytes(sys.stdin.buffer.read(8), "little")
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=EngineConfig)
     threading.Thread(target=_exit_with_parent, args=(address,), daemon=True, name="parent-watch").start()
-    _run(config, address)
-
-
-def _run(config: EngineConfig, address: str) -> None:
     if config.process_setup:
         module_name, _, function_name = config.process_setup.partition(":")
         getattr(importlib.import_module(module_name), function_name)(**config.process_setup_options)
+    return config, address
+
+
+def _run(config: EngineConfig, address: str) -> None:
     if config.cpu_cores:
         os.sched_setaffinity(0, config.cpu_cores)
     from engine.machine import set_num_threads  # imports torch: after pinning, for its thread pools

@@ -27,6 +27,7 @@ from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackEvent, StackFailed
 
 if TYPE_CHECKING:
+    from engine.config import EngineKind
     from engine.models.config import DecoderConfig
     from tandem.client.completion import Usage
     from tandem.client.credentials import Credentials
@@ -64,6 +65,14 @@ _DEMO_TOKENS = 60
 @click.option(
     "--model", default="demo", show_default=True, metavar="NAME",
     help="demo, a checkpoint's folder, or owner/name on the Hugging Face hub.",
+)  # fmt: skip
+@click.option(
+    "--engine", type=click.Choice(["tandem", "vllm"]), default="tandem", show_default=True,
+    help="Engine of the instances. vllm runs more models, and on GPUs: docs/vllm.md. It needs --prefill 0.",
+)  # fmt: skip
+@click.option(
+    "--engine-python", metavar="FILE",
+    help="Interpreter of an environment with vLLM, for --engine vllm; absent: this one.",
 )  # fmt: skip
 @click.option("--served-model-name", metavar="NAME", help="Name of the model in requests; absent: --model's last part.")
 @click.option(
@@ -129,6 +138,7 @@ _DEMO_TOKENS = 60
 def command(
     *,
     model: str,
+    engine: EngineKind,
     served_model_name: str | None,
     connector: str,
     disaggregation: Disaggregation,
@@ -155,6 +165,7 @@ def command(
       tandem up --autoscale decode=1..3                a decode pool that follows the load
       tandem up --connector redis --kv-url redis://127.0.0.1:6379/0
       tandem up --prefill 2 --connector nixl,redis --kv-url redis://127.0.0.1:6379/0
+      tandem up --engine vllm --engine-python .venv-vllm/bin/python --prefill 0
       tandem up --connector lmcache                    LMCache's disk format, in the stack's own folder
       tandem up --instance-arg=--max-num-seqs=16       any flag of the services
     """
@@ -163,6 +174,7 @@ def command(
     try:
         settings = StackSettings(
             model=resolve(model),
+            engine=engine,
             model_name=served_model_name or ("demo" if model == "demo" else display_name(model)),
             connector=connector,
             disaggregation=disaggregation,
@@ -171,10 +183,12 @@ def command(
             **sizes,  # type: ignore[arg-type]  # the options above carry the names and kinds of the fields
         )
         settings = autoscaled(settings, parse_bounds(autoscale))
-        config = check_checkpoint(model, settings.model, needs_weights=not _may_be_dummy(settings.instance_args))
+        needs_weights = not _may_be_dummy(settings.instance_args)
+        config = check_checkpoint(model, settings.model, needs_weights=needs_weights) if engine == "tandem" else None
     except (EngineError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    _check_sizes(settings, config)
+    if config is not None:  # vLLM checks its models itself
+        _check_sizes(settings, config)
     _check_addresses(settings)
     _run_stack(settings, model, try_it)
 
@@ -330,7 +344,7 @@ def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
     try:
         click.echo(
             f"tandem up: {display_name(model)}, {settings.num_prefill} prefill + {settings.num_decode} decode, "
-            f"KV by {settings.connector}"
+            + (f"KV by {settings.connector}" if settings.engine == "tandem" else f"engine {settings.engine}")
         )
         click.echo("starting the router and all instances …")
         # With `stop` too: Python loses an exception that is raised while a callback of a library runs.

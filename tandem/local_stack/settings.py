@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from engine.config import EngineKind
 from tandem.client.credentials import TOKEN
 from tandem.local_stack.desired_state import MAX_SIZE, ROLES, Role
 
@@ -27,6 +28,8 @@ class StackSettings:
     model: Path
     """Folder of the checkpoint."""
     model_name: str
+    engine: EngineKind = "tandem"
+    engine_python: str | None = None
     num_prefill: int = 1
     num_decode: int = 1
     max_prefill: int = 0
@@ -67,6 +70,10 @@ class StackSettings:
             raise ValueError(f"prefill must be between 0 and {MAX_SIZE}, not {self.num_prefill}")
         if self.api_key is not None and not TOKEN.fullmatch(self.api_key):
             raise ValueError("--api-key must be printable ASCII without spaces")
+        if self.engine == "vllm" and max(self.num_prefill, self.max_prefill):
+            raise ValueError("--engine vllm does not hand KV over yet: add --prefill 0")
+        if self.engine_python is not None and self.engine != "vllm":
+            raise ValueError("--engine-python is for --engine vllm")
         if "redis" in self.connectors and self.kv_url is None:
             raise ValueError("the redis connector needs the address of a Redis: --kv-url redis://host:port/0")
         if "lmcache" in self.connectors and (self.kv_url or "").startswith("redis"):

@@ -99,20 +99,16 @@ class Topology:
         """prefill-0, decode-1 …; its cores are reserved until `release`."""
         if self._free_cores:
             self._cores[name] = self._free_cores.pop(0)
-        settings, cores, connectors = self._settings, self._cores.get(name, ()), set(self._settings.connectors)
+        settings, cores = self._settings, self._cores.get(name, ())
         # Without its own cores it gets an equal share of all, at least one.
         threads = settings.threads or len(cores) or max(1, len(usable_cores()) // settings.num_planned)
-        stores_here = "shared_storage" in connectors or ("lmcache" in connectors and settings.kv_url is None)
         flags = {
             "--model": settings.model,
             "--served-model-name": settings.model_name,
             "--instance-id": name,
             "--cpu-cores": list(cores) or None,
             "--num-threads": threads,
-            "--kv-connector": settings.connector,
-            "--kv-folder": self._folder / "store" if stores_here else None,
-            "--kv-secret-file": self._folder / "kv_secret" if connectors & set(CONNECTORS) else None,
-            "--kv-url": settings.kv_url,
+            **self._engine_flags(),
             "--kv-cache-bytes": self.kv_cache_bytes,
             "--num-blocks": settings.num_blocks,
             "--dtype": settings.dtype,
@@ -125,6 +121,20 @@ class Topology:
         """Frees the cores of an instance whose process is gone."""
         if name in self._cores:
             self._free_cores.append(self._cores.pop(name))
+
+    def _engine_flags(self) -> dict[str, object]:
+        """The engine, and the connector, which vLLM does not have yet."""
+        settings = self._settings
+        if settings.engine == "vllm":
+            return {"--engine": "vllm", "--engine-python": settings.engine_python, "--kv-connector": "null"}
+        connectors = set(settings.connectors)
+        stores_here = "shared_storage" in connectors or ("lmcache" in connectors and settings.kv_url is None)
+        return {
+            "--kv-connector": settings.connector,
+            "--kv-folder": self._folder / "store" if stores_here else None,
+            "--kv-secret-file": self._folder / "kv_secret" if connectors & set(CONNECTORS) else None,
+            "--kv-url": settings.kv_url,
+        }
 
     def _spec(
         self, name: str, address: str, flags: Mapping[str, object], more_flags: Sequence[str], threads: int = 1

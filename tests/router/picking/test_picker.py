@@ -84,6 +84,14 @@ def test_instances_pair_only_when_identity_and_connector_are_equal() -> None:
     assert same_identity(other.identity)(decode) == "dtype is , not bfloat16"
 
 
+def test_instances_of_different_engines_are_kept_apart_with_both_names() -> None:
+    decode = view("d")
+    ours = replace(decode, info=replace(decode.info, identity=Identity(fingerprint="f", engine="tandem")))
+    theirs = replace(decode, info=replace(decode.info, identity=Identity(fingerprint="g", engine="vllm 0.32.0, CPU")))
+    assert pairs_with(ours)(theirs) == "engine is vllm 0.32.0, CPU, not tandem"
+    assert same_identity(ours.info.identity)(theirs) == "engine is vllm 0.32.0, CPU, not tandem"
+
+
 def test_a_decode_instance_without_a_partner_is_left_out_with_the_difference() -> None:
     decode, old = view("d"), view("p")
     new = replace(old, info=replace(old.info, identity=Identity(fingerprint="g")))

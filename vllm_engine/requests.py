@@ -1,0 +1,122 @@
+"""Requests as vLLM takes them, and its outputs as the engine's events.
+
+vLLM computes logits and holds KV; every token is sampled by `sampling.py`, from `tandem_request` in the request's extra
+arguments. So to vLLM all requests are greedy, and those that continue a stream are plain prompts: a token's position,
+its penalties and its grammar come from the request, never from what vLLM counts as output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from vllm.inputs.engine import TokensInput, tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+from engine.core.messages import EngineRequest, FinishReason, TokenLogprob, TokensEvent
+from engine.errors import InvalidRequest
+
+EXTRA_ARG = "tandem_request"
+
+
+class SampledRequest(msgspec.Struct, frozen=True):
+    """What the worker needs of a request beside its tokens, which it has."""
+
+    request: EngineRequest
+    """Without token ids."""
+    num_prompt_tokens: int
+
+    def with_tokens(self, token_ids: Sequence[int]) -> EngineRequest:
+        """The whole request; `token_ids`: its prompt and what was emitted before it came here."""
+        prompt, emitted = token_ids[: self.num_prompt_tokens], token_ids[self.num_prompt_tokens :]
+        return msgspec.structs.replace(self.request, prompt_token_ids=list(prompt), output_token_ids=list(emitted))
+
+
+def check_supported(request: EngineRequest) -> None:
+    """Raises InvalidRequest, naming what vLLM behind Tandem does not do."""
+    if request.hold_kv is not None or request.remote_kv is not None:
+        raise InvalidRequest("transfer", "this instance's vLLM has no KV connector", "requests without a transfer")
+
+
+def vllm_input(request: EngineRequest) -> TokensInput:
+    token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+    return tokens_input(token_ids, cache_salt=request.cache_salt or None)
+
+
+def vllm_params(request: EngineRequest) -> VllmSamplingParams:
+    """Greedy: the worker leaves the sampled token as the best one."""
+    params = request.params
+    bare = msgspec.structs.replace(request, prompt_token_ids=[], output_token_ids=[])
+    sampled = SampledRequest(bare, len(request.prompt_token_ids))
+    assert params.max_tokens is not None
+    return VllmSamplingParams(
+        temperature=0.0,
+        max_tokens=params.max_tokens - len(request.output_token_ids),
+        stop_token_ids=list(_ending_ids(request)),
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs if _needs_prompt_logprobs(request) else None,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={EXTRA_ARG: msgspec.msgpack.encode(sampled)},
+        skip_clone=True,
+    )
+
+
+def tokens_event(request: EngineRequest, output: RequestOutput, *, is_first: bool) -> TokensEvent:
+    """The event of one output, which has the tokens since the last one."""
+    completion = output.outputs[0]
+    reason, stop_token_id = _ending(request, completion) if output.finished else (None, None)
+    metrics = output.metrics
+    queue_s = metrics.scheduled_ts - metrics.queued_ts if is_first and metrics is not None else 0.0
+    return TokensEvent(
+        request.request_id,
+        list(completion.token_ids),
+        finish_reason=reason,
+        stop_token_id=stop_token_id,
+        num_cached_tokens=output.num_cached_tokens or 0,
+        queue_s=max(0.0, queue_s),
+        logprobs=_logprobs(completion.logprobs or (), completion.token_ids),
+        prompt_logprobs=_prompt_logprobs(request, output) if is_first else [],
+    )
+
+
+def _ending_ids(request: EngineRequest) -> tuple[int, ...]:
+    return (*request.params.stop_token_ids, *(() if request.params.ignore_eos else request.eos_token_ids))
+
+
+def _ending(request: EngineRequest, completion: Any) -> tuple[FinishReason, int | None]:
+    """As engine.scheduling.request.Request.check_stop: a stop token of the request is named, the model's EOS is not."""
+    last = completion.token_ids[-1] if completion.token_ids else None
+    if last in request.params.stop_token_ids:
+        return "stop", last
+    if completion.finish_reason == "abort":
+        return "abort", None
+    return ("stop" if last in _ending_ids(request) else "length"), None
+
+
+def _needs_prompt_logprobs(request: EngineRequest) -> bool:
+    """They are returned once, by the first choice, and not after output that another instance emitted."""
+    return request.choice == 0 and not request.output_token_ids
+
+
+def _logprobs(positions: Sequence[Mapping[int, Any]], token_ids: Sequence[int]) -> list[list[TokenLogprob]]:
+    return [_entries(found, token_id) for found, token_id in zip(positions, token_ids, strict=False)]
+
+
+def _prompt_logprobs(request: EngineRequest, output: RequestOutput) -> list[list[TokenLogprob]]:
+    if request.params.prompt_logprobs is None or not _needs_prompt_logprobs(request):
+        return []
+    positions = output.prompt_logprobs or []
+    return [[] if found is None else _entries(found, token_id) for found, token_id in
+            zip(positions, request.prompt_token_ids, strict=True)]  # fmt: skip
+
+
+def _entries(found: Mapping[int, Any], token_id: int) -> list[TokenLogprob]:
+    """The token itself, then the best others, best first."""
+    own = TokenLogprob(token_id, found[token_id].logprob, found[token_id].rank)
+    others = (TokenLogprob(one, entry.logprob, entry.rank) for one, entry in found.items() if one != token_id)
+    return [own, *sorted(others, key=lambda entry: entry.rank)]

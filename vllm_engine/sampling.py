@@ -1,0 +1,86 @@
+"""Tandem's sampling inside of vLLM's V1 model runner, as one of its logits processors.
+
+Every token is sampled by engine/sampling/token_sampler.py, as in the built-in engine: a pure function of the logits, of
+(seed, choice, position) and of the request's tokens. vLLM then takes the best token of a row, which is the sampled one,
+because its logit is infinite. A stream that another instance began therefore continues exactly, with penalties, seeds
+and grammars, although vLLM counts the emitted tokens as prompt.
+
+    added to the batch ─▶ row (its request and vLLM's growing list of its output) ⇄ moved ─▶ removed
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
+
+from engine.sampling.grammar import GrammarCompiler
+from engine.sampling.token_sampler import TokenSampler
+from engine.scheduling.request import Request
+from vllm_engine.arguments import FOLDER
+from vllm_engine.failures import FailureLog
+from vllm_engine.requests import EXTRA_ARG, SampledRequest
+
+_decoder = msgspec.msgpack.Decoder(SampledRequest)
+
+
+@dataclass(slots=True)
+class _Row:
+    request: Request
+    output: list[int]
+    """Owned by vLLM, which appends each token."""
+    num_taken: int = 0
+
+    def update(self) -> Request:
+        self.request.token_ids += self.output[self.num_taken :]
+        self.num_taken = len(self.output)
+        return self.request
+
+
+class PositionSampling(LogitsProcessor):
+    """Samples the tokens of all requests in vLLM's batch."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        del device, is_pin_memory
+        model = vllm_config.model_config
+        self._sampler = TokenSampler()
+        self._grammars = GrammarCompiler(Path(model.model), model.get_vocab_size(), lambda: None)
+        self._failures = FailureLog(Path(os.environ[FOLDER]))
+        self._rows: dict[int, _Row] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        process_dict_updates(self._rows, batch_update, self._row)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits`: [requests in the batch, vocab], float32."""
+        rows = [row for row in sorted(self._rows) if row < len(logits)]
+        if not rows:
+            return logits
+        requests = [self._rows[row].update() for row in rows]
+        sampled = self._sampler.sample(logits if len(rows) == len(logits) else logits[rows], requests).token_ids
+        for row, request in zip(rows, requests, strict=True):
+            token_id = sampled.get(request.request_id)
+            if token_id is None:
+                self._failures.add(request.request_id)
+                token_id = 0
+            logits[row, token_id] = math.inf
+        return logits
+
+    def _row(self, params: Any, prompt_token_ids: list[int] | None, output_token_ids: list[int]) -> _Row | None:
+        encoded = (params.extra_args or {}).get(EXTRA_ARG)
+        if encoded is None or prompt_token_ids is None:
+            return None  # vLLM's own, at its start
+        spec = _decoder.decode(encoded).with_tokens(prompt_token_ids)
+        constraint = spec.params.constraint
+        grammar = None if constraint is None else self._grammars.compiled(constraint)
+        spec = msgspec.structs.replace(spec, params=msgspec.structs.replace(spec.params, logprobs=None))  # vLLM's
+        return _Row(Request.from_spec(spec, arrival=0, fingerprint="", grammar=grammar), output_token_ids)

