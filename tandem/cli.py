@@ -16,6 +16,7 @@ _COMMANDS = {
     "chat": "Chat with the model of a running stack.",
     "doctor": "Check this machine, the model, the connectors and a running stack.",
     "pools": "Show and resize the pools of a running stack, explain a pick, drain an instance.",
+    "top": "Show the pools of a running stack on a full screen; resize and drain by key.",
     "bench": "Measure a stack under load, KV transfers, and the engine alone.",
     "completion": "Print the script that completes `tandem` in bash, zsh or fish.",
 }

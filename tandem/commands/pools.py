@@ -8,87 +8,30 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
 
-from protos.tandem.v1 import common_pb2, instance_pb2, pools_pb2
-from tandem.commands.options import credential_options, given_credentials
+from protos.tandem.v1 import common_pb2, pools_pb2
+from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
 from tandem.local_stack.settings import unknown_pool
 
 F = TypeVar("F", bound=Callable[..., Any])
 _CLEAR_SCREEN = "\x1b[H\x1b[J"
-_ADMIN = "tandem.commands.pools.admin"
-_ROLES = {"prefill": instance_pb2.ROLE_PREFILL, "decode": instance_pb2.ROLE_DECODE}
-_CALL_TIMEOUT_S = 10.0
 _POLL_INTERVAL_S = 0.25
 _INTERRUPTED = 130
 """A shell's exit status for Ctrl-C."""
-_PORT_HINT = (
-    "give the router's admin address, which is not its clients' port: `tandem up` prints it, and "
-    "`python -m router --admin-listen host:port` sets it"
-)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 _timeout_option = click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=_CALL_TIMEOUT_S, show_default=True,
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=CALL_TIMEOUT_S, show_default=True,
     help="Seconds to wait for the answer.",
 )  # fmt: skip
 
 
-def _admin_options(function: F) -> F:
-    """The router's admin address, and credentials for it, both for `_admin_calls`."""
-    option = click.option(
-        "--admin", metavar="HOST:PORT", expose_value=False, callback=_keep_admin,
-        help="The router's admin address; absent: the stack that runs on this machine.",
-    )  # fmt: skip
-    return option(credential_options(function))
-
-
-def _keep_admin(context: click.Context, option: click.Parameter, value: str | None) -> None:
-    if value is not None:  # `tandem pools` may have been given it before its subcommand
-        context.meta[_ADMIN] = value
-
-
 def _call_options(function: F) -> F:
     """The options of a command that makes a single call."""
-    return _admin_options(_timeout_option(_json_option(function)))
-
-
-@contextmanager
-def _admin_calls() -> Iterator[Callable[..., Any]]:
-    """Calls a method of the admin listener that --admin gives, or of the running stack's: `call(name, request)`.
-
-    Errors become a ClickException.
-    """
-    import grpc
-
-    from protos.tandem.v1 import pools_pb2_grpc
-    from tandem.client.channel import open_blocking_channel
-    from tandem.client.credentials import PLAINTEXT
-    from tandem.client.errors import TandemError, explain
-    from tandem.client.registry import running_admin_address
-
-    try:
-        address = click.get_current_context().meta.get(_ADMIN) or running_admin_address()
-        credentials = given_credentials(address) or PLAINTEXT
-        with open_blocking_channel(address, (("grpc.use_local_subchannel_pool", 1),), credentials) as channel:
-            stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)  # type: ignore[arg-type]  # typed for asyncio alone
-            try:
-                yield lambda method, request, **named: getattr(stub, method)(
-                    request, metadata=credentials.metadata(), **named
-                )
-            except grpc.RpcError as error:
-                raise explain(error, address, credentials) from error
-    except ValueError as error:  # an unusable file of the credentials
-        raise click.ClickException(str(error)) from None
-    except TandemError as error:
-        if error.status == "UNAVAILABLE" and error.message.startswith("no router answers"):
-            raise click.ClickException(f"nothing answers at {address}: {_PORT_HINT}") from None
-        if error.status == "UNIMPLEMENTED":
-            raise click.ClickException(f"the server at {address} is not an admin listener: {_PORT_HINT}") from None
-        raise click.ClickException(error.message) from None
+    return admin_options(_timeout_option(_json_option(function)))
 
 
 @click.group("pools", invoke_without_command=True)
@@ -115,7 +58,7 @@ def command(context: click.Context, watch: bool, interval_s: float, timeout_s: f
     """
     if context.invoked_subcommand is not None:
         return
-    with _admin_calls() as call:
+    with admin_calls() as call:
         if watch:
             _watch(call, interval_s, as_json)
         else:
@@ -143,7 +86,7 @@ def _watch(call: Callable[..., Any], interval_s: float, as_json: bool) -> None:
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
     help="Seconds to wait for that. The resize continues in any case.",
 )  # fmt: skip
-@_admin_options
+@admin_options
 @_json_option
 def _resize(sizes: tuple[str, ...], wait: bool, timeout_s: float, as_json: bool) -> None:
     """Change the size of one pool, or of both.
@@ -160,22 +103,22 @@ def _resize(sizes: tuple[str, ...], wait: bool, timeout_s: float, as_json: bool)
     """
     desired = _parse_sizes(sizes)
     request = pools_pb2.ResizePoolsRequest(
-        sizes=[pools_pb2.PoolSize(role=_ROLES[pool], size=size) for pool, size in desired.items()]
+        sizes=[pools_pb2.PoolSize(role=ROLES[pool], size=size) for pool, size in desired.items()]
     )
 
     def echo(line: str) -> None:
         click.echo(line, err=as_json)
 
-    with _admin_calls() as call:
-        before = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=_CALL_TIMEOUT_S)
+    with admin_calls() as call:
+        before = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=CALL_TIMEOUT_S)
         changes = [
             {"pool": pool, "previous_size": change.previous_size, "size": change.size}
-            for pool, change in zip(desired, call("ResizePools", request, timeout=_CALL_TIMEOUT_S).changes, strict=True)
+            for pool, change in zip(desired, call("ResizePools", request, timeout=CALL_TIMEOUT_S).changes, strict=True)
         ]
         for change in changes:
             echo(f"{change['pool']}: {change['previous_size']} → {change['size']}")
         if wait:
-            _wait_resized(call, desired, _InstanceChanges(before, echo), timeout_s)
+            _wait_resized(call, desired, InstanceChanges(before, echo), timeout_s)
     if as_json:
         click.echo(json.dumps({"changes": changes, "complete": wait}))
 
@@ -187,7 +130,7 @@ def _parse_sizes(arguments: Iterable[str]) -> dict[str, int]:
         pool, equals, size = argument.partition("=")
         if not equals:
             raise click.UsageError(f"{argument!r} is not POOL=SIZE: write decode=3, with the new size of the pool")
-        if pool not in _ROLES:
+        if pool not in ROLES:
             raise click.UsageError(unknown_pool(pool, f"={size}"))
         if not (size.isascii() and size.isdecimal() and len(size) <= 4):
             raise click.UsageError(f"{argument!r}: the size must be a whole number, the new size of the pool: {pool}=3")
@@ -197,7 +140,7 @@ def _parse_sizes(arguments: Iterable[str]) -> dict[str, int]:
     return sizes
 
 
-class _InstanceChanges:
+class InstanceChanges:
     """Reports once for each instance that it starts, is ready, is out and is gone."""
 
     def __init__(self, before: pools_pb2.ListPoolsResponse, echo: Callable[[str], None]) -> None:
@@ -209,7 +152,7 @@ class _InstanceChanges:
         for one in now.instances:
             name = self._names[one.address] = one.instance_id or self._names.get(one.address, one.address)
             if one.address not in self._out and one.out:
-                self._echo(f"  {_pool_name(one.role)} instance at {one.address} starts")
+                self._echo(f"  {pool_name(one.role)} instance at {one.address} starts")
             elif one.out != self._out.get(one.address):
                 self._echo(f"  {name} {'is ready' if not one.out else f'is out: {one.out}'}")
             self._out[one.address] = one.out
@@ -219,7 +162,7 @@ class _InstanceChanges:
 
 
 def _wait_resized(
-    call: Callable[..., Any], desired: Mapping[str, int], changes: _InstanceChanges, timeout_s: float
+    call: Callable[..., Any], desired: Mapping[str, int], changes: InstanceChanges, timeout_s: float
 ) -> None:
     """Returns when the pools have these sizes; raises ClickException if they will not, or not in time."""
     started_s = time.monotonic()
@@ -245,7 +188,7 @@ def _is_resized(answer: pools_pb2.ListPoolsResponse, desired: Mapping[str, int])
     """Whether each pool has exactly as many instances as desired, and all are ready."""
     complete = True
     for pool in answer.pools:
-        name = _pool_name(pool.role)
+        name = pool_name(pool.role)
         if name not in desired:
             continue
         if pool.HasField("size") and pool.size != desired[name]:
@@ -253,7 +196,7 @@ def _is_resized(answer: pools_pb2.ListPoolsResponse, desired: Mapping[str, int])
                 f"the desired size of the {name} pool is now {pool.size}, not {desired[name]}: another resize changed "
                 "it, or an instance could not start; the output of `tandem up` says which"
             )
-        num_present = sum(_pool_name(one.role) == name for one in answer.instances)
+        num_present = sum(pool_name(one.role) == name for one in answer.instances)
         complete = complete and pool.num_ready == num_present == desired[name]
     return complete
 
@@ -289,7 +232,7 @@ def _explain(
     request = pools_pb2.ExplainPickRequest(session=session, cache_salt=cache_salt, text=prompt or "")
     if prompt is None:
         request.token_ids.CopyFrom(common_pb2.TokenIds(ids=[0] * (num_tokens or 1)))
-    with _admin_calls() as call:
+    with admin_calls() as call:
         answer = call("ExplainPick", request, timeout=timeout_s)
     click.echo(json.dumps(_pick_as_dict(answer), indent=2) if as_json else _pick_text(answer))
 
@@ -358,7 +301,7 @@ def _drain(name: str, grace_s: float, timeout_s: float, as_json: bool) -> None:
       tandem pools drain 10.0.0.9:7000 --grace-s 120
     """
     request = pools_pb2.DrainInstanceRequest(instance=name, grace_s=grace_s)
-    with _admin_calls() as call:
+    with admin_calls() as call:
         listed = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=timeout_s)
         answer = call("DrainInstance", request, timeout=timeout_s)
     if as_json:
@@ -366,15 +309,15 @@ def _drain(name: str, grace_s: float, timeout_s: float, as_json: bool) -> None:
     else:
         requests = "1 running request" if answer.num_unfinished == 1 else f"{answer.num_unfinished} running requests"
         click.echo(f"{answer.instance_id} is draining, {requests}. `tandem pools` shows its progress.")
-        click.echo(_restart_hint(listed, answer.instance_id), nl=False)
+        click.echo(restart_hint(listed, answer.instance_id), nl=False)
 
 
-def _restart_hint(listed: pools_pb2.ListPoolsResponse, instance_id: str) -> str:
+def restart_hint(listed: pools_pb2.ListPoolsResponse, instance_id: str) -> str:
     """What follows the drain where something keeps the pool at its size; empty elsewhere."""
     roles = {one.role for one in listed.instances if one.instance_id == instance_id}
     return "".join(
-        f"The {_pool_name(pool.role)} pool keeps its size, {pool.size}, so the instance is started again once it has "
-        f"ended. To make the pool smaller: tandem pools resize {_pool_name(pool.role)}=SIZE\n"
+        f"The {pool_name(pool.role)} pool keeps its size, {pool.size}, so the instance is started again once it has "
+        f"ended. To make the pool smaller: tandem pools resize {pool_name(pool.role)}=SIZE\n"
         for pool in listed.pools
         if pool.role in roles and pool.HasField("size")
     )
@@ -385,17 +328,17 @@ def _pools_table(answer: pools_pb2.ListPoolsResponse) -> str:
     rows: list[tuple[str, ...]] = [
         ("POOL", "INSTANCE", "STATE", "WAITING", "RUNNING", "LOADING", "KV USED", "OURS", "ADDRESS")
     ]
-    rows += [_instance_row(one) for one in answer.instances]
+    rows += [instance_row(one) for one in answer.instances]
     instances = "the pools are empty" if len(rows) == 1 else _aligned(rows, right={3, 4, 5, 6, 7})
-    return "\n".join([instances, "", *(line for pool in answer.pools for line in _pool_lines(pool))])
+    return "\n".join([instances, "", *(line for pool in answer.pools for line in pool_lines(pool))])
 
 
-def _instance_row(one: pools_pb2.PoolInstance) -> tuple[str, ...]:
+def instance_row(one: pools_pb2.PoolInstance) -> tuple[str, ...]:
     has_load, load = one.HasField("load"), one.load
     numbers = [load.num_waiting, load.num_running, load.num_loading] if has_load else ["-"] * 3
     used = f"{load.blocks.running / one.num_blocks:.0%} of {one.num_blocks}" if has_load and one.num_blocks else "-"
     return (
-        _pool_name(one.role),
+        pool_name(one.role),
         one.instance_id or "-",
         one.out or "ready",
         *map(str, numbers),
@@ -405,10 +348,10 @@ def _instance_row(one: pools_pb2.PoolInstance) -> tuple[str, ...]:
     )
 
 
-def _pool_lines(pool: pools_pb2.PoolStatus) -> list[str]:
+def pool_lines(pool: pools_pb2.PoolStatus) -> list[str]:
     """Ready and desired size, the last change, and the autoscaler's state."""
     size = f" of {pool.size}" if pool.HasField("size") else ""
-    lines = [f"{_pool_name(pool.role)}: {pool.num_ready}{size} ready"]
+    lines = [f"{pool_name(pool.role)}: {pool.num_ready}{size} ready"]
     if pool.HasField("last_change"):
         change = pool.last_change
         sizes = f"{change.previous_size} → {change.size}"
@@ -439,7 +382,7 @@ def _pool_as_dict(pool: pools_pb2.PoolStatus) -> dict[str, Any]:
     change = _fields(pool.last_change, "previous_size", "size", "cause", "reason", "age_s")
     autoscaler = _fields(pool.autoscaler, "min_size", "max_size", "leads", "desired_size", "reason", "age_s")
     return {
-        "pool": _pool_name(pool.role),
+        "pool": pool_name(pool.role),
         "num_ready": pool.num_ready,
         "size": pool.size if pool.HasField("size") else None,
         "last_change": change if pool.HasField("last_change") else None,
@@ -457,7 +400,7 @@ def _instance_as_dict(instance: pools_pb2.PoolInstance) -> dict[str, Any]:
         **_fields(load, "step_s", "draining"),
     }
     return {
-        "pool": _pool_name(instance.role),
+        "pool": pool_name(instance.role),
         "instance": instance.instance_id,
         "address": instance.address,
         "out": instance.out or None,
@@ -478,8 +421,3 @@ def _aligned(rows: Sequence[Sequence[str]], right: set[int]) -> str:
         for pairs in (zip(row, widths, strict=True) for row in rows)
     )
     return "\n".join("  ".join(row).rstrip() for row in cells)
-
-
-def _pool_name(role: int) -> str:
-    """prefill or decode, of a Role on the wire."""
-    return next((name for name, value in _ROLES.items() if value == role), "-")

@@ -17,7 +17,7 @@ def run(*args: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("command", [(), ("up",), ("generate",), ("chat",), ("doctor",), ("pools",)])
+@pytest.mark.parametrize("command", [(), ("up",), ("generate",), ("chat",), ("doctor",), ("pools",), ("top",)])
 def test_help_has_examples(command: tuple[str, ...]) -> None:
     status, output = run(*command, "--help")
     assert status == 0
@@ -75,7 +75,7 @@ def test_a_prompt_that_is_not_utf8_is_refused() -> None:
 
 
 def test_no_command_imports_torch_or_transformers() -> None:
-    commands = ", ".join(f"tandem.commands.{name}" for name in ("up", "generate", "chat", "doctor", "pools"))
+    commands = ", ".join(f"tandem.commands.{name}" for name in ("up", "generate", "chat", "doctor", "pools", "top"))
     modules = f"tandem.cli, {commands}, tandem.client.client"
     heavy = "torch transformers numba pydantic"
     code = f"import sys, {modules}; print([name for name in {heavy.split()} if name in sys.modules])"

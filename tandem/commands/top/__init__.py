@@ -1,0 +1,46 @@
+"""`tandem top`: the pools of a running stack on a full screen."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import click
+
+from tandem.commands.admin import CALL_TIMEOUT_S, admin_calls, admin_options, admin_target
+
+
+@click.command("top")
+@click.option(
+    "--interval", "interval_s", type=click.FloatRange(0.1, 60.0), default=1.0, show_default=True,
+    help="Seconds between two updates.",
+)  # fmt: skip
+@click.option(
+    "--metrics", metavar="HOST:PORT",
+    help="The router's metrics address (`--metrics-listen`), for TTFT and TPOT; absent: they are not shown.",
+)  # fmt: skip
+@admin_options
+def command(interval_s: float, metrics: str | None) -> None:
+    """Show pools, instances, load and tokens per second on a full screen; resize and drain by key.
+
+    + and - change the size of the selected instance's pool by one, d drains the instance; each asks before it acts.
+    Requires textual: pip install 'tandem-llm[top]'. `tandem pools --watch` shows a plain table without it.
+
+    \b
+    Examples:
+      tandem top
+      tandem top --admin 10.0.0.7:7001                  a router elsewhere
+      tandem top --metrics 127.0.0.1:9090               with TTFT and TPOT of the last minute
+    """
+    if importlib.util.find_spec("textual") is None:
+        raise click.ClickException(
+            "tandem top requires textual: pip install 'tandem-llm[top]', in a checkout pip install -c constraints.txt "
+            "'.[top]'; `tandem pools --watch` needs nothing more"
+        )
+    from protos.tandem.v1 import pools_pb2
+
+    with admin_calls() as call:  # a wrong address is an error of the command line, not of the screen
+        first = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=CALL_TIMEOUT_S)
+    from tandem.commands.top.screen import TopApp
+
+    address, credentials = admin_target()
+    TopApp(address, credentials, first, interval_s=interval_s, metrics=metrics).run()

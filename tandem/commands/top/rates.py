@@ -1,0 +1,126 @@
+"""Tokens per second from the counters of successive load reports, and percentiles from the router's histograms."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from protos.tandem.v1 import pools_pb2
+from tandem.commands.admin import pool_name
+
+SPAN_S = 5.0
+"""A rate is the mean over this time."""
+LATENCY_SPAN_S = 60.0
+_NUM_POINTS = 120
+TTFT = "tandem_router_time_to_first_token_seconds"
+TPOT = "tandem_router_time_per_output_token_seconds"
+
+
+@dataclass(slots=True)
+class _Counter:
+    """One process' counter of tokens over the last SPAN_S."""
+
+    epoch: str
+    samples: deque[tuple[float, int]] = field(default_factory=deque)
+    """Seconds and count; the first may be older than the span."""
+
+    def add(self, at_s: float, count: int) -> None:
+        self.samples.append((at_s, count))
+        while len(self.samples) > 2 and self.samples[1][0] <= at_s - SPAN_S:
+            self.samples.popleft()
+
+    @property
+    def rate(self) -> float:
+        (first_s, first), (last_s, last) = self.samples[0], self.samples[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+
+class TokenRates:
+    """Tokens per second of instances and pools: prefilled ones at prefill, generated ones at decode instances."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, _Counter] = {}
+        self.history = {pool: deque([0.0], maxlen=_NUM_POINTS) for pool in ("prefill", "decode")}
+        """Of each pool, one point for each update."""
+
+    def update(self, at_s: float, answer: pools_pb2.ListPoolsResponse) -> None:
+        """Takes the reports that were read at `at_s` (seconds of a monotonic clock)."""
+        totals = dict.fromkeys(self.history, 0.0)
+        for one in answer.instances:
+            pool, load = pool_name(one.role), one.load
+            counter = self._counters.get(one.address)
+            if counter is None or counter.epoch != load.instance_epoch:
+                counter = self._counters[one.address] = _Counter(load.instance_epoch)
+            counter.add(at_s, load.num_prefilled_tokens if pool == "prefill" else load.num_generated_tokens)
+            totals[pool] = totals.get(pool, 0.0) + counter.rate
+        for address in self._counters.keys() - {one.address for one in answer.instances}:
+            del self._counters[address]
+        for pool, points in self.history.items():
+            points.append(totals[pool])
+
+    def of(self, address: str) -> float:
+        """Of one instance that the last update had."""
+        return self._counters[address].rate
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Cumulative counts by upper bound in seconds, as Prometheus has them."""
+
+    counts: dict[float, float]
+
+    def since(self, earlier: Histogram) -> Histogram:
+        return Histogram({bound: count - earlier.counts.get(bound, 0.0) for bound, count in self.counts.items()})
+
+    def percentile(self, share: float) -> float | None:
+        """Interpolated within its bucket, in seconds; None without observations."""
+        bounds = [(0.0, 0.0), *sorted(self.counts.items())]
+        wanted = share * bounds[-1][1]
+        if wanted <= 0:
+            return None
+        for (low, before), (high, count) in pairwise(bounds):
+            if count >= wanted:
+                return low if high == float("inf") else low + (high - low) * (wanted - before) / (count - before)
+        return None
+
+
+class Latencies:
+    """TTFT and TPOT of the last minute, from texts of the router's /metrics."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, dict[str, Histogram]]] = deque()
+
+    def update(self, at_s: float, text: str) -> None:
+        """Takes the text that was read at `at_s`; a restarted router begins anew. Raises ValueError for other texts."""
+        read = _histograms(text, (TTFT, TPOT))
+        if self._samples and any(_total(read[name]) < _total(self._samples[-1][1][name]) for name in read):
+            self._samples.clear()
+        self._samples.append((at_s, read))
+        while len(self._samples) > 2 and self._samples[1][0] <= at_s - LATENCY_SPAN_S:
+            self._samples.popleft()
+
+    def percentiles(self, name: str, shares: Iterable[float]) -> list[float | None]:
+        """Of TTFT or TPOT, in seconds."""
+        if not self._samples:
+            return [None for _ in shares]
+        recent = self._samples[-1][1][name].since(self._samples[0][1][name])
+        return [recent.percentile(share) for share in shares]
+
+
+def _total(histogram: Histogram) -> float:
+    return max(histogram.counts.values(), default=0.0)
+
+
+def _histograms(text: str, names: Iterable[str]) -> dict[str, Histogram]:
+    """Of each name, summed over its labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    read = {name: Histogram({}) for name in names}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.endswith("_bucket") and family.name in read:
+                counts, bound = read[family.name].counts, float(sample.labels["le"])
+                counts[bound] = counts.get(bound, 0.0) + sample.value
+    return read

@@ -1,0 +1,187 @@
+"""`tandem top`: its rates and percentiles by themselves, its screen against a router whose pools have an owner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from textual.pilot import Pilot
+from textual.widgets import Label
+
+from protos.tandem.v1 import instance_pb2, pools_pb2
+from router.request.validation import ServedModel
+from tandem.cli import main
+from tandem.client.credentials import PLAINTEXT
+from tandem.commands.top.rates import SPAN_S, TPOT, TTFT, Latencies, TokenRates
+from tandem.commands.top.screen import Confirm, TopApp
+from tests.fakes.model_folder import write_model_folder
+from tests.router.pools.owned import Owned, owned
+from tests.router.rig import running
+from tests.waiting import until
+
+
+def listed(num_tokens: int, epoch: str = "a", *, role: str = "decode") -> pools_pb2.ListPoolsResponse:
+    wire = instance_pb2.ROLE_DECODE if role == "decode" else instance_pb2.ROLE_PREFILL
+    load = instance_pb2.WatchLoadResponse(
+        instance_epoch=epoch, num_generated_tokens=num_tokens, num_prefilled_tokens=10 * num_tokens
+    )
+    return pools_pb2.ListPoolsResponse(instances=[pools_pb2.PoolInstance(address="h:1", role=wire, load=load)])
+
+
+def test_a_rate_is_that_of_the_last_seconds() -> None:
+    rates = TokenRates()
+    for second in range(20):
+        rates.update(100.0 + second, listed(second * 50 if second < 10 else 450))
+        if second == 9:
+            assert rates.of("h:1") == pytest.approx(50)
+    assert SPAN_S < 9
+    assert rates.of("h:1") == 0
+    assert max(rates.history["decode"]) == pytest.approx(50)
+
+
+def test_each_pool_counts_its_own_work() -> None:
+    rates = TokenRates()
+    for second in range(3):
+        rates.update(float(second), listed(second, role="prefill"))
+    assert rates.of("h:1") == pytest.approx(10)
+    assert (rates.history["prefill"][-1], rates.history["decode"][-1]) == (pytest.approx(10), 0)
+
+
+def test_a_restarted_instance_begins_anew() -> None:
+    rates = TokenRates()
+    rates.update(0.0, listed(1000))
+    rates.update(1.0, listed(0, "b"))
+    assert rates.of("h:1") == 0
+    rates.update(2.0, listed(7, "b"))
+    assert rates.of("h:1") == pytest.approx(7)
+    rates.update(3.0, pools_pb2.ListPoolsResponse())
+    with pytest.raises(KeyError):
+        rates.of("h:1")
+
+
+class RouterMetrics:
+    """The router's two histograms, as prometheus_client serves them."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        buckets = (0.1, 0.2, 0.4, math.inf)
+        self.ttft, self.tpot = (
+            Histogram(name, "text", ("path",), registry=self._registry, buckets=buckets) for name in (TTFT, TPOT)
+        )
+
+    def text(self) -> str:
+        return generate_latest(self._registry).decode()
+
+
+def test_percentiles_are_those_of_the_last_minute() -> None:
+    metrics, latencies = RouterMetrics(), Latencies()
+    assert latencies.percentiles(TTFT, (0.5,)) == [None]
+    for _ in range(1000):
+        metrics.ttft.labels("local").observe(0.35)
+    latencies.update(0.0, metrics.text())
+    assert latencies.percentiles(TTFT, (0.5,)) == [None], "what was before the first reading is not recent"
+    for path in ("split", "local"):
+        for _ in range(50):
+            metrics.ttft.labels(path).observe(0.15)
+    metrics.ttft.labels("split").observe(7)
+    latencies.update(30.0, metrics.text())
+    p50, p100 = latencies.percentiles(TTFT, (0.5, 1.0))
+    assert p50 == pytest.approx(0.15, abs=0.001)
+    assert p100 == 0.4, "the last bucket has no upper bound"
+    assert latencies.percentiles(TPOT, (0.5,)) == [None]
+    for at_s in (100.0, 170.0):
+        latencies.update(at_s, metrics.text())
+    assert latencies.percentiles(TTFT, (0.5,)) == [None]
+
+
+def test_a_restarted_router_begins_anew() -> None:
+    before, after, latencies = RouterMetrics(), RouterMetrics(), Latencies()
+    for _ in range(3):
+        before.ttft.labels("local").observe(0.3)
+    after.ttft.labels("local").observe(0.15)
+    latencies.update(0.0, before.text())
+    latencies.update(1.0, after.text())
+    after.ttft.labels("local").observe(0.15)
+    latencies.update(2.0, after.text())
+    assert latencies.percentiles(TTFT, (1.0,)) == [pytest.approx(0.2)]
+
+
+@asynccontextmanager
+async def shown(folder: Path) -> AsyncIterator[tuple[Owned, TopApp, Pilot[None]]]:
+    """A router with one prefill, one decode instance and spares, and the screen that shows it."""
+    write_model_folder(folder)
+    run = partial(running, ServedModel.from_folder(folder, "fake"), folder)
+    async with owned(run, num_decode=1, num_spares=2) as stack:
+        address = stack.rig.app.admin_address or ""
+        app = TopApp(address, PLAINTEXT, await stack.listed(), interval_s=0.3, metrics=None)
+        async with app.run_test(size=(110, 32)) as pilot:
+            yield stack, app, pilot
+
+
+def column(app: TopApp, name: str) -> list[str]:
+    return [str(cell) for cell in app.table.get_column(name)]
+
+
+def events(app: TopApp) -> str:
+    return "\n".join(line.text for line in app.events.lines)
+
+
+async def test_it_follows_load_and_sizes_and_resizes_after_a_question(tmp_path: Path) -> None:
+    async with shown(tmp_path) as (stack, app, pilot):
+        assert column(app, "INSTANCE") == ["prefill-0", "decode-0"]
+        stack.rig.decode[0].behaviour.num_waiting = 7
+        await until(lambda: column(app, "WAITING") == ["0", "7"])
+        await pilot.press("down", "plus")
+        assert "Resize the decode pool from 1 to 2?" in str(app.screen.query_one(Label).content)
+        await pilot.press("n")
+        await pilot.press("plus", "y")
+        await until(lambda: column(app, "INSTANCE") == ["prefill-0", "decode-0", "decode-1"])
+        await until(lambda: column(app, "STATE") == ["ready"] * 3)
+        assert "2 of 2 ready" in str(app.panels["decode"].lines.content)
+        assert "decode: 1 → 2 by the operator" in events(app)
+        assert "decode-1 is ready" in events(app)
+        assert app.table.cursor_row == 1, "the cursor stays on its instance"
+        assert stack.desired.snapshot.pool("decode")[1].name
+
+
+async def test_a_refusal_is_shown_and_nothing_happens(tmp_path: Path) -> None:
+    async with shown(tmp_path) as (stack, app, pilot):
+        await pilot.press("down", "minus", "y")
+        await until(lambda: app._notifications)
+        assert "decode" in next(iter(app._notifications)).message
+        await pilot.press("d")
+        question = str(app.screen.query_one(Label).content)
+        assert "Drain decode-0" in question
+        assert "started again" in question, "the pool keeps its size"
+        await pilot.press("escape")
+        assert not isinstance(app.screen, Confirm)
+        assert stack.decode_names() == ["decode-0"]
+        assert not (await stack.listed()).instances[1].load.draining
+
+
+async def test_a_router_that_stops_is_named_and_its_last_message_stays(tmp_path: Path) -> None:
+    async with shown(tmp_path) as (stack, app, _):
+        await until(lambda: column(app, "STATE") == ["ready", "ready"])
+        await stack.rig.app.stop()
+        await until(lambda: "no answer" in app.sub_title)
+        await until(lambda: "--admin-listen" in events(app))
+        assert column(app, "INSTANCE") == ["prefill-0", "decode-0"]
+
+
+def test_mistakes_are_answered_before_the_screen_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert "tandem up" in CliRunner().invoke(main, ("top",)).output
+    assert "--admin-listen" in CliRunner().invoke(main, ("top", "--admin", "127.0.0.1:1")).output
+
+
+def test_without_textual_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = CliRunner().invoke(main, ("top",))
+    assert result.exit_code != 0
+    assert "'tandem-llm[top]'" in result.output
