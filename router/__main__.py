@@ -41,7 +41,12 @@ def main(settings: RouterSettings) -> None:
     raise_open_files_limit()
     structured_logging.configure(settings.log)
     try:
-        model = ServedModel.from_folder(settings.router.model, settings.router.model_name)
+        model = ServedModel.from_folder(
+            settings.router.model,
+            settings.router.model_name,
+            tool_call_parser=settings.router.tool_call_parser,
+            reasoning_parser=settings.router.reasoning_parser,
+        )
     except (UnsupportedModel, OSError, ValueError) as error:
         _cannot_start(f"the model's folder: {error}")
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -38,6 +38,14 @@ class RouterSection(Section):
         flag="--admin-listen",
     )
     ready_file: str | None = setting(None, "File that gets the line `ready address=host:port`.", flag="--ready-file")
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = setting(
+        "auto",
+        "How the model writes tool calls; auto: by its chat template; none: no tools.",
+        flag="--tool-call-parser",
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = setting(
+        "auto", "Whether answers begin with <think>…</think>; auto: by its chat template.", flag="--reasoning-parser"
+    )
     vllm_engine: bool = setting(True, "Answer vLLM's gRPC service, vllm.grpc.engine.VllmEngine, on the same port.")
 
 

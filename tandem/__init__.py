@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tandem.client.client import AsyncClient, Client
-    from tandem.client.completion import Choice, Completion, Piece, Route, TokenLogprob, Usage
+    from tandem.client.completion import Choice, Completion, Piece, Route, TokenLogprob, ToolCall, Usage
     from tandem.client.credentials import Credentials
     from tandem.client.errors import StreamError, TandemError
 
@@ -24,6 +24,7 @@ __all__ = [
     "StreamError",
     "TandemError",
     "TokenLogprob",
+    "ToolCall",
     "Usage",
 ]
 

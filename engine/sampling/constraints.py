@@ -1,38 +1,44 @@
-"""Constraints on a request's output: a JSON object, a JSON schema, a regular expression, a choice of texts, a grammar.
+"""Constraints on a request's output: a JSON object, a JSON schema, a regular expression, a choice of texts, a grammar,
+a structural tag.
 
     SamplingParams ─▶ checked here, at the edge ─▶ `Constraint` ─▶ grammar.py compiles it (xgrammar)
 
 xgrammar accepts, and ignores, much of what it cannot do. The checks admit only what it follows exactly, so that a
-finished output always satisfies its constraint, and they bound the work of compiling it. JSON schemas: json_schema.py.
+finished output always satisfies its constraint, and they bound the work of compiling it. JSON schemas: json_schema.py;
+structural tags: structural_tag.py.
 Free of torch.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from engine.errors import InvalidRequest, shown
 from engine.sampling.json_schema import checked_schema
+from engine.sampling.structural_tag import checked_structural_tag
 
 MAX_CONSTRAINT_BYTES = 2**16
 MAX_REGEX_CHARS = 4096
 MAX_TEXTS = 1000
 _MAX_GROUPS = 100
 """Groups of a regular expression inside each other."""
+MAX_WHITESPACE = 16
+"""Between two elements of JSON: a model that may write spaces for ever sometimes does."""
 
 INSTALL_XGRAMMAR = "pip install -c constraints.txt '.[structured-output]' in the checkout"
 
-CONSTRAINTS = ("json_object", "json_schema", "regex", "choice", "grammar")
+CONSTRAINTS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag")
 """The fields of SamplingParams of which at most one may be set."""
 
 
 class Constraint(NamedTuple):
     """What xgrammar compiles; equal constraints share one compiled grammar."""
 
-    kind: Literal["json_schema", "regex", "grammar"]
+    kind: Literal["json_schema", "regex", "grammar", "structural_tag"]
     source: str
 
 
@@ -61,8 +67,21 @@ def check_constraint(fields: dict[str, Any]) -> Constraint | None:
             return Constraint("json_schema", checked_schema(_text(name, value, MAX_CONSTRAINT_BYTES), _check_pattern))
         case "regex":
             return Constraint("regex", translated_regex(name, _text(name, value, MAX_REGEX_CHARS)))
-        case _:
+        case "grammar":
             return Constraint("grammar", _text(name, value, MAX_CONSTRAINT_BYTES))
+        case _:
+            text = _text(name, value, MAX_CONSTRAINT_BYTES)
+            options = {"max_whitespace_cnt": MAX_WHITESPACE}
+            return Constraint("structural_tag", checked_structural_tag(text, _part_of_tag, options))
+
+
+def _part_of_tag(kind: str, source: Any) -> str:
+    """The source of a constraint inside a structural tag, checked like that of a whole output."""
+    if kind == "json_schema":
+        source = json.dumps(source)
+    checked = check_constraint({**dict.fromkeys(CONSTRAINTS), "json_object": False, kind: source})
+    assert checked is not None
+    return checked.source
 
 
 def _text(field: str, value: Any, max_bytes: int) -> str:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import InvalidRequest
-from engine.sampling.constraints import INSTALL_XGRAMMAR, Constraint, has_xgrammar
+from engine.sampling.constraints import INSTALL_XGRAMMAR, MAX_WHITESPACE, Constraint, has_xgrammar
 from engine.scheduling.request import Request
 from engine.text.tokenizer import Tokenizer
 
@@ -39,8 +39,6 @@ _NICENESS = 5
 MAX_CACHE_BYTES = 64 * 2**20
 _MAX_ERROR_CHARS = 200
 _CONTROL_BYTES = frozenset(range(0x20)) - {ord("\n")}
-_MAX_WHITESPACE = 16
-"""Between two elements of JSON: a model that may write spaces for ever sometimes does."""
 _BITS = 32
 
 
@@ -105,15 +103,17 @@ class _Library:
     def compile(self, constraint: Constraint) -> Grammar:
         """Raises InvalidRequest with xgrammar's own words."""
         kind, source = constraint
-        compiler, textless_ids = self._compiler(is_json=kind == "json_schema")
+        compiler, textless_ids = self._compiler(is_json=kind in ("json_schema", "structural_tag"))
         try:
             match kind:
                 case "json_schema":
-                    compiled = compiler.compile_json_schema(source, max_whitespace_cnt=_MAX_WHITESPACE)
+                    compiled = compiler.compile_json_schema(source, max_whitespace_cnt=MAX_WHITESPACE)
                 case "regex":
                     compiled = compiler.compile_regex(source)
                 case "grammar":
                     compiled = compiler.compile_grammar(source)
+                case "structural_tag":
+                    compiled = compiler.compile_structural_tag(source)
         except Exception as error:  # RuntimeError for all kinds of reasons, but nothing promises it
             raise InvalidRequest(kind, _reason(error)) from None
         return Grammar(compiled, textless_ids)

@@ -87,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear in the output: the last token of each is not sampled after the others."""
     json_object: bool = False
-    """The output is a JSON object. At most one of this and the next four may be set."""
+    """The output is a JSON object. At most one of this and the next five may be set."""
     json_schema: str | dict[str, Any] | None = None
     """The output is JSON that satisfies this schema; a dict becomes its text. See json_schema.py for its keywords."""
     regex: str | None = None
@@ -96,6 +96,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The output is one of these texts."""
     grammar: str | None = None
     """The output is in the language of this grammar, in the EBNF of xgrammar (GBNF), from the rule `root`."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Parts of the output are fixed and others have constraints of their own; a dict becomes its text. See
+    structural_tag.py for its formats."""
 
     def __post_init__(self) -> None:
         given: object = self.stop
@@ -108,9 +111,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if words and any(isinstance(ids, list) for ids in words):
             sequences = tuple(tuple(ids) if isinstance(ids, list) else ids for ids in words)
             msgspec.structs.force_setattr(self, "bad_word_ids", sequences)
-        if isinstance(self.json_schema, dict):
-            with contextlib.suppress(TypeError, ValueError, RecursionError):  # what is no JSON, `validate` rejects
-                msgspec.structs.force_setattr(self, "json_schema", json.dumps(self.json_schema))
+        for name in ("json_schema", "structural_tag"):
+            if isinstance(value := getattr(self, name), dict):
+                with contextlib.suppress(TypeError, ValueError, RecursionError):  # what is no JSON, `validate` rejects
+                    msgspec.structs.force_setattr(self, name, json.dumps(value))
 
     @property
     def is_greedy(self) -> bool:

@@ -53,6 +53,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise UnsupportedModel(f"the chat template does not compile: {shown(str(error))}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self.reserved_names = frozenset(
             {"messages", "tools", "add_generation_prompt", *special_tokens, *environment.globals}

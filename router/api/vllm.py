@@ -154,8 +154,6 @@ def _check_known(request: vllm.GenerateRequest) -> None:
     if request.HasField("mm_inputs"):
         raise invalid_argument("mm_inputs", "is not supported", "text or token ids")
     params = request.sampling_params
-    if params.HasField("structural_tag"):
-        raise invalid_argument("sampling_params.structural_tag", "is not supported", "another constraint")
     if params.HasField("truncate_prompt_tokens"):
         raise invalid_argument("sampling_params.truncate_prompt_tokens", "is not supported", "a prompt that fits")
     _check_fields("", request, {_DATA_PARALLEL_RANK})

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from protos.tandem.v1 import common_pb2, generation_pb2
+from router.request.chat_output import ChatDeltas
 from router.request.generation_request import GenerationRequest
 from serving.errors import Overloaded
 
@@ -39,6 +40,10 @@ class ResponseWriter:
         self._response = generation_pb2.GenerateResponse(
             request_id=request.label, seed=request.seed, prompt_tokens=request.num_prompt_tokens, model=request.model
         )
+        self._deltas = None
+        if request.chat_output:
+            is_constrained = request.params.is_constrained
+            self._deltas = ChatDeltas(request.request_id, request.chat_output, is_constrained=is_constrained)
         self._is_writing = False
         self._is_ending = False
         self._unsent: list[common_pb2.TokenChunk] = []
@@ -102,6 +107,8 @@ class ResponseWriter:
             await asyncio.Event().wait()  # until it is cancelled
         response = self._response
         response.tokens.CopyFrom(chunk)
+        if self._deltas is not None:
+            response.delta.CopyFrom(self._deltas.of(chunk))
         self._is_writing = True
         await self._sink(response)
         self._is_writing = False

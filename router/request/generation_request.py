@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine.sampling.constraints import CONSTRAINTS
 from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import common_pb2
+from router.request.chat_output import ChatOutput
 
 _DEADLINE_MARGIN_S = 0.02
 """Calls end this much before the request does, so that the router ends it and not a timer at the client."""
@@ -86,6 +87,7 @@ class GenerationRequest:
     session: str = ""  # the conversation it belongs to; used for affinity only
     deadline_s: float | None = None  # monotonic time at which it must be over
     tenant: str = ""  # decides its share of admission
+    chat_output: ChatOutput = field(default_factory=ChatOutput)  # how the output is divided; false: not at all
 
     @property
     def remaining_s(self) -> float | None:

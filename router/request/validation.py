@@ -23,11 +23,15 @@ from engine.errors import InvalidRequest, NotSupported, UnsupportedModel, shown
 from engine.generation_config import GenerationDefaults
 from engine.identity import tokenizer_digest
 from engine.sampling.params import MAX_SEED, SamplingParams, validate, validate_prompt, with_bad_word_ids
+from engine.text.reasoning import BEGIN, END
 from engine.text.tokenizer import Tokenizer, supports_constraints
+from engine.text.tool_calls import TOOL_FORMATS, ToolFormat, tool_format_of
 from protos.tandem.v1 import generation_pb2
 from router.pools.instance_info import InstanceInfo
 from router.request.caller import Caller
+from router.request.chat_output import ChatOutput
 from router.request.generation_request import GenerationRequest, from_wire
+from router.request.tools import Tools, template_messages
 from serving.errors import FailedPrecondition, NotFound, Unsupported, invalid_argument
 
 
@@ -40,13 +44,29 @@ class ServedModel:
     """None: the folder has none (random weights in benchmarks); prompts must then be token ids."""
     defaults: GenerationDefaults
     tokenizer_digest: str
+    tool_format: ToolFormat | None = None
+    """How it writes tool calls; None: it cannot, or in a way that is not supported."""
+    thinks: bool = False
+    """Whether its answers may begin with reasoning between <think> and </think>."""
 
     @classmethod
-    def from_folder(cls, folder: str | Path, name: str | None = None) -> ServedModel:
-        """Reads the tokenizer and generation_config.json; raises engine.errors.UnsupportedModel."""
+    def from_folder(
+        cls,
+        folder: str | Path,
+        name: str | None = None,
+        *,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> ServedModel:
+        """Reads the tokenizer and generation_config.json; raises engine.errors.UnsupportedModel. `tool_call_parser` is
+        a name of TOOL_FORMATS, `reasoning_parser` think; or they are none, or auto: by the chat template."""
         tokenizer = Tokenizer.from_folder(folder) if (Path(folder) / "tokenizer.json").is_file() else None
         defaults = GenerationDefaults.from_folder(folder, tokenizer)
-        return cls(name or Path(folder).resolve().name, tokenizer, defaults, tokenizer_digest(Path(folder)))
+        digest = tokenizer_digest(Path(folder))
+        template = tokenizer.chat_template.source if tokenizer is not None and tokenizer.chat_template else ""
+        tool_format = tool_format_of(template) if tool_call_parser == "auto" else TOOL_FORMATS.get(tool_call_parser)
+        thinks = END in template if reasoning_parser == "auto" else reasoning_parser == "think"
+        return cls(name or Path(folder).resolve().name, tokenizer, defaults, digest, tool_format, thinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +88,8 @@ _LABEL = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LABEL_ALLOWED = "1..128 of [A-Za-z0-9._-]"
 MAX_PRIORITY = 100
 _MAX_VARIABLES_BYTES = 4096
+_MARK_TOKENS = 16
+"""At the end of a prompt: enough for <think> and white space."""
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -85,9 +107,11 @@ async def validated(
     deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
     with service_errors():
         _check_extras(request)
-        prompt = await prompt_ids(request, model, limits)
+        tools = Tools.of(request.chat, model.tool_format)
+        prompt = await prompt_ids(request, model, limits, tools=tools)
         validate_prompt(prompt, limits.vocab_size, limits.max_model_len)
-        params = _params(request, model, limits, len(prompt))
+        output = _chat_output(request, model, tools, prompt)
+        params = _params(request, model, limits, len(prompt), output)
     seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
     return GenerationRequest(
         label=label,
@@ -101,6 +125,7 @@ async def validated(
         session=request.session,
         deadline_s=deadline_s,
         tenant=caller.tenant,
+        chat_output=output,
     )
 
 
@@ -147,7 +172,12 @@ def _check_extras(request: generation_pb2.GenerateRequest) -> None:
 
 
 async def prompt_ids(
-    request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits, *, add_special_tokens: bool = True
+    request: generation_pb2.GenerateRequest,
+    model: ServedModel,
+    limits: ModelLimits,
+    *,
+    tools: Tools | None = None,
+    add_special_tokens: bool = True,
 ) -> Sequence[int]:
     """The prompt's ids; a prompt that cannot fit is rejected before tokenising. Raises InvalidRequest."""
     given = [name for name in ("text", "token_ids", "chat") if request.HasField(name)]
@@ -170,10 +200,14 @@ async def prompt_ids(
     for index, message in enumerate(request.chat.messages):
         if message.role not in _ROLES:
             raise InvalidRequest(f"chat.messages[{index}].role", shown(message.role), ", ".join(_ROLES))
-    messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
-    variables = _template_variables(request.chat.template_variables)
-    encode = model.tokenizer.encode_chat
-    return await asyncio.to_thread(encode, messages, template_variables=variables, max_tokens=max_tokens)
+    encode = partial(
+        model.tokenizer.encode_chat,
+        template_messages(request.chat, model.tool_format),
+        tools=None if tools is None else [tool.for_template() for tool in tools.tools],
+        template_variables=_template_variables(request.chat.template_variables),
+        max_tokens=max_tokens,
+    )
+    return await asyncio.to_thread(encode)
 
 
 def _template_variables(text: str) -> dict[str, Any]:
@@ -190,8 +224,21 @@ def _template_variables(text: str) -> dict[str, Any]:
         raise InvalidRequest("template_variables", f"{shown(text)} is no JSON object", "a JSON object") from None
 
 
+def _chat_output(
+    request: generation_pb2.GenerateRequest, model: ServedModel, tools: Tools | None, prompt: Sequence[int]
+) -> ChatOutput:
+    if not model.thinks or model.tokenizer is None or not request.HasField("chat"):
+        return ChatOutput(tools)
+    end = model.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
+    return ChatOutput(tools, thinks=True, is_thinking=end.rstrip().endswith(BEGIN))
+
+
 def _params(
-    request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits, num_prompt_tokens: int
+    request: generation_pb2.GenerateRequest,
+    model: ServedModel,
+    limits: ModelLimits,
+    num_prompt_tokens: int,
+    output: ChatOutput,
 ) -> SamplingParams:
     sampling = request.sampling
     params = from_wire(sampling, model.defaults.sampling_fields())
@@ -200,6 +247,7 @@ def _params(
         params = msgspec.structs.replace(params, max_tokens=room)  # a default, not a value that the client has set
     if model.tokenizer is not None:
         params = with_bad_word_ids(params, partial(model.tokenizer.encode, add_special_tokens=False))
+    params = output.constrained(params)
     if params.is_constrained and not supports_constraints(model.tokenizer):
         raise InvalidRequest("constraint", "requires a tokenizer whose tokens have bytes", "no constraint")
     params = validate(

@@ -45,6 +45,16 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model makes, or in a Piece the next part of one: a part without an id belongs to the call before
+    it. Without a constraint `arguments` is what the model wrote, valid JSON or not."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """The part of one choice in one message of the stream."""
 
@@ -61,6 +71,10 @@ class Piece:
     """Of each token of `token_ids`, if requested: the token itself first, then the best others."""
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """Of each prompt token, if requested, on the first piece of the first choice; () for the first token."""
+    content: str = ""
+    """`text` without reasoning and tool calls."""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,12 @@ class Choice:
     """The id of `stop_token_ids` that ended it."""
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """As in Piece, of all of `token_ids`."""
+    content: str = ""
+    """`text` without reasoning and tool calls."""
+    reasoning: str = ""
+    """What the model thought first, if it does."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Of a chat with tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +126,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request. `text`, `token_ids`, `finish_reason` and `usage` are those of the first choice."""
+    """A finished request. `text`, `token_ids`, `finish_reason`, `usage`, `content` and `tool_calls` are those of the
+    first choice."""
 
     request_id: str
     model: str
@@ -135,6 +156,14 @@ class Completion:
     def usage(self) -> Usage:
         return self.choices[0].usage
 
+    @property
+    def content(self) -> str:
+        return self.choices[0].content
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
+
 
 @dataclass(slots=True)
 class _ChoiceState:
@@ -144,7 +173,8 @@ class _ChoiceState:
     epoch: int = 0
     finish: common_pb2.Finish | None = None
 
-    def add(self, chunk: common_pb2.TokenChunk) -> Piece:
+    def add(self, response: generation_pb2.GenerateResponse) -> Piece:
+        chunk, is_divided = response.tokens, response.HasField("delta")
         name = f"choice {chunk.choice}"
         if self.finish is not None:
             raise StreamError(f"{name} continued after its end")
@@ -166,6 +196,9 @@ class _ChoiceState:
             usage=None if self.finish is None else _usage(self.finish.usage),
             logprobs=_positions(chunk.logprobs),
             prompt_logprobs=_positions(chunk.prompt_logprobs),
+            content=response.delta.content if is_divided else chunk.text,
+            reasoning=response.delta.reasoning,
+            tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in response.delta.tool_calls),
         )
         self.pieces.append(piece)
         self.num_tokens += len(piece.token_ids)
@@ -185,7 +218,20 @@ class _ChoiceState:
             stop_string=finish.stop_string if finish.HasField("stop_string") else None,
             stop_token_id=finish.stop_token_id if finish.HasField("stop_token_id") else None,
             logprobs=tuple(position for piece in self.pieces for position in piece.logprobs),
+            content="".join(piece.content for piece in self.pieces),
+            reasoning="".join(piece.reasoning for piece in self.pieces),
+            tool_calls=_whole_calls(part for piece in self.pieces for part in piece.tool_calls),
         )
+
+
+def _whole_calls(parts: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
+    calls: list[ToolCall] = []
+    for part in parts:
+        if part.id:
+            calls.append(part)
+        else:
+            calls[-1] = ToolCall(calls[-1].id, calls[-1].name, calls[-1].arguments + part.arguments)
+    return tuple(calls)
 
 
 def _positions(positions: Iterable[common_pb2.TokenLogprobs]) -> tuple[tuple[TokenLogprob, ...], ...]:
@@ -221,7 +267,7 @@ class CompletionAssembler:
         state = self._choices.get(response.tokens.choice)
         if state is None:
             raise StreamError(f"choice {response.tokens.choice} was not requested")
-        return state.add(response.tokens)
+        return state.add(response)
 
     def finish(self) -> Completion:
         """The whole answer; raises StreamError if a choice has no finish reason."""

@@ -9,11 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 from protos.tandem.v1 import common_pb2, generation_pb2
+from tandem.client.completion import ToolCall
 
 F = TypeVar("F", bound=Callable[..., Any])
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or the messages of a chat: `[{"role": "user", "content": "…"}]`."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or the messages of a chat: `[{"role": "user", "content": "…"}]`. An assistant's message may have
+`tool_calls` (those of a Completion, or in OpenAI's form) and `reasoning`, a tool's has its `tool_call_id`."""
 
+_TOOL_CHOICES = {
+    "auto": generation_pb2.TOOL_CHOICE_AUTO,
+    "none": generation_pb2.TOOL_CHOICE_NONE,
+    "required": generation_pb2.TOOL_CHOICE_REQUIRED,
+}
+_CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "template_variables")
 _REQUEST_FIELDS = ("request_id", "model", "priority", "cache_salt", "idempotency_key")
 
 
@@ -44,11 +52,12 @@ class Sampling(TypedDict, total=False):
     bad_word_ids: Sequence[Sequence[int]]
     best_of: int
     json_object: bool
-    """At most one of this and the next four."""
+    """At most one of this and the next five."""
     json_schema: str | Mapping[str, object]
     regex: str
     choice: Sequence[str]
     grammar: str
+    structural_tag: str | Mapping[str, object]
 
 
 class RequestOptions(Sampling, total=False):
@@ -62,6 +71,14 @@ class RequestOptions(Sampling, total=False):
     cache_salt: str
     """Requests with different salts share no prefix cache."""
     idempotency_key: str
+    tools: Sequence[Mapping[str, object]]
+    """What the model of a chat may call, in OpenAI's form: name, description, parameters (a JSON schema), strict."""
+    tool_choice: str
+    """auto (the default), none, required, or the name of a tool."""
+    parallel_tool_calls: bool
+    """False: at most one call."""
+    template_variables: Mapping[str, object]
+    """The chat template's own switches, such as enable_thinking."""
     timeout_s: float
     """Limit on the whole time of this request; absent: the client's."""
 
@@ -84,7 +101,7 @@ def sampling_params(sampling: Mapping[str, object]) -> common_pb2.SamplingParams
     known = params.DESCRIPTOR.fields_by_name
     for name, value in sampling.items():
         if name not in known:
-            similar = difflib.get_close_matches(name, [*known, *_REQUEST_FIELDS, "timeout_s"], n=1)
+            similar = difflib.get_close_matches(name, [*known, *_REQUEST_FIELDS, *_CHAT_OPTIONS, "timeout_s"], n=1)
             hint = f"; did you mean {similar[0]!r}?" if similar else f"; known: {', '.join(sorted(known))}"
             raise TypeError(f"no option is called {name!r}{hint}")
         if value is not None:
@@ -100,7 +117,7 @@ def _set(params: common_pb2.SamplingParams, name: str, value: object) -> None:
             value = common_pb2.TokenIds(ids=value)  # type: ignore[arg-type]
         elif name == "choice":
             value = common_pb2.Texts(texts=value)  # type: ignore[arg-type]
-        elif name == "json_schema" and not isinstance(value, str):
+        elif name in ("json_schema", "structural_tag") and not isinstance(value, str):
             value = json.dumps(value)
         elif name == "bad_word_ids":
             value = [common_pb2.TokenIds(ids=ids) for ids in value]  # type: ignore[attr-defined]
@@ -111,22 +128,73 @@ def _set(params: common_pb2.SamplingParams, name: str, value: object) -> None:
 
 def generate_request(prompt: Prompt, options: Mapping[str, object]) -> generation_pb2.GenerateRequest:
     """The message of a call; `options` are RequestOptions, of which timeout_s is not sent."""
+    others = (*_REQUEST_FIELDS, *_CHAT_OPTIONS, "timeout_s")
     fields = {name: value for name, value in options.items() if name in _REQUEST_FIELDS}
-    sampling = {name: value for name, value in options.items() if name not in _REQUEST_FIELDS and name != "timeout_s"}
+    sampling = {name: value for name, value in options.items() if name not in others}
     request = generation_pb2.GenerateRequest(sampling=sampling_params(sampling), **fields)  # type: ignore[arg-type]
+    chat_options = {name: options[name] for name in _CHAT_OPTIONS if options.get(name) is not None}
     if isinstance(prompt, str):
         request.text = prompt
-        return request
-    items = list(prompt)
+    else:
+        _set_items(request, list(prompt))
+    if chat_options and not request.HasField("chat"):
+        raise TypeError(f"{next(iter(chat_options))} goes with the messages of a chat")
+    if chat_options:
+        _set_chat_options(request.chat, **chat_options)  # type: ignore[arg-type]
+    return request
+
+
+def _set_items(request: generation_pb2.GenerateRequest, items: list[Any]) -> None:
     if items and all(isinstance(item, Mapping) for item in items):
-        for message in items:
-            assert isinstance(message, Mapping)
-            if set(message) != {"role", "content"}:
-                raise TypeError(f"a chat message has the keys role and content, not {sorted(message)}")
-            request.chat.messages.add(role=message["role"], content=message["content"])
+        request.chat.messages.extend(map(_message, items))
     elif all(isinstance(item, int) for item in items):
-        request.token_ids.ids.extend(items)  # type: ignore[arg-type]
+        request.token_ids.ids.extend(items)
         request.token_ids.SetInParent()
     else:
         raise TypeError("a prompt is text, a list of token ids, or a list of {'role': …, 'content': …}")
-    return request
+
+
+_MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning")
+
+
+def _message(message: Mapping[str, Any]) -> generation_pb2.ChatMessage:
+    if unknown := set(message) - set(_MESSAGE_KEYS):
+        raise TypeError(f"a chat message has the keys {', '.join(_MESSAGE_KEYS)}, not {min(unknown)!r}")
+    if missing := {"role", "content"} - set(message) - ({"content"} if message.get("tool_calls") else set()):
+        raise TypeError(f"a chat message has the key {min(missing)}; this one has {sorted(message)}")
+    fields = {name: value for name, value in message.items() if name != "tool_calls" and value is not None}
+    return generation_pb2.ChatMessage(**fields, tool_calls=map(_tool_call, message.get("tool_calls") or ()))
+
+
+def _tool_call(call: ToolCall | Mapping[str, Any]) -> generation_pb2.ToolCall:
+    if isinstance(call, ToolCall):
+        return generation_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+    function = call.get("function", call)
+    return generation_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
+
+
+def _set_chat_options(
+    chat: generation_pb2.Chat,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: str = "auto",
+    parallel_tool_calls: bool = True,
+    template_variables: Mapping[str, object] | None = None,
+) -> None:
+    for tool in tools:
+        function = dict(tool.get("function", tool))
+        if not isinstance(parameters := function.get("parameters") or "", str):
+            function["parameters"] = json.dumps(parameters)
+        chat.tools.append(_with_known_fields(function))
+    if tool_choice in _TOOL_CHOICES:
+        chat.tool_choice = _TOOL_CHOICES[tool_choice]
+    else:
+        chat.required_tool = tool_choice
+    chat.single_tool_call = not parallel_tool_calls
+    chat.template_variables = json.dumps(template_variables) if template_variables else ""
+
+
+def _with_known_fields(function: Mapping[str, Any]) -> generation_pb2.Tool:
+    try:
+        return generation_pb2.Tool(**{name: value for name, value in function.items() if value is not None})
+    except ValueError:
+        raise TypeError(f"a tool has name, description, parameters and strict, not {sorted(function)}") from None

@@ -46,6 +46,8 @@ class Behaviour:
     """Emits the token with this index without the log-probabilities that were asked for."""
     stop_at: int | None = None
     """Ends with STOP at the token with this index."""
+    writes: str = ""
+    """Its text, three characters a token, which ends with STOP; empty: that of its tokens."""
     supports_constraints: bool = True
     """False: one of a time before constraints, which would ignore them."""
     weights: int = 0

@@ -246,6 +246,7 @@ class FakeInstance:
     ) -> AsyncIterator[common_pb2.TokenChunk]:
         """Chunks of one token each, from the position after `emitted` on."""
         emitted = list(emitted)
+        num_chars = sum(len(self._text_of(position, token_id)) for position, token_id in enumerate(emitted))
         behaviour, params = self.behaviour, request.sampling
         if self._has_crashed:
             raise Unavailable("the engine of this instance has ended")
@@ -262,9 +263,10 @@ class FakeInstance:
                 choice=request.choice,
                 token_index=position + (position == behaviour.index_error_at),
                 token_ids=[token_id],
-                text_offset=len(text_of(emitted)),
-                text=text_of([token_id]),
+                text_offset=num_chars,
+                text=self._text_of(position, token_id),
             )
+            num_chars += len(chunk.text)
             if params.HasField("logprobs") and position != behaviour.mute_logprobs_at:
                 chunk.logprobs.add().candidates.add(token_id=token_id, logprob=-0.5 * position, rank=1)
             if params.HasField("prompt_logprobs") and position == request.choice == 0:
@@ -282,8 +284,13 @@ class FakeInstance:
             if reason:
                 return
 
+    def _text_of(self, position: int, token_id: int) -> str:
+        written = self.behaviour.writes
+        return written[3 * position : 3 * position + 3] if written else text_of([token_id])
+
     def _reason(self, position: int, max_tokens: int, hand_over: bool) -> common_pb2.FinishReason.ValueType | None:
-        if position == self.behaviour.stop_at:
+        num_written = (len(self.behaviour.writes) + 2) // 3
+        if position == self.behaviour.stop_at or position + 1 == num_written:
             return common_pb2.FINISH_REASON_STOP
         if position + 1 == max_tokens:
             return common_pb2.FINISH_REASON_LENGTH

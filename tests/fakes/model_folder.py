@@ -13,12 +13,15 @@ from tests.fakes.tokens import VOCAB_SIZE
 EOS_ID = 2
 _SPECIAL = ["<pad>", "<bos>", "<eos>", "<turn>"]
 _TEMPLATE = (
-    "{% for message in messages %}<turn>{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
+    "{% if tools %}<turn>tools: {% for tool in tools %}{{ tool.function | tojson }}{% endfor %}<eos>{% endif %}"
+    "{% for message in messages %}<turn>{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% if message.name %} ({{ message.name }}){% endif %}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<turn>assistant{% if tone is defined %} ({{ tone }}){% endif %}: {% endif %}"
 )
 
 
-def write_model_folder(folder: Path, **generation_config: object) -> Path:
+def write_model_folder(folder: Path, *, chat_template: str = _TEMPLATE, **generation_config: object) -> Path:
     """Writes a byte-level tokenizer (one id per byte, after the special ones), a chat template and the defaults."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -28,7 +31,7 @@ def write_model_folder(folder: Path, **generation_config: object) -> Path:
     tokenizer.add_special_tokens(_SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**names, "chat_template": _TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**names, "chat_template": chat_template}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID, **generation_config}))
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
     return folder

@@ -27,6 +27,28 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
     "json_schema": {**SAMPLED, "json_schema": json.dumps(SCHEMA)},
     "regex": {**SAMPLED, "temperature": 0.0, "regex": r"([a-z]{4,8} ){6,9}[a-z]{2,5}\."},
     "choice": {**SAMPLED, "choice": ["a tandem has two saddles", "a tandem has one saddle", "no tandem has a saddle"]},
+    "structural_tag": {
+        **SAMPLED,
+        "structural_tag": json.dumps(
+            {
+                "type": "structural_tag",
+                "format": {
+                    "type": "triggered_tags",
+                    "triggers": ["<"],
+                    "at_least_one": True,
+                    "stop_after_first": True,
+                    "tags": [
+                        {
+                            "type": "tag",
+                            "begin": "<call>",
+                            "content": {"type": "json_schema", "json_schema": SCHEMA},
+                            "end": "</call>",
+                        }
+                    ],
+                },
+            }
+        ),
+    },
     "grammar": {**SAMPLED, "grammar": 'root ::= "(" item{6,9} ")"\nitem ::= [a-f]{3,5} ";"'},
 }
 
@@ -39,6 +61,8 @@ def text_prompt(prompts: random.Random, length: int) -> list[int]:
 def assert_satisfied(text: str, kind: str) -> None:
     if kind == "json_schema":
         jsonschema.validate(json.loads(text), SCHEMA)
+    elif kind == "structural_tag":
+        jsonschema.validate(json.loads(text.partition("<call>")[2].removesuffix("</call>")), SCHEMA)
     elif kind == "choice":
         assert text in CONSTRAINED["choice"]["choice"]
 

@@ -27,7 +27,7 @@ from tests.waiting import wait_until
 pytestmark = [on_stack("demo"), pytest.mark.usefixtures("shared_stack")]
 STORY = "Once upon a time there was a penguin called Penny who had a tandem, but nobody to sit on the back of it. " * 4
 CHAT: list[Any] = [{"role": "user", "content": "What is a tandem?"}]
-PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("openai.md", "structured_output.md")]
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("openai.md", "structured_output.md", "tools.md")]
 EXAMPLES = [
     example
     for page in PAGES

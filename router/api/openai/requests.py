@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
@@ -53,7 +53,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
-"""Known parameters that are not supported, each with the values that have no effect and are ignored."""
+"""Parameters that are known and not supported, at least by one of the endpoints, each with the values that have no
+effect and are ignored."""
 
 _IGNORED = frozenset({"include_reasoning", "metadata", "safety_identifier", "service_tier", "user"})
 """Parameters that do not change an answer."""
@@ -115,6 +116,7 @@ class StructuredOutputs(StrictModel):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
     def constraints(self) -> list[tuple[str, Any]]:
         """Wire fields and values."""
@@ -353,28 +355,55 @@ class CompletionBody(RequestBody):
 # /v1/chat/completions: messages, rendered with the model's own template (engine/text/chat_template.py).
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates call system
-_IGNORED_IN_MESSAGES = frozenset({"name", "annotations", "refusal", "reasoning_content", "tool_call_id"})
-"""Members that templates of plain chats do not read."""
+_IGNORED_IN_MESSAGES = frozenset({"annotations", "refusal"})
 
 
-def _joined_parts(content: Any) -> Any:
+def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
+    """The text of a list of parts of these kinds; anything else as it is."""
     if not isinstance(content, list):
         return content
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind not in kinds or not isinstance(part.get("text"), str):
             problem = f"content[{index}] is of type {shown(kind)}"
-            raise invalid_argument("messages", problem, "text, or parts of type text")
+            raise invalid_argument(field, problem, f"text, or parts of type {' or '.join(kinds)}")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def _content(value: Any) -> Any:
+    return joined_parts(value)
+
+
+class CalledFunction(StrictModel):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(StrictModel):
+    """A call in an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_index(cls, given: Any) -> Any:
+        """Clients that assemble a stream leave it in."""
+        return {name: value for name, value in given.items() if name != "index"} if isinstance(given, dict) else given
 
 
 class Message(StrictModel):
     """One message of a chat."""
 
     role: str
-    content: Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[dict[str, str]])]
+    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, str]])]
+    name: str = ""
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str = ""
+    reasoning_content: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -384,10 +413,84 @@ class Message(StrictModel):
         members = {
             name: value for name, value in given.items() if value is not None and name not in _IGNORED_IN_MESSAGES
         }
-        for name in ("tool_calls", "function_call", "audio"):
+        for name in ("function_call", "audio"):
             if members.pop(name, None):
-                raise invalid_argument("messages", f"{name} is not supported", "role and content")
-        return members
+                raise invalid_argument("messages", f"{name} is not supported", "role, content and tool_calls")
+        if "reasoning" in members:  # OpenRouter's and newer vLLM's name
+            members.setdefault("reasoning_content", members.pop("reasoning"))
+        return {"content": "", **members} if members.get("tool_calls") else members
+
+    @model_validator(mode="after")
+    def _check_call(self) -> Self:
+        if self.role == "tool" and not self.tool_call_id:
+            raise invalid_argument("messages", "one of role 'tool' has no tool_call_id", "the id of the call")
+        return self
+
+    def on_wire(self) -> dict[str, Any]:
+        """Of `name` templates read that of a tool alone."""
+        calls = [{"id": call.id, **call.function.model_dump()} for call in self.tool_calls]
+        role = _ROLES.get(self.role, self.role)
+        name = self.name if role == "tool" else ""
+        return {
+            "role": role,
+            "content": self.content,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+            "name": name,
+            "reasoning": self.reasoning_content,
+        }
+
+
+class Function(StrictModel):
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+    def on_wire(self) -> dict[str, Any]:
+        parameters = json.dumps(self.parameters) if self.parameters else ""
+        return {**self.model_dump(exclude={"parameters"}), "parameters": parameters}
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(StrictModel):
+    name: str
+
+
+class NamedTool(StrictModel):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+_TOOL_CHOICES = {
+    "auto": generation_pb2.TOOL_CHOICE_AUTO,
+    "none": generation_pb2.TOOL_CHOICE_NONE,
+    "required": generation_pb2.TOOL_CHOICE_REQUIRED,
+}
+_TOOL_CHOICE_FORMS = 'auto, none, required, or {"type": "function", "function": {"name": …}}'
+
+
+def _tool_choice(value: Any) -> Any:
+    is_named = isinstance(value, dict) and value.get("type") == "function"
+    if is_named or (isinstance(value, str) and value in _TOOL_CHOICES):
+        return value
+    raise invalid_argument("tool_choice", f"{shown(value)} is not supported", _TOOL_CHOICE_FORMS)
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatBody(RequestBody):
@@ -399,6 +502,10 @@ class ChatBody(RequestBody):
         "template_variables": "chat_template_kwargs",
         "session": "prompt_cache_key",
         "logprobs": "top_logprobs",
+        "chat.tools": "tools",
+        "chat.tool_choice": "tool_choice",
+        "chat.required_tool": "tool_choice",
+        "structural_tag": "tools",
     }
 
     messages: list[Message]
@@ -407,6 +514,10 @@ class ChatBody(RequestBody):
     top_logprobs: Int64 | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """vLLM's: the template's own switches, such as enable_thinking."""
+    reasoning_effort: ReasoningEffort | None = None
+    tools: list[Tool] = []
+    tool_choice: Annotated[Literal["auto", "none", "required"] | NamedTool, BeforeValidator(_tool_choice)] = "auto"
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -423,13 +534,55 @@ class ChatBody(RequestBody):
         return params
 
     def requests(self, label: str) -> list[generation_pb2.GenerateRequest]:
-        messages = _wire_messages(self.messages)
-        variables = msgspec.json.encode(self.chat_template_kwargs).decode() if self.chat_template_kwargs else ""
-        return [self._request(label, chat={"messages": messages, "template_variables": variables})]
+        variables = self._template_variables()
+        chat = {
+            "messages": [message.on_wire() for message in self.messages],
+            "template_variables": msgspec.json.encode(variables).decode() if variables else "",
+            "tools": [tool.function.on_wire() for tool in self.tools],
+            "single_tool_call": not self.parallel_tool_calls,
+        }
+        if isinstance(self.tool_choice, NamedTool):
+            chat["required_tool"] = self.tool_choice.function.name
+        else:
+            chat["tool_choice"] = _TOOL_CHOICES[self.tool_choice]
+        return [self._request(label, chat=chat)]
+
+    def _template_variables(self) -> dict[str, Any]:
+        """Templates that think read enable_thinking, others reasoning_effort."""
+        effort = self.reasoning_effort
+        switches: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        return {**switches, **({"enable_thinking": False} if effort == "none" else {}), **self.chat_template_kwargs}
 
 
-def _wire_messages(messages: list[Message]) -> list[dict[str, str]]:
-    return [{"role": _ROLES.get(item.role, item.role), "content": item.content} for item in messages]
+class FrontBody(StrictModel, ABC):
+    """The body of another API for chats, as that of a chat."""
+
+    renamed: ClassVar[dict[str, str]]
+    ignored: ClassVar[frozenset[str]]
+    """Parameters that do not change an answer."""
+
+    model: str = ""
+    stream: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None and name not in cls.ignored}
+
+    @abstractmethod
+    def chat(self) -> dict[str, Any]:
+        """The body of /v1/chat/completions."""
+
+    def requests(self, label: str) -> list[generation_pb2.GenerateRequest]:
+        try:
+            return ChatBody.model_validate(self.chat()).requests(label)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+
+    def client_names(self) -> dict[str, str]:
+        return self.renamed
 
 
 # vLLM's /tokenize and /detokenize.
@@ -458,7 +611,7 @@ class TokenizeBody(StrictModel):
         """The prompt alone."""
         if self.messages is None:
             return generation_pb2.GenerateRequest(text=self.prompt)
-        return generation_pb2.GenerateRequest(chat={"messages": _wire_messages(self.messages)})  # type: ignore[arg-type]
+        return generation_pb2.GenerateRequest(chat={"messages": [message.on_wire() for message in self.messages]})  # type: ignore[arg-type]
 
 
 class DetokenizeBody(StrictModel):

@@ -45,10 +45,53 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: dict[str, int] | None = None
 
 
+class FunctionCall(msgspec.Struct):
+    name: str | UnsetType
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call, or in an event the next part of one."""
+
+    index: int | UnsetType
+    id: str | UnsetType
+    type: str | UnsetType
+    function: FunctionCall
+
+    @classmethod
+    def of(cls, delta: generation_pb2.ToolCallDelta) -> ToolCall:
+        function = FunctionCall(delta.name or UNSET, delta.arguments)
+        is_first = bool(delta.name)
+        return cls(delta.index, delta.id if is_first else UNSET, "function" if is_first else UNSET, function)
+
+    @staticmethod
+    def merged(parts: Iterable[ToolCall]) -> list[ToolCall]:
+        """Whole calls; the first part of each has its id and name."""
+        calls: list[ToolCall] = []
+        for part in parts:
+            if part.id is UNSET:
+                calls[-1].function.arguments += part.function.arguments
+            else:
+                calls.append(ToolCall(UNSET, part.id, part.type, part.function))
+        return calls
+
+
 class ChatMessage(msgspec.Struct):
     role: str | UnsetType
-    content: str
+    content: str | UnsetType | None
     refusal: UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+
+    @classmethod
+    def whole(cls, text: str, calls: list[ToolCall], reasoning: str) -> ChatMessage:
+        return cls("assistant", None if calls and not text else text, None, calls or UNSET, reasoning or UNSET)
+
+    @classmethod
+    def part(cls, text: str, calls: list[ToolCall], reasoning: str, *, is_first: bool) -> ChatMessage:
+        content = UNSET if (calls or reasoning) and not text and not is_first else text
+        role = "assistant" if is_first else UNSET
+        return cls(role, content, tool_calls=calls or UNSET, reasoning_content=reasoning or UNSET)
 
 
 class Choice(msgspec.Struct):
@@ -56,6 +99,8 @@ class Choice(msgspec.Struct):
 
     index: int
     text: str | UnsetType
+    tool_calls: list[ToolCall] | UnsetType = UNSET  # a chat's, until its message or delta has them
+    reasoning: str | UnsetType = UNSET  # likewise
     message: ChatMessage | UnsetType = UNSET  # in place of the text of a whole chat
     delta: ChatMessage | UnsetType = UNSET  # in place of the text of a chat's event
     logprobs: Logprobs | None = None
@@ -70,6 +115,8 @@ class Choice(msgspec.Struct):
         return cls(
             index=last.index,
             text="".join(part.text for part in parts if part.text),
+            tool_calls=ToolCall.merged(call for part in parts for call in part.tool_calls or ()),
+            reasoning="".join(part.reasoning for part in parts if part.reasoning),
             logprobs=joined(part.logprobs for part in parts),
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
@@ -113,6 +160,7 @@ class Format(ABC, Generic[B]):
         return "", None
 
     def whole(self, choice: Choice) -> Choice:
+        choice.tool_calls = choice.reasoning = UNSET
         return choice
 
     def event(self, choice: Choice, *, is_first: bool) -> Choice:
@@ -148,11 +196,14 @@ class ChatFormat(Format[ChatBody]):
         return chat_logprobs(self._texts, _candidates(chunk.logprobs), self.body.top_logprobs or 0)
 
     def whole(self, choice: Choice) -> Choice:
-        choice.message, choice.text = ChatMessage("assistant", choice.text or "", None), UNSET
+        choice.message = ChatMessage.whole(choice.text or "", choice.tool_calls or [], choice.reasoning or "")
+        choice.text = choice.tool_calls = choice.reasoning = UNSET
         return choice
 
     def event(self, choice: Choice, *, is_first: bool) -> Choice:
-        choice.delta, choice.text = ChatMessage("assistant" if is_first else UNSET, choice.text or ""), UNSET
+        added = (choice.text or "", choice.tool_calls or [], choice.reasoning or "")
+        choice.delta = ChatMessage.part(*added, is_first=is_first)
+        choice.text = choice.tool_calls = choice.reasoning = UNSET
         return choice
 
 
@@ -168,6 +219,7 @@ class ResponseBuilder(ABC):
     def __post_init__(self) -> None:
         self._num_prompt = self._num_completion = self._num_cached = 0
         self._num_chars: dict[int, int] = {}
+        self._with_calls: set[int] = set()
         self._echoes: dict[int, tuple[str, Logprobs | None]] = {}
 
     @abstractmethod
@@ -192,13 +244,19 @@ class ResponseBuilder(ABC):
         echo, echo_logprobs = self._echoes[prompt_index] if is_first else ("", None)
         num_chars = self._num_chars.get(index, len(echo))
         self._num_chars[index] = num_chars + len(chunk.text)
-        choice = Choice(index, echo + chunk.text)
+        choice = Choice(index, echo + (message.delta.content if message.HasField("delta") else chunk.text))
+        choice.reasoning = message.delta.reasoning or UNSET
+        if message.delta.tool_calls:
+            self._with_calls.add(index)
+            choice.tool_calls = list(map(ToolCall.of, message.delta.tool_calls))
         choice.logprobs = joined((echo_logprobs, self.form.logprobs(chunk, num_chars)))
         if self.form.body.return_token_ids:
             choice.token_ids = list(chunk.token_ids)
             choice.prompt_token_ids = prompt if is_first else UNSET
         if chunk.HasField("finish"):
             choice.finish_reason = finish_reason(chunk.finish)
+            if choice.finish_reason == "stop" and index in self._with_calls:
+                choice.finish_reason = "tool_calls"
             choice.stop_reason = _stop_reason(chunk.finish)
             self._num_cached += chunk.finish.usage.cached_tokens if chunk.choice == 0 else 0
         return choice, is_first
@@ -240,6 +298,8 @@ class StreamedResponse(ResponseBuilder):
 
     async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
         choice, is_first = self._choice(prompt_index, call, message)
+        if message.HasField("delta") and not (is_first or self._is_news(choice)):
+            return
         self.response.choices = [self.form.event(choice, is_first=is_first)]
         if self.form.body.stream_options.continuous_usage_stats:
             chunk, num_prompt = message.tokens, len(call.prompt)
@@ -251,6 +311,12 @@ class StreamedResponse(ResponseBuilder):
                 self._has_begun = True
                 await self.exchange.begin_events(routing_headers(call))
             await self.exchange.send_event(event)
+
+    def _is_news(self, choice: Choice) -> bool:
+        """Whether its event says anything: text that may become a tool call is held back."""
+        has_text = bool(choice.text or choice.reasoning or choice.tool_calls or choice.finish_reason)
+        has_more = choice.logprobs is not None or choice.token_ids is not UNSET
+        return has_text or has_more or self.form.body.stream_options.continuous_usage_stats
 
     async def finish(self, headers: Mapping[str, str]) -> None:
         if self.form.body.stream_options.include_usage:

@@ -26,6 +26,14 @@ def nested(depth: int) -> str:
     return '{"type":"object","properties":{"a":' * depth + '{"type":"null"}' + "}}" * depth
 
 
+def tagged(form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": form}
+
+
+def wrapped(depth: int) -> dict[str, Any]:
+    return {"type": "optional", "content": wrapped(depth - 1)} if depth else {"type": "any_text"}
+
+
 def check(**fields: Any) -> SamplingParams:
     return validate(
         SamplingParams(**fields), vocab_size=1000, max_model_len=128, num_prompt_tokens=8, eos_token_ids=[2]
@@ -112,6 +120,34 @@ REJECTED: list[tuple[str, Any, str]] = [
     ("choice", ["a", ""], r"choice\[1\]: has 0 bytes"),
     ("choice", ["x" * 60_000] * 2, "the texts are too long"),
     ("json_object", "yes", "not a boolean"),
+    *(
+        ("structural_tag", tag, message)
+        for tag, message in (
+            ("{", "structural_tag: is not JSON"),
+            ("[" * 9999, "is nested too deeply|is not JSON"),
+            ({"format": {"type": "any_text"}}, "at /: is not a structural tag; allowed:"),
+            (tagged({"type": "xml"}), "at /format: 'xml' is not a format; allowed: const_string, any_text"),
+            (tagged({"type": "regex"}), "at /format: regex has no pattern"),
+            (tagged({"type": "any_text", "excludes": []}), "at /format: any_text has no 'excludes'"),
+            (tagged({"type": "sequence", "elements": []}), "elements is not a list of formats"),
+            (
+                tagged({"type": "or", "elements": [{"type": "regex", "pattern": "(?=a)"}]}),
+                "at /format/elements/0: regex at",
+            ),
+            (tagged({"type": "json_schema", "json_schema": {"not": {}}}), "json_schema at /: not is not supported"),
+            (
+                tagged({"type": "tag", "begin": 1, "content": {"type": "any_text"}, "end": ""}),
+                "begin 1 is not a string",
+            ),
+            (
+                tagged({"type": "triggered_tags", "triggers": [""], "tags": [{"type": "any_text"}]}),
+                "not a list of texts",
+            ),
+            (tagged({"type": "triggered_tags", "triggers": ["a"], "tags": [{"type": "any_text"}]}), "another format"),
+            (tagged({"type": "sequence", "elements": [{"type": "any_text"}] * 1001}), "too many formats"),
+            (tagged(wrapped(9)), "too many formats; allowed: 1000, and 8 inside each other"),
+        )
+    ),
 ]
 
 

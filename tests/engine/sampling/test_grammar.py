@@ -40,11 +40,21 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age"],
 }
 EBNF = 'root ::= item ("," item)*\nitem ::= [a-c]{1,3} | "(" item ")"'
+CALLS = {
+    "type": "tags_with_separator",
+    "tags": [{"type": "tag", "begin": " call(", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": ")"}],
+    "separator": "",
+    "at_least_one": True,
+}
 CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
     "json_schema": ({"json_schema": SCHEMA}, lambda text: jsonschema.validate(json.loads(text), SCHEMA) or True),
     "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
     "regex": ({"regex": r"[a-z]{2,5}@[a-z]{1,4}\.(com|org)"}, lambda text: re.fullmatch(r"\w+@\w+\.(com|org)", text)),
     "choice": ({"choice": ["first", "second one", "third"]}, lambda text: text in ("first", "second one", "third")),
+    "structural_tag": (
+        {"structural_tag": {"type": "structural_tag", "format": CALLS}},
+        lambda text: [jsonschema.validate(json.loads(call), SCHEMA) for call in text[6:-1].split(") call(")] or False,
+    ),
     "grammar": ({"grammar": EBNF}, lambda text: text.count("(") == text.count(")") and set(text) <= set("abc,()")),
 }
 END = byte_level_backend().token_to_id("<|im_end|>")
@@ -54,14 +64,14 @@ UNCONSTRAINED: dict[str, Any] = {"ignore_eos": True, "min_tokens": 5}
 
 
 def params_for(index: int) -> SamplingParams:
-    """Each kind, greedy and sampled, some with penalties and log-probabilities; each sixth has no constraint."""
+    """Each kind, greedy and sampled, some with penalties and log-probabilities; each seventh has no constraint."""
     constraints = [fields for fields, _ in CONSTRAINTS.values()]
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "top_p": 0.95, "logprobs": 2},
         {"temperature": 1.1, "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 4},
     ]
-    constraint = UNCONSTRAINED if index % 6 == 5 else constraints[index % 6]
+    constraint = UNCONSTRAINED if index % 7 == 6 else constraints[index % 7]
     return SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": index, **ways[index % len(ways)], **constraint})
 
 

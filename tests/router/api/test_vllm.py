@@ -214,7 +214,11 @@ LATER = b"\xba\x3e\x01\x31"
 """Field 999 with the text "1", as a later version might have it."""
 
 REJECTED: list[tuple[vllm.GenerateRequest, str, str]] = [
-    (request_of(sampling={"structural_tag": "{}"}), "INVALID_ARGUMENT", "sampling_params.structural_tag: is not"),
+    (
+        request_of(sampling={"structural_tag": "{}"}),
+        "INVALID_ARGUMENT",
+        "structural_tag: at /: is not a structural tag",
+    ),
     (
         request_of(sampling={"json_schema": '{"not": {}}'}),
         "INVALID_ARGUMENT",

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import tandem
 from engine.text.tokenizer import Tokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tandem import AsyncClient, Client, Completion, Piece, Route, StreamError, TandemError
+from tandem import AsyncClient, Client, Completion, Piece, Route, StreamError, TandemError, ToolCall
 from tandem.cli import main
 from tandem.client import registry
 from tandem.client.completion import TokenLogprob
@@ -222,10 +222,45 @@ def test_three_kinds_of_prompt() -> None:
     chat = generate_request([{"role": "user", "content": "hi"}], {}).chat
     assert chat.messages[0].content == "hi"
     assert generate_request([], {}).HasField("token_ids"), "an empty prompt is the router's to refuse"
-    with pytest.raises(TypeError, match="role and content"):
+    with pytest.raises(TypeError, match="has the key content"):
         generate_request([{"role": "user"}], {})
+    with pytest.raises(TypeError, match="not 'colour'"):
+        generate_request([{"role": "user", "content": "x", "colour": 1}], {})
     with pytest.raises(TypeError, match="a prompt is"):
         generate_request([1, "two"], {})  # type: ignore[list-item]
+
+
+WEATHER = {"name": "get_weather", "parameters": {"type": "object"}, "strict": True}
+
+
+@pytest.mark.parametrize("tool", [WEATHER, {"type": "function", "function": WEATHER}])
+def test_tools_and_their_calls_find_their_fields(tool: dict[str, Any]) -> None:
+    calls = [ToolCall("c1", "get_weather", "{}"), {"id": "c2", "function": {"name": "get_weather", "arguments": "{}"}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": calls, "reasoning": "Hm."},
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+    ]
+    switches = {"enable_thinking": False}
+    options = {"tools": [tool], "parallel_tool_calls": False, "template_variables": switches}
+    chat = generate_request(messages, options).chat
+    assert [(call.id, call.name, call.arguments) for call in chat.messages[0].tool_calls] == [
+        ("c1", "get_weather", "{}"),
+        ("c2", "get_weather", "{}"),
+    ]
+    assert (chat.messages[0].reasoning, chat.messages[1].tool_call_id) == ("Hm.", "c1")
+    assert (chat.tools[0].name, chat.tools[0].parameters, chat.tools[0].strict) == (
+        "get_weather",
+        '{"type": "object"}',
+        True,
+    )
+    assert (chat.single_tool_call, chat.template_variables) == (True, '{"enable_thinking": false}')
+    required = generate_request(messages, {"tools": [tool], "tool_choice": "required"}).chat
+    assert required.tool_choice == generation_pb2.TOOL_CHOICE_REQUIRED
+    assert generate_request(messages, {"tools": [tool], "tool_choice": "get_weather"}).chat.required_tool
+    with pytest.raises(TypeError, match="a tool has name, description, parameters and strict"):
+        generate_request(messages, {"tools": [{"nome": "x"}]})
+    with pytest.raises(TypeError, match="tools goes with the messages of a chat"):
+        generate_request("hi", {"tools": [tool]})
 
 
 def test_lists_in_options_find_their_fields() -> None:

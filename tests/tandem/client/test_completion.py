@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protos.tandem.v1 import common_pb2, generation_pb2
-from tandem.client.completion import CompletionAssembler, TokenLogprob
+from tandem.client.completion import CompletionAssembler, TokenLogprob, ToolCall
 from tandem.client.errors import StreamError
 
 
@@ -44,6 +44,21 @@ def test_pieces_are_put_together_in_order() -> None:
     assert completion.finish_reason == "stop"
     assert completion.usage.completion_tokens == 4
     assert (completion.request_id, completion.seed, completion.prompt_tokens) == ("r", 5, 3)
+
+
+def test_calls_are_put_together_and_parted_from_the_text() -> None:
+    assembler = CompletionAssembler()
+    first, second = message(0, "Hm.<call", text_offset=0), message(1, ">…", text_offset=8, finish=STOP)
+    first.delta.content, first.delta.reasoning = "Hm.", "Well"
+    first.delta.tool_calls.add(index=0, id="a", name="add", arguments='{"x"')
+    second.delta.tool_calls.add(index=0, arguments=": 1}")
+    second.delta.tool_calls.add(index=1, id="b", name="add", arguments="{}")
+    pieces = [assembler.add(first), assembler.add(second)]
+    assert pieces[1].tool_calls == (ToolCall("", "", ": 1}"), ToolCall("b", "add", "{}"))
+    completion = assembler.finish()
+    assert (completion.text, completion.content) == ("Hm.<call>…", "Hm.")
+    assert completion.choices[0].reasoning == "Well"
+    assert completion.tool_calls == (ToolCall("a", "add", '{"x": 1}'), ToolCall("b", "add", "{}"))
 
 
 def test_logprobs_go_along_with_their_tokens() -> None:

@@ -141,7 +141,8 @@ async def test_a_developer_is_the_system_and_an_answer_can_be_sent_back(run_http
         ([{"role": "robot", "content": "hi"}], "messages[0].role: 'robot'"),
         ([{"role": "user", "content": 5}], "messages[0].content: 5: input should be a valid string"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "is of type 'image_url'"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "tool_calls is not supported"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "tool_calls[0].function: is required"),
+        ([{"role": "assistant", "content": "", "function_call": {"name": "x"}}], "function_call is not supported"),
         ([{"role": "user", "content": "hi", "colour": 1}], "messages[0].colour: 1: extra inputs are not permitted"),
     ],
 )

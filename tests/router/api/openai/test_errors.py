@@ -136,7 +136,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
         "is given together with response_format",
     ),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "together with structured_outputs"),
-    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not permitted"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "at /: is not a structural tag"),
     ({"kv_transfer_params": {"remote_host": "10.0.0.1"}}, "kv_transfer_params", "is not supported; omit it"),
     ({"guided_json": "{"}, "guided_json", "is not JSON"),
     ({"guided_regex": "["}, "guided_regex", "at position 0"),

@@ -18,7 +18,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-NAMES = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "user", "nonsense"})
+NAMES = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "suffix", "user", "nonsense"})
 BODIES = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6)
 GOOD: dict[type[RequestBody], dict[str, Any]] = {
     CompletionBody: {"prompt": "x"},
@@ -69,6 +69,7 @@ CONSTRAINTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
     ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": common_pb2.Texts(texts=["a", "b"])}),
     ({"structured_outputs": {"grammar": "root ::= [a]"}}, {"grammar": "root ::= [a]"}),
+    ({"structured_outputs": {"structural_tag": "{}"}}, {"structural_tag": "{}"}),
     ({"guided_json": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}),
     ({"guided_regex": "a+"}, {"regex": "a+"}),
     ({"guided_choice": ["a"]}, {"choice": common_pb2.Texts(texts=["a"])}),

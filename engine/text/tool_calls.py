@@ -1,0 +1,323 @@
+"""Tool calls in a model's output: the ways of writing them, and a parser that takes the text piece by piece.
+
+    text ─mark─▶ head ─name known─▶ arguments ─their object closes─▶ rest of the call ─▶ tail ─┬─separator─▶ head
+     ▲            └─is none─▶ whole call, parsed at its end mark, or content                  ├─ max_calls ─▶ done
+     └────────────────────────────────────────────────────────────────────────────────────────┘
+
+    hermes        <tool_call>{"name": "f", "arguments": {…}}</tool_call>, text around it     Hermes, Qwen
+    llama3_json   {"name": "f", "parameters": {…}}; {…}, with nothing before it              Llama 3
+    mistral       [TOOL_CALLS][{"name": "f", "arguments": {…}}, …] or [TOOL_CALLS]f{…}        Mistral
+
+The calls are a function of the text alone, however it is divided into pieces: an instance that continues the output of
+another one continues its calls. Arguments are delivered as they are written, valid or not. What begins like a call and
+is none is content; white space between calls is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+_MAX_NAME_CHARS = 256
+_SPACE = r"\s{0,64}"
+_OBJECT = r"(?=\{)"
+
+
+class _Pattern:
+    """A regular expression in pieces, which also recognises the beginnings of its matches."""
+
+    def __init__(self, *pieces: str) -> None:
+        self._whole = re.compile("".join(pieces))
+        beginning = ""
+        for piece in reversed(pieces):
+            beginning = f"(?:{piece}{beginning})?"
+        self._beginning = re.compile(beginning)
+
+    def match(self, text: str) -> re.Match[str] | None:
+        return self._whole.match(text)
+
+    def may_match(self, text: str) -> bool:
+        """Whether `text` may become a match with more text."""
+        return self._beginning.fullmatch(text) is not None
+
+
+def _literal(text: str) -> tuple[str, ...]:
+    return tuple(re.escape(char) for char in text)
+
+
+def _member(name: str) -> tuple[str, ...]:
+    return (*_literal(f'"{name}"'), _SPACE, ":", _SPACE)
+
+
+def _head(arguments: str, *, before: str = "", kind: tuple[str, ...] = ()) -> _Pattern:
+    """The beginning of a call's object, up to its arguments."""
+    name = (*_member("name"), '"', rf'(?P<name>[^"\\]{{1,{_MAX_NAME_CHARS}}})', '"', _SPACE, ",", _SPACE)
+    return _Pattern(_SPACE, *_literal(before), _SPACE, r"\{", _SPACE, *kind, *name, *_member(arguments), _OBJECT)
+
+
+def _bare_head(*after: str) -> _Pattern:
+    """A name, and behind it the arguments."""
+    return _Pattern(_SPACE, rf"(?P<bare>[\w.-]{{1,{_MAX_NAME_CHARS}}})", *after, _SPACE, _OBJECT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToolFormat:
+    """How a family of models writes tool calls."""
+
+    name: str
+    mark: str
+    """Before the first call; "": calls are the beginning of the output."""
+    arguments: str
+    """The member of a call that has its arguments."""
+    heads: tuple[_Pattern, ...]
+    tails: tuple[_Pattern, ...]
+    """What may follow a call: a separator, with which the next call begins, or an end."""
+    end: str = ""
+    """The mark after each call."""
+    has_special_mark: bool = False
+    """`mark` is a special token: without text by default, and excluded by every constraint."""
+
+
+_KIND = (*_member("type"), *_literal('"function"'), _SPACE, ",", _SPACE)
+_ARGS = _literal("[ARGS]")
+HERMES = ToolFormat(
+    "hermes", "<tool_call>", "arguments", (_head("arguments"),), (_Pattern(_SPACE, *_literal("</tool_call>")),),
+    end="</tool_call>",
+)  # fmt: skip
+LLAMA3_JSON = ToolFormat(
+    "llama3_json", "", "parameters", (_head("parameters"), _head("parameters", kind=_KIND)),
+    (_Pattern(_SPACE, "(?P<separator>;)", _SPACE, _OBJECT),),
+)  # fmt: skip
+MISTRAL = ToolFormat(
+    "mistral", "[TOOL_CALLS]", "arguments",
+    (_head("arguments", before="["), _head("arguments"), _bare_head(), _bare_head(*_ARGS),
+     _bare_head(*_literal("[CALL_ID]"), r"\w{1,64}", *_ARGS)),
+    (_Pattern(_SPACE, "(?P<separator>,)", _SPACE, _OBJECT), _Pattern(_SPACE, r"\]")),
+    has_special_mark=True,
+)  # fmt: skip
+TOOL_FORMATS = {one.name: one for one in (HERMES, LLAMA3_JSON, MISTRAL)}
+
+_LLAMA_CALL = re.compile(r'\{"name": [^{}]{1,60}"parameters":')
+
+
+def tool_format_of(template: str) -> ToolFormat | None:
+    """The format that a chat template describes; None if it has no tools or another format."""
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    if "<tool_call>" in template:
+        writes_xml = "<function=" in template or "<arg_key>" in template
+        return None if writes_xml else HERMES
+    return LLAMA3_JSON if _LLAMA_CALL.search(template) else None
+
+
+@dataclass(slots=True)
+class ToolCallDelta:
+    """The next part of one call."""
+
+    index: int
+    name: str = ""
+    """On the call's first part."""
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class ChatDelta:
+    """What a piece of text adds to a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+
+    def add_arguments(self, index: int, arguments: str) -> None:
+        if not arguments:
+            return
+        if not self.tool_calls or self.tool_calls[-1].index != index:
+            self.tool_calls.append(ToolCallDelta(index))
+        self.tool_calls[-1].arguments += arguments
+
+
+class ChatParser(Protocol):
+    """Divides the text of one choice. One caller at a time."""
+
+    def push(self, text: str, *, final: bool = False) -> ChatDelta:
+        """Take the next text, the last one with `final`; return what is certain."""
+
+
+class _Brackets:
+    """How far a JSON object reaches. Sees each character once."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._in_string = self._escaped = False
+
+    def find_end(self, text: str, depth: int, stop: str) -> int | None:
+        """The index behind the bracket that returns to `depth`, or that of `stop`, which no JSON has outside of its
+        strings; None: not in this text."""
+        for index, char in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = char == "\\"
+                self._in_string = char != '"'
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self.depth += 1
+            elif char in "}]":
+                self.depth -= 1
+                if self.depth == depth:
+                    return index + 1
+            elif char == stop:
+                self.depth = depth
+                return index
+        return None
+
+
+class ToolCallParser:
+    """Divides the text of one choice into content and calls; a `ChatParser`."""
+
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], *, max_calls: int | None = None, is_forced: bool = False
+    ) -> None:
+        """`names`: of the tools; what has no mark and another name is content. The output ends with `max_calls` calls:
+        what follows is dropped. `is_forced`: a constraint lets the output begin behind a mark that is special."""
+        self._form = form
+        self._names = names
+        self._max_calls = max_calls
+        self._buffer = ""
+        self._raw = ""
+        """What was read since the last content or call: content, unless a call follows."""
+        self._brackets = _Brackets()
+        self._depth = 0
+        """Of the brackets around the arguments."""
+        self.num_calls = 0
+        begins_with_call = not form.mark or (is_forced and form.has_special_mark)
+        self._state: Callable[[ChatDelta, bool], bool] = self._head if begins_with_call else self._text
+
+    def push(self, text: str, *, final: bool = False) -> ChatDelta:
+        delta = ChatDelta()
+        self._buffer += text
+        while self._state(delta, final):
+            pass
+        return delta
+
+    # States. Each takes from the buffer what is certain, and returns whether the next state can go on.
+
+    def _text(self, delta: ChatDelta, final: bool) -> bool:
+        mark = self._form.mark
+        at = self._buffer.find(mark) if mark else -1
+        text = self._buffer if at < 0 else self._buffer[:at]
+        certain = text if final or at >= 0 else text[: len(text) - overlap(text, mark)]
+        if at >= 0 or not final or self.num_calls:
+            certain = certain.rstrip()
+        delta.content += certain
+        if at < 0:
+            self._buffer = "" if final else text[len(certain) :]
+            return False
+        self._raw = text[len(certain) :]
+        self._take(at + len(mark), at)
+        self._state = self._head
+        return True
+
+    def _head(self, delta: ChatDelta, final: bool) -> bool:
+        found = next((match for head in self._form.heads if (match := head.match(self._buffer))), None)
+        if found is None:
+            if not final and any(head.may_match(self._buffer) for head in self._form.heads):
+                return False
+            return self._whole_follows() if self._form.end else self._is_content(delta)
+        groups = found.groupdict()
+        name = groups.get("name") or groups["bare"]
+        if not self._form.mark and name not in self._names:
+            return self._is_content(delta)
+        self._take(found.end())
+        self._begin_call(delta, name)
+        self._depth = self._brackets.depth = 0 if groups.get("name") is None else 1
+        self._state = self._arguments
+        return True
+
+    def _arguments(self, delta: ChatDelta, final: bool) -> bool:
+        end = self._find_end(self._depth)
+        delta.add_arguments(self.num_calls - 1, self._buffer[:end])
+        self._buffer = "" if end is None else self._buffer[end:]
+        self._state = self._arguments if end is None else self._rest if self._depth else self._tail
+        return end is not None
+
+    def _rest(self, delta: ChatDelta, final: bool) -> bool:
+        """Other members behind the arguments are ignored."""
+        end = self._find_end(0)
+        self._buffer = "" if end is None else self._buffer[end:]
+        self._state = self._rest if end is None else self._tail
+        return end is not None
+
+    def _tail(self, delta: ChatDelta, final: bool) -> bool:
+        if self.num_calls == self._max_calls:
+            self._buffer = ""
+            return False
+        found = next((match for tail in self._form.tails if (match := tail.match(self._buffer))), None)
+        if found is None and not final and any(tail.may_match(self._buffer) for tail in self._form.tails):
+            return False
+        is_separator = found is not None and found.groupdict().get("separator") is not None
+        self._state = self._head if is_separator else self._text
+        if found is not None:
+            self._take(found.end())
+            self._raw = self._raw if is_separator else ""
+        return True
+
+    def _whole(self, delta: ChatDelta, final: bool) -> bool:
+        """A call with its members in another order, or none."""
+        at = self._buffer.find(self._form.end)
+        if at < 0 and not final:
+            return False
+        end = len(self._buffer) if at < 0 else at
+        call = _call_in(self._buffer[:end])
+        self._take(len(self._buffer) if at < 0 else at + len(self._form.end))
+        if call is None:
+            return self._is_content(delta)
+        self._begin_call(delta, call[0])
+        delta.add_arguments(self.num_calls - 1, call[1])
+        self._state = self._tail if self.num_calls == self._max_calls else self._text
+        return True
+
+    def _whole_follows(self) -> bool:
+        self._state = self._whole
+        return True
+
+    def _is_content(self, delta: ChatDelta) -> bool:
+        delta.content += self._raw
+        self._raw = ""
+        self._state = self._text
+        return True
+
+    def _begin_call(self, delta: ChatDelta, name: str) -> None:
+        self._raw = ""
+        delta.tool_calls.append(ToolCallDelta(self.num_calls, name))
+        self.num_calls += 1
+
+    def _take(self, end: int, start: int = 0) -> None:
+        self._raw += self._buffer[start:end]
+        self._buffer = self._buffer[end:]
+
+    def _find_end(self, depth: int) -> int | None:
+        return self._brackets.find_end(self._buffer, depth, self._form.end[:1])
+
+
+def overlap(text: str, mark: str) -> int:
+    """The length of the longest end of `text` with which `mark` begins."""
+    return next((size for size in range(len(mark) - 1, 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def _call_in(text: str) -> tuple[str, str] | None:
+    """Name and arguments of the call in `text`."""
+    try:
+        call: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or not name:
+        return None
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):
+        return name, arguments
+    return name, json.dumps({} if arguments is None else arguments, ensure_ascii=False)

@@ -1,0 +1,265 @@
+"""Tools of a chat: from the client's message to the template's form, to a constraint of the output, and back to calls.
+
+tools, tool_choice ─checked─┬─▶ the template's `tools`
+                            ├─▶ SamplingParams.structural_tag, if calls are required or a tool is strict
+                            └─▶ ChatOutput ─▶ a parser for each choice ─▶ GenerateResponse.delta
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest, shown
+from engine.sampling.constraints import CONSTRAINTS, check_constraint
+from engine.sampling.params import SamplingParams
+from engine.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ChatParser, ToolCallParser, ToolFormat
+from protos.tandem.v1 import generation_pb2
+
+MAX_TOOLS = 128
+MAX_CALLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """A JSON schema; empty: any object."""
+    is_strict: bool
+
+    def for_template(self) -> dict[str, Any]:
+        described = {"name": self.name, "description": self.description, "parameters": self.parameters or _ANY_OBJECT}
+        return {"type": "function", "function": described}
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Of the arguments, for a constraint."""
+        decides = {"type", "$ref", "anyOf", "oneOf", "allOf"}
+        return self.parameters if decides & set(self.parameters) else {**_ANY_OBJECT, **self.parameters}
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of one chat, checked, and how they are to be used."""
+
+    tools: tuple[Tool, ...]
+    form: ToolFormat
+    is_required: bool
+    """The output is nothing but calls."""
+    required_name: str
+    """The one tool that may be called; empty: all."""
+    is_single: bool
+
+    @classmethod
+    def of(cls, chat: generation_pb2.Chat, form: ToolFormat | None) -> Tools | None:
+        """None if the chat has none, or none that may be called. Raises InvalidRequest."""
+        tools = tuple(_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(_checked_list(chat)))
+        names = [tool.name for tool in tools]
+        if len(set(names)) < len(names):
+            raise InvalidRequest("chat.tools", "two tools have the same name", "a name for each")
+        _check_choice(chat, names)
+        if not tools or chat.tool_choice == generation_pb2.TOOL_CHOICE_NONE:
+            return None
+        if form is None:
+            problem = "the model's chat template has no tools, or writes calls in a format that is not supported"
+            raise InvalidRequest("chat.tools", problem, "no tools; or the router's setting router.tool_call_parser")
+        is_named = bool(chat.required_tool)
+        is_required = is_named or chat.tool_choice == generation_pb2.TOOL_CHOICE_REQUIRED
+        return cls(tools, form, is_required, chat.required_tool, chat.single_tool_call or is_named)
+
+    def constrained(self, params: SamplingParams) -> SamplingParams:
+        """`params` with the constraint that the tools require. Raises InvalidRequest."""
+        params = msgspec.structs.replace(params, skip_special_tokens=False) if self.form.has_special_mark else params
+        needs_constraint = self.is_required or any(tool.is_strict for tool in self.tools)
+        if not needs_constraint and not params.is_constrained:
+            return params
+        schemas = [
+            (tool.name, self._schema(tool, index))
+            for index, tool in enumerate(self.tools)
+            if self.required_name in ("", tool.name)
+        ]
+        if self.is_required:
+            output = _calls(self.form, schemas, is_single=self.is_single)
+        elif params.is_constrained:
+            output = {
+                "type": "or",
+                "elements": [as_format(params), _calls(self.form, schemas, is_single=self.is_single)],
+            }
+        else:
+            output = _text_with_calls(self.form, schemas, is_single=self.is_single)
+        return with_format(params, output)
+
+    def _schema(self, tool: Tool, index: int) -> dict[str, Any]:
+        if not (tool.is_strict or self.is_required):
+            return _ANY_OBJECT
+        try:
+            fields = {**dict.fromkeys(CONSTRAINTS), "json_object": False, "json_schema": json.dumps(tool.schema)}
+            check_constraint(fields)
+        except InvalidRequest as error:
+            name = f"chat.tools[{index}].parameters"
+            raise InvalidRequest(name, f"of {shown(tool.name)} {error.problem}", error.allowed) from None
+        return tool.schema
+
+    def parser(self, *, is_constrained: bool) -> ChatParser:
+        names = {tool.name for tool in self.tools}
+        return ToolCallParser(self.form, names, max_calls=1 if self.is_single else None, is_forced=is_constrained)
+
+
+def _checked_list(chat: generation_pb2.Chat) -> Sequence[generation_pb2.Tool]:
+    if len(chat.tools) > MAX_TOOLS:
+        raise InvalidRequest("chat.tools", f"{len(chat.tools)} tools", f"at most {MAX_TOOLS}")
+    return chat.tools
+
+
+def _tool(tool: generation_pb2.Tool, field: str) -> Tool:
+    if not _NAME.fullmatch(tool.name):
+        raise InvalidRequest(f"{field}.name", f"{shown(tool.name)} is not a name", "1..64 of [A-Za-z0-9_.-]")
+    try:
+        parameters = json.loads(tool.parameters) if tool.parameters else {}
+    except (ValueError, RecursionError):
+        parameters = None
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        raise InvalidRequest(f"{field}.parameters", f"{shown(tool.parameters)} is not the JSON schema of an object")
+    return Tool(tool.name, tool.description, parameters, tool.strict)
+
+
+def _check_choice(chat: generation_pb2.Chat, names: list[str]) -> None:
+    if chat.required_tool and chat.required_tool not in names:
+        raise InvalidRequest("chat.required_tool", f"{shown(chat.required_tool)} is not in tools", ", ".join(names))
+    if chat.required_tool and chat.tool_choice:
+        raise InvalidRequest("chat.tool_choice", "is given together with required_tool", "one of them")
+    if chat.tool_choice not in generation_pb2.ToolChoice.values():
+        raise InvalidRequest("chat.tool_choice", f"{chat.tool_choice} is unknown", "0..3")
+    if chat.tool_choice == generation_pb2.TOOL_CHOICE_REQUIRED and not names:
+        raise InvalidRequest("chat.tool_choice", "requires a call, but there are no tools", "auto, none")
+
+
+# Constraints: structural tags (engine/sampling/structural_tag.py)
+
+
+_Schemas = Sequence[tuple[str, dict[str, Any]]]
+_WRITTEN = {
+    HERMES: ('<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "\n"),
+    LLAMA3_JSON: ('{"name": "%s", "parameters": ', "}", "; "),
+    MISTRAL: ('{"name": "%s", "arguments": ', "}", ", "),
+}
+"""What a constrained call has before and after its arguments, and between two calls."""
+
+
+def _tags(form: ToolFormat, schemas: _Schemas) -> list[dict[str, Any]]:
+    begin, end, _ = _WRITTEN[form]
+    return [
+        {
+            "type": "tag",
+            "begin": begin % name,
+            "content": {"type": "json_schema", "json_schema": schema},
+            "end": end,
+        }
+        for name, schema in schemas
+    ]
+
+
+def _calls(form: ToolFormat, schemas: _Schemas, *, is_single: bool) -> dict[str, Any]:
+    calls = {
+        "type": "tags_with_separator",
+        "tags": _tags(form, schemas),
+        "separator": _WRITTEN[form][2],
+        "at_least_one": True,
+        "stop_after_first": is_single,
+    }
+    if not form.has_special_mark:
+        return calls
+    brackets = [{"type": "const_string", "value": value} for value in "[]"]
+    return {"type": "sequence", "elements": [brackets[0], calls, brackets[1]]}
+
+
+def _text_with_calls(form: ToolFormat, schemas: _Schemas, *, is_single: bool) -> dict[str, Any]:
+    if form.has_special_mark:
+        problem = f"strict is not supported for calls in the format {form.name} that the model may make"
+        raise InvalidRequest("chat.tools", problem, "strict=false, or tool_choice required or named")
+    trigger = form.mark or _WRITTEN[form][0].partition("%s")[0]
+    tags = _tags(form, schemas)
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": is_single}
+
+
+def with_format(params: SamplingParams, form: dict[str, Any]) -> SamplingParams:
+    """`params` with this constraint and no other."""
+    tag = json.dumps({"type": "structural_tag", "format": form})
+    unset = {**dict.fromkeys(CONSTRAINTS), "json_object": False}
+    return msgspec.structs.replace(params, **{**unset, "structural_tag": tag})
+
+
+def as_format(params: SamplingParams) -> dict[str, Any]:
+    """The constraint of `params` as part of a structural tag. Raises InvalidRequest."""
+    constraint = params.constraint
+    assert constraint is not None
+    if constraint.kind == "json_schema":
+        return {"type": "json_schema", "json_schema": json.loads(constraint.source)}
+    if constraint.kind == "structural_tag":
+        other: dict[str, Any] = json.loads(constraint.source)["format"]
+        return other
+    member = {"regex": "pattern", "grammar": "grammar"}[constraint.kind]
+    return {"type": constraint.kind, member: constraint.source}
+
+
+# The template's messages
+
+
+def template_messages(chat: generation_pb2.Chat, form: ToolFormat | None) -> list[dict[str, Any]]:
+    """The messages in OpenAI's form, with arguments as objects. Raises InvalidRequest."""
+    names: dict[str, str] = {}
+    return [_message(message, f"chat.messages[{index}]", form, names) for index, message in enumerate(chat.messages)]
+
+
+def _message(
+    message: generation_pb2.ChatMessage, field: str, form: ToolFormat | None, names: dict[str, str]
+) -> dict[str, Any]:
+    """`names`: the tools of earlier calls by their ids."""
+    rendered: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        rendered["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise InvalidRequest(f"{field}.tool_calls", f"in a message of {shown(message.role)}", "role assistant")
+        if len(message.tool_calls) > MAX_CALLS:
+            raise InvalidRequest(f"{field}.tool_calls", f"{len(message.tool_calls)} calls", f"at most {MAX_CALLS}")
+        names.update({call.id: call.name for call in message.tool_calls})
+        rendered["tool_calls"] = [_call(call, form) for call in message.tool_calls]
+    if message.role == "tool":
+        if name := message.name or names.get(message.tool_call_id):
+            rendered["name"] = name
+        rendered["tool_call_id"] = _template_id(message.tool_call_id, form)
+    return rendered
+
+
+def _call(call: generation_pb2.ToolCall, form: ToolFormat | None) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = call.arguments  # what the model has written, and its client returns
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": _template_id(call.id, form), "type": "function", "function": function}
+
+
+def _template_id(call_id: str, form: ToolFormat | None) -> str:
+    """Mistral's templates reject all but nine letters and digits."""
+    return short_id(call_id) if form is MISTRAL and not _SHORT_ID.fullmatch(call_id) else call_id
+
+
+def short_id(source: str) -> str:
+    """Nine letters and digits, a function of `source`."""
+    number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big")
+    return "".join(_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(9))

@@ -1,0 +1,57 @@
+"""Reasoning at the beginning of a model's text, and that it is the same however the text is divided."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.text.reasoning import ReasoningParser
+from engine.text.tool_calls import HERMES, ToolCallParser
+
+CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+
+
+def parsed(pieces: Sequence[str], *, is_open: bool) -> tuple[str, str, int]:
+    """Reasoning, content and the number of calls."""
+    parser = ReasoningParser(ToolCallParser(HERMES, ["add"]), is_open=is_open)
+    deltas = [parser.push(piece, final=number == len(pieces)) for number, piece in enumerate(pieces, 1)]
+    names = [part.name for delta in deltas for part in delta.tool_calls if part.name]
+    return "".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas), len(names)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "expected"),
+    [
+        ("<think>\nHm, 5 < 6.\n</think>\n\nFive.", False, ("Hm, 5 < 6.", "Five.", 0)),
+        ("Hm.\n</think>\n\nFive.", True, ("Hm.", "Five.", 0)),
+        ("<think>\n\n</think>\n\nFive.", False, ("", "Five.", 0)),
+        (f"<think>{CALL}</think>{CALL}", False, (CALL, "", 1)),
+        (f"Hm.</think>Well: {CALL}", True, ("Hm.", "Well:", 1)),
+        ("\n Five <think>no</think>", False, ("", "\n Five <think>no</think>", 0)),
+        ("<thi", False, ("", "<thi", 0)),
+        ("", False, ("", "", 0)),
+        ("<think>Hm. </thin", False, ("Hm. </thin", "", 0)),
+        ("It never ends \n", True, ("It never ends", "", 0)),
+    ],
+)
+def test_reasoning_comes_before_the_answer(text: str, is_open: bool, expected: tuple[str, str, int]) -> None:
+    assert parsed([text], is_open=is_open) == expected
+    assert parsed([*text, ""], is_open=is_open) == expected
+
+
+FRAGMENTS = st.sampled_from(["<think>", "</think>", "<", "</th", " ", "\n", "é🚲", "x", CALL])
+
+
+@given(
+    text=st.lists(FRAGMENTS, max_size=10).map("".join),
+    cuts=st.lists(st.integers(0, 120), max_size=8),
+    is_open=st.booleans(),
+)
+def test_reasoning_does_not_depend_on_how_the_text_is_divided(text: str, cuts: list[int], is_open: bool) -> None:
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
+    assert parsed(pieces, is_open=is_open) == parsed([text], is_open=is_open)

@@ -1,0 +1,114 @@
+"""Models that think first: `reasoning_content` beside the content, and the switches of their templates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from router.request.validation import ServedModel
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.fakes.model_folder import write_model_folder
+from tests.router.api.openai.conftest import HttpRig, RunHttp
+from tests.router.rig import SEED
+
+TEMPLATE = (
+    "{% for message in messages %}<turn>{{ message.role }}: "
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}<eos>{% endfor %}<turn>assistant: {{ reasoning_effort }}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if tone == 'open' %}<think>\n{% endif %}"
+)
+USER = {"role": "user", "content": "How many?"}
+THOUGHT, ANSWER = "Five is\nmore than four.", '{"n": 5}'
+TEXT = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("thinking"), chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> ServedModel:
+    return ServedModel.from_folder(model_folder, "fake")
+
+
+def writing(text: str) -> dict[str, list[FakeInstance]]:
+    behaviour = Behaviour(writes=text)
+    return {
+        "prefill": [FakeInstance("prefill", behaviour=behaviour)],
+        "decode": [FakeInstance("decode", behaviour=behaviour)],
+    }
+
+
+async def chat(http: HttpRig, **options: Any) -> Any:
+    options = {"messages": [USER], "seed": SEED, **options}
+    options["extra_body"] = {"return_token_ids": True, **options.get("extra_body", {})}
+    return await http.openai.chat.completions.create(model="fake", **options)
+
+
+def prompt_of(model: ServedModel, answer: Any) -> str:
+    assert model.tokenizer is not None
+    return model.tokenizer.decode(answer.choices[0].model_extra["prompt_token_ids"], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("tone", ["", "open"])
+async def test_reasoning_is_apart_from_the_content(run_http: RunHttp, tone: str) -> None:
+    switches = {"extra_body": {"chat_template_kwargs": {"tone": tone}}}
+    async with run_http(**writing(TEXT.removeprefix("<think>\n") if tone else TEXT)) as http:
+        message = (await chat(http, **switches)).choices[0].message
+        assert (message.reasoning_content, message.content) == (THOUGHT, ANSWER)
+        events = [event async for event in await chat(http, stream=True, **switches)]
+        deltas = [event.choices[0].delta for event in events]
+        assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == THOUGHT
+        assert "".join(delta.content or "" for delta in deltas) == ANSWER
+        assert sum(hasattr(delta, "reasoning_content") for delta in deltas) > 3, "it comes as it is written"
+
+
+async def test_an_answer_without_reasoning_is_content(run_http: RunHttp) -> None:
+    async with run_http(**writing("Five.")) as http:
+        message = (await chat(http)).choices[0].message
+        assert (message.content, getattr(message, "reasoning_content", None)) == ("Five.", None)
+
+
+async def test_max_tokens_while_it_thinks_leaves_no_content(run_http: RunHttp) -> None:
+    async with run_http(**writing(TEXT)) as http:
+        [choice] = (await chat(http, max_tokens=6)).choices
+        assert (choice.finish_reason, choice.message.content) == ("length", "")
+        assert THOUGHT.startswith(choice.message.reasoning_content)
+
+
+async def test_the_template_gets_effort_switches_and_earlier_reasoning(run_http: RunHttp, model: ServedModel) -> None:
+    async with run_http(**writing("ok")) as http:
+        assert prompt_of(model, await chat(http)).endswith("assistant: ")
+        assert prompt_of(model, await chat(http, reasoning_effort="high")).endswith("assistant: high")
+        assert prompt_of(model, await chat(http, reasoning_effort="none")).endswith("none<think>\n\n</think>\n\n")
+        switches = {"chat_template_kwargs": {"enable_thinking": False}}
+        assert prompt_of(model, await chat(http, extra_body=switches)).endswith("assistant: <think>\n\n</think>\n\n")
+        for name in ("reasoning_content", "reasoning"):
+            history = [USER, {"role": "assistant", "content": "5", name: "Hm."}]
+            assert "<think>Hm.</think>5<eos>" in prompt_of(model, await chat(http, messages=history))
+        with pytest.raises(openai.BadRequestError, match="reasoning_effort: 'huge'"):
+            await chat(http, reasoning_effort="huge")
+
+
+@pytest.mark.parametrize("tone", ["", "open"])
+async def test_a_constraint_begins_behind_the_reasoning(run_http: RunHttp, tone: str) -> None:
+    async with run_http(**writing(TEXT)) as http:
+        switches = {"chat_template_kwargs": {"tone": tone}}
+        await chat(http, response_format={"type": "json_object"}, extra_body=switches)
+        sampling = http.rig.decode[0].recorded("decode")[0].detail.request.sampling
+        [first, answer] = json.loads(sampling.structural_tag)["format"]["elements"]
+        assert answer == {"type": "json_schema", "json_schema": {"type": "object"}}
+        tag = (first if tone else first["content"])["elements"][0]
+        assert (tag["begin"], tag["end"]) == ("" if tone else "<think>", "</think>")
+
+
+async def test_a_setting_turns_it_off(run_http: RunHttp, model_folder: Path) -> None:
+    assert ServedModel.from_folder(model_folder).thinks
+    assert not ServedModel.from_folder(model_folder, reasoning_parser="none").thinks
