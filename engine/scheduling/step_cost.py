@@ -21,7 +21,7 @@ _PER_BUCKET = 5
 _MIN_OBSERVATIONS = 3
 """Of a bucket, before it counts: the first step of a kind often compiles or touches memory."""
 _EAGER_FITS = 64
-_FIT_INTERVAL = 16
+_FIT_INTERVAL = 64
 """Observations between two fits, after the first `_EAGER_FITS`: a fit takes some 100 µs."""
 _HALF_LIFE = 200
 """Observations after which a bucket without a new one counts half."""

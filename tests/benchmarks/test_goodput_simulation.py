@@ -15,8 +15,8 @@ def test_two_instances_lose_nothing_to_the_best_static_stack(mix: str, load: flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES[:2])
 def test_no_point_loses_much_and_all_together_gain(size: int) -> None:
-    ratios = [measure(size, mix, load, seconds=40.0, seed=1).ratio for mix in MIXES for load in LOADS]
+    ratios = [measure(size, mix, load, seconds=30.0, seed=1).ratio for mix in MIXES for load in LOADS]
     assert min(ratios) >= 0.93, ratios
     assert fmean(ratios) >= 1.0, ratios
