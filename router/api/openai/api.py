@@ -1,6 +1,6 @@
 """The HTTP endpoints.
 
-    POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize
+    POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /tokenize, /detokenize
     GET  /v1/models, /v1/models/{name}, /health, /metrics, /version, /openapi.json, /
 
 A request is one call of the router (router/dispatch/handler.py) for each of its prompts: validated, admitted, counted
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from fastapi import FastAPI, Request, Response, status
 from fastapi.middleware.cors import CORSMiddleware
@@ -31,10 +31,12 @@ from router.api.grpc import GenerationService
 from router.api.openai.errors import HttpError
 from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
 from router.api.openai.logprobs import TokenTexts
+from router.api.openai.messages_api import CountTokensRequest, MessagesBuilder, MessagesExchange, MessagesRequest
 from router.api.openai.requests import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    FrontBody,
     RequestBody,
     StrictModel,
     TokenizeBody,
@@ -49,7 +51,9 @@ from router.api.openai.responses import (
     WholeResponse,
     routing_headers,
 )
+from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest
 from router.dispatch.handler import RequestHandler
+from router.request.tools import Tools
 from router.request.validation import ServedModel, check_model, prompt_ids, service_errors
 from serving.errors import NotFound, ServiceError, Unavailable
 
@@ -60,6 +64,27 @@ _PROBLEMS = {
 
 
 B = TypeVar("B", bound=RequestBody)
+F = TypeVar("F", bound=FrontBody)
+
+
+class Body(Protocol):
+    """The body of one endpoint."""
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self: ...
+
+    def requests(self, label: str) -> list[generation_pb2.GenerateRequest]: ...
+
+
+P = TypeVar("P", bound=Body)
+
+
+class Builder(Protocol):
+    """Makes the response to one HTTP request out of its calls' messages."""
+
+    async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None: ...
+
+    async def finish(self, headers: Mapping[str, str]) -> None: ...
 
 
 @dataclass(eq=False)
@@ -87,6 +112,9 @@ class OpenAIApi:
         app.add_exception_handler(HTTPException, self._http_exception)
         app.post("/v1/completions", **_documented(CompletionBody))(self.completions)
         app.post("/v1/chat/completions", **_documented(ChatBody))(self.chat_completions)
+        app.post("/v1/responses", **_documented(ResponsesRequest))(self.responses)
+        app.post("/v1/messages", **_documented(MessagesRequest))(self.messages)
+        app.post("/v1/messages/count_tokens", **_documented(CountTokensRequest))(self.count_tokens)
         app.post("/tokenize", **_documented(TokenizeBody))(self.tokenize)
         app.post("/detokenize", **_documented(DetokenizeBody))(self.detokenize)
         app.get("/v1/models")(self.models)
@@ -109,6 +137,28 @@ class OpenAIApi:
     async def chat_completions(self) -> Response:
         """Answers a chat."""
         return self._generation(ChatBody, ChatFormat)
+
+    async def responses(self) -> Response:
+        """Answers a chat, as OpenAI's Responses API without its store."""
+        return self._answering(ResponsesRequest, ResponsesBuilder, Exchange)
+
+    async def messages(self) -> Response:
+        """Answers a chat, as Anthropic's Messages API."""
+        return self._answering(MessagesRequest, MessagesBuilder, MessagesExchange)
+
+    async def count_tokens(self) -> Response:
+        """The length of a prompt of the Messages API."""
+
+        async def handler(exchange: Exchange) -> None:
+            body = await exchange.parsed_body(CountTokensRequest.parse)
+            check_model(body.model, self.model)
+            [request], limits = body.requests(exchange.request_id), self.service.limits()
+            with service_errors():
+                tools = Tools.of(request.chat, self.model.tool_format)
+                ids = await prompt_ids(request, self.model, limits, tools=tools)
+            await exchange.send_json({"input_tokens": len(ids)})
+
+        return self._exchange(handler, CountTokensRequest.renamed, MessagesExchange)
 
     async def tokenize(self) -> Response:
         """The token ids of a text or a chat."""
@@ -180,8 +230,22 @@ class OpenAIApi:
 
         return self._exchange(handler)
 
-    def _exchange(self, handler: Handler, renamed: Mapping[str, str] | None = None) -> Exchange:
-        return Exchange(self.limits, handler, self.authorizer, renamed)
+    def _exchange(
+        self, handler: Handler, renamed: Mapping[str, str] | None = None, kind: type[Exchange] = Exchange
+    ) -> Exchange:
+        return kind(self.limits, handler, self.authorizer, renamed)
+
+    def _answering(
+        self, body_type: type[F], builder_type: Callable[[Exchange, F, str], Builder], kind: type[Exchange]
+    ) -> Exchange:
+        """One request of an API that is not OpenAI's older ones."""
+
+        async def handler(exchange: Exchange) -> None:
+            body, requests = await exchange.parsed_body(lambda data: _parsed(body_type, data, exchange.request_id))
+            async with exchange.while_connected():
+                await self._answer(exchange, builder_type(exchange, body, self.model.name), requests)
+
+        return self._exchange(handler, body_type.renamed, kind)
 
     def _generation(self, body_type: type[B], form_type: Callable[[B, TokenTexts], Format[RequestBody]]) -> Exchange:
         async def handler(exchange: Exchange) -> None:
@@ -202,11 +266,16 @@ class OpenAIApi:
         )
         builder: ResponseBuilder = (StreamedResponse if form.body.stream else WholeResponse)(exchange, form, response)
         async with exchange.while_connected():
-            calls = await self._call_all(exchange, builder, requests)
-            await builder.finish(routing_headers(calls[0]) if len(calls) == 1 else {})
+            await self._answer(exchange, builder, requests)
+
+    async def _answer(
+        self, exchange: Exchange, builder: Builder, requests: list[generation_pb2.GenerateRequest]
+    ) -> None:
+        calls = await self._call_all(exchange, builder, requests)
+        await builder.finish(routing_headers(calls[0]) if len(calls) == 1 else {})
 
     async def _call_all(
-        self, exchange: Exchange, builder: ResponseBuilder, requests: list[generation_pb2.GenerateRequest]
+        self, exchange: Exchange, builder: Builder, requests: list[generation_pb2.GenerateRequest]
     ) -> list[RequestHandler]:
         """Concurrently; one that fails ends the others."""
         calls = [self.service.handler() for _ in requests]
@@ -242,7 +311,7 @@ class OpenAIApi:
         return self._exchange(handler)
 
 
-def _parsed(body_type: type[B], data: bytes, label: str) -> tuple[B, list[generation_pb2.GenerateRequest]]:
+def _parsed(body_type: type[P], data: bytes, label: str) -> tuple[P, list[generation_pb2.GenerateRequest]]:
     body = body_type.parse(data)
     return body, body.requests(label)
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response, status
@@ -142,13 +142,15 @@ class Exchange(Response):
         pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in head.items()]
         await self._send({"type": "http.response.start", "status": status.HTTP_200_OK, "headers": pairs})
 
-    async def send_event(self, data: bytes) -> None:
+    async def send_event(self, data: bytes, name: str = "") -> None:
         """Returns when the event has been written."""
-        await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        head = b"event: %s\n" % name.encode() if name else b""
+        body = head + b"data: " + data + b"\n\n"
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def end_events(self) -> None:
-        """Ends the stream, as OpenAI marks it."""
-        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+    async def end_events(self, mark: bytes | None = b"[DONE]") -> None:
+        """Ends the stream with a last event, by default that of OpenAI's chats."""
+        await self._send({"type": "http.response.body", "body": b"" if mark is None else b"data: " + mark + b"\n\n"})
 
     @asynccontextmanager
     async def while_connected(self) -> AsyncIterator[None]:
@@ -187,6 +189,16 @@ class Exchange(Response):
                 await self._limits.abuse.delay_invalid(peer)
                 raise
 
+    # What another API of this port does otherwise
+
+    def error_body(self, error: ServiceError) -> dict[str, Any]:
+        return body_of(error, self.renamed)
+
+    async def send_failure(self, error: bytes) -> None:
+        """Ends a stream that has begun."""
+        await self.send_event(error)
+        await self.end_events()
+
     async def _read(self) -> bytes:
         """Reads the rest of a body that is too long too, within reason: a client that is sending reads no 413."""
         body, num_bytes, limit = bytearray(), 0, self._limits.max_body_bytes
@@ -210,10 +222,9 @@ class Exchange(Response):
         return bytes(body)
 
     async def _send_error(self, error: ServiceError) -> None:
-        body = body_of(error, self.renamed)
+        body = self.error_body(error)
         if self._has_begun:
-            await self.send_event(msgspec.json.encode(body))
-            await self.end_events()
+            await self.send_failure(msgspec.json.encode(body))
             return
         status_code, headers = status_of(error), headers_of(error)
         if status_code in (status.HTTP_408_REQUEST_TIMEOUT, status.HTTP_413_CONTENT_TOO_LARGE):

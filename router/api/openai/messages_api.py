@@ -1,0 +1,289 @@
+"""Anthropic's Messages API: its body as that of a chat, and its answer, whole or as events.
+
+    MessagesRequest ─▶ ChatBody ─▶ GenerateRequest ─▶ … GenerateResponse ─▶ Blocks ─▶ content blocks
+
+A content block (thinking, text, tool_use) is one block of the answer (blocks.py). Errors have Anthropic's form; the
+token may come as `x-api-key`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from pydantic import Field
+from starlette.types import Receive, Scope, Send
+
+from engine.errors import shown
+from protos.tandem.v1 import common_pb2, generation_pb2
+from router.api.openai.blocks import Block, Blocks
+from router.api.openai.errors import body_of, status_of
+from router.api.openai.exchange import Exchange
+from router.api.openai.requests import FrontBody, Int64, StrictModel, joined_parts
+from router.api.openai.responses import routing_headers
+from router.dispatch.handler import RequestHandler
+from serving.errors import ServiceError, invalid_argument
+
+_ERROR_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+class MessagesExchange(Exchange):
+    """One request of this API."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope["headers"]}
+        if b"authorization" not in names:
+            tokens = [
+                (b"authorization", b"Bearer " + value) for name, value in scope["headers"] if name == b"x-api-key"
+            ]
+            scope = {**scope, "headers": [*scope["headers"], *tokens]}
+        await super().__call__(scope, receive, send)
+
+    def error_body(self, error: ServiceError) -> dict[str, Any]:
+        message = body_of(error, self.renamed)["error"]["message"]
+        kind = _ERROR_TYPES.get(status_of(error), "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": self.request_id}
+
+    async def send_failure(self, error: bytes) -> None:
+        await self.send_event(error, "error")
+        await self.end_events(None)
+
+
+class AnthropicTool(StrictModel):
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    """Has no effect: prefixes are always cached."""
+
+
+class AnthropicToolChoice(StrictModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(StrictModel):
+    """The template's switch enable_thinking."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Int64 | None = None
+    """Has no effect."""
+    display: str | None = None
+
+
+class AnthropicMessage(StrictModel):
+    role: Literal["user", "assistant"]
+    content: str | list[dict[str, Any]]
+
+
+class CountTokensRequest(FrontBody):
+    """The body of /v1/messages/count_tokens: what makes a prompt."""
+
+    renamed: ClassVar = {
+        "prompt": "messages", "chat.messages": "messages", "chat.tools": "tools", "chat.tool_choice": "tool_choice",
+        "chat.required_tool": "tool_choice", "stop": "stop_sequences", "structural_tag": "tools",
+    }  # fmt: skip
+    ignored: ClassVar = frozenset({"betas", "inference_geo", "metadata", "service_tier"})
+
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    system: str | list[dict[str, Any]] = ""
+    tools: list[AnthropicTool] = Field(default_factory=list)
+    tool_choice: AnthropicToolChoice = AnthropicToolChoice(type="auto")
+    thinking: Thinking | None = None
+
+    def chat(self) -> dict[str, Any]:
+        system = joined_parts(self.system, "system")
+        messages = [{"role": "system", "content": system}] if system else []
+        for index, message in enumerate(self.messages):
+            messages += _messages(message, f"messages[{index}]")
+        chat: dict[str, Any] = {"model": self.model, "stream": self.stream, "messages": messages}
+        if self.tools:
+            chat["tools"] = [_function(tool) for tool in self.tools]
+            chat["tool_choice"] = _tool_choice(self.tool_choice)
+            chat["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            chat["chat_template_kwargs"] = {"enable_thinking": self.thinking.type == "enabled"}
+        return chat
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: Int64
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    stop_sequences: list[str] = Field(default_factory=list)
+
+    def chat(self) -> dict[str, Any]:
+        sampling = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
+        return {**super().chat(), **sampling, "stop": self.stop_sequences}
+
+
+def _function(tool: AnthropicTool) -> dict[str, Any]:
+    members = tool.model_dump(include={"name", "description", "strict"})
+    return {"type": "function", "function": {**members, "parameters": tool.input_schema}}
+
+
+def _tool_choice(choice: AnthropicToolChoice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
+    """A message of content blocks as messages of a chat: results of tools come before a user's text."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    texts, calls, results, thoughts = list[str](), list[dict[str, Any]](), list[dict[str, Any]](), list[str]()
+    for index, block in enumerate(message.content):
+        where = f"{field}.content[{index}]"
+        match (message.role, block.get("type")):
+            case (_, "text"):
+                texts.append(_member(block, "text", where))
+            case ("assistant", "tool_use"):
+                arguments = json.dumps(block.get("input", {}))
+                function = {"name": _member(block, "name", where), "arguments": arguments}
+                calls.append({"id": _member(block, "id", where), "function": function})
+            case ("user", "tool_result"):
+                content = joined_parts(block.get("content") or "", where)
+                call_id = _member(block, "tool_use_id", where)
+                results.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            case ("assistant", "thinking"):
+                thoughts.append(_member(block, "thinking", where))
+            case ("assistant", "redacted_thinking"):
+                pass
+            case (_, other):
+                kinds = "text, tool_result" if message.role == "user" else "text, thinking, tool_use"
+                raise invalid_argument(f"{where}.type", f"{shown(other)} is not supported", kinds)
+    rest: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    if calls:
+        rest["tool_calls"] = calls
+    if thoughts:
+        rest["reasoning_content"] = "\n".join(thoughts)
+    return results if results and not texts else [*results, rest]
+
+
+def _member(block: Mapping[str, Any], name: str, where: str) -> str:
+    if not isinstance(value := block.get(name), str):
+        raise invalid_argument(f"{where}.{name}", f"{shown(value)} is not a string", "a string")
+    return value
+
+
+class MessagesBuilder:
+    """The answer to one request, whole or as events."""
+
+    def __init__(self, exchange: Exchange, body: MessagesRequest, model: str) -> None:
+        self._exchange = exchange
+        self._body = body
+        self._model = model
+        self._blocks = Blocks()
+        self._open: Block | None = None
+        self._num_prompt = self._num_tokens = 0
+        self._finish = common_pb2.Finish()
+
+    async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
+        self._num_tokens += len(message.tokens.token_ids)
+        if message.tokens.HasField("finish"):
+            self._finish.CopyFrom(message.tokens.finish)
+        if message.HasField("prompt_tokens"):
+            self._num_prompt = message.prompt_tokens
+            if self._body.stream:
+                await self._exchange.begin_events(routing_headers(call))
+                await self._send("message_start", message=self._message([]))
+        for block, added in self._blocks.add(message):
+            if self._body.stream:
+                await self._send_part(block, added)
+
+    async def finish(self, headers: Mapping[str, str]) -> None:
+        if not self._body.stream:
+            content = [_content(block) for block in self._blocks.blocks]
+            await self._exchange.send_json({**self._message(content), **self._end()}, headers)
+            return
+        await self._close()
+        await self._send("message_delta", delta=self._end(), usage=self._usage())
+        await self._send("message_stop")
+        await self._exchange.end_events(None)
+
+    async def _send(self, kind: str, **members: Any) -> None:
+        await self._exchange.send_event(msgspec.json.encode({"type": kind, **members}), kind)
+
+    async def _send_part(self, block: Block, added: str) -> None:
+        if block is not self._open:
+            await self._close()
+            self._open = block
+            empty = _content(Block(block.kind, block.index, "", block.call_id, block.name))
+            await self._send("content_block_start", index=block.index, content_block=empty)
+        if added:
+            kind, member = _DELTAS[block.kind]
+            await self._send("content_block_delta", index=block.index, delta={"type": kind, member: added})
+
+    async def _close(self) -> None:
+        if self._open is not None:
+            await self._send("content_block_stop", index=self._open.index)
+        self._open = None
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._exchange.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
+
+    def _end(self) -> dict[str, str | None]:
+        finish = self._finish
+        if finish.reason != common_pb2.FINISH_REASON_STOP:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if finish.HasField("stop_string"):
+            return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_string}
+        has_calls = any(block.kind == "call" for block in self._blocks.blocks)
+        return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+
+    def _usage(self) -> dict[str, int]:
+        """Anthropic counts cached tokens apart."""
+        num_cached = self._finish.usage.cached_tokens
+        return {
+            "input_tokens": self._num_prompt - num_cached,
+            "cache_read_input_tokens": num_cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": self._num_tokens,
+        }
+
+
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": block.text}
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        case _:
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Arguments that are no JSON object, as those that max_tokens has cut, are wrapped as Anthropic advises."""
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}

@@ -1,0 +1,137 @@
+"""/v1/messages as Anthropic's own client sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+
+from router.request.validation import ServedModel
+from tests.router.api.openai.conftest import HttpRig, RunHttp
+from tests.router.api.openai.test_tools import ARGUMENTS, CALLS, SCHEMA, TEXT, sent, writing
+from tests.router.api.test_security import ALICE, write_tokens
+from tests.router.rig import TIMEOUT_S
+
+TOOL: dict[str, Any] = {"name": "get_weather", "description": "Looks out.", "input_schema": SCHEMA}
+USER: dict[str, Any] = {"role": "user", "content": "How is it?"}
+
+
+@asynccontextmanager
+async def client_of(http: HttpRig, token: str = "none") -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=http.url, api_key=token, timeout=TIMEOUT_S, max_retries=0) as client:
+        yield client
+
+
+def asking(**options: Any) -> dict[str, Any]:
+    return {"model": "fake", "messages": [USER], "max_tokens": 300, "tools": [TOOL], **options}
+
+
+async def test_text_and_calls_are_content_blocks(run_http: RunHttp) -> None:
+    async with run_http(**writing(TEXT)) as http, client_of(http) as client:
+        message = await client.messages.create(**asking())
+        text, *calls = message.content
+        assert (text.text, message.stop_reason, message.role) == ("Let me see.", "tool_use", "assistant")
+        assert [(call.type, call.name, call.input) for call in calls] == [
+            ("tool_use", "get_weather", json.loads(arguments)) for arguments in ARGUMENTS
+        ]
+        assert message.usage.output_tokens == (len(TEXT) + 2) // 3
+        plain = await client.messages.create(**asking(tools=[]))
+        assert (plain.content[0].text, plain.stop_reason) == (TEXT, "end_turn")
+
+
+async def test_a_stream_makes_the_same_message(run_http: RunHttp) -> None:
+    async with run_http(**writing(TEXT)) as http, client_of(http) as client:
+        async with client.messages.stream(**asking()) as stream:
+            kinds = [event.type async for event in stream]
+            message = await stream.get_final_message()
+        assert kinds[0] == "message_start"
+        assert kinds[-1] == "message_stop"
+        assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+        assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
+        assert [block.input for block in message.content[1:]] == [json.loads(one) for one in ARGUMENTS]
+        assert message.stop_reason == "tool_use"
+        assert message.usage.input_tokens > 0
+
+
+async def test_arguments_that_max_tokens_cuts_are_marked(run_http: RunHttp) -> None:
+    async with run_http(**writing(CALLS)) as http, client_of(http) as client:
+        message = await client.messages.create(**asking(max_tokens=20))
+        assert message.stop_reason == "max_tokens"
+        [call] = message.content
+        assert ARGUMENTS[0].startswith(call.input["INVALID_JSON"])
+
+
+async def test_earlier_blocks_become_messages(run_http: RunHttp, model: ServedModel) -> None:
+    async with run_http(**writing(TEXT)) as http, client_of(http) as client:
+        first = await client.messages.create(**asking())
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "sun"}]}
+            for block in first.content[1:]
+        ]
+        answered = {"role": "user", "content": [*results, {"type": "text", "text": "So?"}]}
+        history = [USER, {"role": "assistant", "content": first.content}, answered]
+        await client.messages.create(**asking(messages=history, system="Be brief.", tools=[]))
+        assert model.tokenizer is not None
+        prompt = model.tokenizer.decode(sent(http).prompt_token_ids, skip_special_tokens=False)
+        calls = "".join(
+            f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>' for arguments in ARGUMENTS
+        )
+        assert prompt == (
+            f"<turn>system: Be brief.<eos><turn>user: How is it?<eos><turn>assistant: Let me see.{calls}<eos>"
+            + "<turn>tool: sun (get_weather)<eos>" * 2
+            + "<turn>user: So?<eos><turn>assistant: "
+        )
+
+
+async def test_a_tool_choice_is_a_constraint(run_http: RunHttp) -> None:
+    async with run_http(**writing("ok")) as http, client_of(http) as client:
+        for choice, is_single in (({"type": "any"}, False), ({"type": "tool", "name": "get_weather"}, True)):
+            await client.messages.create(**asking(tool_choice=choice))
+            tag = json.loads(sent(http).sampling.structural_tag)["format"]
+            assert (tag["type"], tag["stop_after_first"]) == ("tags_with_separator", is_single)
+
+
+async def test_tokens_are_counted(run_http: RunHttp) -> None:
+    async with run_http(**writing("ok")) as http, client_of(http) as client:
+        prompt = {name: value for name, value in asking(system="Be brief.").items() if name != "max_tokens"}
+        counted = await client.messages.count_tokens(**prompt)
+        message = await client.messages.create(**asking(system="Be brief."))
+        used = message.usage
+        assert counted.input_tokens == used.input_tokens + (used.cache_read_input_tokens or 0)
+
+
+async def test_a_key_is_a_token(run_http: RunHttp, tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens", alice=[ALICE])
+    async with run_http(auth={"tokens_file": tokens}, **writing("ok")) as http:
+        async with client_of(http, ALICE) as client:
+            assert (await client.messages.create(**asking())).content
+        async with client_of(http, "unknown") as client:
+            with pytest.raises(anthropic.AuthenticationError):
+                await client.messages.create(**asking())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_tokens": 0}, "max_tokens >= 1"),
+        ({"extra_body": {"temperature": 7}}, "temperature: "),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type: 'image'"),
+        ({"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice: 'g' is not in tools"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name: 'a b' is not a name"),
+        ({"extra_body": {"colour": 1}}, "colour: 1: extra inputs are not permitted"),
+    ],
+)
+async def test_a_wrong_parameter_is_named(run_http: RunHttp, options: dict[str, Any], said: str) -> None:
+    async with run_http() as http, client_of(http) as client:
+        with pytest.raises(anthropic.BadRequestError) as raised:
+            await client.messages.create(**asking(**options))
+        body: Any = raised.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+        assert said in body["error"]["message"]
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.create(**{**asking(), "model": "gpt-9"})

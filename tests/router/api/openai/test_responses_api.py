@@ -1,0 +1,106 @@
+"""/v1/responses as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from router.request.validation import ServedModel
+from tests.router.api.openai.conftest import HttpRig, RunHttp
+from tests.router.api.openai.test_tools import ARGUMENTS, SCHEMA, TEXT, sent, writing
+from tests.router.rig import SHORT
+
+TOOL: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": False}
+
+
+async def respond(http: HttpRig, **options: Any) -> Any:
+    return await http.openai.responses.create(**{"model": "fake", "input": "How is it?", "tools": [TOOL], **options})
+
+
+async def test_text_and_calls_are_items(run_http: RunHttp) -> None:
+    async with run_http(**writing(TEXT)) as http:
+        response = await respond(http)
+        assert (response.status, response.output_text, response.object) == ("completed", "Let me see.", "response")
+        message, *calls = response.output
+        assert (message.type, message.role) == ("message", "assistant")
+        assert [(call.type, call.name, call.arguments) for call in calls] == [
+            ("function_call", "get_weather", arguments) for arguments in ARGUMENTS
+        ]
+        assert len({call.call_id for call in calls}) == 2
+        assert response.usage.output_tokens == (len(TEXT) + 2) // 3
+        assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+
+
+async def test_a_stream_of_events_makes_the_same_response(run_http: RunHttp) -> None:
+    async with run_http(**writing(TEXT)) as http:
+        events = [event async for event in await respond(http, stream=True)]
+        kinds = [event.type for event in events]
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == "response.completed"
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert text == "Let me see."
+        done = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert [event.arguments for event in done] == ARGUMENTS
+        parts = [event for event in events if event.type == "response.function_call_arguments.delta"]
+        assert "".join(event.delta for event in parts) == "".join(ARGUMENTS)
+        assert [item.type for item in events[-1].response.output] == ["message", "function_call", "function_call"]
+        async with http.openai.responses.stream(model="fake", input="How is it?", tools=[TOOL]) as stream:  # type: ignore[list-item]
+            final = await stream.get_final_response()
+        assert final.output_text == "Let me see."
+
+
+async def test_an_answer_that_is_cut_is_incomplete(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        response = await respond(http, tools=[], max_output_tokens=3)
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+async def test_earlier_items_become_messages(run_http: RunHttp, model: ServedModel) -> None:
+    async with run_http(**writing(TEXT)) as http:
+        first = await respond(http)
+        call = first.output[1]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+        question = {"role": "user", "content": [{"type": "input_text", "text": "How is it?"}]}
+        await respond(http, input=[question, *first.output[:2], result], instructions="Be brief.", tools=[])
+        assert model.tokenizer is not None
+        prompt = model.tokenizer.decode(sent(http).prompt_token_ids, skip_special_tokens=False)
+        assert prompt == (
+            "<turn>system: Be brief.<eos><turn>user: How is it?<eos><turn>assistant: Let me see."
+            f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS[0]}}}</tool_call><eos>'
+            "<turn>tool: sun (get_weather)<eos><turn>assistant: "
+        )
+
+
+async def test_a_text_format_and_a_tool_choice_are_constraints(run_http: RunHttp) -> None:
+    async with run_http(**writing("{}")) as http:
+        form = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
+        await respond(http, tools=[], text={"format": form})
+        assert '"city"' in sent(http).sampling.json_schema
+        await respond(http, tool_choice={"type": "function", "name": "get_weather"})
+        assert '"stop_after_first": true' in sent(http).sampling.structural_tag
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "said"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "is of type 'input_image'"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "'web_search_call' is not supported"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].arguments", "is not a string"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "should be 'function'"),
+        ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g' is not in tools"),
+        ({"temperature": 7}, "temperature", "0..2"),
+        ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
+        ({"extra_body": {"colour": 1}}, "colour", "not permitted"),
+    ],
+)
+async def test_a_wrong_parameter_is_named(run_http: RunHttp, options: dict[str, Any], param: str, said: str) -> None:
+    async with run_http() as http:
+        with pytest.raises(openai.BadRequestError) as raised:
+            await respond(http, **options)
+        assert said in raised.value.message
+        assert raised.value.param == param
+        assert (await http.openai.completions.create(model="fake", prompt=SHORT, max_tokens=1)).choices
