@@ -27,6 +27,8 @@ FROM ${BASE} AS runtime
 RUN groupadd --gid 65532 tandem && useradd --uid 65532 --gid 65532 --no-create-home --home-dir /tmp tandem
 COPY --from=build /opt/tandem /opt/tandem
 ENV PATH=/opt/tandem/bin:${PATH} HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# A container's published ports lead to its own address, not to its loopback.
+ENV TANDEM_SERVER__HOST=0.0.0.0
 RUN mkdir -p /models && ln -s "$(python -c 'from tandem.demo import MODEL_DIR; print(MODEL_DIR)')" /models/demo
 WORKDIR /tmp
 USER 65532:65532

@@ -6,6 +6,7 @@ RUNNABLE := $(VENV)/.runnable
 INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
+SITE_INSTALLED := $(VENV)/.site
 NODE_INSTALLED := node_modules/.installed
 EXAMPLE := examples/node-backend
 EXAMPLE_INSTALLED := $(EXAMPLE)/node_modules/.installed
@@ -17,7 +18,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check lint types imports protos-check docs docs-check test test-slow test-gpu test-vllm chart protos format bench clean
+.PHONY: help install run check lint types imports protos-check docs docs-check test test-slow test-gpu test-vllm chart protos format wheel bench clean
 
 help: ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +33,7 @@ $(RUNNABLE): pyproject.toml constraints.txt
 	  echo "This Python has no venv. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing what serving needs into $(VENV): about 1.4 GB."
-	$(BIN)/python -m pip install -c constraints.txt -e '.[hub]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[hub,top]'
 	@touch $@
 
 $(INSTALLED): $(RUNNABLE)
@@ -115,12 +116,20 @@ protos: $(INSTALLED) $(NODE_INSTALLED) ## Format the protos, generate their stub
 	$(BIN)/python protos/generate.py
 	$(BIN)/python -m protos.reference
 
-docs: $(INSTALLED) ## Generate docs/cli.md and docs/python.md from the commands and the client.
+$(SITE_INSTALLED): $(RUNNABLE)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(INSTALLED) $(SITE_INSTALLED) ## Generate docs/cli.md and docs/python.md, then build the docs as a site, every link checked.
 	$(BIN)/python -m tools.reference
+	$(BIN)/python -m tools.site
 
 format: $(INSTALLED) ## Format the Python code and mend what ruff can mend.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+wheel: $(RUNNABLE) ## Build the wheel into dist: pip install dist/tandem_llm-*.whl elsewhere, with -c constraints.txt.
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 bench: $(INSTALLED) ## Measure this machine against transformers, and the hand-over (minutes; benchmarks/LOG.md).
 	$(BIN)/python -m benchmarks.engine_vs_transformers

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+PACKAGES = (
+    "engine",
+    "kv_transfer",
+    "serving",
+    "instance",
+    "prefill_service",
+    "decode_service",
+    "router",
+    "tandem",
+    "protos",
+)
 
 
 def test_run_installs_what_serving_needs_and_the_other_targets_the_rest() -> None:
@@ -16,10 +31,10 @@ def test_run_installs_what_serving_needs_and_the_other_targets_the_rest() -> Non
             ["make", "--dry-run", "--always-make", target], cwd=ROOT, check=True, capture_output=True, text=True
         ).stdout
 
-    assert ".[hub]" in steps("run")
+    assert ".[hub,top]" in steps("run")
     assert ".[dev]" not in steps("run")
     for target in ("install", "test", "check", "chart"):
-        assert steps(target).index(".[hub]") < steps(target).index(".[dev]"), target
+        assert steps(target).index(".[hub,top]") < steps(target).index(".[dev]"), target
 
 
 def test_a_checkout_is_imported_beside_its_own_folder(tmp_path: Path) -> None:
@@ -37,3 +52,30 @@ def test_a_checkout_is_imported_beside_its_own_folder(tmp_path: Path) -> None:
         [sys.executable, "-IS", "-c", script], cwd=tmp_path / "parent", capture_output=True, text=True
     )
     assert done.stdout.strip() == "tandem.client.client", done.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_has_every_file_of_the_packages_and_the_right_metadata(tmp_path: Path) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    packages = tuple(f"{name}/" for name in PACKAGES)
+    tracked = {name for name in listed if name.startswith(packages)}
+    for name in {*tracked, "pyproject.toml", "README.md", "LICENSE"}:
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "source" / name)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path / "source", check=True, capture_output=True)
+    [path] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = set(wheel.namelist())
+        [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
+        about = message_from_string(wheel.read(metadata).decode())
+        scripts = wheel.read(metadata.replace("METADATA", "entry_points.txt")).decode()
+    assert tracked - names == set(), "files that pyproject.toml's package-data leaves out"
+    assert {name.partition("/")[0] for name in names} == {*PACKAGES, metadata.partition("/")[0]}
+    assert (about["Name"], about["Requires-Python"], about["License-Expression"]) == (
+        "tandem-llm",
+        ">=3.11",
+        "Apache-2.0",
+    )
+    assert {"hub", "nixl", "top", "docs", "dev"} <= set(about.get_all("Provides-Extra", []))
+    assert "tandem = tandem.cli:main" in scripts

@@ -1,0 +1,104 @@
+"""compose.yaml: valid by Compose's schema, and its settings are those of the services."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from check_jsonschema.builtin_schemas import get_builtin_schema
+
+from decode_service.config import DecodeSettings
+from engine.config import KVConnectorConfig
+from instance.config import InstanceSettings, engine_config
+from kv_transfer.secret import ensure_secret
+from prefill_service.config import PrefillSettings
+from router.config import RouterSettings
+from serving.server import ServerSettings
+from serving.settings import Settings, load
+
+ROOT = Path(__file__).parents[1]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+TREES: dict[str, type[Settings]] = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
+_VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
+
+
+def settings_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """As the service's process would load them, with the file's default variables."""
+    for key, value in SERVICES[name]["environment"].items():
+        monkeypatch.setenv(key, _VARIABLE.sub(r"\2", str(value)))
+    flags = {} if name == "router" else {("server", "listen"): "172.18.0.3:50051"}
+    return load(TREES[name], flags=flags)
+
+
+def test_it_is_valid_by_composes_schema() -> None:
+    jsonschema.validate(COMPOSE, get_builtin_schema("vendor.compose-spec"))
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_its_settings_are_settings_of_the_services(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(name, monkeypatch)
+    server: ServerSettings = settings.server  # type: ignore[attr-defined]
+    grace_s = float(SERVICES[name]["stop_grace_period"].removesuffix("s"))
+    assert grace_s >= server.drain_accept_s + server.drain_grace_s + 10
+    if isinstance(settings, InstanceSettings):
+        settings.check_network()
+        connector = engine_config(settings).kv_connector
+        assert isinstance(connector, KVConnectorConfig)
+        assert "redis" in connector.class_path
+
+
+def test_the_instances_are_modules_that_listen_at_their_own_address() -> None:
+    for name in ("prefill", "decode"):
+        shell, flag, script = SERVICES[name]["entrypoint"]
+        assert (shell, flag) == ("sh", "-c")
+        assert script == 'exec python -m "$$0" --listen "$$(hostname -i):50051" "$$@"'
+        assert SERVICES[name]["command"] == [f"{name}_service"]
+        assert f"dns:{name}:50051" in SERVICES["router"]["environment"].values()
+
+
+def test_published_ports_are_the_routers_and_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of("router", monkeypatch)
+    assert isinstance(settings, RouterSettings)
+    listening = {settings.router.listen, settings.router.admin_listen, settings.http.listen}
+    published = {_VARIABLE.sub(r"\2", port) for port in SERVICES["router"]["ports"]}
+    assert {address.rpartition(":")[2] for address in listening if address} == {one.split(":")[2] for one in published}
+    assert all(one.startswith("127.0.0.1:") for one in published), "without tokens, this machine alone"
+    assert not any("127.0.0.1" in str(address) for address in listening), "a published port leads to no loopback"
+    assert "ports" not in SERVICES["prefill"].keys() | SERVICES["decode"].keys() | SERVICES["redis"].keys()
+
+
+def test_the_keys_command_makes_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "kv_secret"
+    owners: list[tuple[str, int, int]] = []
+    monkeypatch.setattr("os.chown", lambda *args: owners.append(args))
+    *_, code = SERVICES["key"]["command"]
+    assert SERVICES["prefill"]["environment"]["TANDEM_TRANSFER__SECRET_FILE"] in code
+    exec(code.replace("/run/tandem/kv_secret", str(path)), {})
+    assert len(ensure_secret(path)) == 32
+    assert owners == [(str(path), 65532, 65532)]
+    assert "--uid 65532" in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_monitoring_profile_scrapes_what_the_dashboard_shows() -> None:
+    configs = {name: yaml.safe_load(one.get("content", "null")) for name, one in COMPOSE["configs"].items()}
+    dashboard = json.loads((ROOT / COMPOSE["configs"]["dashboard"]["file"]).read_text())
+    [job] = configs["prometheus"]["scrape_configs"]
+    assert {"router", "prefill", "decode"} == set(job["dns_sd_configs"][0]["names"])
+    assert {rule["target_label"] for rule in job["relabel_configs"]} == {"tandem", "component"}
+    assert 'tandem=\\"$release\\"' in json.dumps(dashboard)
+    for name in TREES:
+        assert SERVICES[name]["environment"]["TANDEM_METRICS__LISTEN"] == f"0.0.0.0:{job['dns_sd_configs'][0]['port']}"
+    for name in ("prometheus", "grafana"):
+        assert SERVICES[name]["profiles"] == ["monitoring"]
+        assert {one["source"] for one in SERVICES[name]["configs"]} <= configs.keys()
+
+
+def test_its_redis_is_the_charts() -> None:
+    values = yaml.safe_load((ROOT / "helm/tandem/values.yaml").read_text())
+    assert SERVICES["redis"]["image"] == values["connector"]["redis"]["image"]
