@@ -34,7 +34,7 @@ INSTANCE_OWNED = (
     *("metrics", "tls", "health"),
     *("model.folder", "model.name"),
     *("server.host", "server.port", "server.advertise", "server.listen"),
-    *("instance.id", "instance.ready_file"),
+    *("instance.id", "instance.ready_file", "instance.domain"),
     *("transfer.connector", "transfer.folder", "transfer.url", "transfer.secret_file"),
     *("transfer.capacity_bytes", "transfer.options"),
 )

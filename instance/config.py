@@ -60,6 +60,9 @@ class InstanceSection(Section):
     """Identity and limits of this instance."""
 
     id: str | None = setting(None, "Stable name; none: role and port.", flag="--instance-id")
+    domain: str = setting(
+        "", "Network domain, such as a zone or a rack, within which hand-overs are fast; empty: unknown."
+    )
     ready_file: Path | None = setting(
         None, "File written when the instance is ready; contains the ready line.", flag="--ready-file"
     )

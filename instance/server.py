@@ -234,6 +234,7 @@ class InstanceServer:
             address=self.address,
             identity=identity_to_proto(self.identity),
             model=self.settings.model_name,
+            domain=self.settings.instance.domain,
             block_size=self.identity.block_size,
             supports_constraints=has_xgrammar() and supports_constraints(self.choices.tokenizer),
             **common_fields(self.engine.info, instance_pb2.GetInstanceInfoResponse),

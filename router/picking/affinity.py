@@ -120,6 +120,7 @@ class Affinity:
     def __init__(self, settings: PickingSettings, *, decides_by_prefix: bool = False) -> None:
         self.decode = Scoring.parse(settings.decode_scorers)
         self.prefill = Scoring.parse(settings.prefill_scorers)
+        self.domain_weight = settings.domain_weight
         self.index = PrefixIndex(settings.max_prefix_blocks)
         self.sessions = Sessions(settings.max_sessions)
         self.tracks_prefixes = decides_by_prefix or any(
@@ -146,6 +147,7 @@ class RequestAffinity:
             self.affinity.decode.for_request(self.facts("decode", num_tokens)),
             self.affinity.prefill.for_request(self.facts("prefill", num_tokens)),
             self.num_cached_tokens,
+            domain_weight=self.affinity.domain_weight,
         )
 
     def num_cached_tokens(self, view: InstanceView) -> int:

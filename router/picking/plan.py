@@ -18,7 +18,7 @@ from router.picking.affinity import Affinity, RequestAffinity
 from router.picking.by_objectives import AimSource, place_by_objectives
 from router.picking.disaggregation import Decision, Disaggregation, Situation, decide
 from router.picking.picker import Filter, NoPick, Pick
-from router.picking.scorers import Criteria, RequestFacts, Scoring, queue_now, waiting_tokens
+from router.picking.scorers import Criteria, RequestFacts, Scoring, other_domain, queue_now, waiting_tokens
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance_info import InstanceKey, InstanceView
 from router.pools.throughput import Work
@@ -83,7 +83,7 @@ def make_plan(
         prefill_views,
         [*filters, picker.pairs_with(decode.instance)],
         rng=rng,
-        scorer=criteria.prefill,
+        scorer=criteria.prefill_for(decode.instance),
         preferred=choice.prefill_key,
     )
     situation = _situation(choice, decode.instance, prefill, criteria, decode_views, prefill_views)
@@ -259,9 +259,10 @@ def explain(
     decode_key = decode.key if decode else None
     candidates = _candidates(decode_views, decode_filters, affinity.decode, decode_facts, decode_key)
     _add_partners(candidates, decode_views, prefill_views)
+    prefill = _candidates(prefill_views, pairing, affinity.prefill, prefill_facts, prefill_key, decode, criteria)
     return pools_pb2.ExplainPickResponse(
         decode=candidates,
-        prefill=_candidates(prefill_views, pairing, affinity.prefill, prefill_facts, prefill_key),
+        prefill=prefill,
         disaggregated=plan.prefill is not None if isinstance(plan, Plan) else None,
         reason=plan.disaggregation.explanation if isinstance(plan, Plan) else plan.message,
     )
@@ -273,8 +274,10 @@ def _candidates(
     scoring: Scoring,
     facts: RequestFacts,
     picked: InstanceKey | None,
+    reader: InstanceView | None = None,
+    criteria: Criteria = _BY_QUEUE,
 ) -> list[pools_pb2.Candidate]:
-    """The scored instances, the best first, then the others."""
+    """The scored instances, the best first, then the others; for a `reader` those of the prefill pool."""
     candidates = []
     for view in views:
         candidate = pools_pb2.Candidate(instance_id=view.instance_id, address=view.key.address)
@@ -282,6 +285,9 @@ def _candidates(
             candidate.rejected = rejected
         else:
             candidate.parts.extend(scoring.parts(facts, view))
+            if reader is not None and reader.info.domain and criteria.domain_weight:
+                value, weight = other_domain(reader, view), criteria.domain_weight
+                candidate.parts.append(pools_pb2.ScorePart(scorer="other_domain", value=value, weight=weight))
             candidate.score = sum(part.weight * part.value for part in candidate.parts)
             candidate.picked = view.key == picked
         candidates.append(candidate)

@@ -95,6 +95,13 @@ def session(request: RequestFacts, view: InstanceView) -> float:
     return 0.0 if request.session_at in (None, view.key) else 1.0
 
 
+def other_domain(decode: InstanceView, view: InstanceView) -> float:
+    """1 for a prefill instance in another network domain than the decode instance that reads its KV; 0 in the same one,
+    or where one of them is unknown. Not for `SCORERS`: it compares a pair."""
+    domains = {decode.info.domain, view.info.domain}
+    return float(len(domains) == 2 and "" not in domains)
+
+
 SCORERS: dict[str, Scorer] = {
     scorer.__name__: scorer for scorer in (queue, waiting_tokens, kv_pressure, prefix, session)
 }
@@ -170,6 +177,14 @@ class Criteria:
     prefill: ViewScorer = queue_score
     num_cached_tokens: Callable[[InstanceView], int] = _no_cached_tokens
     aims: Aims | None = None
+    domain_weight: float = 0.0
+    """Of `other_domain` in the score of a prefill instance."""
+
+    def prefill_for(self, decode: InstanceView) -> ViewScorer:
+        """The scorer of the prefill instances that could hand over to `decode`."""
+        if not (self.domain_weight and decode.info.domain):
+            return self.prefill
+        return lambda view: self.prefill(view) + self.domain_weight * other_domain(decode, view)
 
 
 def _term(text: str) -> Term:

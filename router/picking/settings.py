@@ -76,6 +76,12 @@ class PickingSettings(Section):
         flag="--decode-scorers",
     )
     prefill_scorers: str = setting("queue=1", "The same for the prefill pool.", flag="--prefill-scorers")
+    domain_weight: float = setting(
+        0.5,
+        "Added to the score of a prefill instance in another network domain than the picked decode instance, where "
+        "both report one; below 1 it only decides between equal queues. 0: domains are ignored.",
+        ge=0,
+    )
     max_prefix_blocks: int = setting(
         100_000, "KV blocks whose instance is recorded, all instances together; 200 bytes each.", ge=1
     )

@@ -93,6 +93,8 @@ class InstanceInfo:
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     supports_constraints: bool = False
+    domain: str = ""
+    """Its network domain; empty: unknown."""
 
     @property
     def pairing(self) -> tuple[Identity, str]:

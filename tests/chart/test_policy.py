@@ -355,6 +355,17 @@ def test_times_of_probes_are_the_users_where_given_and_a_start_takes_as_long_as_
     assert router["livenessProbe"]["failureThreshold"] == 3
 
 
+def test_an_instance_reports_the_domain_of_its_pod_or_of_its_pool() -> None:
+    label = {"instance": {"domainLabel": "topology.kubernetes.io/zone"}, "pools": {"decode": {"domain": "rack-1"}}}
+    found = {}
+    for role in ("prefill", "decode"):
+        container = deployment(render(label), role)["spec"]["template"]["spec"]["containers"][0]
+        (found[role],) = (one for one in container["env"] if one["name"] == "TANDEM_INSTANCE__DOMAIN")
+    assert found["decode"]["value"] == "rack-1"
+    path = "metadata.labels['topology.kubernetes.io/zone']"
+    assert found["prefill"]["valueFrom"] == {"fieldRef": {"fieldPath": path}}
+
+
 def test_accounts_have_annotations_of_their_own() -> None:
     annotations = {
         "annotations": {"both": "1"},

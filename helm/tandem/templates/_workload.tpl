@@ -192,6 +192,12 @@ volumeMounts:
 {{- else }}
 - name: TANDEM_INSTANCE__ID
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- if .spec.domain }}
+- {name: TANDEM_INSTANCE__DOMAIN, value: {{ .spec.domain | quote }}}
+{{- else if .spec.domainLabel }}
+- name: TANDEM_INSTANCE__DOMAIN
+  valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ .spec.domainLabel }}']"}}
+{{- end }}
 {{- $which := ternary "limits" "requests" (hasKey ($resources.limits | default dict) "cpu") }}
 {{- if and (hasKey (index $resources $which | default dict) "cpu") (not (dig "engine" "num_threads" "" .spec.settings)) }}
 - name: TANDEM_ENGINE__NUM_THREADS

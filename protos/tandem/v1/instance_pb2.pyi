@@ -80,6 +80,7 @@ class GetInstanceInfoResponse(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     SUPPORTS_CONSTRAINTS_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Stable, readable name."""
     instance_epoch: _builtins.str
@@ -108,6 +109,8 @@ class GetInstanceInfoResponse(_message.Message):
     """Token budget of one step."""
     supports_constraints: _builtins.bool
     """Whether it follows SamplingParams.constraint. One that does not, an older one or one without a tokenizer, would ignore it."""
+    domain: _builtins.str
+    """Network domain, such as a zone or a rack, within which hand-overs are fast; empty: unknown."""
     @_builtins.property
     def identity(self) -> _common_pb2.Identity:
         """Its model, dtype and KV layout."""
@@ -130,10 +133,11 @@ class GetInstanceInfoResponse(_message.Message):
         max_num_seqs: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
         supports_constraints: _builtins.bool = ...,
+        domain: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "identity", b"identity", "instance_epoch", b"instance_epoch", "instance_id", b"instance_id", "kv_connector", b"kv_connector", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "supports_constraints", b"supports_constraints", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "domain", b"domain", "identity", b"identity", "instance_epoch", b"instance_epoch", "instance_id", b"instance_id", "kv_connector", b"kv_connector", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "supports_constraints", b"supports_constraints", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 from typing import Any, Literal
 
+import pytest
+
 from engine.core.messages import StepCost
 from engine.sampling.params import SamplingParams
 from router.picking.affinity import Affinity
@@ -151,6 +153,56 @@ def test_always_picks_the_best_decode_instance_that_has_a_partner() -> None:
     assert found.prefill is not None
     assert (found.decode.instance.instance_id, found.prefill.instance.instance_id) == ("paired", "old")
     assert found.decode.num_candidates == 2
+
+
+def near(role: Role, name: str, domain: str, **fields: Any) -> InstanceView:
+    found = view(role, name, QUICK, **fields)
+    return replace(found, info=replace(found.info, domain=domain))
+
+
+@pytest.mark.parametrize(
+    ("domain", "queues", "weight", "picked"),
+    [
+        ("a", (0, 0), 0.5, {"prefill-a"}),
+        ("b", (0, 0), 0.5, {"prefill-b"}),
+        ("b", (0, 1), 0.5, {"prefill-a"}),  # a shorter queue is worth more
+        ("b", (0, 1), 2.0, {"prefill-b"}),
+        ("b", (0, 0), 0.0, {"prefill-a", "prefill-b"}),
+        ("", (0, 0), 0.5, {"prefill-a", "prefill-b"}),
+        ("c", (0, 0), 0.5, {"prefill-a", "prefill-b"}),
+    ],
+)
+def test_a_prefill_instance_of_the_decode_instances_domain_is_preferred(
+    domain: str, queues: tuple[int, int], weight: float, picked: set[str]
+) -> None:
+    prefill = [
+        near("prefill", "prefill-a", "a", num_running=queues[0]),
+        near("prefill", "prefill-b", "b", num_running=queues[1]),
+    ]
+    criteria, settings = Criteria(domain_weight=weight), DisaggregationSettings(mode="always")
+    found = set()
+    for seed in range(20):
+        made = make_plan(
+            [near("decode", "decode", domain)], prefill, choice(), frozenset(), settings, random.Random(seed), criteria
+        )
+        assert isinstance(made, Plan)
+        assert made.prefill is not None
+        found.add(made.prefill.instance.key.address)
+    assert found == picked
+
+
+def test_the_domain_is_explained() -> None:
+    decode, near_one, far = near("decode", "decode", "a"), near("prefill", "near", "a"), near("prefill", "far", "b")
+    affinity, settings = Affinity(PickingSettings()), DisaggregationSettings(mode="always")
+    explained = explain(
+        [decode], [far, near_one], choice().request, affinity, settings, AimSource(SloSettings()), random.Random(0)
+    )
+    assert [(one.instance_id, one.score, one.picked) for one in explained.prefill] == [
+        ("near", 0.0, True),
+        ("far", 0.5, False),
+    ]
+    [part] = (one for one in explained.prefill[1].parts if one.scorer == "other_domain")
+    assert (part.value, part.weight) == (1.0, 0.5)
 
 
 def test_a_partner_that_may_not_be_picked_is_none() -> None:
