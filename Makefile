@@ -89,7 +89,14 @@ test: $(INSTALLED) $(NODE_INSTALLED) $(EXAMPLE_INSTALLED) redis-server ## Run th
 	$(PYTEST) -n $(WORKERS) $(ARGS)
 
 # One after the other: some of them measure.
-test-slow: $(INSTALLED) redis-server ## Run the full counts, which `make test` leaves out (ARGS="--slow-part 1/4": a quarter).
+.PHONY: chromium
+chromium: $(NODE_INSTALLED) # Debian's, for the slow tests of the live page, which npm's playwright-core drives
+	@command -v chromium >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || { \
+	  echo "The slow tests need chromium. On Debian and Ubuntu: sudo apt-get install chromium" >&2; exit 1; }
+
+test-slow: $(INSTALLED) redis-server chromium ## Run the full counts, which `make test` leaves out (ARGS="--slow-part 1/4": a quarter).
 	$(PYTEST) -o norecursedirs=".* node_modules" -m "slow and not gpu" $(ARGS)
 
 chart: $(INSTALLED) redis-server ## Lint, render and check the Helm chart, its generated files and the image's steps (no cluster, no Docker).

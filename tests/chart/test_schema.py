@@ -80,6 +80,10 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         {"auth": {"existingSecret": "tenants", "existingSecretTokensKey": ""}},
         "none of its keys is used",
     ),
+    "a page without operators' tokens": (
+        {"router": {"openai": {"enabled": True, "page": True}}, "auth": {"existingSecret": "tenants"}},
+        "operators need a token for the page",
+    ),
     "a cache for one node": (
         {"model": {"source": "hub", "hub": {"id": "a/b", "cache": {"create": True, "accessModes": ["ReadWriteOnce"]}}}},
         "model.hub.cache.accessModes",

@@ -107,6 +107,9 @@
 {{- fail "tls.enabled: it is false, and other values of tls are given that would do nothing; set tls.enabled=true" -}}
 {{- end -}}
 {{- $auth := .Values.auth -}}
+{{- if and .Values.router.openai.page (not (and .Values.router.openai.enabled $auth.existingSecret $auth.existingSecretAdminTokensKey)) -}}
+{{- fail "router.openai.page: set router.openai.enabled=true, and auth.existingSecret with auth.existingSecretAdminTokensKey: operators need a token for the page" -}}
+{{- end -}}
 {{- if and $auth.existingSecret (not $auth.existingSecretTokensKey) (not $auth.existingSecretAdminTokensKey) -}}
 {{- fail "auth.existingSecret: none of its keys is used; give auth.existingSecretTokensKey or auth.existingSecretAdminTokensKey" -}}
 {{- end -}}

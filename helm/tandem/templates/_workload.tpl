@@ -188,6 +188,9 @@ volumeMounts:
 {{- end }}
 {{- if include "tandem.servesOpenai" . }}
 - {name: TANDEM_HTTP__LISTEN, value: "[{{ include "tandem.bindAddress" .root }}]:{{ .spec.openai.port }}"}
+{{- if .spec.openai.page }}
+- {name: TANDEM_HTTP__PAGE, value: "true"}
+{{- end }}
 {{- end }}
 {{- else }}
 - name: TANDEM_INSTANCE__ID

@@ -55,7 +55,9 @@ class Ended {
   #cells = row(ENDED);
   #details;
 
-  constructor(one) {
+  /** `onToggle(isOpen)`: its details were opened or closed. */
+  constructor(one, onToggle) {
+    this.onToggle = onToggle;
     const name = el("button", { type: "button", class: "link", "aria-expanded": "false", click: () => this.#toggle() }, one.id || "not valid");
     this.one = one;
     this.button = name;
@@ -79,6 +81,7 @@ class Ended {
       this.node.append(this.#details);
     }
     setAttribute(this.button, "aria-expanded", String(Boolean(this.#details)));
+    this.onToggle(Boolean(this.#details));
   }
 }
 
@@ -106,7 +109,11 @@ export class Requests {
   #running = table(RUNNING, "No request is running.");
   #ended = table(ENDED, "No request has ended yet. Try the chat, or tandem bench serve.");
   #runningRows = new Views(this.#running.node, () => new Running());
-  #endedRows = new Views(this.#ended.node, (key, one) => new Ended(one));
+  #open = new Map(); // ended requests whose details are open: they stay while others come
+  #endedRows = new Views(this.#ended.node, (key, one) => new Ended(one, (isOpen) => {
+    if (isOpen) this.#open.set(key, one);
+    else this.#open.delete(key);
+  }));
 
   constructor() {
     byId("running").append(this.#running.node);
@@ -120,7 +127,7 @@ export class Requests {
     setText(byId("running-count"), `${number(running.length)}${more > 0 ? ` of ${number(running.length + more)}, the oldest` : ""}`);
     this.#running.isEmpty(!running.length);
     this.#runningRows.update(running.map(([key, one]) => [key, [one, state.at]]));
-    const ended = Object.entries(state.ended);
+    const ended = Object.entries({ ...Object.fromEntries(this.#open), ...state.ended });
     ended.sort(([one], [other]) => other - one);
     this.#ended.isEmpty(!ended.length);
     this.#endedRows.update(ended);
