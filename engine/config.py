@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.partition import Parallelism
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
@@ -52,10 +54,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 512
     """Token budget of one step (the chunk budget of chunked prefill)."""
     enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    """Ranks that divide every layer: processes of this host, the core's included."""
     num_threads: int | None = None
-    """Compute threads of the core; None: the cores this process may use."""
+    """Compute threads of each rank; None: the cores this process may use, divided among the ranks."""
     cpu_cores: tuple[int, ...] = ()
-    """CPU cores the engine core is pinned to; empty: not pinned."""
+    """CPU cores the engine core is pinned to, each rank to its share; empty: not pinned."""
     attention_backend: str = "auto"
     seed: int = 0
     """Of dummy weights."""
@@ -72,3 +76,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`module:function` that the core's process calls first, to set up logging."""
     process_setup_options: dict[str, str] = {}
     """Keyword arguments of `process_setup`."""
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}; it must be at least 1")
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the model is divided among ranks."""
+        return Parallelism(self.tensor_parallel_size)

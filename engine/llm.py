@@ -87,7 +87,7 @@ class LLM:
         """`model` is a checkpoint's folder, owner/name on the Hugging Face hub, or demo. `num_gpu_blocks_override` is
         the number of KV blocks on any device. `engine_options` are further fields of `EngineConfig` (dtype, device,
         max_model_len, block_size, max_num_seqs, enable_prefix_caching, seed, …)."""
-        fields = {"num_blocks": num_gpu_blocks_override, **engine_options}
+        fields = {"num_blocks": num_gpu_blocks_override, "num_threads": num_threads, **engine_options}
         unknown = set(fields) - set(EngineConfig.__struct_fields__)
         if unknown:
             raise TypeError(
@@ -95,7 +95,7 @@ class LLM:
             )
         fields["model"] = str(resolve(str(model)))
         config = msgspec.convert(fields, EngineConfig)
-        set_num_threads(num_threads)
+        set_num_threads(num_threads, num_processes=config.parallelism.num_ranks)
         self._woken = threading.Event()
         self.core = EngineCore(config, wake=self._woken.set)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(config.model)

@@ -6,11 +6,14 @@ exhaust the quota and be throttled; KV memory beyond the limit would get the pro
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from pathlib import Path
 
 import psutil
+
+from engine.config import EngineConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -47,15 +50,31 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
     return available if limit == "max" else min(available, max(0, int(limit) - used))
 
 
-def set_num_threads(num_threads: int | None) -> int:
+def set_up_process(config: EngineConfig) -> None:
+    """Call the configured function, which sets up logging."""
+    if config.process_setup:
+        module_name, _, function_name = config.process_setup.partition(":")
+        getattr(importlib.import_module(module_name), function_name)(**config.process_setup_options)
+
+
+def place_process(config: EngineConfig, rank: int = 0) -> None:
+    """Set cores and threads of the process of one rank. Before torch is imported, for its thread pools."""
+    num_ranks, cores = config.parallelism.num_ranks, config.cpu_cores
+    if cores:
+        share = cores[len(cores) * rank // num_ranks : len(cores) * (rank + 1) // num_ranks]
+        os.sched_setaffinity(0, share or cores)
+    set_num_threads(config.num_threads, num_processes=1 if cores else num_ranks)
+
+
+def set_num_threads(num_threads: int | None, *, num_processes: int = 1) -> int:
     """Set torch's threads, which the compiled kernels share (engine/attention/openmp.py); returns their number.
 
-    None: OMP_NUM_THREADS, else as many as can run at the same time.
+    None: OMP_NUM_THREADS, else as many as can run at the same time, divided among `num_processes` that share the cores.
     """
     import torch  # late: the rest of this module is used without torch
 
     if num_threads is None and "OMP_NUM_THREADS" not in os.environ:
-        num_threads = min(torch.get_num_threads(), useful_threads())
+        num_threads = max(1, min(torch.get_num_threads(), useful_threads()) // num_processes)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     return torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Turns a SchedulerOutput into tensors, runs the model and samples the tokens."""
+"""Turns a SchedulerOutput into the inputs of a step, has the executor compute it, and samples the tokens."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import replace
 from itertools import chain, compress
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from engine.attention.backend import AttentionMetadata
-from engine.config import EngineConfig
-from engine.models.decoder import Decoder
+from engine.executor.executor import Executor
+from engine.executor.step import StepInputs
 from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import SamplingRow, sample
@@ -22,33 +20,31 @@ from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, Schedu
 
 
 class ModelRunner:
-    """Owns the model and the KV memory of one rank."""
+    """Plans steps for the executor and samples from their logits."""
 
-    def __init__(self, config: EngineConfig, model: Decoder, kv_cache: torch.Tensor, kv: KVCacheManager) -> None:
-        self._device = torch.device(config.device)
-        self._model = model
-        self._kv_cache = kv_cache
+    def __init__(self, executor: Executor, kv: KVCacheManager) -> None:
+        self._executor = executor
         self._kv = kv
         self._sampler = TokenSampler()
-        self._prompt_logprobs = PromptLogprobs(model.compute_logits)
+        self._prompt_logprobs = PromptLogprobs(executor.compute_logits)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Sampled:
         """Run one step. Returns the next token of each share that samples, unless its logits are not finite."""
         shares = output.scheduled
-        token_ids, positions, metadata = self._inputs(shares)
-        hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
+        inputs = self._inputs(shares)
+        hidden = self._executor.forward(inputs)
         prompt_logprobs = self._prompt_logprobs.collect(shares, hidden)
         sampling = [index for index, share in enumerate(shares) if share.samples]
         if not sampling:
             return Sampled()
-        rows = metadata.query_start_loc[1:][sampling].long() - 1
+        rows = inputs.query_start_loc[1:][sampling].astype(np.int64) - 1
         requests = [shares[index].request for index in sampling]
-        sampled = self._sampler.sample(self._model.compute_logits(hidden[rows]), requests)
+        sampled = self._sampler.sample(self._executor.compute_logits(hidden, rows), requests)
         failed = [index for index, request in enumerate(requests) if request.request_id not in sampled.token_ids]
         nothing_allowed: frozenset[str] = frozenset()
         if failed:  # computed again: the request's parameters have changed the logits in place
-            is_finite = self._model.compute_logits(hidden[rows[failed]]).amax(dim=-1).isfinite().tolist()
+            is_finite = self._executor.compute_logits(hidden, rows[failed]).amax(dim=-1).isfinite().tolist()
             nothing_allowed = frozenset(requests[index].request_id for index in compress(failed, is_finite))
         return replace(sampled, prompt_logprobs=prompt_logprobs, nothing_allowed=nothing_allowed)
 
@@ -58,20 +54,22 @@ class ModelRunner:
         block_size = self._kv.block_size
         for query_len, seq_len in ((1, block_size), (block_size, block_size), (block_size, block_size)):
             started = time.monotonic()
-            positions = torch.arange(seq_len - query_len, seq_len, device=self._device)
-            metadata = AttentionMetadata(
-                query_start_loc=torch.tensor([0, query_len], dtype=torch.int32, device=self._device),
-                seq_lens=torch.tensor([seq_len], dtype=torch.int32, device=self._device),
-                block_tables=torch.zeros((1, 1), dtype=torch.int32, device=self._device),
+            positions = np.arange(seq_len - query_len, seq_len)
+            inputs = StepInputs(
+                token_ids=np.zeros_like(positions),
+                positions=positions,
                 slot_mapping=positions,
+                query_start_loc=np.array([0, query_len], np.int32),
+                seq_lens=np.array([seq_len], np.int32),
+                block_tables=np.zeros((1, 1), np.int32),
                 max_query_len=query_len,
                 max_seq_len=seq_len,
             )
-            hidden = self._model.forward(torch.zeros_like(positions), positions, self._kv_cache, metadata)
-            sample(self._model.compute_logits(hidden[-1:]), [SamplingRow(SamplingParams())])
+            hidden = self._executor.forward(inputs)
+            sample(self._executor.compute_logits(hidden, np.array([query_len - 1])), [SamplingRow(SamplingParams())])
         return (time.monotonic() - started) / block_size
 
-    def _inputs(self, shares: list[ScheduledRequest]) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+    def _inputs(self, shares: list[ScheduledRequest]) -> StepInputs:
         block_size = self._kv.block_size
         lens = np.array([share.num_tokens for share in shares], np.int64)
         starts = np.array([share.start for share in shares], np.int64)
@@ -86,18 +84,17 @@ class ModelRunner:
         owners = np.repeat(np.arange(len(shares)), lens)
         slots = block_tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
         token_ids = np.fromiter(chain.from_iterable(_known_tokens(share) for share in shares), np.int64, num_tokens)
-        metadata = AttentionMetadata(
-            query_start_loc=self._tensor(query_start_loc.astype(np.int32)),
-            seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            block_tables=self._tensor(block_tables),
-            slot_mapping=self._tensor(slots),
+        return StepInputs(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            query_start_loc=query_start_loc.astype(np.int32),
+            seq_lens=seq_lens.astype(np.int32),
+            block_tables=block_tables,
             max_query_len=int(lens.max()),
             max_seq_len=max_seq_len,
         )
-        return self._tensor(token_ids), self._tensor(positions), metadata
 
-    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
 
 
 def _known_tokens(share: ScheduledRequest) -> list[int]:

@@ -108,9 +108,15 @@ class EngineSection(Section):
         512, "Token budget of one step: the chunk of chunked prefill.", flag="--max-num-batched-tokens", ge=1
     )
     enable_prefix_caching: bool = setting(True, "Reuse the KV of equal prompt prefixes.", flag="--prefix-caching")
+    tensor_parallel_size: int = setting(
+        1,
+        "Processes that divide every layer among them, on this host. Instances of different sizes exchange KV.",
+        flag="--tensor-parallel-size",
+        ge=1,
+    )
     num_threads: int | None = setting(
         None,
-        "Compute threads of the core; none: the cores it may use, within a container's quota.",
+        "Compute threads of each process of the core; none: the cores it may use, within a container's quota.",
         flag="--num-threads",
         ge=1,
     )

@@ -32,7 +32,8 @@ class AttentionMetadata:
 class AttentionBackend(Protocol):
     """Writes the step's keys and values into the pages, then attends over the pages, causally.
 
-    kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous.
+    kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous from the heads on: the layers
+    and heads of a rank are a slice of the pages of all ranks.
     """
 
     name: str

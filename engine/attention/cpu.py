@@ -24,8 +24,8 @@ TILE_TOKENS = 32
 SERIAL_ELEMENTS = 1 << 15
 """Below this many KV elements one thread finishes before a second has started."""
 
-_WriteArguments = ctypes.c_int64 * 12
-_AttentionArguments = ctypes.c_int64 * 18
+_WriteArguments = ctypes.c_int64 * 13
+_AttentionArguments = ctypes.c_int64 * 19
 
 
 @dataclass(slots=True)
@@ -125,6 +125,7 @@ def _write_kv(
         slot_mapping.data_ptr(),
         _layer_address(kv_cache, layer),
         kv_cache.stride(0),
+        kv_cache.stride(2),
     )
     work = num_tokens * num_kv_heads * head_dim
     num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1
@@ -163,6 +164,7 @@ def _attend_tiles(
         scores.window,
         plan.max_tile_tokens * group,
         bits_of(scores.softcap),
+        kv_cache.stride(2),
     )
     work = plan.num_visible * num_kv_heads * head_dim
     num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1

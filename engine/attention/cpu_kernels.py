@@ -66,7 +66,7 @@ LINE = 32
 @functools.cache
 def write_kv_address(bfloat16: bool) -> int:
     """`void(int64*)`: counter, num_tokens, num_kv_heads, head_dim, block_size, key, value, their row strides,
-    slot_mapping, page of this layer, elements per page."""
+    slot_mapping, page of this layer, elements per page, elements from keys to values."""
     kind = BFLOAT16 if bfloat16 else FLOAT32
 
     @kernel
@@ -80,7 +80,8 @@ def write_kv_address(bfloat16: bool) -> int:
 def paged_attention_address(bfloat16: bool) -> int:
     """`void(int64*)`: counter, num_tiles, num_kv_heads, group, head_dim, block_size, query, its row stride, output,
     tiles, block_tables, its row stride, page of this layer, elements per page, scale (bits of a double),
-    sliding window (0: none), rows of the largest tile, soft cap of the scores (bits of a double; 0: none)."""
+    sliding window (0: none), rows of the largest tile, soft cap of the scores (bits of a double; 0: none),
+    elements from keys to values."""
     kind = BFLOAT16 if bfloat16 else FLOAT32
 
     @kernel
@@ -95,7 +96,7 @@ def _write_kv(a, kind):
     num_tokens, num_heads, head_dim, block_size, page_size = a[1], a[2], a[3], a[4], a[11]
     key, value, cache = pointer(a[5], kind), pointer(a[6], kind), pointer(a[10], kind)
     slots = pointer(a[9], INT64)
-    plane = num_heads * block_size * head_dim
+    plane = a[12]
     while True:
         token = next_task(a)
         if token >= num_tokens:
@@ -118,7 +119,7 @@ def _paged_attention(a, kind):
     tiles, tables = pointer(a[9], INT32), pointer(a[10], INT32)
     scale, softcap = splat(np.float32(as_double(a[14]))), np.float32(as_double(a[17]))
     stride = 2 * head_dim + TILE_KEYS + WIDTH
-    shape = (head_dim, stride, num_kv_heads * block_size * head_dim)
+    shape = (head_dim, stride, a[18])
     num_scratch = (a[16] + NUM_ROWS - 1) * stride  # the last rows have neighbours
     memory = np.zeros(num_scratch + 2 * TILE_KEYS * head_dim + WIDTH, np.float32)
     places = np.zeros(2 * TILE_KEYS, np.int64)

@@ -5,8 +5,6 @@ One step: apply finished I/O, decide, start I/O, compute, apply the result.
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -30,12 +28,13 @@ from engine.core.messages import (
     Shutdown,
 )
 from engine.errors import CapacityError
+from engine.executor.multiprocess import make_executor
 from engine.identity import compute_identity
 from engine.kv_connector import KVLoadResult, make_connector, self_test
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes
 from engine.model_runner import ModelRunner
-from engine.models import load_model, read_config
+from engine.models import read_config
 from engine.sampling.grammar import GrammarCompiler
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
@@ -92,10 +91,10 @@ class EngineCore:
             backend=model_config.backend,
         )
         self._fingerprint = identity.fingerprint
-        model = load_model(model_config, config)
+        self._executor = make_executor(config, model_config, wake)
         num_blocks = _num_blocks(config, layout, model_config.max_model_len)
         max_model_len = _max_model_len(config, model_config.max_model_len, num_blocks)
-        kv_cache = _zeroed_memory((num_blocks, *layout.page_shape), getattr(torch, dtype), config.device)
+        kv_cache = self._executor.allocate_kv(layout, num_blocks)
         kv = KVCacheManager(
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -110,7 +109,7 @@ class EngineCore:
         self._counting = [connector for connector in connectors if hasattr(connector, "totals")]
         self.scheduler = Scheduler(config, kv, self._connector, max_model_len)
         self._grammars = GrammarCompiler(Path(config.model), model_config.vocab_size, wake)
-        self._runner = ModelRunner(config, model, kv_cache, kv)
+        self._runner = ModelRunner(self._executor, kv)
         self.step_time = StepTimeEstimator(self._runner.warm_up())
         self._step_cost = StepCostEstimator()
         self._num_arrived = 0
@@ -133,7 +132,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             kv_connector=self._connector.name,
-            attention_backend=model.attention_name,
+            attention_backend=self._executor.attention_name,
             pid=os.getpid(),
         )
 
@@ -174,6 +173,7 @@ class EngineCore:
     def begin_step(self) -> bool:
         """Apply finished I/O, decide, start I/O. True: `compute`, then `finish_step` must follow."""
         self._started = time.monotonic()
+        self._executor.check()
         self.poll_connector()
         self._apply_io()
         self.scheduler.take_compiled(self._started)
@@ -256,6 +256,7 @@ class EngineCore:
         """End I/O. The core cannot be used afterwards."""
         self._grammars.shutdown()
         self._connector.shutdown()
+        self._executor.shutdown()
 
     def _apply_io(self) -> None:
         """Apply finished I/O to the scheduler; between steps."""
@@ -271,22 +272,6 @@ class EngineCore:
             self._connector.start_load_kv(meta)
         if meta.saves:
             self._connector.save_kv(meta)
-
-
-def _zeroed_memory(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Zeros. On CPU the system zeroes each page at its first touch: writing 2 GiB here would take seconds."""
-    if device != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    try:
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError):
-        free = available_bytes()
-        raise CapacityError(
-            f"cannot allocate {num_bytes / 2**30:.1f} GiB of KV memory: {free / 2**30:.1f} GiB free; "
-            "lower kv_cache_bytes or num_blocks"
-        ) from None
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _num_blocks(config: EngineConfig, layout: KVLayout, model_max_len: int) -> int:

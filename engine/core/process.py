@@ -8,7 +8,6 @@ the process.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.machine import place_process, set_up_process
 
 
 def main() -> None:
@@ -37,20 +37,15 @@ def begin() -> tuple[EngineConfig, str]:
     size = int.from_bytes(sys.stdin.buffer.read(8), "little")
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=EngineConfig)
     threading.Thread(target=_exit_with_parent, args=(address,), daemon=True, name="parent-watch").start()
-    if config.process_setup:
-        module_name, _, function_name = config.process_setup.partition(":")
-        getattr(importlib.import_module(module_name), function_name)(**config.process_setup_options)
+    set_up_process(config)
     return config, address
 
 
 def _run(config: EngineConfig, address: str) -> None:
-    if config.cpu_cores:
-        os.sched_setaffinity(0, config.cpu_cores)
-    from engine.machine import set_num_threads  # imports torch: after pinning, for its thread pools
-
-    set_num_threads(config.num_threads)
+    place_process(config)  # before torch is imported, for its thread pools
     from engine.core.core import EngineCore
     from engine.core.loop import Mailbox, run_core
+    from engine.ranks import RankLost
 
     mailbox = Mailbox(address)
     try:
@@ -59,11 +54,16 @@ def _run(config: EngineConfig, address: str) -> None:
         sys.exit(f"engine core: {error}")  # the user's to fix; a bug keeps its traceback
     gc.collect()
     gc.freeze()  # torch and the model stay: collections should not traverse them during a step
-    run_core(core, mailbox)
+    status = 0
+    try:
+        run_core(core, mailbox)
+    except RankLost as error:
+        status = 1
+        sys.stderr.write(f"engine core: {error}\n")
     mailbox.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # all I/O has ended; finalising torch takes most of a second, on a busy machine many
+    os._exit(status)  # all I/O has ended; finalising torch takes most of a second, on a busy machine many
 
 
 def _exit_with_parent(address: str) -> None:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.models.config import DecoderConfig
     from engine.models.decoder import Decoder
+    from engine.partition import Part
+    from engine.ranks import RankGroup
 
 
 def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
@@ -38,8 +40,11 @@ def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
     return transformers_backend.read_config(folder)
 
 
-def load_model(config: DecoderConfig, engine: EngineConfig) -> Decoder:
-    """The decoder that `config` describes, with the checkpoint's weights or dummy ones.
+def load_model(
+    config: DecoderConfig, engine: EngineConfig, *, part: Part | None = None, ranks: RankGroup | None = None
+) -> Decoder:
+    """The decoder that `config` describes, with the checkpoint's weights or dummy ones; `part` of it, computed together
+    with `ranks`, None: all of it.
 
     Raises InvalidCheckpoint for files that do not fit, UnsupportedModel for an attention backend that cannot run it.
     """
@@ -48,7 +53,9 @@ def load_model(config: DecoderConfig, engine: EngineConfig) -> Decoder:
     from engine.attention import select_backend
     from engine.models.config import ModelConfig
     from engine.models.llama import LlamaModel
-    from engine.models.weights import DummyWeights, SafetensorsWeights, WeightSource
+    from engine.models.weights import DummyWeights, PartWeights, SafetensorsWeights, WeightSource
+    from engine.partition import Parallelism
+    from engine.ranks import OneRank
 
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.resolve_dtype(engine.dtype)]
     device = torch.device(engine.device)
@@ -72,4 +79,14 @@ def load_model(config: DecoderConfig, engine: EngineConfig) -> Decoder:
         weights = SafetensorsWeights(engine.model, dtype=dtype, device=device)
     else:
         weights = DummyWeights(dummy_seed, dtype=dtype, device=device)
-    return LlamaModel(config, weights, dtype=dtype, device=device, attention=attention)
+    if part is not None:
+        weights = PartWeights(weights, part, config)
+    return LlamaModel(
+        config,
+        weights,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        part=part or Parallelism().part(0, config),
+        ranks=ranks or OneRank(),
+    )

@@ -17,6 +17,8 @@ from engine.models.linear import PackedLinear, take_linear
 from engine.models.mlp import GatedMLP, SparseMLP, take_mlp
 from engine.models.rope import RotaryEmbedding
 from engine.models.weights import WeightSource
+from engine.partition import Part
+from engine.ranks import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class _Layer:
 
 
 class LlamaModel:
-    """Owns the weights; the caller owns the KV cache and the step's metadata. Used by one thread."""
+    """One rank's part of the decoder. Owns its weights; the caller owns the KV cache and the step's metadata. Used by
+    one thread; all ranks of a group make the same calls."""
 
     def __init__(
         self,
@@ -41,16 +44,21 @@ class LlamaModel:
         dtype: torch.dtype,
         device: torch.device,
         attention: AttentionBackend,
+        part: Part,
+        ranks: RankGroup,
     ) -> None:
-        """Raises InvalidCheckpoint for a tensor that is missing, has the wrong shape or is not used."""
+        """`weights` has the tensors of `part`. Raises InvalidCheckpoint for a tensor that is missing, has the wrong
+        shape or is not used."""
         self.config = config
         self.dtype = dtype
         self.device = device
         self._attention = attention
-        row_sizes = (config.hidden_size, *config.intermediate_sizes)
+        self._part = part
+        self._ranks = ranks
+        row_sizes = (config.hidden_size, *(len(part.share(size)) for size in config.intermediate_sizes))
         self._elementwise = elementwise_for(device, dtype, row_sizes=row_sizes, head_dim=config.head_dim)
         self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=device)
-        self._shape = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._shape = HeadShape(len(part.share(config.num_heads)), len(part.kv_heads), config.head_dim)
         self._scale = config.head_dim**-0.5
         self._embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self._layers = [_take_layer(config, weights, self._elementwise, layer) for layer in range(config.num_layers)]
@@ -74,13 +82,14 @@ class LlamaModel:
     ) -> torch.Tensor:
         """One step: token_ids, positions int [num_tokens] -> final hidden states [num_tokens, hidden_size].
 
-        Keys and values of the step are written into kv_cache at metadata.slot_mapping.
+        Keys and values of the step are written into kv_cache, which has the layers and heads of this rank, at
+        metadata.slot_mapping.
         """
         elementwise, eps = self._elementwise, self.config.rms_norm_eps
         num_tokens = token_ids.shape[0]
         head_counts = [self._shape.num_heads, self._shape.num_kv_heads, self._shape.num_kv_heads]
         cos, sin = self._rope.cos_sin(positions)
-        residual = torch.nn.functional.embedding(token_ids, self._embedding)
+        residual = self._embed(token_ids)
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(elementwise.add_rms_norm(x, residual, layer.input_norm, eps))
@@ -96,14 +105,25 @@ class LlamaModel:
                 scale=self._scale,
                 sliding_window=layer.sliding_window,
             )
-            x = layer.output(attended.view(num_tokens, -1))
-            x = layer.mlp(elementwise.add_rms_norm(x, residual, layer.post_norm, eps))
+            x = self._ranks.sum(layer.output(attended.view(num_tokens, -1)))
+            x = self._ranks.sum(layer.mlp(elementwise.add_rms_norm(x, residual, layer.post_norm, eps)))
         return elementwise.add_rms_norm(x, residual, self._norm, eps)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden_size] -> float32 [rows, vocab_size]."""
-        return self._lm_head(hidden.contiguous()).float()
+        """hidden [rows, hidden_size] -> float32 [rows, vocab_size]; only this rank's columns on other ranks than the
+        first."""
+        return self._ranks.columns(self._lm_head(hidden.contiguous()), self.config.vocab_size).float()
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size]. A token's row is on one rank; the others add zeros."""
+        rows = self._part.share(self.config.vocab_size)
+        if len(rows) == self.config.vocab_size:
+            return torch.nn.functional.embedding(token_ids, self._embedding)
+        local = token_ids - rows.start
+        is_elsewhere = (local < 0) | (local >= len(rows))
+        embedded = torch.nn.functional.embedding(local.masked_fill(is_elsewhere, 0), self._embedding)
+        return self._ranks.sum(embedded.masked_fill(is_elsewhere[:, None], 0))
 
 
 def _take_layer(config: ModelConfig, weights: WeightSource, elementwise: Elementwise, index: int) -> _Layer:

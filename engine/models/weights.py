@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import InvalidCheckpoint, shown
-from engine.models.config import read_json
+from engine.models.config import ModelConfig, read_json
+from engine.partition import Part
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -99,6 +100,46 @@ class DummyWeights:
 
     def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
         """See `WeightSource.finish`."""
+
+
+class PartWeights:
+    """The tensors of another source, cut to one rank's part. Names and shapes are those of the whole model."""
+
+    def __init__(self, source: WeightSource, part: Part, config: ModelConfig) -> None:
+        self._source = source
+        self._part = part
+        self._head_dim = config.head_dim
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._source.take(name, shape)
+        owner, _, kind = name.rpartition(".")
+        module = owner.rpartition(".")[2]
+        if module in _KV_HEADS:
+            heads, head_dim = self._part.kv_heads, self._head_dim
+            return _cut(tensor, 0, range(heads.start * head_dim, heads.stop * head_dim))
+        if module in _OUTPUTS:
+            return _cut(tensor, 0, self._part.share(shape[0]))
+        if module in _INPUTS and kind == "weight":
+            return _cut(tensor, 1, self._part.share(shape[1]))
+        if module in _INPUTS and self._part.tensor_rank:  # the bias of a sum over the ranks: the first adds it
+            return torch.zeros_like(tensor)
+        return tensor
+
+    def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
+        """See `WeightSource.finish`."""
+        self._source.finish(ignored=ignored)
+
+
+_KV_HEADS = ("k_proj", "v_proj")
+_OUTPUTS = ("q_proj", "gate_proj", "up_proj", "w1", "w3", "embed_tokens", "lm_head")
+"""Layers whose outputs are divided among the ranks."""
+_INPUTS = ("o_proj", "down_proj", "w2")
+"""Layers whose inputs are, so that their outputs are summed."""
+
+
+def _cut(tensor: torch.Tensor, dim: int, indices: range) -> torch.Tensor:
+    """A copy, so that the whole can be freed."""
+    return tensor.narrow(dim, indices.start, len(indices)).clone()
 
 
 def _shards(folder: Path) -> list[str]:

@@ -87,10 +87,10 @@ class PromptLogprobs:
 
     Every prompt position must be computed, so such a request uses neither the prefix cache nor a connector until then;
     a preemption starts the collection again. They are returned once, by the first choice, and not after output that
-    another instance emitted. `compute_logits`: hidden states -> [rows, vocab].
+    another instance emitted. `compute_logits`: a step's hidden states and rows of them -> [rows, vocab].
     """
 
-    def __init__(self, compute_logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, compute_logits: Callable[[Tensor, npt.NDArray[np.int64]], Tensor]) -> None:
         self._compute_logits = compute_logits
         self._collected: WeakKeyDictionary[Request, Positions] = WeakKeyDictionary()
 
@@ -102,13 +102,13 @@ class PromptLogprobs:
         for share in shares:
             end += share.num_tokens
             if needs_prompt_logprobs(share.request):
-                positions = self._add(share, hidden[end - share.num_tokens : end])
+                positions = self._add(share, hidden, end - share.num_tokens)
                 if share.samples:
                     complete[share.request.request_id] = positions
                     del self._collected[share.request]
         return complete
 
-    def _add(self, share: ScheduledRequest, hidden: Tensor) -> Positions:
+    def _add(self, share: ScheduledRequest, hidden: Tensor, first_row: int) -> Positions:
         request, num = share.request, share.request.spec.params.prompt_logprobs or 0
         if share.start == 0:
             self._collected[request] = [[]]
@@ -116,6 +116,6 @@ class PromptLogprobs:
         targets = request.spec.prompt_token_ids[share.start + 1 : share.start + share.num_tokens + 1]
         for first in range(0, len(targets), _ROWS):
             wanted = targets[first : first + _ROWS]
-            logits = self._compute_logits(hidden[first : first + len(wanted)])
+            logits = self._compute_logits(hidden, np.arange(first_row + first, first_row + first + len(wanted)))
             positions += token_logprobs(logits, wanted, [num] * len(wanted))
         return positions

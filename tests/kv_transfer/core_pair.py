@@ -46,11 +46,11 @@ class Outcome:
 
 
 class CorePair:
-    """A prefill and a decode core with the same configuration."""
+    """A prefill and a decode core, with the same configuration unless another is given for decode."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, decode_config: EngineConfig | None = None) -> None:
         self.prefill = EngineCore(config, wake=lambda: None)
-        self.decode = EngineCore(config, wake=lambda: None)
+        self.decode = EngineCore(decode_config or config, wake=lambda: None)
         self.outcomes: dict[str, Outcome] = {}
         self.num_moves_before_first_token = 0
         self.hold_back = False
@@ -85,6 +85,10 @@ class CorePair:
                 assert num_classed_blocks(core.load) == core.info.num_blocks
             if self.prefill.idle and self.decode.idle:
                 time.sleep(1e-4)  # I/O threads need the interpreter, too
+
+    def swap(self) -> None:
+        """Hand over in the other direction from now on."""
+        self.prefill, self.decode = self.decode, self.prefill
 
     def let_go(self) -> None:
         """Pass on what was held back."""

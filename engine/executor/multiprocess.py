@@ -1,0 +1,238 @@
+"""The executor of several ranks: rank 0 in the core's process, a worker process for every other.
+
+    Start ─▶ all load ─▶ Ready of each ─▶ AllocateKV ─▶ steps ─▶ shutdown: the pipes end, the workers exit
+                                            └─ a worker ends or is stopped ─▶ all are killed ─▶ RankLost
+
+Everything that the ranks share has no name: sockets, pipes and memory are inherited descriptors and go with the
+processes. The KV memory is one for all ranks, each of which computes its layers and heads of every page. So a page is
+the same for connectors, whatever the number of ranks: instances with different tensor_parallel_size exchange KV.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineError, UnsupportedModel
+from engine.executor.executor import Executor, OneProcessExecutor, no_kv_memory
+from engine.executor.process import Ready, Start
+from engine.executor.step import AllocateKV, Int64, Logits, Message, Step, StepInputs
+from engine.executor.worker import map_kv, rank_view
+from engine.kv_layout import KVLayout
+from engine.machine import available_bytes
+from engine.models import load_model
+from engine.models.config import DecoderConfig, ModelConfig
+from engine.ranks import RankLost, SharedMemoryRanks
+
+_WATCH_S = 0.25
+_SHUTDOWN_S = 3.0
+
+
+def make_executor(config: EngineConfig, model_config: DecoderConfig, wake: Callable[[], None]) -> Executor:
+    """The executor for the configured number of ranks. `wake` is called from a thread if a rank is lost."""
+    if config.parallelism.num_ranks == 1:
+        return OneProcessExecutor(config, model_config)
+    if not isinstance(model_config, ModelConfig):
+        raise UnsupportedModel(
+            "tensor_parallel_size above 1 is supported for native models; set it to 1 with the transformers backend"
+        )
+    return MultiprocessExecutor(config, model_config, wake)
+
+
+class _Ends:
+    """What the ranks of a group share for their exchanges: a socket between any two, and memory."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.slots_fd = os.memfd_create("tandem-slots")
+        os.ftruncate(self.slots_fd, SharedMemoryRanks.memory_bytes(num_ranks))
+        self.peers: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
+        for one, other in combinations(range(num_ranks), 2):
+            self.peers[one][other], self.peers[other][one] = socket.socketpair()
+
+    def of_rank_0(self) -> SharedMemoryRanks:
+        return SharedMemoryRanks(0, self.peers[0], mmap.mmap(self.slots_fd, 0))
+
+    def close_others(self) -> None:
+        """Once the other ranks have theirs: a socket ends only when no process has it any more."""
+        for sock in (sock for ends in self.peers[1:] for sock in ends.values()):
+            sock.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.close_others()
+        for sock in self.peers[0].values():
+            sock.close()
+        if self.slots_fd >= 0:
+            os.close(self.slots_fd)
+            self.slots_fd = -1
+
+
+@dataclass(slots=True)
+class _Worker:
+    """Rank 0's end of one worker."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    was_stopped: bool = False
+
+    def wait_ready(self) -> None:
+        """Raises EngineError."""
+        try:
+            ready = msgspec.msgpack.decode(self.pipe.recv_bytes(), type=Ready)
+        except (EOFError, OSError):
+            raise EngineError(f"rank {self.rank} ended with status {self.process.wait()} while it started") from None
+        if ready.error is not None:
+            raise EngineError(f"rank {self.rank}: {ready.error}")
+
+    def problem(self) -> str | None:
+        """Why this rank computes no more. Stopped counts at the second look: a group that continues does so one by
+        one."""
+        if (status := self.process.poll()) is not None:
+            return f"rank {self.rank} (process {self.process.pid}) ended with status {status}"
+        was_stopped, self.was_stopped = self.was_stopped, _is_stopped(self.process.pid)
+        if was_stopped and self.was_stopped:
+            return f"rank {self.rank} (process {self.process.pid}) is stopped"
+        return None
+
+
+class MultiprocessExecutor:
+    """See the module."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, wake: Callable[[], None]) -> None:
+        """Starts the workers and loads the model on all ranks. Raises EngineError."""
+        if config.device != "cpu":
+            raise UnsupportedModel("tensor_parallel_size above 1 is supported on cpu; set it to 1 on cuda")
+        parallelism = config.parallelism
+        parallelism.check(model_config)
+        self._wake = wake
+        self._lost: str | None = None
+        self._closing = threading.Event()
+        self._dtype = getattr(torch, model_config.resolve_dtype(config.dtype))
+        self._part = parallelism.part(0, model_config)
+        self._kv_fd = os.memfd_create("tandem-kv")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._workers: list[_Worker] = []
+        self._ends = _Ends(parallelism.num_ranks)
+        try:
+            self._start_workers(config)
+            self._model = load_model(model_config, config, part=self._part, ranks=self._ends.of_rank_0())
+            for worker in self._workers:
+                worker.wait_ready()
+        except BaseException:
+            self.shutdown()
+            raise
+        self.attention_name = self._model.attention_name
+        self._kv_cache: torch.Tensor
+        self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._watcher.start()
+
+    def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
+        num_bytes = num_blocks * layout.bytes_per_block
+        if num_bytes > available_bytes():  # shared memory is not refused, but ends the process that writes to it
+            raise no_kv_memory(num_bytes)
+        os.ftruncate(self._kv_fd, num_bytes)
+        whole = map_kv(self._kv_fd, layout, num_blocks, self._dtype)
+        self._kv_cache = rank_view(whole, self._part)
+        self._broadcast(AllocateKV(num_blocks))
+        return whole
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        self._broadcast(Step.of(inputs))
+        token_ids, positions, metadata = inputs.tensors(torch.device("cpu"))
+        return self._model.forward(token_ids, positions, self._kv_cache, metadata)
+
+    def compute_logits(self, hidden: torch.Tensor, rows: Int64) -> torch.Tensor:
+        self._broadcast(Logits(rows.tobytes()))
+        return self._model.compute_logits(hidden[torch.from_numpy(rows)])
+
+    def check(self) -> None:
+        if self._lost is not None:
+            raise RankLost(self._lost)
+
+    def shutdown(self) -> None:
+        self._closing.set()
+        for worker in self._workers:
+            worker.pipe.close()
+        deadline = time.monotonic() + _SHUTDOWN_S
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+        self._kill()
+        self._ends.close()
+        if self._kv_fd >= 0:
+            os.close(self._kv_fd)
+            self._kv_fd = -1
+
+    def _start_workers(self, config: EngineConfig) -> None:
+        """Start a process for every other rank."""
+        is_main = threading.current_thread() is threading.main_thread()
+        for rank in range(1, config.parallelism.num_ranks):
+            start = Start(
+                config=config,
+                rank=rank,
+                peer_fds={peer: sock.fileno() for peer, sock in self._ends.peers[rank].items()},
+                slots_fd=self._ends.slots_fd,
+                kv_fd=self._kv_fd,
+                parent_pid=os.getpid() if is_main else None,
+            )
+            self._workers.append(_start_worker(start))
+        self._ends.close_others()
+
+    def _broadcast(self, message: Message) -> None:
+        encoded = self._encoder.encode(message)
+        try:
+            for worker in self._workers:
+                worker.pipe.send_bytes(encoded)
+        except OSError as error:
+            raise RankLost(f"a rank has ended: {error.strerror}") from error
+
+    def _watch(self) -> None:
+        """In a thread of its own. A killed rank closes its sockets, which ends the step that waits for it."""
+        while not self._closing.wait(_WATCH_S):
+            problems = [problem for worker in self._workers if (problem := worker.problem()) is not None]
+            if problems and not self._closing.is_set():
+                self._lost = problems[0]
+                self._kill()
+                self._wake()
+                return
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            if worker.process.poll() is None:
+                worker.process.kill()
+            worker.process.wait()
+
+
+def _start_worker(start: Start) -> _Worker:
+    ours, theirs = Pipe()
+    fds = (theirs.fileno(), start.slots_fd, start.kv_fd, *start.peer_fds.values())
+    argv = (sys.executable, "-m", "engine.executor.process", str(theirs.fileno()))
+    process = subprocess.Popen(argv, pass_fds=fds, stdin=subprocess.DEVNULL)
+    theirs.close()
+    ours.send_bytes(msgspec.msgpack.encode(start))
+    return _Worker(start.rank, process, ours)
+
+
+def _is_stopped(pid: int) -> bool:
+    """By a signal or a debugger (Linux)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b") ")[2][:1] in (b"T", b"t")

@@ -1,0 +1,84 @@
+"""`python -m engine.executor.process FD`: the process of one rank other than the first.
+
+    Start ─▶ model loaded ─▶ Ready ─▶ AllocateKV ─▶ (Step ─▶ Logits …) … ─▶ the pipe ends: exit
+
+FD is this end of the pipe to rank 0, which ends with rank 0's process, whatever killed it. A rank that waits for others
+in the middle of a step notices it by its sockets to them, and one that hangs gets the kernel's death signal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.machine import place_process, set_up_process
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message to a rank. Numbers of descriptors are those of its process."""
+
+    config: EngineConfig
+    rank: int
+    peer_fds: dict[int, int]
+    """Socket to every other rank of its group."""
+    slots_fd: int
+    """Memory of the group's exchanges."""
+    kv_fd: int
+    parent_pid: int | None
+    """None: the parent's thread may end before the parent."""
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The answer once the model is loaded, or why it is not."""
+
+    error: str | None = None
+
+
+def main() -> None:
+    """Serve until rank 0 ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pipe = Connection(int(sys.argv[1]))
+    start = msgspec.msgpack.decode(pipe.recv_bytes(), type=Start)
+    if start.parent_pid is not None:
+        _die_with(start.parent_pid)
+    set_up_process(start.config)
+    place_process(start.config, start.rank)
+    from engine.executor.step import Message
+    from engine.executor.worker import Worker
+    from engine.ranks import RankLost
+
+    try:
+        worker = Worker(start)
+    except (EngineError, OSError) as error:
+        pipe.send_bytes(msgspec.msgpack.encode(Ready(str(error))))
+        return
+    pipe.send_bytes(msgspec.msgpack.encode(Ready()))
+    decoder = msgspec.msgpack.Decoder(Message)
+    try:
+        while True:
+            worker.handle(decoder.decode(pipe.recv_bytes()))
+    except (EOFError, ConnectionError, RankLost):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # finalising torch takes most of a second
+
+
+def _die_with(parent_pid: int) -> None:
+    """Requests SIGKILL from the kernel when the thread that started this process ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The ranks of a model together compute what one rank computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.executor.worker import rank_view
+from engine.models import load_model
+from engine.models.config import ModelConfig
+from engine.partition import Parallelism
+from engine.ranks import SharedMemoryRanks
+from tests.builders import lively_checkpoint, paged_step
+from tests.engine.rank_threads import on_all_ranks
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "fields"),
+    [
+        ("qwen3", 2, {"intermediate_size": 128}),  # the output layer shares the embedding's rows; compiled elementwise
+        ("llama", 2, {"attention_bias": True, "mlp_bias": True}),
+        ("mixtral", 2, {}),
+        ("qwen3_moe", 2, {}),
+        ("mistral", 4, {"vocab_size": 1001}),  # two ranks have copies of each KV head
+        ("qwen2", 3, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 96}),
+    ],
+)
+def test_ranks_compute_what_one_rank_computes(tmp_path: Path, arch: str, size: int, fields: dict[str, Any]) -> None:
+    folder = lively_checkpoint(tmp_path, arch, **fields)
+    config, engine = ModelConfig.from_folder(folder), EngineConfig(model=str(folder), dtype="float32", num_threads=1)
+    metadata, positions, num_blocks = paged_step([(1, 20), (70, 90), (1, 1)], block_size=16)
+    tokens = torch.arange(len(positions)) * 37 % config.vocab_size
+    layout = config.kv_layout(dtype="float32", block_size=16)
+    caches = [torch.zeros(num_blocks, *layout.page_shape) for _ in range(2)]
+    expected = load_model(config, engine)
+    hidden = expected.forward(tokens, positions, caches[0], metadata)
+
+    def compute(rank: int, ranks: SharedMemoryRanks) -> tuple[torch.Tensor, torch.Tensor]:
+        part = Parallelism(size).part(rank, config)
+        model = load_model(config, engine, part=part, ranks=ranks)
+        result = model.forward(tokens, positions, rank_view(caches[1], part), metadata)
+        return result, model.compute_logits(result[-2:])
+
+    results = on_all_ranks(size, compute)
+    for result, _ in results:
+        assert torch.equal(result, results[0][0])
+        torch.testing.assert_close(result, hidden, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(results[0][1], expected.compute_logits(hidden[-2:]), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(caches[1], caches[0], atol=2e-4, rtol=1e-4)
