@@ -96,6 +96,5 @@ class ModelRunner:
         )
 
 
-
 def _known_tokens(share: ScheduledRequest) -> list[int]:
     return share.request.token_ids[share.start : share.start + share.num_tokens]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from engine.attention.backend import AttentionBackend
 
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("cpu", "triton", "reference")
 
 
 def select_backend(
@@ -45,6 +45,10 @@ def _backend(name: str, softcap: float | None) -> AttentionBackend:
         from engine.attention.cpu import CpuAttention
 
         return CpuAttention(softcap)
+    if name == "triton":
+        from engine.attention.triton_attention import TritonAttention
+
+        return TritonAttention(softcap)
     from engine.attention.reference import ReferenceAttention
 
     return ReferenceAttention(softcap)

@@ -14,34 +14,11 @@ from engine.attention.backend import AttentionMetadata
 from engine.attention.reference import ReferenceAttention
 from engine.errors import UnsupportedModel
 from tests.builders import paged_step
+from tests.engine.attention.paged_tensors import paged_tensors
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-LAYER, NUM_LAYERS = 1, 3
-
-
-def _tensors(
-    metadata: AttentionMetadata,
-    num_blocks: int,
-    *,
-    block_size: int,
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """query, key, value as slices of one fused projection, and pages that hold NaN wherever no token lies."""
-    generator = torch.Generator().manual_seed(7)
-    cache = torch.randn(num_blocks, NUM_LAYERS, 2, kv_heads, block_size, head_dim, generator=generator)
-    for table, seq_len in zip(metadata.block_tables.tolist(), metadata.seq_lens.tolist(), strict=True):
-        if seq_len % block_size:
-            cache[table[seq_len // block_size], :, :, :, seq_len % block_size :] = float("nan")
-    unused = set(range(num_blocks)) - set(metadata.block_tables.flatten().tolist())
-    cache[list(unused)] = float("nan")
-    num_tokens = int(metadata.query_start_loc[-1])
-    fused = torch.randn(num_tokens, (group + 2) * kv_heads, head_dim, generator=generator).to(dtype)
-    query, key, value = fused.split([group * kv_heads, kv_heads, kv_heads], dim=1)
-    return query, key, value, cache.to(dtype)
+LAYER = 1
 
 
 requests = st.lists(
@@ -77,7 +54,7 @@ def test_compiled_attention_equals_the_reference(
     dtype: torch.dtype,
 ) -> None:
     metadata, _, num_blocks = paged_step(requests, block_size=block_size)
-    query, key, value, cache = _tensors(
+    query, key, value, cache = paged_tensors(
         metadata, num_blocks, block_size=block_size, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
     )
     expected_cache = cache.clone()
@@ -97,7 +74,7 @@ def test_compiled_attention_equals_the_reference(
 
 def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     metadata, _, num_blocks = paged_step([(37, 37)], block_size=8)
-    query, key, value, cache = _tensors(
+    query, key, value, cache = paged_tensors(
         metadata, num_blocks, block_size=8, kv_heads=2, group=3, head_dim=16, dtype=torch.float32
     )
     output = ReferenceAttention().forward(
@@ -135,7 +112,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
     """A prompt in one step beside other requests, then the same prompt alone, in chunks that end at `ends`."""
     num_tokens, kv_heads = 301, 2
     metadata, _, num_blocks = paged_step([(num_tokens, num_tokens), *neighbours], block_size=16)
-    query, key, value, cache = _tensors(
+    query, key, value, cache = paged_tensors(
         metadata, num_blocks, block_size=16, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
     )
     backend = select_backend("cpu", block_size=16, head_dim=head_dim, dtype=dtype, device=CPU)
@@ -163,7 +140,7 @@ def test_a_plan_is_not_reused_for_another_step() -> None:
     backend = select_backend("cpu", block_size=8, head_dim=16, dtype=torch.float32, device=CPU)
     for seq_len in (5, 30, 6):
         metadata, _, num_blocks = paged_step([(1, seq_len)], block_size=8, seed=seq_len)
-        query, key, value, cache = _tensors(
+        query, key, value, cache = paged_tensors(
             metadata, num_blocks, block_size=8, kv_heads=1, group=2, head_dim=16, dtype=torch.float32
         )
         output, expected = (
@@ -180,7 +157,7 @@ def test_auto_takes_the_compiled_backend_on_cpu_and_the_reference_where_sizes_do
 
 
 def test_unknown_and_unfit_backends_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="'magic' is not known; known: auto, cpu, reference"):
+    with pytest.raises(UnsupportedModel, match="'magic' is not known; known: auto, cpu, triton, reference"):
         select_backend("magic", block_size=16, head_dim=64, dtype=torch.float32, device=CPU)
     with pytest.raises(UnsupportedModel, match="cpu does not support block_size 16, head_dim 20"):
         select_backend("cpu", block_size=16, head_dim=20, dtype=torch.float32, device=CPU)

@@ -1,0 +1,171 @@
+"""Paged attention by Triton kernels, for GPUs: prefill tiles in one launch, decode tokens in splits of their keys.
+
+docs/gpu.md lists what of this has run on a GPU. On CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1),
+where tests compare them with the reference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.backend import AttentionMetadata
+
+MAX_HEAD_DIM = 256
+SPLIT_KEYS = 256
+"""Keys that one program of a decode token reads."""
+_TILE_ROWS = 64
+"""Rows (tokens times query heads of a KV head) of a prefill tile, about."""
+_MIN_ROWS = 16
+"""What a matrix product of Triton needs."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """One step. Tiles int32 [num_tiles, 4]: request, first token of the step, tokens, position of the first token."""
+
+    prefill: torch.Tensor
+    decode: torch.Tensor
+    """Of one token each."""
+    tile_tokens: int
+    num_splits: int
+
+
+class TritonAttention:
+    """Not thread-safe: it keeps the last step's plan, made at the first layer."""
+
+    name = "triton"
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
+        self._metadata: AttentionMetadata | None = None
+        self._plan: _Plan | None = None
+
+    @staticmethod
+    def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """On CUDA, and on CPU in the interpreter, where triton is installed."""
+        is_runnable = device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+        fits = 16 <= head_dim <= MAX_HEAD_DIM and block_size % 16 == 0
+        is_number = dtype in (torch.float32, torch.bfloat16, torch.float16)
+        return is_runnable and fits and is_number and importlib.util.find_spec("triton") is not None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        *,
+        layer: int,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`. Row strides are free; heads and their elements are contiguous."""
+        group = query.shape[1] // key.shape[1]
+        plan = self._plan
+        if plan is None or metadata is not self._metadata:
+            plan = self._plan = _make_plan(metadata, group, query.device)
+            self._metadata = metadata
+        pages = kv_cache[:, layer]
+        _write(_adjacent(key), _adjacent(value), pages, metadata.slot_mapping)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        step = _Step(_adjacent(query), pages, metadata.block_tables, scale, sliding_window or 0, self._softcap)
+        if len(plan.prefill):
+            step.attend(plan.prefill, output, output, tile_tokens=plan.tile_tokens, num_splits=0)
+        if len(plan.decode):
+            step.attend_in_splits(plan.decode, output, plan.num_splits)
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The inputs of one layer in one step; `pages` [num_blocks, 2, num_kv_heads, block_size, head_dim] with strides."""
+
+    query: torch.Tensor
+    pages: torch.Tensor
+    block_tables: torch.Tensor
+    scale: float
+    window: int
+    softcap: float | None
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.pages.shape[2]
+
+    def attend(
+        self, tiles: torch.Tensor, output: torch.Tensor, sums: torch.Tensor, *, tile_tokens: int, num_splits: int
+    ) -> None:
+        """`num_splits` 0: straight into `output`; else into the parts of kernels.add_splits."""
+        from engine.attention import triton_kernels as kernels
+
+        _, _, num_kv_heads, block_size, head_dim = self.pages.shape
+        block_d = _power_of_two(head_dim)
+        kernels.attend[(len(tiles), num_kv_heads, max(1, num_splits))](
+            self.query, self.pages, tiles, self.block_tables, output, sums,
+            self.query.stride(0), self.block_tables.stride(0), self.pages.stride(0), self.pages.stride(1),
+            self.scale, self.window, self.softcap or 1.0,
+            GROUP=self.group, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_SIZE=block_size,
+            ROWS=max(_MIN_ROWS, _power_of_two(tile_tokens * self.group)), TILE_KEYS=64 if block_d <= 128 else 32,
+            SPLIT_KEYS=SPLIT_KEYS if num_splits else 0, HAS_WINDOW=self.window > 0, HAS_SOFTCAP=self.softcap is not None,
+            WIDENS=self.query.device.type == "cpu",
+        )  # fmt: skip
+
+    def attend_in_splits(self, tiles: torch.Tensor, output: torch.Tensor, num_splits: int) -> None:
+        """Decode: one token has too few rows to occupy a GPU, so its keys are divided among programs."""
+        from engine.attention import triton_kernels as kernels
+
+        num_kv_heads, head_dim = self.pages.shape[2], self.pages.shape[4]
+        shape = (len(tiles), num_kv_heads, num_splits, self.group)
+        parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=output.device)
+        sums = torch.empty((*shape, 2), dtype=torch.float32, device=output.device)
+        self.attend(tiles, parts, sums, tile_tokens=1, num_splits=num_splits)
+        kernels.add_splits[(len(tiles), output.shape[1])](
+            parts, sums, tiles, output, num_splits,
+            GROUP=self.group, HEAD_DIM=head_dim, BLOCK_D=_power_of_two(head_dim),
+        )  # fmt: skip
+
+
+def _make_plan(metadata: AttentionMetadata, group: int, device: torch.device) -> _Plan:
+    """Reads the metadata on the host, which waits for the device once per step, before its first layer."""
+    starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    tile_tokens = max(1, _TILE_ROWS // _power_of_two(group))
+    prefill: list[tuple[int, int, int, int]] = []
+    decode: list[tuple[int, int, int, int]] = []
+    for request, seq_len in enumerate(seq_lens):
+        query_len = starts[request + 1] - starts[request]
+        if query_len == 1:
+            decode.append((request, starts[request], 1, seq_len - 1))
+            continue
+        for token in range(0, query_len, tile_tokens):
+            count = min(tile_tokens, query_len - token)
+            prefill.append((request, starts[request] + token, count, seq_len - query_len + token))
+    longest = max((tile[3] + 1 for tile in decode), default=0)
+    return _Plan(_tiles(prefill, device), _tiles(decode, device), tile_tokens, -(-longest // SPLIT_KEYS))
+
+
+def _tiles(tiles: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 4)
+
+
+def _write(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    from engine.attention import triton_kernels as kernels
+
+    num_tokens, num_kv_heads, head_dim = key.shape
+    kernels.write_kv[(num_tokens, num_kv_heads)](
+        key, value, pages, slot_mapping, key.stride(0), value.stride(0), pages.stride(0), pages.stride(1),
+        HEAD_DIM=head_dim, BLOCK_D=_power_of_two(head_dim), BLOCK_SIZE=pages.shape[3],
+    )  # fmt: skip
+
+
+def _adjacent(rows: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, head_dim] with adjacent heads; a copy if they are not."""
+    return rows if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] else rows.contiguous()
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest that is not less."""
+    return 1 << (size - 1).bit_length()

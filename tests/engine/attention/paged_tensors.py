@@ -1,0 +1,33 @@
+"""Inputs of paged attention for a step."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.backend import AttentionMetadata
+
+NUM_LAYERS = 3
+
+
+def paged_tensors(
+    metadata: AttentionMetadata,
+    num_blocks: int,
+    *,
+    block_size: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query, key, value as slices of one fused projection, and pages that hold NaN wherever no token lies."""
+    generator = torch.Generator().manual_seed(7)
+    cache = torch.randn(num_blocks, NUM_LAYERS, 2, kv_heads, block_size, head_dim, generator=generator)
+    for table, seq_len in zip(metadata.block_tables.tolist(), metadata.seq_lens.tolist(), strict=True):
+        if seq_len % block_size:
+            cache[table[seq_len // block_size], :, :, :, seq_len % block_size :] = float("nan")
+    unused = set(range(num_blocks)) - set(metadata.block_tables.flatten().tolist())
+    cache[list(unused)] = float("nan")
+    num_tokens = int(metadata.query_start_loc[-1])
+    fused = torch.randn(num_tokens, (group + 2) * kv_heads, head_dim, generator=generator).to(dtype)
+    query, key, value = fused.split([group * kv_heads, kv_heads, kv_heads], dim=1)
+    return query, key, value, cache.to(dtype)

@@ -1,0 +1,107 @@
+"""The Triton kernels compute what the reference does. In the interpreter: the same source runs on CPU, in numpy."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engine.attention.backend import AttentionMetadata
+from engine.attention.reference import ReferenceAttention
+from tests.builders import paged_step
+from tests.engine.attention.paged_tensors import paged_tensors
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read as triton is imported
+
+from engine.attention.triton_attention import SPLIT_KEYS, TritonAttention
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LAYER = 1
+
+Requests = list[tuple[int, int]]
+
+decodes = st.integers(1, 2 * SPLIT_KEYS + 40).map(lambda seq_len: (1, seq_len))
+chunks = st.integers(1, 90).flatmap(
+    lambda seq_len: st.tuples(st.integers(1, min(seq_len, 40)) | st.just(seq_len), st.just(seq_len))
+)
+
+
+def on_device(metadata: AttentionMetadata) -> AttentionMetadata:
+    names = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping")
+    return replace(metadata, **{name: getattr(metadata, name).to(DEVICE) for name in names})
+
+
+def check(
+    requests: Requests, block_size: int, kv_heads: int, group: int, head_dim: int, window: int | None,
+    dtype: torch.dtype, softcap: float | None = None,
+) -> None:  # fmt: skip
+    metadata, _, num_blocks = paged_step(requests, block_size=block_size)
+    tensors = paged_tensors(
+        metadata, num_blocks, block_size=block_size, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
+    )
+    query, key, value, cache = (tensor.to(DEVICE) for tensor in tensors)
+    metadata = on_device(metadata)
+    expected_cache, scale = cache.clone(), head_dim**-0.5
+    assert TritonAttention.supports(block_size=block_size, head_dim=head_dim, dtype=dtype, device=DEVICE)
+    options = {"layer": LAYER, "metadata": metadata, "scale": scale, "sliding_window": window}
+
+    output = TritonAttention(softcap).forward(query, key, value, cache, **options)  # type: ignore[arg-type]
+
+    expected = ReferenceAttention(softcap).forward(query, key, value, expected_cache, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(cache, expected_cache, atol=0, rtol=0, equal_nan=True)
+
+
+@settings(max_examples=4)
+@given(
+    requests=st.lists(decodes | chunks, min_size=1, max_size=4),
+    block_size=st.sampled_from([16, 32, 48, 64]),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 16),
+    head_dim=st.sampled_from([64, 80, 96, 128, 192, 256]),
+    window=st.none() | st.integers(1, 300),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@example([(1, 2 * SPLIT_KEYS), (1, 1), (33, 33)], 16, 1, 4, 128, None, torch.float32)
+@example([(1, SPLIT_KEYS + 1), (9, 90)], 64, 1, 16, 256, None, torch.bfloat16)
+@example([(1, 300), (20, 150)], 32, 1, 1, 64, 40, torch.float32)  # splits that a window leaves empty
+def test_kernels_equal_the_reference(
+    requests: Requests, block_size: int, kv_heads: int, group: int, head_dim: int, window: int | None,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    check(requests, block_size, kv_heads, group, head_dim, window, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 160, 192, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
+def test_kernels_equal_the_reference_for_every_size(head_dim: int, group: int) -> None:
+    for block_size in (16, 32, 64):
+        requests = [(1, SPLIT_KEYS + block_size + group), (1, block_size), (37, 37), (5, 120)]
+        check(requests, block_size, 2, group, head_dim, 50 if group % 2 else None, torch.float32)
+
+
+def test_scores_are_capped() -> None:
+    check([(1, 40), (6, 20)], 16, 1, 2, 64, None, torch.float32, softcap=3.0)
+
+
+def test_a_rank_reads_and_writes_its_slice_of_the_pages() -> None:
+    """Layers and heads of one rank, in pages of all."""
+    metadata, _, num_blocks = paged_step([(1, 70), (20, 20)], block_size=16)
+    tensors = paged_tensors(metadata, num_blocks, block_size=16, kv_heads=4, group=2, head_dim=64, dtype=torch.float32)
+    query, key, value, cache = (tensor.to(DEVICE) for tensor in tensors)
+    metadata = on_device(metadata)
+    mine = slice(2, 4)
+    found, expected = cache.clone(), cache.clone()
+    options = {"layer": 1, "metadata": metadata, "scale": 0.125, "sliding_window": None}
+    arguments = (query[:, 4:8], key[:, mine], value[:, mine])
+    output = TritonAttention().forward(*arguments, found[:, 1:, :, mine], **options)  # type: ignore[arg-type]
+    reference = ReferenceAttention().forward(*arguments, expected[:, 1:, :, mine], **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(output, reference, atol=2e-5, rtol=0)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0, equal_nan=True)
