@@ -59,6 +59,7 @@ def _load(load: LoadReport, num_blocks: int) -> instance_pb2.WatchLoadResponse:
         core_silence_s=load.core_silence_s,
         draining=load.draining,
         num_prefilled_tokens=load.num_prefilled_tokens,
+        num_generated_tokens=load.num_generated_tokens,
     )
 
 

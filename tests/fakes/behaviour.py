@@ -67,6 +67,7 @@ class Behaviour:
     num_without_room: int = 0
     step_cost: instance_pb2.StepCost | None = None
     num_prefilled_tokens: int = 0
+    num_generated_tokens: int = 0
 
 
 @dataclass(frozen=True)

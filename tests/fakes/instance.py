@@ -204,6 +204,7 @@ class FakeInstance:
                     num_waiting_tokens=self.behaviour.num_waiting_tokens,
                     num_without_room=self.behaviour.num_without_room + self._num_without_slot,
                     num_prefilled_tokens=self.behaviour.num_prefilled_tokens,
+                    num_generated_tokens=self.behaviour.num_generated_tokens,
                     step_cost=self.behaviour.step_cost,
                     core_silence_s=self.behaviour.core_silence_s,
                     step_s=self.behaviour.step_s,

@@ -42,6 +42,7 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 async def test_the_pools_are_listed_by_role_and_name_with_their_state_and_load(run: Run) -> None:
     decode = [FakeInstance("decode", name) for name in ("decode-b", "decode-a")]
     decode[0].behaviour.num_waiting, decode[0].behaviour.num_running = 2, 5
+    decode[0].behaviour.num_prefilled_tokens, decode[0].behaviour.num_generated_tokens = 30, 7
     async with operator(run, decode=decode) as (rig, stub):
         decode[1].behaviour.draining = True
         await until(lambda: rig.app.pools.decode.num_ready() == 1)
@@ -49,6 +50,7 @@ async def test_the_pools_are_listed_by_role_and_name_with_their_state_and_load(r
         assert [one.instance_id for one in listed] == ["prefill-0", "decode-a", "decode-b"]
         assert [one.out for one in listed] == ["", "draining", ""]
         assert (listed[2].load.num_waiting, listed[2].load.num_running) == (2, 5)
+        assert (listed[2].load.num_prefilled_tokens, listed[2].load.num_generated_tokens) == (30, 7)
         assert listed[1].load.draining
         assert listed[2].address == decode[0].address
 
