@@ -1,9 +1,9 @@
 """How the ranks of one engine exchange tensors while they compute a step.
 
-On CPU the ranks of one host share memory: each writes its tensor into its slot, tells the others by one byte on a
+On CPU the ranks of one host share memory: each writes its tensor into its slot, signals the others by one byte on a
 socket, and reads theirs. Sums are added in the order of the ranks, so that their bits depend on nothing else. Compared
 with torch.distributed's gloo it needs no port and no threads, its order is fixed for any number of ranks, and a sum of
-one row takes a third of the time (benchmarks/LOG.md). The sockets close with the process that holds them: a rank that
+one row takes a third of the time (docs/decisions/0011). The sockets close with the process that holds them: a rank that
 waits for one that has ended gets RankLost at once.
 """
 

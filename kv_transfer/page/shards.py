@@ -15,9 +15,10 @@ counted miss, never another rank's KV. In a rank's memory a block is the pages o
 without parallelism there is one in all, with id 0: the pages of a single rank, byte for byte. A producer that writes to
 a store cuts for readers of one partition; others find nothing.
 
-An engine with several ranks, which is not implemented yet, will lay its KV memory out by `page_offset`, name its pages
-by shard (in `PageKey` too) and connect each reader to the ranks of `ShardMap.reads`. Layers are split over stages as
-vLLM does it. Heads are split evenly, or replicated where there are more ranks than heads. Pure; free of torch.
+No product code uses this yet: the ranks of an engine share one KV memory, whose pages are the whole model's
+(docs/decisions/0011-ranks-share-host-memory.md). It is for ranks with a memory each, as on several GPUs. Layers are
+split over stages as vLLM does it. Heads are split evenly, or replicated where there are more ranks than heads. Pure;
+free of torch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from fastapi.responses import PlainTextResponse
 from router.api.admin import PoolsService
 from router.api.live.feed import LiveFeed
 from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
-from router.api.openai.requests import StrictModel
+from router.api.openai.strict_model import StrictModel
 from router.pools.instance_info import Role
 from serving.limits import CONTROL
 

@@ -38,7 +38,6 @@ from router.api.openai.requests import (
     DetokenizeBody,
     FrontBody,
     RequestBody,
-    StrictModel,
     TokenizeBody,
 )
 from router.api.openai.responses import (
@@ -52,6 +51,7 @@ from router.api.openai.responses import (
     routing_headers,
 )
 from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest
+from router.api.openai.strict_model import StrictModel
 from router.dispatch.handler import RequestHandler
 from router.request.tools import Tools
 from router.request.validation import ServedModel, check_model, prompt_ids, service_errors

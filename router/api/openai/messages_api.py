@@ -19,10 +19,12 @@ from starlette.types import Receive, Scope, Send
 from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.blocks import Block, Blocks
+from router.api.openai.chat_messages import joined_parts
 from router.api.openai.errors import body_of, status_of
 from router.api.openai.exchange import Exchange
-from router.api.openai.requests import FrontBody, Int64, StrictModel, joined_parts
+from router.api.openai.requests import FrontBody, Int64
 from router.api.openai.responses import routing_headers
+from router.api.openai.strict_model import StrictModel
 from router.dispatch.handler import RequestHandler
 from serving.errors import ServiceError, invalid_argument
 

@@ -12,15 +12,17 @@ import difflib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 
 from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
+from router.api.openai.chat_messages import Message, NamedTool, Tool
 from router.api.openai.errors import invalid_body
+from router.api.openai.strict_model import StrictModel
 from router.request.validation import MAX_PRIORITY
 from serving.errors import ServiceError, invalid_argument
 
@@ -58,20 +60,6 @@ effect and are ignored."""
 
 _IGNORED = frozenset({"include_reasoning", "metadata", "safety_identifier", "service_tier", "user"})
 """Parameters that do not change an answer."""
-
-
-class StrictModel(BaseModel):
-    """A JSON object with exactly these members."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Raises InvalidArgument, which names the first wrong parameter."""
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            raise invalid_body(error) from None
 
 
 class StreamOptions(StrictModel):
@@ -156,8 +144,10 @@ class RequestBody(StrictModel, ABC):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     seed: Seed | None = None
-    stop: Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])] = []
-    logit_bias: Annotated[dict[Int64, float], BeforeValidator(_biases, json_schema_input_type=dict[str, float])] = {}
+    stop: Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])] = Field([])
+    logit_bias: Annotated[dict[Int64, float], BeforeValidator(_biases, json_schema_input_type=dict[str, float])] = (
+        Field({})
+    )
     prompt_cache_key: str = ""  # OpenAI's hint for caches: requests that share it prefer the instances with their KV
 
     top_k: Int64 | None = None
@@ -165,8 +155,8 @@ class RequestBody(StrictModel, ABC):
     repetition_penalty: float | None = None
     min_tokens: Int64 | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[Int64] = []
-    bad_words: list[str] = []
+    stop_token_ids: list[Int64] = Field([])
+    bad_words: list[str] = Field([])
     allowed_token_ids: list[Int64] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -352,129 +342,6 @@ class CompletionBody(RequestBody):
         ]
 
 
-# /v1/chat/completions: messages, rendered with the model's own template (engine/text/chat_template.py).
-
-_ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates call system
-_IGNORED_IN_MESSAGES = frozenset({"annotations", "refusal"})
-
-
-def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
-    """The text of a list of parts of these kinds; anything else as it is."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(part.get("text"), str):
-            problem = f"content[{index}] is of type {shown(kind)}"
-            raise invalid_argument(field, problem, f"text, or parts of type {' or '.join(kinds)}")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _content(value: Any) -> Any:
-    return joined_parts(value)
-
-
-class CalledFunction(StrictModel):
-    name: str
-    arguments: str = ""
-
-
-class ToolCall(StrictModel):
-    """A call in an assistant's message."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_index(cls, given: Any) -> Any:
-        """Clients that assemble a stream leave it in."""
-        return {name: value for name, value in given.items() if name != "index"} if isinstance(given, dict) else given
-
-
-class Message(StrictModel):
-    """One message of a chat."""
-
-    role: str
-    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, str]])]
-    name: str = ""
-    tool_calls: list[ToolCall] = []
-    tool_call_id: str = ""
-    reasoning_content: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_ignored(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        members = {
-            name: value for name, value in given.items() if value is not None and name not in _IGNORED_IN_MESSAGES
-        }
-        for name in ("function_call", "audio"):
-            if members.pop(name, None):
-                raise invalid_argument("messages", f"{name} is not supported", "role, content and tool_calls")
-        if "reasoning" in members:  # OpenRouter's and newer vLLM's name
-            members.setdefault("reasoning_content", members.pop("reasoning"))
-        return {"content": "", **members} if members.get("tool_calls") else members
-
-    @model_validator(mode="after")
-    def _check_call(self) -> Self:
-        if self.role == "tool" and not self.tool_call_id:
-            raise invalid_argument("messages", "one of role 'tool' has no tool_call_id", "the id of the call")
-        return self
-
-    def on_wire(self) -> dict[str, Any]:
-        """Of `name` templates read that of a tool alone."""
-        calls = [{"id": call.id, **call.function.model_dump()} for call in self.tool_calls]
-        role = _ROLES.get(self.role, self.role)
-        name = self.name if role == "tool" else ""
-        return {
-            "role": role,
-            "content": self.content,
-            "tool_calls": calls,
-            "tool_call_id": self.tool_call_id,
-            "name": name,
-            "reasoning": self.reasoning_content,
-        }
-
-
-class Function(StrictModel):
-    """A function that the model may call."""
-
-    name: str
-    description: str = ""
-    parameters: dict[str, Any] = {}
-    strict: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
-
-    def on_wire(self) -> dict[str, Any]:
-        parameters = json.dumps(self.parameters) if self.parameters else ""
-        return {**self.model_dump(exclude={"parameters"}), "parameters": parameters}
-
-
-class Tool(StrictModel):
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(StrictModel):
-    name: str
-
-
-class NamedTool(StrictModel):
-    """The tool to call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 _TOOL_CHOICES = {
     "auto": generation_pb2.TOOL_CHOICE_AUTO,
     "none": generation_pb2.TOOL_CHOICE_NONE,
@@ -515,7 +382,7 @@ class ChatBody(RequestBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """vLLM's: the template's own switches, such as enable_thinking."""
     reasoning_effort: ReasoningEffort | None = None
-    tools: list[Tool] = []
+    tools: list[Tool] = Field([])
     tool_choice: Annotated[Literal["auto", "none", "required"] | NamedTool, BeforeValidator(_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
 

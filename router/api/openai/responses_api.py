@@ -17,9 +17,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.blocks import Block, Blocks
+from router.api.openai.chat_messages import joined_parts
 from router.api.openai.exchange import Exchange
-from router.api.openai.requests import FrontBody, Int64, ReasoningEffort, StrictModel, joined_parts
+from router.api.openai.requests import FrontBody, Int64, ReasoningEffort
 from router.api.openai.responses import routing_headers
+from router.api.openai.strict_model import StrictModel
 from router.dispatch.handler import RequestHandler
 from serving.errors import invalid_argument
 

@@ -1,0 +1,133 @@
+"""Messages and tools in the body of a chat, rendered with the model's own template (engine/text/chat_template.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from engine.errors import shown
+from router.api.openai.strict_model import StrictModel
+from serving.errors import invalid_argument
+
+_ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates call system
+_IGNORED_IN_MESSAGES = frozenset({"annotations", "refusal"})
+
+
+def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
+    """The text of a list of parts of these kinds; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            problem = f"content[{index}] is of type {shown(kind)}"
+            raise invalid_argument(field, problem, f"text, or parts of type {' or '.join(kinds)}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _content(value: Any) -> Any:
+    return joined_parts(value)
+
+
+class CalledFunction(StrictModel):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(StrictModel):
+    """A call in an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_index(cls, given: Any) -> Any:
+        """Clients that assemble a stream leave it in."""
+        return {name: value for name, value in given.items() if name != "index"} if isinstance(given, dict) else given
+
+
+class Message(StrictModel):
+    """One message of a chat."""
+
+    role: str
+    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, str]])]
+    name: str = ""
+    tool_calls: list[ToolCall] = Field([])
+    tool_call_id: str = ""
+    reasoning_content: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        members = {
+            name: value for name, value in given.items() if value is not None and name not in _IGNORED_IN_MESSAGES
+        }
+        for name in ("function_call", "audio"):
+            if members.pop(name, None):
+                raise invalid_argument("messages", f"{name} is not supported", "role, content and tool_calls")
+        if "reasoning" in members:  # OpenRouter's and newer vLLM's name
+            members.setdefault("reasoning_content", members.pop("reasoning"))
+        return {"content": "", **members} if members.get("tool_calls") else members
+
+    @model_validator(mode="after")
+    def _check_call(self) -> Self:
+        if self.role == "tool" and not self.tool_call_id:
+            raise invalid_argument("messages", "one of role 'tool' has no tool_call_id", "the id of the call")
+        return self
+
+    def on_wire(self) -> dict[str, Any]:
+        """Of `name` templates read that of a tool alone."""
+        calls = [{"id": call.id, **call.function.model_dump()} for call in self.tool_calls]
+        role = _ROLES.get(self.role, self.role)
+        name = self.name if role == "tool" else ""
+        return {
+            "role": role,
+            "content": self.content,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+            "name": name,
+            "reasoning": self.reasoning_content,
+        }
+
+
+class Function(StrictModel):
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = Field({})
+    strict: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+    def on_wire(self) -> dict[str, Any]:
+        parameters = json.dumps(self.parameters) if self.parameters else ""
+        return {**self.model_dump(exclude={"parameters"}), "parameters": parameters}
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(StrictModel):
+    name: str
+
+
+class NamedTool(StrictModel):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
