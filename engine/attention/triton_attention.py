@@ -110,7 +110,8 @@ class _Step:
             self.scale, self.window, self.softcap or 1.0,
             GROUP=self.group, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_SIZE=block_size,
             ROWS=max(_MIN_ROWS, _power_of_two(tile_tokens * self.group)), TILE_KEYS=64 if block_d <= 128 else 32,
-            SPLIT_KEYS=SPLIT_KEYS if num_splits else 0, HAS_WINDOW=self.window > 0, HAS_SOFTCAP=self.softcap is not None,
+            SPLIT_KEYS=SPLIT_KEYS if num_splits else 0, HAS_WINDOW=self.window > 0,
+            HAS_SOFTCAP=self.softcap is not None,
             WIDENS=self.query.device.type == "cpu",
         )  # fmt: skip
 
