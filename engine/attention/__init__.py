@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from engine.attention.backend import AttentionBackend
 
 BACKENDS = ("cpu", "triton", "reference")
+_AUTO = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+"""By type of device, the fastest first."""
 
 
 def select_backend(
@@ -30,7 +32,7 @@ def select_backend(
     """
     if name not in (*BACKENDS, "auto"):
         raise UnsupportedModel(f"attention backend {shown(name)} is not known; known: auto, {', '.join(BACKENDS)}")
-    for candidate in BACKENDS if name == "auto" else (name,):
+    for candidate in _AUTO.get(device.type, ("reference",)) if name == "auto" else (name,):
         backend = _backend(candidate, softcap)
         if backend.supports(block_size=block_size, head_dim=head_dim, dtype=dtype, device=device):
             return backend

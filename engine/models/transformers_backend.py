@@ -247,6 +247,8 @@ def _record_calls(config: transformers.PreTrainedConfig) -> list[_Call]:
                 dtype=torch.bfloat16,  # the one type for which experts in one product have a meta kernel
                 attn_implementation=_PROBE,
             )
+            if (built := type(model).__name__) not in config.architectures:
+                raise UnsupportedModel(f"its model_type is that of {built}")
             if not model.is_backend_compatible():
                 raise UnsupportedModel("transformers has no attention interface for it")
             tokens = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long)

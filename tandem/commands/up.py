@@ -209,14 +209,15 @@ def _read_config(context: click.Context, path: Path | None) -> None:
     context.default_map = {}
     for name, value in given.items():
         option = options.get(str(name).replace("_", "-"))
-        if option is None or option.name == "config":
-            similar = difflib.get_close_matches(str(name), options, n=1)
+        if option is None or option.name == "config" or isinstance(value, dict):
+            similar = [] if isinstance(value, dict) else difflib.get_close_matches(str(name), options, n=1)
             hint = (
                 f"did you mean {similar[0]}?"
                 if similar
                 else "settings of the services go into router-arg, instance-arg"
             )
-            raise click.BadParameter(f"{path}: `tandem up` has no option {name!r}; {hint}")
+            what = "section" if isinstance(value, dict) else "option"
+            raise click.BadParameter(f"{path}: `tandem up` has no {what} {name!r}; {hint}")
         context.default_map[option.name] = [value] if option.multiple and not isinstance(value, list) else value
 
 

@@ -37,6 +37,7 @@ from tests.system.stacks import Stack, on
 LENGTH = 3 * BLOCK_SIZE + 5
 TIMEOUT_S = 20.0
 DIFFERENT = {
+    "engine": "vllm 0.32.0",
     "weights_digest": "0" * 64,
     "config_digest": "1" * 64,
     "tokenizer_digest": "2" * 64,

@@ -103,7 +103,7 @@ class Reader:
 
     def pages(self) -> torch.Tensor:
         """The KV memory as bytes, [num_blocks, bytes]."""
-        kv = self.core._runner._kv_cache
+        kv = self.core._executor._kv_cache
         return kv.view(kv.shape[0], -1).view(torch.uint8)
 
 

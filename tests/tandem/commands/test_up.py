@@ -96,7 +96,7 @@ def demo_with(folder: Path, **fields: object) -> Path:
 @pytest.mark.parametrize(
     ("fields", "args", "hints"),
     [
-        ({"architectures": ["RwkvForCausalLM"]}, (), ["'RwkvForCausalLM' is not supported", "vllm serve"]),
+        ({"architectures": ["RwkvForCausalLM"]}, (), ["'RwkvForCausalLM' is not supported", "--engine vllm"]),
         ({}, (), ["no *.safetensors", "*.bin", "Convert it to safetensors: python -c", "AutoModelForCausalLM"]),
         ({}, ("--instance-arg=--load-format=dummy", "--kv-memory", "900"), ["--kv-memory 900: 2 instances", "at most"]),
         (
