@@ -61,7 +61,7 @@ class GrammarCompiler:
         """`wake` is called, from a compiling thread, when a constraint is compiled."""
         self._library = _Library(folder, vocab_size)
         self._wake = wake
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar", initializer=_lower_priority)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar", initializer=_prepare_thread)
         self._cache: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
 
     def compiled(self, constraint: Constraint) -> CompiledGrammar:
@@ -87,7 +87,11 @@ class GrammarCompiler:
                     del self._cache[constraint]
 
 
-def _lower_priority() -> None:
+def _prepare_thread() -> None:
+    """Import first: an import holds the interpreter, and at low priority on a busy machine would stop the steps for
+    seconds."""
+    if has_xgrammar():
+        import xgrammar  # noqa: F401
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
