@@ -173,7 +173,10 @@ class PoolsService:
             allowed = f"{_MIN_WATCH_S:g}..{_MAX_WATCH_S:g} seconds, or 0 for {_WATCH_S:g}"
             raise invalid_argument("interval_s", f"is {interval_s:g}", allowed)
         while not self._ending.is_set():
-            yield pools_pb2.WatchPoolsResponse(pools=await self._listed())
+            listed = await self._listed()
+            if self._ending.is_set():  # meanwhile: the pools may be empty by now
+                return
+            yield pools_pb2.WatchPoolsResponse(pools=listed)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await self._ending.wait()

@@ -3,7 +3,7 @@
 Each way costs its predicted time to the first token, what the request and its neighbours miss of their objectives, and
 the capacity that it takes from those that come later. All in seconds; F(x, o) = max(0, x - 0.9 o) is what is missed:
 
-    speed(n) = prompt tokens/s beside n streams: the whole budget for n = 0, else what is left of steps of length S
+    speed(n) = prompt tokens/s beside n streams: the whole budget, but at n > 0 only what is left of steps of length S
     first    = (uncomputed there + own) / speed(n)                            time to the first token
     tpot     = (base + per_stream (n + 1)) / (1 - share), at most S           share: of the time that goes to prompts
     alone(j) = 0.3 first + 10 F(first, T) + 10 E F(tpot, S) + taken_j + delayed_j + held_j
@@ -124,10 +124,11 @@ class Site:
 
     def _speed_beside(self, num_streams: int) -> float:
         """Prompt tokens per second."""
+        whole = self.max_tokens / self.cost.seconds(num_streams, self.max_tokens)
         if num_streams == 0:
-            return self.max_tokens / self.cost.seconds(0, self.max_tokens)
+            return whole
         left = (1 - self.cost.seconds(num_streams) / self.goal.itl_s) / self.cost.per_token_s
-        return max(left, _MIN_CHUNK / self.cost.seconds(num_streams, _MIN_CHUNK))
+        return min(whole, max(left, _MIN_CHUNK / self.cost.seconds(num_streams, _MIN_CHUNK)))
 
 
 class Placement(NamedTuple):

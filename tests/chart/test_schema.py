@@ -126,6 +126,30 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         "strategy of prefill: with maxSurge and maxUnavailable of 0",
     ),
     "no accounts": ({"serviceAccount": {"create": False}}, "serviceAccount.routerName"),
+    "KEDA beside another that sizes": (
+        {"autoscaling": {"mode": "builtin", "keda": {"enabled": True}}},
+        "autoscaling.mode is builtin, which sizes the pools too; set it to external",
+    ),
+    "KEDA without a certificate": (
+        {
+            "autoscaling": {"mode": "external", "keda": {"enabled": True}},
+            "tls": {"enabled": True, "existingSecret": "s"},
+        },
+        "name a TriggerAuthentication",
+    ),
+    "zero instances without KEDA": (
+        {"autoscaling": {"prefill": {"minReplicas": 0}}},
+        "autoscaling.prefill.minReplicas: 0 needs autoscaling.keda.enabled",
+    ),
+    "an Ingress to a closed port": (
+        {"ingress": {"enabled": True, "hosts": ["a.example"]}},
+        "ingress.enabled: it leads to OpenAI's HTTP API; set router.openai.enabled=true",
+    ),
+    "an Ingress for all names": (
+        {"ingress": {"enabled": True}, "router": {"openai": {"enabled": True}}},
+        "ingress.hosts: give the host names",
+    ),
+    "a route without a Gateway": ({"routes": {"grpc": {"enabled": True}}}, "routes.grpc.parentRefs: name the Gateway"),
 }
 
 

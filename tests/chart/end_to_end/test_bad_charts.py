@@ -30,7 +30,7 @@ async def until_alive(release: Release) -> None:
 
 
 async def test_probes_of_the_wrong_port_never_let_a_pod_be_ready(checkpoint: Path, tmp_path: Path) -> None:
-    right = "startupProbe:\n  grpc: {port: {{ "
+    right = '"periodSeconds" 5 .spec.probes }}\n  grpc: {port: {{ '
     changed(tmp_path, "_workload.tpl", right, f"{right}add 1000 ").close()
     async with cluster(old=checkpoint) as release:
         installing = asyncio.create_task(install(release, tmp_path / "tandem", "old", timeout_s=INSTALL_S))

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import replace
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from engine.core.messages import StepCost
@@ -52,8 +52,13 @@ def placed(sites: list[Site], seed: int = 0, *, split: bool = True) -> Placement
     return place(sites, pairs, random.Random(seed))
 
 
+SMALL_BUDGETS = [Site(Goal(math.inf, 0.125, 1), StepCost(0.03125, 0.0, v), 16, 0, 0, 0.0, 1) for v in (2.5e-5, 4.7e-4)]
+"""Where steps of the whole budget are shorter than the objective."""
+
+
 @settings(max_examples=50)
 @given(site_lists(), st.integers(1, 50_000))
+@example(SMALL_BUDGETS, 1)
 def test_more_waiting_tokens_never_make_an_instance_more_attractive(sites: list[Site], more: int) -> None:
     before = placed(sites, split=False)
     others = [index for index in range(len(sites)) if index != before.site]

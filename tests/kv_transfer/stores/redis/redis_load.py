@@ -29,6 +29,7 @@ class Load:
         self.hits: list[float] = []
         self.misses: list[float] = []
         self.longest_s = 0.0
+        self._watch = Stopwatch()
         self.failure: BaseException | None = None
         self.open_at: float | None = None
         self._stop = threading.Event()
@@ -76,7 +77,7 @@ class Load:
             self.failure = error
 
     def _hand_over(self, number: int) -> None:
-        started = time.monotonic()
+        started = self._watch.s
         prompt = [number, *PROMPT]  # a new one each time, or its pages would be there already
         names = {"request_id": f"r{number}", "transfer_id": f"t{number}"}
         request, reader = make_request(prompt, hold=True, **names), make_request(prompt, remote=True, **names)
@@ -98,4 +99,4 @@ class Load:
         (self.hits if is_hit else self.misses).append(time.monotonic())
         self.prefill.release(names["transfer_id"])
         self.decode.finish(reader, "length")
-        self.longest_s = max(self.longest_s, time.monotonic() - started)
+        self.longest_s = max(self.longest_s, self._watch.s - started)
