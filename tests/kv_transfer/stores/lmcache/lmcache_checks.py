@@ -64,13 +64,7 @@ class LMCacheLoad(Load):
     def __init__(self, make_store: Callable[[], BlockStore], *, retry_s: float = 0.5) -> None:
         self.stores = [make_store(), make_store()]  # type: ignore[assignment]
         self.prefill, self.decode = (Core(store, breaker_retry_s=retry_s) for store in self.stores)
-        self.hits: list[float] = []
-        self.misses: list[float] = []
-        self.longest_s = 0.0
-        self.failure: BaseException | None = None
-        self.open_at: float | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._prepare()
 
 
 def pages_in(folder: Path) -> list[Path]:

@@ -26,6 +26,10 @@ class Load:
         self.prefill, self.decode = (
             Core(store, num_io_threads=settings.num_io_threads, breaker_retry_s=retry_s) for store in self.stores
         )
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What a load needs beside its stores."""
         self.hits: list[float] = []
         self.misses: list[float] = []
         self.longest_s = 0.0
