@@ -60,12 +60,12 @@ class Parallelism:
         return Part(
             rank,
             self,
-            layers=self._layers(rank, model.num_layers),
-            kv_heads=self._kv_heads(rank, model.num_kv_heads),
+            layers=self.layers(rank, model.num_layers),
+            kv_heads=self.kv_heads(rank, model.num_kv_heads),
         )
 
-    def _layers(self, rank: int, num_layers: int) -> range:
-        """The remainder goes to the stages before the last (vLLM, get_pp_indices)."""
+    def layers(self, rank: int, num_layers: int) -> range:
+        """Those of `rank`. The remainder goes to the stages before the last (vLLM, get_pp_indices)."""
         num_stages = self.pipeline_parallel_size
         sizes = [num_layers // num_stages] * num_stages
         for back in range(2, num_layers % num_stages + 2):
@@ -73,7 +73,8 @@ class Parallelism:
         stage = rank // self.tensor_parallel_size
         return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
 
-    def _kv_heads(self, rank: int, num_kv_heads: int) -> range:
+    def kv_heads(self, rank: int, num_kv_heads: int) -> range:
+        """Those of `rank`, by their numbers in the whole model."""
         num_replicas = max(1, self.tensor_parallel_size // num_kv_heads)
         num_heads = max(1, num_kv_heads // self.tensor_parallel_size)
         first = rank % self.tensor_parallel_size // num_replicas * num_heads

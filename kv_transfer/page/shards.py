@@ -16,9 +16,8 @@ without parallelism there is one in all, with id 0: the pages of a single rank, 
 a store cuts for readers of one partition; others find nothing.
 
 No product code uses this yet: the ranks of an engine share one KV memory, whose pages are the whole model's
-(docs/decisions/0011-ranks-share-host-memory.md). It is for ranks with a memory each, as on several GPUs. Layers are
-split over stages as vLLM does it. Heads are split evenly, or replicated where there are more ranks than heads. Pure;
-free of torch.
+(docs/decisions/0011-ranks-share-host-memory.md). It is for ranks with a memory each, as on several GPUs. Pure; free
+of torch.
 """
 
 from __future__ import annotations
@@ -28,23 +27,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from engine.kv_layout import KVLayout
+from engine.partition import Parallelism
 
 
 class ShardError(ValueError):
     """KV cannot be mapped between producer and reader. The message names the side, the field and what is allowed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parallelism:
-    """How an instance is partitioned. Ranks are numbered pipeline_rank * tensor_parallel_size + tensor_rank."""
-
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes that hold KV."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +83,11 @@ def map_shards(*, num_layers: int, num_kv_heads: int, producer: Parallelism, rea
     _check_partition("producer", producer, num_layers, num_kv_heads)
     _check_partition("reader", reader, num_layers, num_kv_heads)
     held = [
-        [_Rectangle.of(rank, side, num_layers, num_kv_heads) for rank in range(side.num_ranks)]
+        [_Rectangle(side.layers(rank, num_layers), side.kv_heads(rank, num_kv_heads)) for rank in range(side.num_ranks)]
         for side in (producer, reader)
     ]
-    layer_cuts = sorted({cut for side in held for rank in side for cut in rank.layers})
-    head_cuts = sorted({cut for side in held for rank in side for cut in rank.heads})
+    layer_cuts = sorted({cut for side in held for rank in side for cut in (rank.layers.start, rank.layers.stop)})
+    head_cuts = sorted({cut for side in held for rank in side for cut in (rank.heads.start, rank.heads.stop)})
     shards = tuple(
         Shard(layer * num_kv_heads + head, layer, next_layer - layer, head, next_head - head)
         for layer, next_layer in pairwise(layer_cuts)
@@ -123,29 +110,14 @@ def page_offset(held: Sequence[Shard], shard_id: int, model: KVLayout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Rectangle:
-    """The cells of a rank; each pair is (first, end)."""
+    """The cells of a rank."""
 
-    layers: tuple[int, int]
-    heads: tuple[int, int]
-
-    @classmethod
-    def of(cls, rank: int, side: Parallelism, num_layers: int, num_kv_heads: int) -> _Rectangle:
-        stage, tensor_rank = divmod(rank, side.tensor_parallel_size)
-        sizes = _stage_sizes(num_layers, side.pipeline_parallel_size)
-        first_layer = sum(sizes[:stage])
-        num_replicas = max(1, side.tensor_parallel_size // num_kv_heads)
-        num_heads = max(1, num_kv_heads // side.tensor_parallel_size)
-        first_head = tensor_rank // num_replicas * num_heads
-        return cls((first_layer, first_layer + sizes[stage]), (first_head, first_head + num_heads))
+    layers: range
+    heads: range
 
     def pick(self, shards: Sequence[Shard]) -> tuple[Shard, ...]:
         """The shards inside; none crosses the border."""
-        return tuple(
-            shard
-            for shard in shards
-            if self.layers[0] <= shard.first_layer < self.layers[1]
-            and self.heads[0] <= shard.first_head < self.heads[1]
-        )
+        return tuple(shard for shard in shards if shard.first_layer in self.layers and shard.first_head in self.heads)
 
 
 def _reads(producer: Sequence[Sequence[Shard]], reader: Sequence[Sequence[Shard]]) -> Iterator[tuple[Read, ...]]:
@@ -162,15 +134,6 @@ def _reads(producer: Sequence[Sequence[Shard]], reader: Sequence[Sequence[Shard]
             reads.append(Read(ranks[num_readers[shard.shard_id] % len(ranks)], shard.shard_id))
             num_readers[shard.shard_id] += 1
         yield tuple(reads)
-
-
-def _stage_sizes(num_layers: int, num_stages: int) -> list[int]:
-    """Layers of each stage. The remainder goes to the stages before the last, which has the output head too (vLLM,
-    get_pp_indices)."""
-    sizes = [num_layers // num_stages] * num_stages
-    for back in range(2, num_layers % num_stages + 2):
-        sizes[-back] += 1
-    return sizes
 
 
 def _check_partition(name: str, side: Parallelism, num_layers: int, num_kv_heads: int) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine.kv_layout import KVLayout
-from kv_transfer.page.shards import Parallelism, Shard, ShardError, ShardMap, map_shards, page_offset
+from engine.partition import Parallelism
+from kv_transfer.page.shards import Shard, ShardError, ShardMap, map_shards, page_offset
 
 KV = NDArray[np.float32]
 ONE = Parallelism()
