@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
-from protos.tandem.v1 import generation_pb2
+from engine.errors import shown
+from protos.tandem.v1 import common_pb2, generation_pb2
+from router.api.openai.exchange import Exchange
+from router.api.openai.requests import FrontBody
+from router.api.openai.responses import routing_headers
+from router.dispatch.handler import RequestHandler
+from serving.errors import invalid_argument
+
+BodyT = TypeVar("BodyT", bound=FrontBody)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,3 +58,71 @@ class Blocks:
     def _extended(self, text: str) -> tuple[Block, str]:
         self.blocks[-1].text += text
         return self.blocks[-1], text
+
+
+class BlocksBuilder(ABC, Generic[BodyT]):
+    """The answer to one request as blocks, whole or as events."""
+
+    def __init__(self, exchange: Exchange, body: BodyT, model: str) -> None:
+        self._exchange = exchange
+        self._body = body
+        self._model = model
+        self._blocks = Blocks()
+        self._open: Block | None = None
+        self._num_prompt = self._num_tokens = 0
+        self._finish = common_pb2.Finish()
+
+    async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
+        """The next message of the answer; `prompt_index` is 0."""
+        self._num_tokens += len(message.tokens.token_ids)
+        if message.tokens.HasField("finish"):
+            self._finish.CopyFrom(message.tokens.finish)
+        if message.HasField("prompt_tokens"):
+            self._num_prompt = message.prompt_tokens
+            if self._body.stream:
+                await self._exchange.begin_events(routing_headers(call))
+                await self._send_begin()
+        for block, added in self._blocks.add(message):
+            if self._body.stream:
+                await self._send_part(block, added)
+
+    async def _send_part(self, block: Block, added: str) -> None:
+        if block is not self._open:
+            await self._close()
+            self._open = block
+            await self._send_open(Block(block.kind, block.index, "", block.call_id, block.name))
+        if added:
+            await self._send_added(block, added)
+
+    async def _close(self) -> None:
+        """Ends the open block."""
+        block, self._open = self._open, None
+        if block is not None:
+            await self._send_close(block)
+
+    @abstractmethod
+    async def finish(self, headers: Mapping[str, str]) -> None:
+        """The answer is complete."""
+
+    @abstractmethod
+    async def _send_begin(self) -> None:
+        """The events before the first block."""
+
+    @abstractmethod
+    async def _send_open(self, empty: Block) -> None:
+        """A block begins; it has no text yet."""
+
+    @abstractmethod
+    async def _send_added(self, block: Block, added: str) -> None:
+        """A block goes on."""
+
+    @abstractmethod
+    async def _send_close(self, block: Block) -> None:
+        """A block is complete."""
+
+
+def text_member(item: Mapping[str, Any], name: str, field: str) -> str:
+    """A string among an item's members; `field` names the item in the error."""
+    if not isinstance(value := item.get(name), str):
+        raise invalid_argument(f"{field}.{name}", f"{shown(value)} is not a string", "a string")
+    return value

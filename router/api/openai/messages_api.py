@@ -17,15 +17,13 @@ from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import shown
-from protos.tandem.v1 import common_pb2, generation_pb2
-from router.api.openai.blocks import Block, Blocks
+from protos.tandem.v1 import common_pb2
+from router.api.openai.blocks import Block, BlocksBuilder, text_member
 from router.api.openai.chat_messages import joined_parts
 from router.api.openai.errors import body_of, status_of
 from router.api.openai.exchange import Exchange
 from router.api.openai.requests import FrontBody, Int64
-from router.api.openai.responses import routing_headers
 from router.api.openai.strict_model import StrictModel
-from router.dispatch.handler import RequestHandler
 from serving.errors import ServiceError, invalid_argument
 
 _ERROR_TYPES = {
@@ -150,17 +148,17 @@ def _messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
         where = f"{field}.content[{index}]"
         match (message.role, block.get("type")):
             case (_, "text"):
-                texts.append(_member(block, "text", where))
+                texts.append(text_member(block, "text", where))
             case ("assistant", "tool_use"):
                 arguments = json.dumps(block.get("input", {}))
-                function = {"name": _member(block, "name", where), "arguments": arguments}
-                calls.append({"id": _member(block, "id", where), "function": function})
+                function = {"name": text_member(block, "name", where), "arguments": arguments}
+                calls.append({"id": text_member(block, "id", where), "function": function})
             case ("user", "tool_result"):
                 content = joined_parts(block.get("content") or "", where)
-                call_id = _member(block, "tool_use_id", where)
+                call_id = text_member(block, "tool_use_id", where)
                 results.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case ("assistant", "thinking"):
-                thoughts.append(_member(block, "thinking", where))
+                thoughts.append(text_member(block, "thinking", where))
             case ("assistant", "redacted_thinking"):
                 pass
             case (_, other):
@@ -174,36 +172,8 @@ def _messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
     return results if results and not texts else [*results, rest]
 
 
-def _member(block: Mapping[str, Any], name: str, where: str) -> str:
-    if not isinstance(value := block.get(name), str):
-        raise invalid_argument(f"{where}.{name}", f"{shown(value)} is not a string", "a string")
-    return value
-
-
-class MessagesBuilder:
+class MessagesBuilder(BlocksBuilder[MessagesRequest]):
     """The answer to one request, whole or as events."""
-
-    def __init__(self, exchange: Exchange, body: MessagesRequest, model: str) -> None:
-        self._exchange = exchange
-        self._body = body
-        self._model = model
-        self._blocks = Blocks()
-        self._open: Block | None = None
-        self._num_prompt = self._num_tokens = 0
-        self._finish = common_pb2.Finish()
-
-    async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
-        self._num_tokens += len(message.tokens.token_ids)
-        if message.tokens.HasField("finish"):
-            self._finish.CopyFrom(message.tokens.finish)
-        if message.HasField("prompt_tokens"):
-            self._num_prompt = message.prompt_tokens
-            if self._body.stream:
-                await self._exchange.begin_events(routing_headers(call))
-                await self._send("message_start", message=self._message([]))
-        for block, added in self._blocks.add(message):
-            if self._body.stream:
-                await self._send_part(block, added)
 
     async def finish(self, headers: Mapping[str, str]) -> None:
         if not self._body.stream:
@@ -218,20 +188,18 @@ class MessagesBuilder:
     async def _send(self, kind: str, **members: Any) -> None:
         await self._exchange.send_event(msgspec.json.encode({"type": kind, **members}), kind)
 
-    async def _send_part(self, block: Block, added: str) -> None:
-        if block is not self._open:
-            await self._close()
-            self._open = block
-            empty = _content(Block(block.kind, block.index, "", block.call_id, block.name))
-            await self._send("content_block_start", index=block.index, content_block=empty)
-        if added:
-            kind, member = _DELTAS[block.kind]
-            await self._send("content_block_delta", index=block.index, delta={"type": kind, member: added})
+    async def _send_begin(self) -> None:
+        await self._send("message_start", message=self._message([]))
 
-    async def _close(self) -> None:
-        if self._open is not None:
-            await self._send("content_block_stop", index=self._open.index)
-        self._open = None
+    async def _send_open(self, empty: Block) -> None:
+        await self._send("content_block_start", index=empty.index, content_block=_content(empty))
+
+    async def _send_added(self, block: Block, added: str) -> None:
+        kind, member = _DELTAS[block.kind]
+        await self._send("content_block_delta", index=block.index, delta={"type": kind, member: added})
+
+    async def _send_close(self, block: Block) -> None:
+        await self._send("content_block_stop", index=block.index)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -16,11 +16,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
-from router.api.openai.blocks import Block, Blocks
+from router.api.openai.blocks import Block, BlocksBuilder, text_member
 from router.api.openai.chat_messages import joined_parts
 from router.api.openai.exchange import Exchange
 from router.api.openai.requests import FrontBody, Int64, ReasoningEffort
-from router.api.openai.responses import routing_headers
 from router.api.openai.strict_model import StrictModel
 from router.dispatch.handler import RequestHandler
 from serving.errors import invalid_argument
@@ -144,14 +143,14 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) 
             else:
                 messages.append(message)
         case "function_call":
-            function = {"name": _text_of(item, "name", field), "arguments": _text_of(item, "arguments", field)}
-            call = {"id": _text_of(item, "call_id", field), "function": function}
+            function = {"name": text_member(item, "name", field), "arguments": text_member(item, "arguments", field)}
+            call = {"id": text_member(item, "call_id", field), "function": function}
             if last is None:
                 messages.append(last := {"role": "assistant"})
             last.setdefault("tool_calls", []).append(call)
         case "function_call_output":
             output = joined_parts(item.get("output"), "input", _PARTS)
-            messages.append({"role": "tool", "tool_call_id": _text_of(item, "call_id", field), "content": output})
+            messages.append({"role": "tool", "tool_call_id": text_member(item, "call_id", field), "content": output})
         case "reasoning":
             thought = joined_parts(item.get("content") or "", "input", ("reasoning_text",))
             messages.append({"role": "assistant", "reasoning_content": thought})
@@ -160,39 +159,17 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) 
             raise invalid_argument(f"{field}.type", f"{shown(other)} is not supported", kinds)
 
 
-def _text_of(item: Mapping[str, Any], name: str, field: str) -> str:
-    if not isinstance(value := item.get(name), str):
-        raise invalid_argument(f"{field}.{name}", f"{shown(value)} is not a string", "a string")
-    return value
-
-
-class ResponsesBuilder:
+class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
     """The answer to one request, whole or as events."""
 
     def __init__(self, exchange: Exchange, body: ResponsesRequest, model: str) -> None:
-        self._exchange = exchange
-        self._body = body
-        self._model = model
+        super().__init__(exchange, body, model)
         self._id = f"resp_{exchange.request_id}"
         self._created = int(time.time())
-        self._blocks = Blocks()
-        self._open: Block | None = None
-        self._num_prompt = self._num_tokens = self._num_thinking = self._sequence = 0
-        self._finish = common_pb2.Finish()
+        self._num_thinking = self._sequence = 0
 
     async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
-        self._num_tokens += len(message.tokens.token_ids)
-        if message.tokens.HasField("finish"):
-            self._finish.CopyFrom(message.tokens.finish)
-        if message.HasField("prompt_tokens"):
-            self._num_prompt = message.prompt_tokens
-            if self._body.stream:
-                await self._exchange.begin_events(routing_headers(call))
-                await self._send("response.created", response=self._response("in_progress"))
-                await self._send("response.in_progress", response=self._response("in_progress"))
-        for block, added in self._blocks.add(message):
-            if self._body.stream:
-                await self._send_part(block, added)
+        await super().add(prompt_index, call, message)
         if self._blocks.blocks and self._blocks.blocks[-1].kind == "reasoning":
             self._num_thinking = self._num_tokens
 
@@ -213,24 +190,23 @@ class ResponsesBuilder:
         self._sequence += 1
         await self._exchange.send_event(msgspec.json.encode(event), kind)
 
-    async def _send_part(self, block: Block, added: str) -> None:
-        if block is not self._open:
-            await self._close()
-            self._open = block
-            empty = self._item(Block(block.kind, block.index, "", block.call_id, block.name), "in_progress")
-            await self._send("response.output_item.added", output_index=block.index, item={**empty, "content": []}
-                             if block.kind != "call" else empty)  # fmt: skip
-            if block.kind == "text":
-                await self._send("response.content_part.added", **self._place(block), part=_text_part(""))
-        if added:
-            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-            await self._send(f"response.{_EVENTS[block.kind]}.delta", **self._place(block), delta=added, **more)
+    async def _send_begin(self) -> None:
+        await self._send("response.created", response=self._response("in_progress"))
+        await self._send("response.in_progress", response=self._response("in_progress"))
 
-    async def _close(self) -> None:
-        """Ends the open item."""
-        block, self._open = self._open, None
-        if block is None:
-            return
+    async def _send_open(self, empty: Block) -> None:
+        item = self._item(empty, "in_progress")
+        if empty.kind != "call":
+            item["content"] = []
+        await self._send("response.output_item.added", output_index=empty.index, item=item)
+        if empty.kind == "text":
+            await self._send("response.content_part.added", **self._place(empty), part=_text_part(""))
+
+    async def _send_added(self, block: Block, added: str) -> None:
+        more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        await self._send(f"response.{_EVENTS[block.kind]}.delta", **self._place(block), delta=added, **more)
+
+    async def _send_close(self, block: Block) -> None:
         done = f"response.{_EVENTS[block.kind]}.done"
         if block.kind == "call":
             await self._send(done, **self._place(block), arguments=block.text, name=block.name)
