@@ -10,10 +10,10 @@ and logged like any other.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from typing import Any, Protocol, Self, TypeVar
 
@@ -282,7 +282,7 @@ class OpenAIApi:
         try:
             async with asyncio.TaskGroup() as group:
                 for index, (call, request) in enumerate(zip(calls, requests, strict=True)):
-                    sink, remaining_s = partial(builder.add, index, call), exchange.remaining_s()
+                    sink, remaining_s = functools.partial(builder.add, index, call), exchange.remaining_s()
                     group.create_task(call.handle(request, sink, metadata=exchange.metadata, remaining_s=remaining_s))
         except BaseExceptionGroup as failed:
             errors = failed.exceptions
@@ -316,6 +316,7 @@ def _parsed(body_type: type[P], data: bytes, label: str) -> tuple[P, list[genera
     return body, body.requests(label)
 
 
+@functools.cache  # computing a schema takes a tenth of a second
 def _documented(body: type[StrictModel]) -> dict[str, Any]:
     schema = {"application/json": {"schema": body.model_json_schema()}}
     return {"openapi_extra": {"requestBody": {"content": schema, "required": True}}}

@@ -31,20 +31,17 @@ from engine.attention.simd import (
 from tests.waiting import wait_until
 
 
-@cfunc(SIGNATURE)
 def _exponentials(a):  # type: ignore[no-untyped-def]
     source, target = pointer(a[1], FLOAT32), pointer(a[2], FLOAT32)
     for i in range(0, a[0], 16):
         store(target, i, exp(load(source, i)))
 
 
-@cfunc(SIGNATURE)
 def _four_totals(a):  # type: ignore[no-untyped-def]
     source, target = pointer(a[0], FLOAT32), pointer(a[1], FLOAT32)
     store_totals(target, 3, load(source, 0), load(source, 16), load(source, 32), load(source, 48))
 
 
-@cfunc(SIGNATURE)
 def _conversions(a):  # type: ignore[no-untyped-def]
     source, stored, rounded = pointer(a[1], FLOAT32), pointer(a[2], BFLOAT16), pointer(a[3], FLOAT32)
     for i in range(0, a[0], 16):
@@ -52,7 +49,6 @@ def _conversions(a):  # type: ignore[no-untyped-def]
         store(rounded, i, rounded_to(load(source, i), BFLOAT16))
 
 
-@cfunc(SIGNATURE)
 def _arithmetic(a):  # type: ignore[no-untyped-def]
     source, target = pointer(a[1], FLOAT32), pointer(a[2], FLOAT32)
     x, y = load(source, 0), load(source, 16)
@@ -61,9 +57,13 @@ def _arithmetic(a):  # type: ignore[no-untyped-def]
     target[17] = largest(x)
 
 
-def _call(kernel: object, *arguments: int) -> None:
+def _call(body: Any, *arguments: int) -> None:
+    _run(cfunc(SIGNATURE)(body), *arguments)
+
+
+def _run(compiled: Any, *arguments: int) -> None:
     packed = (ctypes.c_int64 * len(arguments))(*arguments)
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)(ctypes.addressof(packed))  # type: ignore[attr-defined]
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)(ctypes.addressof(packed))
 
 
 def test_exp_is_within_a_few_units_in_the_last_place() -> None:
@@ -87,7 +87,7 @@ def test_a_kernel_that_numba_has_no_place_to_cache_is_compiled_all_the_same(capl
     names: dict[str, Any] = {"pointer": pointer, "FLOAT32": FLOAT32}
     exec("def body(a):\n    pointer(a[0], FLOAT32)[0] = 7", names)  # source without a file
     target = torch.zeros(1)
-    _call(kernel(names["body"]), target.data_ptr())
+    _run(kernel(names["body"]), target.data_ptr())
     assert target.item() == 7
     assert "NUMBA_CACHE_DIR" in caplog.text
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.models.config import ModelConfig
 from engine.models.rope import RotaryEmbedding
@@ -30,6 +29,8 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
     ],
 )
 def test_cos_and_sin_equal_transformers(tmp_path: Path, parameters: dict[str, Any]) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # seconds, which this test alone spends
+
     config = hf_config("llama", rope_parameters=dict(parameters), head_dim=64, max_position_embeddings=2048)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)

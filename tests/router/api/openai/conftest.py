@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ import pytest
 
 from router.request.validation import ServedModel
 from tests.router.rig import TIMEOUT_S, Rig, running
+
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Clients of loopback make no TLS connection; each would read all certificates of the machine."""
 
 RunHttp = Callable[..., AbstractAsyncContextManager["HttpRig"]]
 
@@ -46,9 +50,10 @@ def run_http(model: ServedModel, model_folder: Path) -> RunHttp:
         arguments["http"] = {"listen": "127.0.0.1:0", **arguments.get("http", {})}
         async with running(model, model_folder, **arguments) as rig:
             url = f"http://{rig.app.http_address}"
+            options: dict[str, Any] = {"http_client": openai.DefaultAsyncHttpxClient(verify=NO_TLS), "max_retries": 0}
             async with (
-                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=0) as client,
-                httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as bare,
+                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S, **options) as client,
+                httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, verify=NO_TLS) as bare,
             ):
                 yield HttpRig(rig, url, client, bare)
 

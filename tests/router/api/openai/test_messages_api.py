@@ -1,4 +1,4 @@
-"""/v1/messages as Anthropic's own client sees it."""
+"""/v1/messages as Anthropic's own client sees it. It is imported late: it takes seconds, in this file's worker alone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from router.request.validation import ServedModel
@@ -17,12 +16,17 @@ from tests.router.api.openai.test_tools import ARGUMENTS, CALLS, SCHEMA, TEXT, s
 from tests.router.api.test_security import ALICE, write_tokens
 from tests.router.rig import TIMEOUT_S
 
+if TYPE_CHECKING:
+    import anthropic
+
 TOOL: dict[str, Any] = {"name": "get_weather", "description": "Looks out.", "input_schema": SCHEMA}
 USER: dict[str, Any] = {"role": "user", "content": "How is it?"}
 
 
 @asynccontextmanager
 async def client_of(http: HttpRig, token: str = "none") -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=http.url, api_key=token, timeout=TIMEOUT_S, max_retries=0) as client:
         yield client
 
@@ -106,12 +110,14 @@ async def test_tokens_are_counted(run_http: RunHttp) -> None:
 
 
 async def test_a_key_is_a_token(run_http: RunHttp, tmp_path: Path) -> None:
+    from anthropic import AuthenticationError
+
     tokens = write_tokens(tmp_path / "tokens", alice=[ALICE])
     async with run_http(auth={"tokens_file": tokens}, **writing("ok")) as http:
         async with client_of(http, ALICE) as client:
             assert (await client.messages.create(**asking())).content
         async with client_of(http, "unknown") as client:
-            with pytest.raises(anthropic.AuthenticationError):
+            with pytest.raises(AuthenticationError):
                 await client.messages.create(**asking())
 
 
@@ -127,11 +133,13 @@ async def test_a_key_is_a_token(run_http: RunHttp, tmp_path: Path) -> None:
     ],
 )
 async def test_a_wrong_parameter_is_named(run_http: RunHttp, options: dict[str, Any], said: str) -> None:
+    from anthropic import BadRequestError, NotFoundError
+
     async with run_http() as http, client_of(http) as client:
-        with pytest.raises(anthropic.BadRequestError) as raised:
+        with pytest.raises(BadRequestError) as raised:
             await client.messages.create(**asking(**options))
         body: Any = raised.value.body
         assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
         assert said in body["error"]["message"]
-        with pytest.raises(anthropic.NotFoundError):
+        with pytest.raises(NotFoundError):
             await client.messages.create(**{**asking(), "model": "gpt-9"})
