@@ -78,24 +78,26 @@ $(EXAMPLE_INSTALLED): $(EXAMPLE)/package.json $(EXAMPLE)/package-lock.json
 	cd $(EXAMPLE) && npm ci --no-progress --loglevel=error
 	@touch $@
 
-.PHONY: redis-server
-redis-server: # Debian's, for the tests of the Redis connector
-	@command -v redis-server >/dev/null || { \
-	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
-	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } || { \
-	  echo "The tests need redis-server. On Debian and Ubuntu: sudo apt-get install redis-server" >&2; exit 1; }
+# A program of Debian's that tests run: $(call debian,PROGRAM,PACKAGE)
+debian = command -v $(1) >/dev/null || { \
+  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(2) >/dev/null; } || { \
+  echo "The tests need $(1). On Debian and Ubuntu: sudo apt-get install $(2)" >&2; exit 1; }
 
-test: $(INSTALLED) $(NODE_INSTALLED) $(EXAMPLE_INSTALLED) redis-server ## Run the tests (minutes; no GPU needed).
+.PHONY: redis-server systemd chromium
+redis-server: # for the tests of the Redis connector
+	@$(call debian,redis-server,redis-server)
+
+systemd: # for the test of the units
+	@$(call debian,systemd-analyze,systemd)
+
+chromium: $(NODE_INSTALLED) # for the slow tests of the live page, which npm's playwright-core drives
+	@$(call debian,chromium,chromium)
+
+test: $(INSTALLED) $(NODE_INSTALLED) $(EXAMPLE_INSTALLED) redis-server systemd ## Run the tests (minutes; no GPU needed).
 	$(PYTEST) -n $(WORKERS) $(ARGS)
 
 # One after the other: some of them measure.
-.PHONY: chromium
-chromium: $(NODE_INSTALLED) # Debian's, for the slow tests of the live page, which npm's playwright-core drives
-	@command -v chromium >/dev/null || { \
-	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
-	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || { \
-	  echo "The slow tests need chromium. On Debian and Ubuntu: sudo apt-get install chromium" >&2; exit 1; }
-
 test-slow: $(INSTALLED) redis-server chromium ## Run the full counts, which `make test` leaves out (ARGS="--slow-part 1/4": a quarter).
 	$(PYTEST) -o norecursedirs=".* node_modules" -m "slow and not gpu" $(ARGS)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,20 +15,9 @@ from tandem.cli import main
 from tests.tandem.commands.background import Background
 from tests.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Terminal
 
+pytestmark = pytest.mark.usefixtures("no_other_stack")
+
 QUESTION = [{"role": "user", "content": "What is a tandem?"}]
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
-    background = Background(tmp_path_factory.mktemp("model"))
-    background.start()
-    yield background
-    background.stop()
-
-
-@pytest.fixture(autouse=True)
-def no_other_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
 def chat(stack: Background, text: str | bytes, *options: str) -> Result:

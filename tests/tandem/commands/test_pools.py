@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -17,19 +15,7 @@ from tandem.client.registry import RunningStack, StackFolder
 from tandem.commands.pools import _pick_text
 from tests.tandem.commands.background import Background
 
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
-    background = Background(tmp_path_factory.mktemp("model"))
-    background.start()
-    yield background
-    background.stop()
-
-
-@pytest.fixture(autouse=True)
-def no_other_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No running stack is found."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("no_other_stack")
 
 
 def run(*args: str) -> tuple[int, str]:

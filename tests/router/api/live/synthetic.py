@@ -34,7 +34,7 @@ from serving.limits import OpenCalls
 from serving.logging import RequestEvent
 from tests.router.autoscaler.builders import instance
 
-_ORDER = (
+STAGES = (
     RequestEvent.RECEIVED,
     RequestEvent.ADMITTED,
     RequestEvent.PICKED,
@@ -45,6 +45,7 @@ _ORDER = (
     RequestEvent.DECODE_STARTED,
     RequestEvent.FINISHED,
 )
+"""What happens to a request, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class Synthetic:
             rng.uniform(1, 6),
         ]
         marks, now_s = [], at_s
-        for event, length_s in zip(_ORDER, [*lengths, 0.0], strict=True):
+        for event, length_s in zip(STAGES, [*lengths, 0.0], strict=True):
             marks.append((event, now_s))
             now_s += length_s * rng.uniform(0.6, 1.4)
         prompt = int(rng.lognormvariate(6, 0.8))

@@ -18,26 +18,17 @@ from router.autoscaler.status import PoolStatus
 from router.pools.throughput import ThroughputEstimate
 from router.request.request_log import RequestSummary
 from serving.logging import RequestEvent
+from tests.router.api.live.synthetic import STAGES
 from tests.router.autoscaler.builders import instance, starting
 
 WALL_S = 1_700_000_000.0
-ORDER = (
-    RequestEvent.RECEIVED,
-    RequestEvent.ADMITTED,
-    RequestEvent.PICKED,
-    RequestEvent.KV_RESERVED,
-    RequestEvent.PREFILL_STARTED,
-    RequestEvent.FIRST_TOKEN,
-    RequestEvent.KV_LOADED,
-    RequestEvent.DECODE_STARTED,
-)
 
 
 def request(
     number: int, start_s: float, *, ttft_s: float = 0.5, end_s: float | None = None, **fields: Any
 ) -> RequestSummary:
     """A request that got its first token after `ttft_s`; running, or with `end_s` finished then."""
-    marks = [(event, start_s + ttft_s * index / 5) for index, event in enumerate(ORDER)]
+    marks = [(event, start_s + ttft_s * index / 5) for index, event in enumerate(STAGES[:-1])]
     if end_s is not None:
         marks.append((RequestEvent.FINISHED, end_s))
         fields = {"outcome": "finished", **fields}

@@ -1,4 +1,4 @@
-"""/v1/messages as Anthropic's own client sees it. It is imported late: it takes seconds, in this file's worker alone."""
+"""/v1/messages as Anthropic's own client sees it. It is imported late: in seconds, and in one worker alone."""
 
 from __future__ import annotations
 
