@@ -55,8 +55,10 @@ class StackFolder:
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=_folder_prefix(), dir=temporary_folder()))  # mkdtemp makes it 0700
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        unlocked = self.path / f"{_LOCK}.tmp"
+        self._lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(self.path / _LOCK)  # locked from its first moment: another stack's sweep may come at any time
 
     def remove(self) -> None:
         """Deletes the folder and its content; called once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import subprocess
@@ -69,6 +70,22 @@ def test_what_a_killed_stack_left_is_swept_and_what_a_living_one_has_is_not() ->
     assert living.path.is_dir()
     assert list(registry.state_dir().glob("stack-*.json")) == [kept]
     living.remove()
+
+
+def test_a_stack_that_starts_meanwhile_keeps_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    flock = fcntl.flock
+
+    def flock_after_a_sweep(descriptor: int, operation: int) -> None:
+        sweeping.setattr(fcntl, "flock", flock)
+        registry.sweep()
+        flock(descriptor, operation)
+
+    with monkeypatch.context() as sweeping:
+        sweeping.setattr(fcntl, "flock", flock_after_a_sweep)
+        folder = StackFolder()
+    registry.sweep()
+    assert folder.path.is_dir()
+    folder.remove()
 
 
 def test_a_link_in_the_temporary_folder_is_not_followed(short_folder: Path) -> None:
