@@ -131,57 +131,6 @@ def test_threads_do_not_change_tokens(checkpoint: Path, prompts: list[list[int]]
         torch.set_num_threads(before)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("model", ["demo", "qwen3", "qwen3_moe"])
-def test_sampled_tokens_and_logprobs_have_the_same_bits_however_they_are_computed(
-    tmp_path: Path, model: str, dtype: str
-) -> None:
-    """Alone and cold; then from the prefix cache, in batches, in chunks, preempted, and with other threads."""
-    folder = MODEL_DIR if model == "demo" else lively_checkpoint(tmp_path, model)
-    prompts = random_prompts(24, longest=400, vocab_size=500 if model == "demo" else 1024, seed=3)
-    params = [
-        SamplingParams(
-            temperature=0.7 + 0.1 * (index % 6), seed=index, max_tokens=32, ignore_eos=True, logprobs=3,
-            repetition_penalty=1.0 + 0.1 * (index % 2), presence_penalty=0.2 * (index % 3),
-        )
-        for index in range(len(prompts))
-    ]  # fmt: skip
-
-    def sampled(llm: LLM, *, together: bool = True) -> list[Any]:
-        groups = [range(len(prompts))] if together else [[index] for index in range(len(prompts))]
-        answers = [
-            answer
-            for group in groups
-            for answer in llm.generate(
-                [{"prompt_token_ids": prompts[index]} for index in group],
-                [params[index] for index in group],
-                use_tqdm=False,
-            )
-        ]
-        return [(answer.outputs[0].token_ids, answer.outputs[0].logprobs) for answer in answers]
-
-    def llm(**options: Any) -> LLM:
-        return make_llm(folder, **{"dtype": dtype, **options})
-
-    alone = llm()
-    expected = sampled(alone, together=False)
-    assert len({tuple(ids) for ids, _ in expected}) == len(prompts)
-    assert sampled(alone, together=False) == expected, "from the prefix cache"
-    for budget in (16, 33, 100, 2048):
-        assert sampled(llm(max_num_batched_tokens=budget)) == expected, f"{budget} tokens in a step"
-    preempting = llm(num_gpu_blocks_override=64)
-    assert sampled(preempting) == expected, "preempted"
-    assert preempting.core.load.num_preemptions > 0
-    before = torch.get_num_threads()
-    try:
-        for num_threads in (1, 2):
-            assert sampled(llm(num_threads=num_threads)) == expected, f"{num_threads} threads"
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_reference_attention_gives_the_tokens_of_the_compiled_one(
     checkpoint: Path, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:

@@ -22,6 +22,7 @@ from tandem.commands.pools import format_age
 from tests.fakes.model_folder import write_model_folder
 from tests.router.pools.owned import Owned, owned
 from tests.router.rig import running
+from tests.waiting import wait_until
 
 
 class Background:
@@ -120,8 +121,14 @@ def test_the_table_shows_the_last_change_and_its_reason(background: Background) 
     last = background.pools().output.splitlines()[-1]
     assert last.startswith("decode: 3 of 3 ready; 1 → 3 by the operator, ")
     assert last.endswith(" ago: requested by an operator")
-    answer = json.loads(background.pools("--json").output)["pools"][1]
-    assert (answer["size"], answer["num_ready"], answer["last_change"]["cause"]) == (3, 3, "operator")
+
+    def found() -> tuple[int | None, int, str]:
+        answer = json.loads(background.pools("--json").output)["pools"][1]
+        return answer["size"], answer["num_ready"], answer["last_change"]["cause"]
+
+    wait_until(
+        lambda: found() == (3, 3, "operator"), lambda: str(found())
+    )  # a stack that is silent for a while has an unknown size
 
 
 def test_a_size_that_the_router_rejects_is_reported_with_its_message(background: Background) -> None:
