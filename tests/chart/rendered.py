@@ -8,9 +8,10 @@ from functools import cache
 from typing import Any
 
 from helm.golden import ci_files
-from helm.rendering import Manifest, read_values, render
+from helm.rendering import CHART, Manifest, read_values, render
 
 NAMES = tuple(ci_files())
+EXAMPLES = {path.stem: path for path in sorted((CHART / "examples").glob("*.yaml"))}
 NAMESPACE = "a-namespace-whose-name-is-exactly-as-long-as-names-may-be-in-dns"[:63]
 COMPONENTS = ("router", "prefill", "decode")
 SCALING = frozenset({"autoscaling", "secure"})
@@ -23,8 +24,8 @@ ENCRYPTED = frozenset({"secure", "tls"})
 
 @cache
 def manifests(name: str) -> tuple[Manifest, ...]:
-    """The objects of ci/NAME-values.yaml, for a release called `on`. Not to be changed."""
-    return tuple(render(read_values(ci_files()[name]), release="on", namespace=NAMESPACE))
+    """The objects of ci/NAME-values.yaml or examples/NAME.yaml, for a release called `on`. Not to be changed."""
+    return tuple(render(read_values({**ci_files(), **EXAMPLES}[name]), release="on", namespace=NAMESPACE))
 
 
 def of_kind(objects: tuple[Manifest, ...] | list[Manifest], kind: str) -> list[Manifest]:

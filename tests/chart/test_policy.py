@@ -27,10 +27,10 @@ from tests.chart.rendered import (
     released,
 )
 
-ADDED_CAPABILITIES = {"nixl-redis": {"IPC_LOCK"}, "everything": {"IPC_LOCK"}}
-"""By ci/ file: what it asks for beside the restricted profile."""
-CLUSTERS_USER = {"everything"}
-"""ci/ files that leave the user to the cluster, as OpenShift wants it."""
+ADDED_CAPABILITIES = {"nixl-redis": {"IPC_LOCK"}, "everything": {"IPC_LOCK"}, "rdma": {"IPC_LOCK"}}
+"""By ci/ file or example: what it asks for beside the restricted profile."""
+CLUSTERS_USER = {"everything", "openshift"}
+"""Those that leave the user to the cluster, as OpenShift wants it."""
 FIXED_SIZES = {
     "everything": {"prefill": 2, "decode": 4},
     "hub": {"prefill": 4, "decode": 2},
@@ -248,7 +248,7 @@ def test_only_routers_and_instances_reach_an_instance(name: str) -> None:
     for policy in of_kind(manifests(name), "NetworkPolicy"):
         if component_of(policy) == "router":
             continue
-        for rule in policy["spec"]["ingress"]:
+        for rule in policy["spec"].get("ingress", []):
             if rule["ports"] == [{"protocol": "TCP", "port": 9100 if name == "everything" else 9090}]:
                 continue
             peers = [one["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in rule["from"]]

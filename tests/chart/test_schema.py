@@ -42,6 +42,10 @@ REFUSED_BY_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "a name in capitals": ({"tls": {"routerName": "Router"}}, "does not match"),
     "no router": ({"router": {"replicas": 0}}, "minimum: got 0"),
     "GPUs that are not used": ({"instance": {"gpu": {"count": 8}}}, "maximum: got 8"),
+    "a name that is no label": ({"nameOverride": "x" * 64}, "maxLength: got 64"),
+    "a name that no Service has": ({"fullnameOverride": "Llm"}, "does not match"),
+    "a label with a space": ({"commonLabels": {"owner": "team a"}}, "does not match"),
+    "a label that is too long": ({"instance": {"podLabels": {"owner": "x" * 64}}}, "maxLength: got 64"),
 }
 
 REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
@@ -57,6 +61,10 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
     "a volume for one node": (
         {"connector": {"name": "shared_storage", "sharedStorage": {"accessModes": ["ReadWriteOnce"]}}},
         "[ReadWriteMany]",
+    ),
+    "a GPU that the engine does not use": (
+        {"pools": {"decode": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}},
+        "alone the engine would use the CPU; set instance.gpu.count=1",
     ),
     "no hub id": ({"model": {"source": "hub"}}, "model.hub.id"),
     "no claim": ({"model": {"source": "claim"}}, "model.claim.name"),

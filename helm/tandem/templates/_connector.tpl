@@ -44,7 +44,7 @@ The names of a list as a space-separated string; `contains` on it would find `re
 {{- $redis := .Values.connector.redis -}}
 {{- $image := $redis.image -}}
 {{- with .Values.global.imageRegistry -}}
-{{- $image = printf "%s/%s" . (splitList "/" $image | rest | join "/") -}}
+{{- $image = printf "%s/%s" (trimSuffix "/" .) (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" $image "") -}}
 {{- end -}}
 {{- $image -}}{{- with $redis.digest -}}@{{ . }}{{- end -}}
 {{- end -}}

@@ -1,12 +1,14 @@
 {{/* Names, labels and images. Every label's value is quoted: a release may be called `on`. */}}
 
-{{/* At most 40 characters, so that every suffix fits into 63; a longer name ends in its own digest. */}}
+{{/* A DNS label that begins with a letter, as Services' names do, of at most 40 characters, so that every suffix fits into 63. A name that is not ends in its own digest. */}}
 {{- define "tandem.fullname" -}}
 {{- $chart := .Values.nameOverride | default .Chart.Name -}}
 {{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name $chart) (contains $chart .Release.Name) -}}
 {{- $name = .Values.fullnameOverride | default $name -}}
-{{- if gt (len $name) 40 -}}
-{{- printf "%s-%s" (trunc 31 $name | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- $label := replace "." "-" $name -}}
+{{- if regexMatch "^[0-9]" $label }}{{ $label = printf "tandem-%s" $label }}{{ end -}}
+{{- if or (gt (len $label) 40) (ne $label $name) -}}
+{{- printf "%s-%s" (trunc 31 $label | trimSuffix "-") (sha256sum $name | trunc 8) -}}
 {{- else -}}
 {{- $name -}}
 {{- end -}}
@@ -60,7 +62,7 @@ annotations:
 
 {{- define "tandem.image" -}}
 {{- $image := .Values.image -}}
-{{- $registry := .Values.global.imageRegistry | default $image.registry -}}
+{{- $registry := .Values.global.imageRegistry | default $image.registry | trimSuffix "/" -}}
 {{- $name := ternary (printf "%s/%s" $registry $image.repository) $image.repository (ne $registry "") -}}
 {{- if $image.digest -}}
 {{- printf "%s@%s" $name $image.digest -}}

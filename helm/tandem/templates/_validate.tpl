@@ -197,6 +197,11 @@
 {{- if ne (len $volumes) (len (uniq $volumes)) -}}
 {{- fail (printf "extraVolumes of %s: a name is there twice; the chart uses %s" $where (slice $volumes 0 12 | join ", ")) -}}
 {{- end -}}
+{{- with .spec.gpu -}}
+{{- if and (eq (int .count) 0) (hasKey ($.spec.resources.limits | default dict) .resource) (not (dig "engine" "device" "" $.spec.settings)) -}}
+{{- fail (printf "resources of %s: with a limit of %s alone the engine would use the CPU; set instance.gpu.count=1 instead, which sets the limit too" $where .resource) -}}
+{{- end -}}
+{{- end -}}
 {{- if hasKey .spec.podAnnotations "checksum/settings" -}}
 {{- fail (printf "podAnnotations of %s: the chart sets checksum/settings itself; name yours differently" $where) -}}
 {{- end -}}

@@ -48,6 +48,7 @@ KINDS = (
     Kind("apps", "v1", "statefulsets", "StatefulSet", _SCALABLE),
     Kind("apps", "v1", "replicasets", "ReplicaSet", _SCALABLE),
     Kind("batch", "v1", "jobs", "Job", ("status",)),
+    Kind("cert-manager.io", "v1", "certificates", "Certificate", ("status",)),
     Kind("coordination.k8s.io", "v1", "leases", "Lease"),
     Kind("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice"),
     Kind("gateway.networking.k8s.io", "v1", "grpcroutes", "GRPCRoute", ("status",)),

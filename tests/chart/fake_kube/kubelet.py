@@ -160,12 +160,20 @@ def named(spec: Object) -> set[tuple[str, str]]:
             if field in volume and not volume[field].get("optional"):
                 found.add((kind, volume[field][name]))
     for container in (*(spec.get("initContainers") or ()), *spec["containers"]):
-        for variable in container.get("env") or ():
-            if reference := (variable.get("valueFrom") or {}).get("secretKeyRef"):
-                found.add(("Secret", reference["name"]))
+        sources = [variable.get("valueFrom") or {} for variable in container.get("env") or ()]
+        for source in (*sources, *(container.get("envFrom") or ())):
+            for field, kind in _SOURCES:
+                if field in source and not source[field].get("optional"):
+                    found.add((kind, source[field]["name"]))
     return found
 
 
+_SOURCES = (
+    ("configMapKeyRef", "ConfigMap"),
+    ("configMapRef", "ConfigMap"),
+    ("secretKeyRef", "Secret"),
+    ("secretRef", "Secret"),
+)
 _VOLUMES = (
     ("configMap", "ConfigMap", "name"),
     ("secret", "Secret", "secretName"),
