@@ -85,6 +85,8 @@ class Load:
         num_clients: int,
         credentials: Credentials = PLAINTEXT,
     ) -> None:
+        self.timeout_s = TIMEOUT_S
+        """Of an answer."""
         self.outcomes: list[Outcome] = []
         """Of every question sent so far, in order; grows while the load runs."""
         self._address = address
@@ -106,7 +108,7 @@ class Load:
     def finish(self) -> list[Outcome]:
         """Sends no more, waits for the running answers, and returns all. Idempotent."""
         self._finishing.set()
-        self._thread.join(TIMEOUT_S + 10)
+        self._thread.join(self.timeout_s + 10)
         assert not self._thread.is_alive(), "answers do not end"
         return self.outcomes
 
@@ -159,7 +161,7 @@ class Load:
         request = generate_request(list(question.prompt), {**question.sampling, "cache_salt": f"round {round_}"})
         assembler = CompletionAssembler(question.sampling.get("n", 1))
         metadata = self._credentials.metadata()
-        async for response in stub.Generate(request, timeout=TIMEOUT_S, metadata=metadata):
+        async for response in stub.Generate(request, timeout=self.timeout_s, metadata=metadata):
             tokens = response.tokens
             outcome.arrivals.append(Arrival(time.monotonic(), tokens.choice, tokens.stream_epoch))
             assembler.add(response)

@@ -163,6 +163,7 @@ class Tide(Load):
 
     def __init__(self, address: str, questions: Sequence[Question], num_clients: int) -> None:
         super().__init__(address, questions, num_clients)
+        self.timeout_s = WAIT_S
         self.num_asking = num_clients
         self._numbers = itertools.count()
 

@@ -26,6 +26,8 @@ from tests.chart.fake_kube.kinds import Object
 from tests.chart.fake_kube.kubelet import SetReady
 from tests.chart.fake_kube.probes import Probe
 
+_TREE = Path(__file__).parents[3]
+"""Whose modules the services run, whichever is installed."""
 _FIRST_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 300.0
 _GONE_WITHIN_S = 20.0
@@ -155,7 +157,8 @@ class Container:
         """The container's own command, or another one inside of it."""
         view = View(self._node, self._pod, self.spec, self._folder)
         argv = view.argv() if command is None else [view.local(word) for word in command]
-        environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **view.environment()}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {"PATH": path, "PYTHONPATH": str(_TREE), **view.environment()}
         with self._log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *argv,
