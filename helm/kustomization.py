@@ -1,7 +1,7 @@
 """The kustomize base: the chart rendered once with kustomize/values.yaml, without what only Helm reads.
 
 The base has no namespace and no Secret. An overlay sets the namespace and creates the key of the page digests in the
-other; docs/kubernetes.md says how.
+other; docs/kubernetes/install.md says how.
 """
 
 from __future__ import annotations

@@ -47,14 +47,14 @@ def test_links_and_anchors_resolve(name: str) -> None:
         assert not anchor or anchor in anchors(target), f"{name}: {target.name} has no heading #{anchor}"
 
 
-def commands(text: str) -> Iterator[list[str]]:
-    """The words of each shell command in a page's console blocks; where a block has prompts, the rest is output. Two
-    spaces begin an explanation, as in the commands' help."""
+def commands(text: str, wanted: re.Pattern[str] = _OURS) -> Iterator[list[str]]:
+    """The words of each shell command in a page's console blocks, of lines with `wanted`; where a block has prompts,
+    the rest is output. Two spaces begin an explanation, as in the commands' help."""
     for block in _CONSOLE.findall(text):
         lines = [re.split(r" {2,}", line.strip())[0] for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines()]
         prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
         for line in prompted or lines:
-            if not _OURS.search(line):
+            if not wanted.search(line):
                 continue
             words = shlex.split(line, comments=True)
             while words:

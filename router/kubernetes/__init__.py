@@ -5,5 +5,5 @@
     actuator.py   Actuator on the scale subresource, leader election by a Lease, and the link that the router owns;
                   imports the package `kubernetes`, so it is imported only where it is used
 
-Everything stays within one namespace and needs only the rights that docs/kubernetes.md lists.
+Everything stays within one namespace and needs only the rights that docs/kubernetes/security.md lists.
 """

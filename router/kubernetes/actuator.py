@@ -81,7 +81,7 @@ class Election:
         except Missing as error:
             raise ClusterError(
                 f"there is no Lease {self.name} in {self.cluster.namespace}: the chart creates it; otherwise see "
-                "docs/kubernetes.md"
+                "docs/kubernetes/security.md"
             ) from error
         is_paused = (lease.metadata.annotations or {}).get(PAUSED, "false") != "false"
         self.pause = f"paused by the annotation {PAUSED} of the Lease {self.name}" if is_paused else None

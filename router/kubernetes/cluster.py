@@ -294,5 +294,5 @@ def _refusal(method: str, path: str, response: aiohttp.ClientResponse, content: 
         wait = response.headers.get("Retry-After", "")
         return _Retryable(message, float(wait) if wait.isdecimal() else None)
     if response.status in (401, 403):
-        message += "; the rights that the router needs are in docs/kubernetes.md"
+        message += "; the rights that the router needs are in docs/kubernetes/security.md"
     return {404: Missing, 409: Conflict}.get(response.status, ClusterError)(message)

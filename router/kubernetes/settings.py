@@ -24,7 +24,7 @@ class Workload(NamedTuple):
 
 
 class KubernetesSettings(Section):
-    """A router in a pod, and the workloads that it may resize. docs/kubernetes.md lists the rights that it needs."""
+    """A router in a pod, and the workloads that it may resize. docs/kubernetes/security.md lists the rights for it."""
 
     prefill: str = setting("", "Owner of the prefill pods, deployment/NAME or statefulset/NAME; empty: not resized.")
     decode: str = setting("", "Owner of the decode pods, deployment/NAME or statefulset/NAME; empty: not resized.")

@@ -192,8 +192,17 @@ def test_monitor_finds_every_component_once(name: str) -> None:
 
 
 def test_every_alert_is_explained() -> None:
-    text = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()
-    assert set(re.findall(r"^\| `(Tandem\w+)`", text, re.MULTILINE)) == set(alerts("monitoring"))
+    """With its severity, where to look and what to do."""
+    text = (CHART.parents[1] / "docs" / "kubernetes" / "alerts.md").read_text()
+    sections = dict(re.findall(r"^## (Tandem\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    (rule,) = of_kind(manifests("monitoring"), "PrometheusRule")
+    severities = {one["alert"]: one["labels"]["severity"] for its in rule["spec"]["groups"] for one in its["rules"]}
+    assert sections.keys() == severities.keys()
+    for alert, section in sections.items():
+        assert section.strip().startswith(f"*{severities[alert]}.* "), alert
+        assert re.search(r"^\*\*Look( and do)?:\*\* ", section, re.MULTILINE), alert
+        assert re.search(r"^\*\*(Look and d|D)o:\*\* ", section, re.MULTILINE), alert
+        assert f"](#{alert.lower()})" in text, alert
 
 
 def test_what_is_not_exported_is_seen(exported: Exported) -> None:

@@ -4,8 +4,9 @@
     n ──the metric over its target, as an HPA orders it──▶ 1..maxReplicaCount
     n ──not active for cooldownPeriod, with a minReplicaCount of 0──▶ 0
 
-An HPA at most doubles a size, or adds four; it shrinks to the most that the window of its `behavior` has wanted. Without
-an answer the size stays. Sizes go to the store, since rights and owners of fields have tests of their own (test_sizes.py).
+An HPA at most doubles a size, or adds four; it shrinks to the most that the window of its `behavior` has wanted.
+Without an answer the size stays. Sizes go to the store, since rights and owners of fields have tests of their own
+(test_sizes.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two pools in a fake Kubernetes, and a router's account there with the rights that docs/kubernetes.md lists."""
+"""Two pools in a fake Kubernetes, and a router's account with the rights that docs/kubernetes/security.md lists."""
 
 from __future__ import annotations
 

@@ -179,4 +179,4 @@ async def test_a_missing_right_is_named(caplog: pytest.LogCaptureFixture) -> Non
                 while 'cannot list resource "endpointslices"' not in caplog.text:
                     await asyncio.sleep(0.01)
             assert followed.now is None
-    assert "docs/kubernetes.md" in caplog.text
+    assert "docs/kubernetes/security.md" in caplog.text
