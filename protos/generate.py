@@ -1,6 +1,6 @@
 """Generates the Python stubs beside the protos: `make protos`, or `make check` with --check.
 
-The protos' packages are `tandem.v1`, `vllm.grpc.engine` and `externalscaler`, and buf's module root is this folder, so
+The protos' packages are `tandem.v1` and those of vLLM, KEDA and Envoy, and buf's module root is this folder, so
 protoc writes `from tandem.v1 import …`. The repository has a package called `tandem` of its own, which a stub must
 never need: those imports are rewritten to `protos.tandem.v1`, and the others' alike. Nothing else of protoc's output is
 touched; the names in the descriptor pool stay `tandem/v1/…`.
@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-PACKAGES = (Path("tandem/v1"), Path("vllm/grpc/engine"), Path("externalscaler"))
+PACKAGES = (Path("tandem/v1"), Path("vllm/grpc/engine"), Path("externalscaler"), Path("envoy/service/ext_proc/v3"))
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 # `from tandem.v1 import x`, `import tandem.v1.x` and, in stubs, the qualified name `tandem.v1.x_pb2.Message`.

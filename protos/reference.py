@@ -31,7 +31,7 @@ _HEAD = """# API reference
 
 Written by `make protos` from the protos; mend it there. The first service is what a backend calls, over gRPC
 ([openai.md](openai.md) has the HTTP API); the others are for Tandem's own processes and its operators, and the last are
-vLLM's and KEDA's. What every rpc may answer stands [below](#tandemv1commonproto) once. A field without `optional` that
+vLLM's, KEDA's and Envoy's. What every rpc may answer stands [below](#tandemv1commonproto) once. A field without `optional` that
 is absent reads as its zero value.
 """
 _ORDER = (

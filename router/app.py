@@ -19,6 +19,8 @@ from protos.tandem.v1 import generation_pb2, pools_pb2, signals_pb2
 from router.admission.capacity import capacity_of
 from router.admission.controller import AdmissionController
 from router.api.admin import PoolsService
+from router.api.endpoint_picker import SERVICE as _PICKER_SERVICE
+from router.api.endpoint_picker import EndpointPicker, RouterEndpoint
 from router.api.grpc import GenerationService
 from router.api.keda import SERVICE as _KEDA_SERVICE
 from router.api.keda import ExternalScaler
@@ -48,10 +50,10 @@ from router.request.request_log import RequestLog
 from router.request.validation import ServedModel
 from router.resilience.safeguards import Safeguards
 from serving import tracing
-from serving.limits import CONTROL
+from serving.limits import CONTROL, PICK
 from serving.metrics import MetricsServer
 from serving.server import Server
-from serving.settings import SettingsError
+from serving.settings import SettingsError, format_address, parse_address
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -87,6 +89,8 @@ class RouterApp:
         self._server = security.clients_server(settings.effective_server, settings.health)
         self._admin = security.admin_server(settings.admin_server) if settings.admin_server else None
         self._signals = security.signals_server(settings.signals_server) if settings.signals_server else None
+        picker = settings.endpoint_picker_server
+        self._picker = security.picker_server(picker) if picker else None
         self._router_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
         # Attempts that come faster than gRPC's own backoff fail without a connection attempt.
         connection = settings.channel.model_copy(update={"max_backoff_ms": int(settings.pools.max_backoff_s * 1000)})
@@ -170,6 +174,11 @@ class RouterApp:
     def signals_address(self) -> str | None:
         """host:port of the routers' calls among each other, None if they are not served; only after `start`."""
         return self._signals.address if self._signals is not None else None
+
+    @property
+    def endpoint_picker_address(self) -> str | None:
+        """host:port of the endpoint picker, None if it is not served; only after `start`."""
+        return self._picker.address if self._picker is not None else None
 
     @property
     def metrics_address(self) -> str | None:
@@ -276,6 +285,10 @@ class RouterApp:
             await self._admin.start()
         if self._signals is not None:
             await self._serve_signals(self._signals)
+        if self._picker is not None:
+            picker = EndpointPicker(self._endpoints, self._settings.http.max_body_bytes)
+            await self._picker.register(_PICKER_SERVICE, picker, {"Process": PICK})
+            await self._picker.start()
         self._metrics_server.start()
         await self.pools.start()
         if self.peers is not None:
@@ -334,9 +347,20 @@ class RouterApp:
             if owner is not None:
                 await owner.close()
         await asyncio.to_thread(self._metrics_server.close)
-        for server in (self._admin, self._signals):
+        for server in (self._admin, self._signals, self._picker):
             if server is not None:
                 await server.stop()
+
+    def _endpoints(self) -> list[RouterEndpoint]:
+        """Of the routers that answer; all of them serve HTTP on one port."""
+        _, port = parse_address(self._settings.http.listen or "")
+        own = self.admission.num_queued
+        hosts = self.peers.hosts if self.peers is not None else ()
+        return [
+            RouterEndpoint(format_address(host, port), own if signals is None else signals.queue.num_queued)
+            for host, signals in hosts
+            if signals is not None or self._is_serving
+        ]
 
     def _num_routers(self) -> int:
         return self.peers.num_routers if self.peers is not None else self._settings.admission.num_routers

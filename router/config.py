@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from router.admission.settings import AdmissionSettings
+from router.api.endpoint_picker import EndpointPickerSettings
 from router.api.openai.server import HttpSettings
 from router.api.security import AuthSettings, RouterTlsSettings
 from router.autoscaler.settings import AutoscalerSettings, SignalSettings
@@ -67,6 +68,7 @@ class RouterSettings(Settings):
     quarantine: QuarantineSettings = QuarantineSettings()
     autoscaler: AutoscalerSettings = AutoscalerSettings()
     signals: SignalSettings = SignalSettings()
+    endpoint_picker: EndpointPickerSettings = EndpointPickerSettings()
     tls: RouterTlsSettings = RouterTlsSettings()
     auth: AuthSettings = AuthSettings()
     health: HealthSettings = HealthSettings()
@@ -85,6 +87,15 @@ class RouterSettings(Settings):
             raise ValueError("pools.stack and kubernetes both own the instances: leave one of them out")
         return self
 
+    @model_validator(mode="after")
+    def _picker_knows_routers(self) -> Self:
+        if self.endpoint_picker.listen is not None and not (self.http.listen and self.signals.routers):
+            raise ValueError(
+                "endpoint_picker.listen needs http.listen, the port of the routers that it picks, and signals.routers, "
+                "by which it knows them"
+            )
+        return self
+
     @property
     def effective_server(self) -> ServerSettings:
         """The server's section with `router.listen` applied."""
@@ -99,6 +110,11 @@ class RouterSettings(Settings):
     def signals_server(self) -> ServerSettings | None:
         """The server's section for the listener of signals; None where there is none."""
         return self._beside(self.signals.listen)
+
+    @property
+    def endpoint_picker_server(self) -> ServerSettings | None:
+        """The server's section for the endpoint picker's listener; None where there is none."""
+        return self._beside(self.endpoint_picker.listen)
 
     def _beside(self, listen: str | None) -> ServerSettings | None:
         return None if listen is None else self._listening_on(listen).model_copy(update={"advertise": None})

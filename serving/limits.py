@@ -40,6 +40,8 @@ class CallPolicy:
 REQUEST = CallPolicy()  # A client's work
 CONTROL = CallPolicy(admit_while_draining=True, counted=False, drain_waits=False, cap_deadline=False)
 """Health, load reports, releases, aborts: admitted beside any number of requests, without a deadline, never awaited."""
+PICK = CallPolicy(admit_while_draining=True, counted=False, drain_waits=False)
+"""The same with a deadline: a caller's choice of a server, which is no request yet."""
 
 
 def peer_key(peer: str) -> str:

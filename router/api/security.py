@@ -2,6 +2,7 @@
 
     clients' port    TLS if there are files; a token if there is a file of tokens; a certificate if one is required
     signals          with TLS a certificate
+    endpoint picker  every Gateway that reaches it; without TLS only on private addresses
     admin listener   a token if it has a file of its own, else with TLS a certificate, else only private addresses
     live page        a token of the operators' file; without one only private addresses, and no tokens or TLS
     instances        dialled with the router's certificate, verified against the CA
@@ -94,6 +95,16 @@ class Security:
                 "tls.cert_file, key_file and ca_file"
             )
         return self._server(settings, None, require_cert=True)
+
+    def picker_server(self, settings: ServerSettings) -> Server:
+        """The server for Gateways, which have no certificates; they learn addresses of routers. Raises SettingsError if
+        it is not private and in plaintext."""
+        if self.files is None and not listens_privately(settings.host):
+            raise SettingsError(
+                f"endpoint_picker.listen: {settings.host} is not a private address: give tls.cert_file, key_file and "
+                "ca_file"
+            )
+        return self._server(settings, None, require_cert=False)
 
     def dial(self, address: str, settings: ChannelSettings) -> grpc.aio.Channel:
         """A channel to an instance."""

@@ -23,6 +23,7 @@ from protos.tandem.v1 import signals_pb2, signals_pb2_grpc
 from router.autoscaler.router_signals import RouterSignals
 from router.autoscaler.settings import SignalSettings
 from router.pools.discovery import ServiceDiscovery
+from serving.settings import parse_address
 
 _log = logging.getLogger(__name__)
 _SILENT_INTERVALS = 3
@@ -80,6 +81,17 @@ class Peers:
     def signals(self) -> Sequence[RouterSignals]:
         """Of every other router that has answered, as of its last answer."""
         return [peer.signals for peer in self._others if peer.signals is not None]
+
+    @property
+    def hosts(self) -> Sequence[tuple[str, RouterSignals | None]]:
+        """Host of each router that answers, and its signals; None: this router."""
+        oldest_s = time.monotonic() - _SILENT_INTERVALS * self._settings.interval_s
+        known = [(parse_address(peer.address)[0], peer) for peer in self._known]
+        return [
+            (host, None if peer.is_self else peer.signals)
+            for host, peer in known
+            if peer.is_self or peer.answered_s >= oldest_s
+        ]
 
     @property
     def _known(self) -> Sequence[_Peer]:
