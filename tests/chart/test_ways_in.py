@@ -10,7 +10,8 @@ import pytest
 from helm_python import HelmError
 
 from helm.rendering import render
-from tests.chart.rendered import manifests, of_kind
+from tests.chart.rendered import component_of, deployment, manifests, of_kind
+from tests.chart.started import Read
 from tests.chart.test_kubernetes_schemas import NEWEST, check
 
 
@@ -36,6 +37,36 @@ def test_an_ingress_leads_to_the_http_api() -> None:
     assert "openai" in ports_of_router(manifests("routes"))
 
 
+def test_an_inference_pool_is_of_the_routers_and_asks_them_where_they_listen(read: Read) -> None:
+    objects = manifests("inference-pool")
+    (pool,), router = of_kind(objects, "InferencePool"), deployment(objects, "router")
+    assert pool["spec"]["selector"] == router["spec"]["selector"]
+    assert pool["spec"]["targetPorts"] == [{"number": ports_of_router(objects)["openai"]}]
+    picker = pool["spec"]["endpointPickerRef"]
+    (service,) = (one for one in of_kind(objects, "Service") if one["metadata"]["name"] == picker["name"])
+    (port,) = service["spec"]["ports"]
+    assert service["spec"]["selector"] == router["spec"]["selector"]["matchLabels"]
+    assert port["port"] == picker["port"]["number"]
+    ports = router["spec"]["template"]["spec"]["containers"][0]["ports"]
+    assert {"name": port["targetPort"], "containerPort": port["port"]} in ports
+    settings, _ = read(objects, "router")
+    assert settings.endpoint_picker_server.port == port["port"]
+    (route,) = of_kind(objects, "HTTPRoute")
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+
+
+def test_only_gateways_ask_the_picker_and_its_name_is_in_the_certificate() -> None:
+    objects = manifests("inference-pool")
+    (policy,) = (one for one in of_kind(objects, "NetworkPolicy") if component_of(one) == "router")
+    (rule,) = (one for one in policy["spec"]["ingress"] if one["ports"] == [{"protocol": "TCP", "port": 50055}])
+    assert rule["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}]
+    tls = {"enabled": True, "certManager": {"issuerRef": {"name": "private"}}}
+    values = {"tls": tls, "router": {"openai": {"enabled": True}}, "inferencePool": {"enabled": True}}
+    (certificate,) = (one for one in of_kind(render(values), "Certificate") if component_of(one) == "router")
+    assert "on-tandem-picker.default.svc" in certificate["spec"]["dnsNames"]
+
+
 @pytest.mark.parametrize(("seconds", "timeouts"), [(0, {"request": "0s"}), (None, None), (90, {"request": "90s"})])
 def test_a_time_limit_of_zero_is_none_and_null_is_the_gateways(seconds: int | None, timeouts: object) -> None:
     http = {"enabled": True, "parentRefs": [{"name": "public"}], "timeoutSeconds": seconds}
@@ -48,6 +79,7 @@ def test_a_time_limit_of_zero_is_none_and_null_is_the_gateways(seconds: int | No
     [
         ({"ingress": {"enabled": True, "hosts": ["a"]}}, "ingress.enabled: it leads to OpenAI"),
         ({"routes": {"http": {"enabled": True, "parentRefs": [{"name": "g"}]}}}, "routes.http.enabled: it leads"),
+        ({"inferencePool": {"enabled": True}}, "inferencePool.enabled: it leads"),
         ({"routes": {"grpc": {"enabled": True}}}, "routes.grpc.parentRefs: name the Gateway"),
         ({"router": {"openai": {"enabled": True}}, "ingress": {"enabled": True}}, "ingress.hosts"),
     ],

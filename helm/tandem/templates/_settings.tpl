@@ -8,6 +8,9 @@
 {{/* What routers show each other of the pools. */}}
 {{- define "tandem.signalsPort" -}}50054{{- end -}}
 
+{{/* Where Gateways ask for a router. */}}
+{{- define "tandem.pickerPort" -}}50055{{- end -}}
+
 {{/* Where routers listen: all addresses of the pod's first family. */}}
 {{- define "tandem.bindAddress" -}}
 {{- .Values.router.bindAddress | default (ternary "::" "0.0.0.0" (eq (first .Values.ipFamilies | default "") "IPv6")) -}}

@@ -118,7 +118,7 @@
 {{/* Rejects ways to ports that are not there, and from nowhere. */}}
 {{- define "tandem.validateWaysIn" -}}
 {{- $routes := .Values.routes -}}
-{{- range $value, $isEnabled := dict "ingress" .Values.ingress.enabled "routes.http" $routes.http.enabled -}}
+{{- range $value, $isEnabled := dict "ingress" .Values.ingress.enabled "routes.http" $routes.http.enabled "inferencePool" .Values.inferencePool.enabled -}}
 {{- if and $isEnabled (not $.Values.router.openai.enabled) -}}
 {{- fail (printf "%s.enabled: it leads to OpenAI's HTTP API; set router.openai.enabled=true" $value) -}}
 {{- end -}}
@@ -155,7 +155,7 @@
 {{/* Rejects two listeners on one port. */}}
 {{- define "tandem.validatePorts" -}}
 {{- $router := .Values.router -}}
-{{- $taken := dict (include "tandem.grpcPort" .) "gRPC" (include "tandem.healthPort" .) "probes" (include "tandem.signalsPort" .) "the routers' signals" -}}
+{{- $taken := dict (include "tandem.pickerPort" .) "the endpoint picker" (include "tandem.grpcPort" .) "gRPC" (include "tandem.healthPort" .) "probes" (include "tandem.signalsPort" .) "the routers' signals" -}}
 {{- $wanted := dict -}}
 {{- if .Values.metrics.enabled }}{{ $_ := set $wanted "metrics.port" .Values.metrics.port }}{{ end -}}
 {{- if $router.openai.enabled }}{{ $_ := set $wanted "router.openai.port" $router.openai.port }}{{ end -}}

@@ -127,6 +127,9 @@ ports:
   {{- if eq .component "router" }}
   - {name: signals, containerPort: {{ include "tandem.signalsPort" .root }}}
   {{- end }}
+  {{- if and (eq .component "router") .root.Values.inferencePool.enabled }}
+  - {name: picker, containerPort: {{ include "tandem.pickerPort" .root }}}
+  {{- end }}
   {{- if include "tandem.servesOpenai" . }}
   - {name: openai, containerPort: {{ .spec.openai.port }}}
   {{- end }}
@@ -183,6 +186,9 @@ volumeMounts:
 - {name: TANDEM_HEALTH__LISTEN, value: "[$(POD_IP)]:{{ include "tandem.healthPort" .root }}"}
 {{- if eq .component "router" }}
 - {name: TANDEM_SIGNALS__LISTEN, value: "[$(POD_IP)]:{{ include "tandem.signalsPort" .root }}"}
+{{- if .root.Values.inferencePool.enabled }}
+- {name: TANDEM_ENDPOINT_PICKER__LISTEN, value: "[$(POD_IP)]:{{ include "tandem.pickerPort" .root }}"}
+{{- end }}
 {{- with .spec.adminListen }}
 - {name: TANDEM_ROUTER__ADMIN_LISTEN, value: {{ . | quote }}}
 {{- end }}

@@ -53,6 +53,7 @@ KINDS = (
     Kind("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice"),
     Kind("gateway.networking.k8s.io", "v1", "grpcroutes", "GRPCRoute", ("status",)),
     Kind("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute", ("status",)),
+    Kind("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool", ("status",)),
     Kind("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject", ("status",)),
     Kind("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor"),
     Kind("monitoring.coreos.com", "v1", "prometheusrules", "PrometheusRule"),

@@ -20,7 +20,13 @@ from tests.chart.fake_kube.selecting import selector_text
 from tests.chart.fake_kube.store import Store, not_found, now
 from tests.chart.schemas import validate
 
-_UNTYPED = ("cert-manager.io", "gateway.networking.k8s.io", "keda.sh", "monitoring.coreos.com")
+_UNTYPED = (
+    "cert-manager.io",
+    "gateway.networking.k8s.io",
+    "inference.networking.k8s.io",
+    "keda.sh",
+    "monitoring.coreos.com",
+)
 """Custom resources: Kubernetes knows their schema by a definition that is not here."""
 _PATCHES: dict[str, Callable[[Any, Any], Any]] = {
     patching.MERGE: patching.merged,
