@@ -16,7 +16,7 @@ from tests.chart.rendered import NAMES, deployment, manifests
 from tests.chart.schemas import validate
 
 OLDEST, NEWEST = "1.27", "1.37"
-SINCE = {"devices": "1.34"}
+SINCE = {"devices": "1.34", "oci": "1.31"}
 """ci/ files that use what is newer than the oldest version."""
 CRDS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "crds.yaml").read_text())
 

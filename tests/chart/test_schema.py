@@ -67,6 +67,11 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         "alone the engine would use the CPU; set instance.gpu.count=1",
     ),
     "no hub id": ({"model": {"source": "hub"}}, "model.hub.id"),
+    "no image with a model": ({"model": {"source": "oci"}}, "model.oci.reference"),
+    "no cache to fill": (
+        {"model": {"source": "hub", "hub": {"id": "a/b", "preload": True}}},
+        "model.hub.cache.create=true",
+    ),
     "no claim": ({"model": {"source": "claim"}}, "model.claim.name"),
     "alerts on nothing": ({"metrics": {"enabled": False, "alerts": {"enabled": True}}}, "metrics.enabled=true"),
     "a monitor of nothing": (

@@ -69,7 +69,7 @@ def test_connector_takes_its_options(name: str, role: str, read: Read) -> None:
 def test_model_is_where_the_service_looks(name: str, component: str, read: Read) -> None:
     settings, process = read(manifests(name), component)
     folder = str(settings.router.model if component == "router" else settings.model.folder)
-    assert process.has(folder) is (name in ("hub", "claim", "everything", "corporate"))
+    assert process.has(folder) is (name in ("hub", "claim", "oci", "everything", "corporate"))
     init = deployment(manifests(name), component)["spec"]["template"]["spec"].get("initContainers", [])
     if init:
         assert f"--local-dir={folder}" in init[0]["args"]

@@ -43,10 +43,7 @@ The names of a list as a space-separated string; `contains` on it would find `re
 {{- define "tandem.redisImage" -}}
 {{- $redis := .Values.connector.redis -}}
 {{- $image := $redis.image -}}
-{{- with .Values.global.imageRegistry -}}
-{{- $image = printf "%s/%s" (trimSuffix "/" .) (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" $image "") -}}
-{{- end -}}
-{{- $image -}}{{- with $redis.digest -}}@{{ . }}{{- end -}}
+{{- include "tandem.mirrored" (dict "root" . "image" $image) -}}{{- with $redis.digest -}}@{{ . }}{{- end -}}
 {{- end -}}
 
 {{- define "tandem.storeClaim" -}}

@@ -6,6 +6,8 @@
 /models/{{ $model.hub.id | replace "/" "--" }}/{{ $model.hub.revision | replace "/" "--" }}
 {{- else if eq $model.source "claim" -}}
 /models{{ with $model.claim.path }}/{{ trimAll "/" . }}{{ end }}
+{{- else if eq $model.source "oci" -}}
+/models{{ with $model.oci.path }}/{{ trimAll "/" . }}{{ end }}
 {{- else -}}
 {{ $model.image.path }}
 {{- end -}}
@@ -23,6 +25,9 @@
 {{- if eq .Values.model.source "claim" }}
 - name: model
   persistentVolumeClaim: {claimName: {{ .Values.model.claim.name | quote }}, readOnly: true}
+{{- else if eq .Values.model.source "oci" }}
+- name: model
+  image: {reference: {{ include "tandem.mirrored" (dict "root" . "image" .Values.model.oci.reference) | quote }}, pullPolicy: {{ .Values.model.oci.pullPolicy }}}
 {{- else if eq .Values.model.source "hub" }}
 - name: model
 {{- if include "tandem.modelCacheClaim" . }}

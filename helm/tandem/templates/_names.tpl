@@ -71,6 +71,12 @@ annotations:
 {{- end -}}
 {{- end -}}
 
+{{/* An image of others, from the mirror if there is one: (dict "root" $ "image" "docker.io/library/redis:7") */}}
+{{- define "tandem.mirrored" -}}
+{{- $mirror := .root.Values.global.imageRegistry -}}
+{{- ternary .image (printf "%s/%s" (trimSuffix "/" $mirror) (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" .image "")) (eq $mirror "") -}}
+{{- end -}}
+
 {{- define "tandem.pullSecrets" -}}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:

@@ -41,6 +41,12 @@
 {{- if and (eq $model.source "hub") (not $model.hub.id) -}}
 {{- fail "model.hub.id: model.source is hub, so give owner/name" -}}
 {{- end -}}
+{{- if and (eq $model.source "oci") (not $model.oci.reference) -}}
+{{- fail "model.oci.reference: model.source is oci, so give the image with the checkpoint" -}}
+{{- end -}}
+{{- if and $model.hub.preload (not (and (eq $model.source "hub") (include "tandem.modelCacheClaim" .))) -}}
+{{- fail "model.hub.preload: it fills the cache; set model.source=hub, and model.hub.cache.create=true or model.hub.cache.existingClaim" -}}
+{{- end -}}
 {{- if and (eq $model.source "claim") (not $model.claim.name) -}}
 {{- fail "model.claim.name: model.source is claim, so give the PersistentVolumeClaim with the checkpoint" -}}
 {{- end -}}
