@@ -212,7 +212,7 @@ def check_kubectl(words: list[str]) -> None:
     verb, *rest = words
     arguments, options = options_of(rest, KUBECTL[verb])
     if verb in ("auth", "rollout"):
-        assert arguments[0] in ("can-i", "status", "restart")
+        assert arguments[0] in ("can-i", "status", "restart", "pause", "resume")
         arguments = arguments[2 if verb == "auth" else 1 :]
     if verb == "create":
         assert arguments[:2] == ["secret", "generic"]

@@ -11,6 +11,7 @@ import pytest
 
 from protos.tandem.v1 import generation_pb2_grpc
 from router.app import RouterApp
+from router.pools.instance_info import Role
 from router.request.validation import ServedModel
 from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids
@@ -71,3 +72,18 @@ async def test_a_rolling_change_of_weights_fails_and_mixes_no_request(
             await apps[1].stop()
     assert [one for one in answers if one not in OF_BOTH] == []
     assert {tuple(one) for one in answers} == {tuple(one) for one in OF_BOTH}
+
+
+def renewed(role: Role, name: str) -> FakeInstance:
+    """With the new weights from its start."""
+    return FakeInstance(role, name, behaviour=slow(0.0, weights=1), identity={"weights_digest": "new"})
+
+
+async def test_one_new_pair_takes_its_part_of_the_requests_and_mixes_none(run: Run) -> None:
+    """As where a rollout is paused after its first new pods (docs/kubernetes/update.md)."""
+    decode = [*decodes(slow(0.0), slow(0.0), slow(0.0)), renewed("decode", "decode-new")]
+    prefill = [*prefills(slow(0.0)), renewed("prefill", "prefill-new")]
+    async with run(prefill=prefill, decode=decode, disaggregation={"mode": "always"}) as rig:
+        answers = [(await rig.generate(max_tokens=NUM_TOKENS)).ids() for _ in range(80)]
+    assert [one for one in answers if one not in OF_BOTH] == []
+    assert 5 <= sum(one == OF_BOTH[1] for one in answers) <= 40
