@@ -286,7 +286,7 @@ class RouterApp:
         if self._signals is not None:
             await self._serve_signals(self._signals)
         if self._picker is not None:
-            picker = EndpointPicker(self._endpoints, self._settings.http.max_body_bytes)
+            picker = EndpointPicker(self._endpoints)
             await self._picker.register(_PICKER_SERVICE, picker, {"Process": PICK})
             await self._picker.start()
         self._metrics_server.start()

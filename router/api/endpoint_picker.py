@@ -29,6 +29,8 @@ HEADER = "x-gateway-destination-endpoint"
 SUBSET = "x-gateway-destination-endpoint-subset"
 _FULL_DUPLEX = 4
 _REPLACED = 2
+_HELD_BYTES = 1 << 20
+"""Of a body: a longer one goes on as it comes, without a key."""
 _KEY_CHARS = 4096
 """Of a prompt: what distinguishes conversations is at the beginning, and the next turn begins alike."""
 
@@ -57,7 +59,6 @@ class EndpointPicker:
     """Belongs to one event loop."""
 
     routers: Callable[[], Sequence[RouterEndpoint]]
-    max_body_bytes: int
 
     async def Process(
         self, requests: AsyncIterator[ext_proc.ProcessingRequest], context: Context
@@ -65,26 +66,37 @@ class EndpointPicker:
         first = await anext(requests, None)
         if first is None or first.WhichOneof("request") != "request_headers":
             raise InvalidArgument("the stream begins with something else than the headers of a request")
-        chunks: list[ext_proc.ProcessingRequest] = []
-        if _body_comes(first):
-            num_bytes = 0
-            async for part in requests:
-                chunks.append(part)
-                num_bytes += len(part.request_body.body)
-                if num_bytes > self.max_body_bytes:
-                    yield _immediate(413, f"the body is larger than {self.max_body_bytes} bytes")
-                    return
-                if part.request_body.end_of_stream or part.HasField("request_trailers"):
-                    break
-        key = conversation(b"".join(part.request_body.body for part in chunks))
+        held = [part async for part in _beginning_of(requests)] if _body_comes(first) else []
+        key = conversation(b"".join(part.request_body.body for part in held))
         allowed = _subset(first.metadata_context)
         candidates = [one for one in self.routers() if allowed is None or one.address in allowed]
         if not candidates:
-            yield _immediate(503, "no router is known" if allowed is None else "none of the endpoints is a router")
+            yield _unavailable("no router is known" if allowed is None else "none of the endpoints is a router")
             return
         yield _destination(in_order(candidates, key or secrets.token_hex(8)))
-        for part in chunks:
+        for part in held:
             yield _continued(part)
+        if held and not _is_last(held[-1]):
+            async for part in requests:
+                yield _continued(part)
+                if _is_last(part):
+                    return
+
+
+async def _beginning_of(
+    requests: AsyncIterator[ext_proc.ProcessingRequest],
+) -> AsyncIterator[ext_proc.ProcessingRequest]:
+    """Parts of a body to its end, or until they are as many bytes as are held back for a pick."""
+    num_bytes = 0
+    async for part in requests:
+        yield part
+        num_bytes += len(part.request_body.body)
+        if _is_last(part) or num_bytes > _HELD_BYTES:
+            return
+
+
+def _is_last(part: ext_proc.ProcessingRequest) -> bool:
+    return part.request_body.end_of_stream or part.HasField("request_trailers")
 
 
 def in_order(routers: Iterable[RouterEndpoint], key: str) -> list[str]:
@@ -99,7 +111,7 @@ def in_order(routers: Iterable[RouterEndpoint], key: str) -> list[str]:
 
 def conversation(body: bytes) -> str | None:
     """What all turns of one conversation have in common: `prompt_cache_key`, or the beginning of the messages or of the
-    prompt. None: nothing, or no JSON object."""
+    prompt. None: nothing, or no whole JSON object."""
     try:
         fields = json.loads(body)
     except ValueError:
@@ -162,7 +174,7 @@ def _continued(part: ext_proc.ProcessingRequest) -> ext_proc.ProcessingResponse:
     return ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse(response=common))
 
 
-def _immediate(status: int, why: str) -> ext_proc.ProcessingResponse:
-    code = ext_proc.HttpStatus(code=status)
+def _unavailable(why: str) -> ext_proc.ProcessingResponse:
+    code = ext_proc.HttpStatus(code=503)
     response = ext_proc.ImmediateResponse(status=code, body=why.encode(), details="tandem_endpoint_picker")
     return ext_proc.ProcessingResponse(immediate_response=response)
