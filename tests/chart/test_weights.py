@@ -43,7 +43,10 @@ def test_the_preload_fetches_what_an_instance_fetches_to_the_same_place() -> Non
         assert name in {one["name"] for one in job.spec["volumes"]}
     (claim,) = (one for one in job.spec["volumes"] if one["name"] == "model")
     assert claim in decode["volumes"]
-    assert job.owner["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    hook = job.owner["metadata"]["annotations"]
+    assert hook["helm.sh/hook"] == "pre-install,pre-upgrade"
+    (policy,) = (one for one in of_kind(objects, "NetworkPolicy") if component_of(one) == "preload")
+    assert policy["metadata"]["annotations"] == {**hook, "helm.sh/hook-weight": "-1"}
 
 
 def revision(commit: str) -> dict[str, Any]:

@@ -106,3 +106,10 @@ decode instance: (dict "root" $ "component" "decode")
 {{- $instance := add 300 $model.startupSeconds (ternary $model.hub.downloadSeconds 0 (eq $model.source "hub")) -}}
 {{- ternary (add $instance 120) $instance (eq .component "router") -}}
 {{- end -}}
+
+{{/* Annotations of what the download before an upgrade needs; of its network policy too, which must be there first: (dict "root" $ "weight" "0") */}}
+{{- define "tandem.preloadHook" -}}
+helm.sh/hook: {{ ternary "pre-install,pre-upgrade" "pre-upgrade" (ne .root.Values.model.hub.cache.existingClaim "") }}
+helm.sh/hook-weight: {{ .weight | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end -}}
