@@ -31,8 +31,8 @@ _HEAD = """# API reference
 
 Written by `make protos` from the protos; mend it there. The first service is what a backend calls, over gRPC
 ([openai.md](openai.md) has the HTTP API); the others are for Tandem's own processes and its operators, and the last are
-vLLM's, KEDA's and Envoy's. What every rpc may answer stands [below](#tandemv1commonproto) once. A field without `optional` that
-is absent reads as its zero value.
+vLLM's, KEDA's and Envoy's. What every rpc may answer stands [below](#tandemv1commonproto) once. A field without
+`optional` that is absent reads as its zero value.
 """
 _ORDER = (
     *("generation", "common", "pools", "instance", "prefill", "decode", "kv_transfer", "stack", "signals"),
