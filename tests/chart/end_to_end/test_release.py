@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -69,9 +68,9 @@ async def replaced(release: Release, tide: Tide, chart: Chart | None) -> None:
 
 
 def num_streams_while_draining(release: Release) -> int:
-    """Calls that instances had when they began to refuse."""
-    logs = "".join(log for pod, log in release.kube.processes.logs.items() if "-decode-" in pod)
-    return sum(int(count) for count in re.findall(r"draining: refusing, (\d+) calls", logs))
+    """Streams that decode instances ended after they had begun to drain."""
+    logs = (log for pod, log in release.kube.processes.logs.items() if "-decode-" in pod)
+    return sum(log.partition("draining: not ready")[2].count('"event": "finished"') for log in logs)
 
 
 async def test_a_release_grows_shrinks_changes_its_model_and_loses_nothing(
