@@ -23,7 +23,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from engine.core.async_engine import AsyncEngine
 from engine.generation_config import GenerationDefaults
-from engine.sampling.constraints import has_xgrammar
+from engine.sampling.constraints import CONSTRAINTS, has_xgrammar
 from engine.text.tokenizer import Tokenizer, supports_constraints
 from instance.config import InstanceSettings, engine_config
 from instance.convert import Limits, common_fields
@@ -227,6 +227,7 @@ class InstanceServer:
 
     def info(self) -> instance_pb2.GetInstanceInfoResponse:
         """Identity and sizes of this instance; only once it listens."""
+        is_constraining = has_xgrammar() and supports_constraints(self.choices.tokenizer)
         return instance_pb2.GetInstanceInfoResponse(
             instance_id=self.instance_id,
             instance_epoch=self.instance_epoch,
@@ -236,7 +237,8 @@ class InstanceServer:
             model=self.settings.model_name,
             domain=self.settings.instance.domain,
             block_size=self.identity.block_size,
-            supports_constraints=has_xgrammar() and supports_constraints(self.choices.tokenizer),
+            supports_constraints=is_constraining,
+            constraints=CONSTRAINTS if is_constraining else (),
             **common_fields(self.engine.info, instance_pb2.GetInstanceInfoResponse),
         )
 

@@ -130,8 +130,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
+    def constraint_name(self) -> str | None:
+        """The field of CONSTRAINTS that is set."""
+        if self.json_object:
+            return "json_object"
+        return next((name for name in CONSTRAINTS[1:] if getattr(self, name) is not None), None)
+
+    @property
     def is_constrained(self) -> bool:
-        return self.json_object or any(getattr(self, name) is not None for name in CONSTRAINTS[1:])
+        return self.constraint_name is not None
 
     @property
     def constraint(self) -> Constraint | None:

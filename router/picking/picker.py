@@ -15,7 +15,6 @@ from router.picking.scorers import ViewScorer, queue_score
 from router.pools.instance_info import Identity, InstanceKey, InstanceView, Mismatch
 
 Filter = Callable[[InstanceView], str | None]
-CONSTRAINTS_REQUIRE = f"a tokenizer and xgrammar ({INSTALL_XGRAMMAR})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +58,25 @@ def same_identity(identity: Identity) -> Filter:
     return lambda view: _described(identity.mismatch(view.info.identity))
 
 
-def supports_constraints(view: InstanceView) -> str | None:
-    """Only instances that do not ignore a request's constraint."""
-    if view.info.supports_constraints:
+def supports_constraint(name: str) -> Filter:
+    """Only instances that do not ignore this field of a request."""
+
+    def check(view: InstanceView) -> str | None:
+        supported = view.info.constraints
+        return None if name in supported else f"does not support {_unsupported(name, has_others=bool(supported))}"
+
+    return check
+
+
+def unsupported_constraint(name: str, views: Sequence[InstanceView]) -> str | None:
+    """What none of the instances supports, for the client; None if one does, or there are none."""
+    if not views or any(name in view.info.constraints for view in views):
         return None
-    return f"does not support constraints, which require {CONSTRAINTS_REQUIRE}"
+    return _unsupported(name, has_others=any(view.info.constraints for view in views))
+
+
+def _unsupported(name: str, *, has_others: bool) -> str:
+    return name if has_others else f"constraints, which require a tokenizer and xgrammar ({INSTALL_XGRAMMAR})"
 
 
 def pairs_with(decode: InstanceView) -> Filter:

@@ -63,8 +63,8 @@ def make_plan(
     A choice prefers the instances that it names: its siblings have just run the same prompt there.
     """
     filters = picker.default_filters(excluded, choice.required_identity)
-    if choice.request.params.is_constrained:
-        filters.append(picker.supports_constraints)
+    if (constraint := choice.request.params.constraint_name) is not None:
+        filters.append(picker.supports_constraint(constraint))
     if settings.mode == "auto":
         placed = _by_objectives(decode_views, prefill_views, choice, filters, rng, criteria)
         if placed is not None:
@@ -143,8 +143,9 @@ def _has_place(view: InstanceView, num_tokens: int) -> bool:
 
 def _without_decode(choice: Choice, decode_views: Sequence[InstanceView]) -> str:
     """The message for the client. It names what no instance supports, because waiting would not help."""
-    if choice.request.params.is_constrained and decode_views and all(map(picker.supports_constraints, decode_views)):
-        return f"no decode instance supports constraints, which require {picker.CONSTRAINTS_REQUIRE}"
+    constraint = choice.request.params.constraint_name
+    if constraint is not None and (problem := picker.unsupported_constraint(constraint, decode_views)) is not None:
+        return f"no decode instance supports {problem}"
     return "no decode instance is available"
 
 

@@ -23,6 +23,9 @@ WIRE_ROLES: dict[Role, instance_pb2.Role.ValueType] = {
 }
 ROLES: dict[instance_pb2.Role.ValueType, Role] = {value: role for role, value in WIRE_ROLES.items()}
 
+_CONSTRAINTS_BEFORE_NAMES = ("json_object", "json_schema", "regex", "choice", "grammar")
+"""What an instance supports that supports constraints and names none."""
+
 
 def _same_named(kind: type[InstanceInfo | LoadReport], message: Message) -> dict[str, Any]:
     """The fields of `kind` that the message has under the same name."""
@@ -92,7 +95,8 @@ class InstanceInfo:
     bytes_per_block: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    supports_constraints: bool = False
+    constraints: frozenset[str] = frozenset()
+    """The members of SamplingParams.constraint that it follows; it would ignore others."""
     domain: str = ""
     """Its network domain; empty: unknown."""
 
@@ -106,6 +110,8 @@ class InstanceInfo:
         values = _same_named(cls, message)
         values["role"] = ROLES.get(message.role)
         values["identity"] = Identity.from_wire(message.identity)
+        named = message.constraints or _CONSTRAINTS_BEFORE_NAMES
+        values["constraints"] = frozenset(named if message.supports_constraints else ())
         return cls(epoch=message.instance_epoch, **values)
 
 

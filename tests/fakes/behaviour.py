@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.sampling.constraints import CONSTRAINTS
 from protos.tandem.v1 import instance_pb2
 from serving.errors import InvalidArgument, Overloaded, ServiceError
 
@@ -48,8 +50,8 @@ class Behaviour:
     """Ends with STOP at the token with this index."""
     writes: str = ""
     """Its text, three characters a token, which ends with STOP; empty: that of its tokens."""
-    supports_constraints: bool = True
-    """False: one of a time before constraints, which would ignore them."""
+    constraints: Sequence[str] = CONSTRAINTS
+    """Those that it names; it would ignore others."""
     weights: int = 0
     """Its tokens are those of the request's seed plus this: another number stands for other weights."""
     streams_tokens: bool = True

@@ -187,7 +187,8 @@ class FakeInstance:
             block_size=16,
             kv_connector="fake",
             max_num_seqs=self.behaviour.slots or 0,
-            supports_constraints=self.behaviour.supports_constraints,
+            supports_constraints=bool(self.behaviour.constraints),
+            constraints=self.behaviour.constraints,
         )
 
     async def beats(self) -> AsyncIterator[instance_pb2.WatchLoadResponse]:

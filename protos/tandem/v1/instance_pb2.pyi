@@ -3,8 +3,10 @@
 isort:skip_file
 Identity, load and drain of an instance."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos.tandem.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
@@ -81,6 +83,7 @@ class GetInstanceInfoResponse(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     SUPPORTS_CONSTRAINTS_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
+    CONSTRAINTS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Stable, readable name."""
     instance_epoch: _builtins.str
@@ -108,12 +111,18 @@ class GetInstanceInfoResponse(_message.Message):
     max_num_batched_tokens: _builtins.int
     """Token budget of one step."""
     supports_constraints: _builtins.bool
-    """Whether it follows SamplingParams.constraint. One that does not, an older one or one without a tokenizer, would ignore it."""
+    """Whether it follows those of SamplingParams.constraint that `constraints` names. One without a tokenizer does not."""
     domain: _builtins.str
     """Network domain, such as a zone or a rack, within which hand-overs are fast; empty: unknown."""
     @_builtins.property
     def identity(self) -> _common_pb2.Identity:
         """Its model, dtype and KV layout."""
+
+    @_builtins.property
+    def constraints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The members of SamplingParams.constraint that it follows, by name. Empty with supports_constraints, as from versions before this
+        field: json_object, json_schema, regex, choice and grammar.
+        """
 
     def __init__(
         self,
@@ -134,10 +143,11 @@ class GetInstanceInfoResponse(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         supports_constraints: _builtins.bool = ...,
         domain: _builtins.str = ...,
+        constraints: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "domain", b"domain", "identity", b"identity", "instance_epoch", b"instance_epoch", "instance_id", b"instance_id", "kv_connector", b"kv_connector", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "supports_constraints", b"supports_constraints", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "constraints", b"constraints", "domain", b"domain", "identity", b"identity", "instance_epoch", b"instance_epoch", "instance_id", b"instance_id", "kv_connector", b"kv_connector", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "supports_constraints", b"supports_constraints", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -199,6 +199,7 @@ async def test_the_service_can_be_switched_off(run: Run) -> None:
         ({"json_schema": "{}"}, {"json_schema": "{}"}),
         ({"regex": "a+"}, {"regex": "a+"}),
         ({"grammar": "root ::= [a]"}, {"grammar": "root ::= [a]"}),
+        ({"structural_tag": "{}"}, {"structural_tag": "{}"}),
         ({"choice": vllm.ChoiceConstraint(choices=["a", "b"])}, {"choice": common_pb2.Texts(texts=["a", "b"])}),
     ],
 )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 
 from engine.core.messages import StepCost
+from engine.sampling.constraints import CONSTRAINTS
 from engine.sampling.params import SamplingParams
+from protos.tandem.v1 import instance_pb2
 from router.picking.affinity import Affinity
 from router.picking.by_objectives import AimSource
 from router.picking.disaggregation import Decision, Reason
@@ -248,10 +251,6 @@ def test_without_a_decode_instance_nothing_is_decided() -> None:
 
 
 def test_a_constrained_request_goes_only_to_instances_that_support_it() -> None:
-    def able(role: Role, name: str = "") -> InstanceView:
-        one = view(role, name)
-        return replace(one, info=replace(one.info, supports_constraints=True))
-
     decode, wanted = [view("decode", "old"), able("decode", "new")], choice(regex="a")
     found = planned(decode, [view("prefill", "old"), able("prefill", "new")], wanted, mode="always")
     assert found.prefill is not None
@@ -261,6 +260,25 @@ def test_a_constrained_request_goes_only_to_instances_that_support_it() -> None:
     assert "does not support constraints" in none.why
     assert "structured-output" in none.message
     assert planned(decode[:1], [], choice()).decode.instance.key.address == "old"
+
+
+def able(role: Role, name: str = "", constraints: Sequence[str] = CONSTRAINTS) -> InstanceView:
+    one = view(role, name)
+    message = instance_pb2.GetInstanceInfoResponse(supports_constraints=True, constraints=constraints)
+    return replace(one, info=replace(one.info, constraints=InstanceInfo.from_wire(message).constraints))
+
+
+@pytest.mark.parametrize("constraints", [[], ["regex", "grammar"]], ids=["an older version", "a list"])
+def test_a_constraint_goes_only_to_instances_that_name_it(constraints: list[str]) -> None:
+    """An instance that does not know a field of the request ignores it in silence."""
+    old, wanted = able("decode", "old", constraints), choice(structural_tag="{}")
+    found = planned([old, able("decode", "new")], [able("prefill", "old", constraints)], wanted)
+    assert (found.decode.instance.key.address, found.prefill) == ("new", None)
+    assert planned([old], [], choice(regex="a")).decode.instance.key.address == "old"
+    none = plan([old], [able("prefill")], wanted)
+    assert isinstance(none, NoPlan)
+    assert none.why == "old: does not support structural_tag"
+    assert none.message == "no decode instance supports structural_tag"
 
 
 # By objectives

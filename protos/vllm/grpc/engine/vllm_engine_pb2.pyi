@@ -107,7 +107,7 @@ class SamplingParams(_message.Message):
     grammar: _builtins.str
     """Grammar."""
     structural_tag: _builtins.str
-    """Structural tag; not supported."""
+    """Structural tag."""
     json_object: _builtins.bool
     """Any JSON object."""
     logprobs: _builtins.int

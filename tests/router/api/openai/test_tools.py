@@ -256,3 +256,16 @@ async def test_an_invalid_tool_is_named(run_http: RunHttp, options: dict[str, An
             await chat(http, **options)
         assert raised.value.param == param
         assert said in raised.value.message
+
+
+async def test_a_required_call_never_reaches_an_instance_that_would_ignore_its_constraint(run_http: RunHttp) -> None:
+    async with run_http(**writing(CALLS, constraints=["json_schema"])) as http:
+        for _ in range(8):
+            await chat(http, tool_choice="required")
+        old, new = (len(fake.recorded("decode")) for fake in http.rig.decode)
+        assert (old, new) == (0, 8)
+    fleet = writing(CALLS, constraints=["json_schema"])
+    async with run_http(prefill=fleet["prefill"], decode=fleet["decode"][:1]) as http:
+        with pytest.raises(openai.InternalServerError, match="no decode instance supports structural_tag"):
+            await chat(http, tool_choice="required")
+        await chat(http)
