@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from engine.errors import InvalidRequest, shown
@@ -64,7 +65,8 @@ def check_constraint(fields: dict[str, Any]) -> Constraint | None:
         case "choice":
             return Constraint("grammar", _grammar_of_choice(value))
         case "json_schema":
-            return Constraint("json_schema", checked_schema(_text(name, value, MAX_CONSTRAINT_BYTES), _check_pattern))
+            text = _text(name, value, MAX_CONSTRAINT_BYTES)
+            return Constraint("json_schema", checked_schema(text, _translated_pattern))
         case "regex":
             return Constraint("regex", translated_regex(name, _text(name, value, MAX_REGEX_CHARS)))
         case "grammar":
@@ -112,8 +114,8 @@ def _escaped(text: str) -> str:
     return re.sub(r'["\\\x00-\x1f\x7f]', lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def _check_pattern(pattern: str) -> None:
-    translated_regex("pattern", pattern, in_json=True)
+def _translated_pattern(pattern: str) -> str:
+    return translated_regex("pattern", pattern, in_json=True)
 
 
 # Regular expressions: Python's syntax and, with re.ASCII, its meaning; the whole output must match.
@@ -123,6 +125,9 @@ _CLASS_ESCAPES = "dDwWsS"
 _CHARACTER_ESCAPES = "nrtfv"
 _REPEAT = re.compile(r"\{[0-9]{1,9}(,[0-9]{0,9})?\}")
 _HEX = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4})")
+_AS_GRAMMAR = "é{0}"
+"""Changes no text of a pattern. xgrammar makes an automaton of a pattern that is ASCII alone, at times a wrong one:
+that of `a(x[0-9]+)?b` has `a1b`. Of others, and of regular expressions outside of JSON, it makes a grammar."""
 _ALLOWED = (
     "characters, classes, groups without names, alternatives, * + ? {m} {m,} {m,n}, "
     r"\d \D \w \W \s \S, ^ and $ at the ends of alternatives"
@@ -143,9 +148,9 @@ def translated_regex(field: str, regex: str, *, in_json: bool = False) -> str:
         if depth > _MAX_GROUPS or depth < 0:
             problem = f"groups are nested more than {_MAX_GROUPS} deep" if depth > 0 else "')' closes no group"
             raise InvalidRequest(field, f"at position {position}: {problem}", _ALLOWED)
-        parts.append(token if in_json else _translated(token))
+        parts.append(_translated_in_json(token) if in_json else _translated(token))
         position += len(token)
-    return "".join(parts)
+    return "".join(parts) + (_AS_GRAMMAR if in_json else "")
 
 
 def _tokens(field: str, regex: str) -> Iterator[str]:
@@ -195,7 +200,13 @@ def _problem(regex: str, position: int, token: str, depth: int, *, in_json: bool
         return f"{shown(token)}, which JSON would escape,"
     if in_json and any(escape[1] in _CHARACTER_ESCAPES + "xu" for escape in pieces):
         return f"{shown(token)}, which JSON would escape,"
+    if in_json and _is_class(token) and not _class_in_json(token):
+        return f"{shown(token)}, which matches no character that JSON does not escape,"
     return None
+
+
+def _is_class(token: str) -> bool:
+    return token == "." or token[0] == "[" or (token[0] == "\\" and token[1] in _CLASS_ESCAPES)
 
 
 def _translated(token: str) -> str:
@@ -207,3 +218,26 @@ def _translated(token: str) -> str:
     if token.startswith("["):
         return re.sub(r"\\(.)", lambda match: _SPACES if match[1] == "s" else match[0], token, flags=re.DOTALL)
     return token
+
+
+def _translated_in_json(token: str) -> str:
+    """For the inside of a JSON string. The whole string matches in any case, so that `^` and `$` may be left out."""
+    return "" if token in ("^", "$") else _class_in_json(token) if _is_class(token) else token
+
+
+def _class_in_json(token: str) -> str:
+    """The characters of `token` that JSON does not escape; empty if there are none."""
+    try:
+        matches = re.compile(token, re.ASCII).fullmatch
+    except re.error:
+        return token  # the compiler says why
+    is_part = [code >= 0x20 and chr(code) not in '"\\' and matches(chr(code)) is not None for code in range(0x80)]
+    if matches("é"):  # as all characters do that are not ASCII
+        return f"[^{_ranges(not one for one in is_part)}]"
+    return f"[{_ranges(is_part)}]" if any(is_part) else ""
+
+
+def _ranges(is_part: Iterable[bool]) -> str:
+    """The codes that are part of it, as inside a class."""
+    runs = [(one, [code for code, _ in run]) for one, run in groupby(enumerate(is_part), key=lambda pair: pair[1])]
+    return "".join(f"\\x{codes[0]:02x}-\\x{codes[-1]:02x}" for one, codes in runs if one)

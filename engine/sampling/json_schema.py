@@ -4,7 +4,7 @@
 
 Anything else is rejected with its path and keyword: xgrammar would ignore it, and the output would not satisfy the
 schema. As in OpenAI's strict mode objects have the declared properties alone, unless `additionalProperties` says
-otherwise. `format` describes the spelling. Unknown keywords have no effect, as JSON Schema prescribes.
+otherwise. Unknown keywords have no effect, as JSON Schema prescribes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,23 @@ _NUMBER_DIGITS = 6
 """Decimals of the bounds of a number."""
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_FORMATS = (
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uri-reference", "uuid",
-)  # fmt: skip
+_YEAR = r"(\d{3}[1-9]|\d\d[1-9]\d|\d[1-9]\d\d|[1-9]\d{3})"
+_LEAP_YEAR = r"(\d\d(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DAY = r"((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
+_DATE = rf"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR = r"([01]\d|2[0-3])"
+_TIME = rf"{_HOUR}:[0-5]\d:[0-5]\d(\.\d{{1,9}})?(Z|[+-]{_HOUR}:[0-5]\d)"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,28}[A-Za-z0-9])?"
+_OCTET = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+_FORMATS = {
+    **dict.fromkeys(("duration", "email", "ipv6", "uri", "uri-reference", "uuid")),
+    "date": _DATE,
+    "date-time": f"{_DATE}T{_TIME}",
+    "hostname": rf"{_LABEL}(\.{_LABEL}){{0,7}}",
+    "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
+    "time": _TIME,
+}
+"""With the pattern of those whose values xgrammar spells too freely: the 31st of February, labels of any length."""
 _UNSUPPORTED = frozenset({
     "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "additionalItems", "contains",
     "dependencies", "dependentRequired", "dependentSchemas", "disallow", "divisibleBy", "else", "extends", "id", "if",
@@ -48,11 +62,11 @@ _OF_TYPE = {
 }  # fmt: skip
 _ASSERTIONS = frozenset({"type", *_ALTERNATIVES, *itertools.chain.from_iterable(_OF_TYPE.values())})
 
-PatternCheck = Callable[[str], object]
+PatternTranslation = Callable[[str], str]
 
 
-def checked_schema(text: str, check_pattern: PatternCheck) -> str:
-    """The schema in `text` as xgrammar is to read it. `check_pattern` raises InvalidRequest for a `pattern`.
+def checked_schema(text: str, translated_pattern: PatternTranslation) -> str:
+    """The schema in `text` as xgrammar is to read it. `translated_pattern` raises InvalidRequest for a `pattern`.
 
     Raises InvalidRequest with the path of the subschema and the keyword.
     """
@@ -66,7 +80,7 @@ def checked_schema(text: str, check_pattern: PatternCheck) -> str:
         raise InvalidRequest(
             "json_schema", f"is nested more than {MAX_JSON_DEPTH} deep", f"at most {MAX_DEPTH} schemas"
         )
-    _Checker(schema, check_pattern).check()
+    _Checker(schema, translated_pattern).check()
     return json.dumps(schema)
 
 
@@ -87,10 +101,11 @@ def _wrong(path: str, keyword: str, problem: str, allowed: str | None = None) ->
 class _Checker:
     """Checks a parsed schema, and what it refers to, once."""
 
-    def __init__(self, root: Any, check_pattern: PatternCheck) -> None:
+    def __init__(self, root: Any, translated_pattern: PatternTranslation) -> None:
         self._root = root
-        self._check_pattern = check_pattern
+        self._translated_pattern = translated_pattern
         self._checked: set[str] = set()
+        self._translated: set[int] = set()
         self._num_properties = 0
         self._num_values = 0
 
@@ -162,12 +177,16 @@ class _Checker:
             present = [keyword for keyword in keywords if keyword in schema]
             if present and not types and type_name in ("string", "number"):
                 raise _wrong(path, present[0], "requires type")
-        if types & {"object"} or (not types and _has_any(schema, _OF_TYPE["object"])):
+        if not types:
+            types = {name for name in ("object", "array") if _has_any(schema, _OF_TYPE[name])}
+            if len(types) > 1:
+                raise _wrong(path, "properties and items together", "require type")
+            if types:
+                schema["type"] = next(iter(types))  # xgrammar ignores maxProperties without
+        if "object" in types:
             self._check_object(schema, path)
-        if types & {"array"} or (not types and _has_any(schema, _OF_TYPE["array"])):
+        if "array" in types:
             self._check_array(schema, path)
-        if not types and _has_any(schema, _OF_TYPE["object"]) and _has_any(schema, _OF_TYPE["array"]):
-            raise _wrong(path, "properties and items together", "require type")
         if "string" in types:
             self._check_string(schema, path)
         if types & {"integer", "number"}:
@@ -195,8 +214,11 @@ class _Checker:
         if self._num_properties > MAX_PROPERTIES:
             raise _wrong(path, "properties", f"makes more than {MAX_PROPERTIES} properties in all")
         _check_count(schema, path, "minProperties", "maxProperties")
-        if schema.get("minProperties") and schema.get("additionalProperties", False) is not False:
-            raise _wrong(path, "minProperties", "together with additionalProperties is not supported")
+        if schema.get("minProperties") and (not properties or schema.get("additionalProperties", False) is not False):
+            problem = "without properties" if not properties else "together with additionalProperties"
+            raise _wrong(path, "minProperties", f"{problem} is not supported")
+        if not properties and "unevaluatedProperties" not in schema:
+            schema.setdefault("additionalProperties", True)  # with another type or maxProperties xgrammar gives it none
         if schema.get("unevaluatedProperties", False) is not False:
             raise _wrong(path, "unevaluatedProperties", "is not supported", "additionalProperties, or false")
 
@@ -219,13 +241,20 @@ class _Checker:
         given = [keyword for keyword in ("pattern", "format", "minLength", "maxLength") if keyword in schema]
         if len(given) > 1 and set(given) != {"minLength", "maxLength"}:
             raise _wrong(path, given[0], f"together with {given[1]} is not supported")
-        if "format" in schema and schema["format"] not in _FORMATS:
-            raise _wrong(path, "format", f"{shown(schema['format'])} is not supported", ", ".join(_FORMATS))
+        if "format" in schema:
+            name = schema["format"]
+            if not isinstance(name, str) or name not in _FORMATS:
+                raise _wrong(path, "format", f"{shown(name)} is not supported", ", ".join(sorted(_FORMATS)))
+            if (pattern := _FORMATS[name]) is not None:
+                schema["pattern"] = pattern
+                del schema["format"]
         if "pattern" in schema:
             if not isinstance(schema["pattern"], str) or not schema["pattern"]:
                 raise _wrong(path, "pattern", f"{shown(schema['pattern'])} is not a regular expression")
             try:
-                self._check_pattern(schema["pattern"])
+                if id(schema) not in self._translated:  # it may be reached by several references
+                    schema["pattern"] = self._translated_pattern(schema["pattern"])
+                    self._translated.add(id(schema))
             except InvalidRequest as error:
                 raise _wrong(path, "pattern", error.problem, error.allowed) from None
 
@@ -257,8 +286,9 @@ class _Checker:
             raise _wrong(
                 path, "$ref", f"{shown(reference)} is not within this schema: remote $ref is not supported", allowed
             )
-        if "~" in reference or "%" in reference:
-            raise _wrong(path, "$ref", f"{shown(reference)} has an escape, which is not supported", allowed)
+        if "~" in reference or "%" in reference or "" in reference.split("/")[1:]:
+            problem = f"{shown(reference)} has an escape or an empty name, which is not supported"
+            raise _wrong(path, "$ref", problem, allowed)
         target = self._root
         for part in reference.split("/")[1:]:
             if not isinstance(target, dict) or part not in target:

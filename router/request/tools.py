@@ -203,16 +203,19 @@ def with_format(params: SamplingParams, form: dict[str, Any]) -> SamplingParams:
 
 
 def as_format(params: SamplingParams) -> dict[str, Any]:
-    """The constraint of `params` as part of a structural tag. Raises InvalidRequest."""
+    """The constraint of `params` as part of a structural tag, as the client wrote it: the tag is checked, too. Raises
+    InvalidRequest."""
     constraint = params.constraint
     assert constraint is not None
     if constraint.kind == "json_schema":
-        return {"type": "json_schema", "json_schema": json.loads(constraint.source)}
+        schema = _ANY_OBJECT if params.json_schema is None else json.loads(str(params.json_schema))
+        return {"type": "json_schema", "json_schema": schema}
     if constraint.kind == "structural_tag":
-        other: dict[str, Any] = json.loads(constraint.source)["format"]
+        other: dict[str, Any] = json.loads(str(params.structural_tag))["format"]
         return other
-    member = {"regex": "pattern", "grammar": "grammar"}[constraint.kind]
-    return {"type": constraint.kind, member: constraint.source}
+    if constraint.kind == "regex":
+        return {"type": "regex", "pattern": params.regex}
+    return {"type": "grammar", "grammar": constraint.source}
 
 
 # The template's messages

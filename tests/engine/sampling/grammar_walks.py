@@ -35,6 +35,15 @@ class Walker:
         walks = [self._walk(grammar, random.Random(seed)) for seed in seeds]
         return [walk.decode() for walk in walks if walk is not None]
 
+    def accepts(self, params: SamplingParams, text: str) -> bool:
+        """Whether `text` is a finished output."""
+        matcher = GrammarMatcher(self.compiled(params), override_stop_tokens=[self._end])
+        return all(map(matcher.accept_token, self._spelt(text))) and matcher.accept_token(self._end)
+
+    def _spelt(self, text: str) -> list[int]:
+        """In tokens of one byte."""
+        return [self._vocabulary.index(bytes([one])) for one in text.encode()]
+
     def _walk(self, grammar: CompiledGrammar, source: random.Random, *, longest: int = 300) -> bytes | None:
         matcher = GrammarMatcher(grammar, override_stop_tokens=[self._end])
         mask = np.zeros((1, -(-len(self._vocabulary) // 32)), np.int32)

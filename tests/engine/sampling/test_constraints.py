@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +19,13 @@ from engine.errors import InvalidRequest
 from engine.sampling.params import SamplingParams, validate
 from engine.text.tokenizer import Tokenizer
 from tests.engine.sampling.grammar_walks import Walker
+from tests.engine.sampling.schemas import RANDOM_SCHEMAS, STRING, check, suite_schemas
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
-STRING = {"type": "string"}
 INTEGER = {"type": "integer"}
+JUDGE = jsonschema.Draft202012Validator
+FORMATS = jsonschema.FormatChecker(["email", "ipv4", "ipv6", "uuid"])
+"""Others are spelling alone: a date may be the 31st of February."""
 
 
 def nested(depth: int) -> str:
@@ -32,12 +38,6 @@ def tagged(form: dict[str, Any]) -> dict[str, Any]:
 
 def wrapped(depth: int) -> dict[str, Any]:
     return {"type": "optional", "content": wrapped(depth - 1)} if depth else {"type": "any_text"}
-
-
-def check(**fields: Any) -> SamplingParams:
-    return validate(
-        SamplingParams(**fields), vocab_size=1000, max_model_len=128, num_prompt_tokens=8, eos_token_ids=[2]
-    )
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,11 @@ REJECTED: list[tuple[str, Any, str]] = [
     ("json_schema", {"type": "string", "pattern": "a", "minLength": 3}, "pattern together with minLength"),
     ("json_schema", {"type": "string", "pattern": 'a"'}, "pattern at position 1: '\"', which JSON would escape"),
     ("json_schema", {"type": "string", "format": "json-pointer"}, "format 'json-pointer' is not supported"),
+    ("json_schema", {"type": "string", "format": ["date"]}, "format \\['date'\\] is not supported"),
+    ("json_schema", {"type": "string", "pattern": 'a["]'}, "which JSON would escape"),
+    ("json_schema", {"type": "string", "pattern": "[^ -~\x80-\U0010ffff]"}, "which JSON would escape"),
+    ("json_schema", {"minProperties": 1}, "minProperties without properties is not supported"),
+    ("json_schema", {"$ref": "#/$defs//a", "$defs": {"": {"a": {}}}}, "has an escape or an empty name"),
     ("json_schema", {"type": "integer", "minimum": 1, "multipleOf": 2}, "multipleOf is not supported here"),
     ("json_schema", {"type": "integer", "minimum": 0.5}, "minimum 0.5 is out of range"),
     ("json_schema", {"type": "number", "minimum": 1e-9}, "at most 6 decimals"),
@@ -210,6 +215,59 @@ def test_the_largest_constraints_that_are_admitted_compile(walker: Walker, field
 
 # What is admitted
 
+
+WITHOUT_TIME_LIMIT = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+def patterns(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    repeats = st.sampled_from(["*", "+", "?", "{0,2}", "{1,2}", "{2}", "{1,}"])
+    return st.one_of(
+        st.tuples(parts, parts).map("".join),
+        st.tuples(parts, parts).map(lambda pair: f"({pair[0]}|{pair[1]})"),
+        st.tuples(parts, repeats).map(lambda pair: f"({pair[0]}){pair[1]}"),
+    )
+
+
+RANDOM_PATTERNS = st.recursive(
+    st.sampled_from(["a", "b", "c", "[ab]", "[^a]", "[!-~]", r"\d", r"\D", r"\w", "."]), patterns, max_leaves=6
+)
+SHORT_TEXTS = ["".join(text) for length in range(5) for text in itertools.product('ab1"', repeat=length)]
+
+
+def assert_matched_alike(walker: Walker, pattern: str, in_json: bool) -> None:
+    """As by Python; in JSON no character is escaped."""
+    fields = {"json_schema": json.dumps({**STRING, "pattern": pattern})} if in_json else {"regex": pattern}
+    source = random.Random(pattern)
+    for text in source.sample(SHORT_TEXTS, 40):
+        is_accepted = walker.accepts(check(**fields), f'"{text}"' if in_json else text)
+        is_matched = re.fullmatch(pattern, text, re.ASCII) is not None
+        assert is_accepted == (is_matched and not (in_json and '"' in text)), (pattern, text)
+
+
+@given(pattern=RANDOM_PATTERNS, in_json=st.booleans())
+@settings(max_examples=60, **WITHOUT_TIME_LIMIT)  # type: ignore[arg-type]
+def test_a_pattern_matches_what_python_matches(walker: Walker, pattern: str, in_json: bool) -> None:
+    assert_matched_alike(walker, pattern, in_json)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@given(pattern=RANDOM_PATTERNS, in_json=st.booleans())
+@settings(max_examples=4000, **WITHOUT_TIME_LIMIT)  # type: ignore[arg-type]
+def test_thousands_of_patterns_match_what_python_matches(walker: Walker, pattern: str, in_json: bool) -> None:
+    assert_matched_alike(walker, pattern, in_json)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"a(x\d+)?b", r"(c|((c|[ab])){1,2})", r"-?\d+(\.\d+)?", "^$", "^a$|b", r"[^\s]\S.\W"]
+)
+def test_a_pattern_of_a_schema_is_not_an_approximation(walker: Walker, pattern: str) -> None:
+    """The first two were, where xgrammar makes an automaton of them."""
+    for text in [*SHORT_TEXTS, "a1b", "ax1b", "bccc", "-1.5", "1.", "ab b", "é-.é"]:
+        is_valid = re.fullmatch(pattern, text, re.ASCII) is not None and '"' not in text
+        assert walker.accepts(check(json_schema={**STRING, "pattern": pattern}), f'"{text}"') == is_valid, text
+
+
 REGEXES = [
     r"[a-z]+@[a-z]+\.(com|org)", r"\d{3}-\d{4}", r"(?:ab|c)*d?", r"^a|b$", r".{2,5}", r"\s\S\w\W\D", r"[^\s]{2}",
     r"x*?y+?", r"\x41\u0042[\x43-\x45]", r"\t\n", r"é[ö-ü]?", r"a{2}|a{4,}", r"[\]\\-]", r"\"\\", r"|a",
@@ -268,9 +326,9 @@ def test_outputs_satisfy_the_schema(walker: Walker, name: str) -> None:
 
 
 def assert_satisfied(walker: Walker, schema: dict[str, Any], seeds: range) -> set[str]:
-    outputs = walker.outputs(check(json_schema=schema), seeds)
+    outputs = walker.outputs(check(json_schema=json.dumps(schema)), seeds)
     for output in outputs:
-        jsonschema.validate(json.loads(output), schema, cls=jsonschema.Draft202012Validator)
+        JUDGE(schema, format_checker=FORMATS).validate(json.loads(output))
     return set(outputs)
 
 
@@ -278,53 +336,6 @@ def test_json_mode_gives_objects(walker: Walker) -> None:
     outputs = walker.outputs(check(json_object=True), range(60))
     assert len(outputs) > 20
     assert all(isinstance(json.loads(output), dict) for output in outputs)
-
-
-numbers = st.decimals(-(10**6), 10**6, places=3).map(float)
-counts = st.integers(0, 4)
-
-
-def between(low: str, high: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.tuples(values, values).map(sorted).map(lambda pair: {low: pair[0], high: pair[1]})
-
-
-LEAVES = st.one_of(
-    st.sampled_from([{"type": "null"}, {"type": "boolean"}, {"type": "integer"}, {"type": "number"}, STRING]),
-    between("minLength", "maxLength", counts).map(lambda lengths: {"type": "string", **lengths}),
-    st.sampled_from([r"^[a-c]{2,3}$", "x.y", r"\d+", "(ab|c)*", r"[^z]\S"]).map(lambda one: {**STRING, "pattern": one}),
-    st.sampled_from(["date", "uuid", "ipv4", "email", "uri"]).map(lambda one: {**STRING, "format": one}),
-    between("minimum", "maximum", st.integers(-1000, 1000)).map(lambda bounds: {"type": "integer", **bounds}),
-    between("minimum", "maximum", numbers).map(lambda bounds: {"type": "number", **bounds}),
-    numbers.map(lambda bound: {"type": "number", "exclusiveMinimum": bound}),
-    st.integers(1, 50).map(lambda multiple: {"type": "integer", "multipleOf": multiple}),
-    st.lists(st.text(max_size=5) | st.integers(-5, 5) | st.none(), min_size=1, max_size=4).map(
-        lambda one: {"enum": one}
-    ),
-)
-
-
-@st.composite
-def objects(draw: st.DrawFn, children: st.SearchStrategy[Any]) -> dict[str, Any]:
-    properties = draw(st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=4), children, max_size=4))
-    required = draw(st.lists(st.sampled_from(sorted(properties)), unique=True)) if properties else []
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.one_of(
-        objects(children),
-        children.map(lambda one: {"type": "object", "additionalProperties": one}),
-        st.tuples(children, between("minItems", "maxItems", counts)).map(
-            lambda pair: {"type": "array", "items": pair[0], **pair[1]}
-        ),
-        st.lists(children, min_size=1, max_size=3).map(lambda ones: {"type": "array", "prefixItems": ones}),
-        st.lists(children, min_size=1, max_size=3).map(lambda ones: {"anyOf": ones}),
-        children.map(lambda one: {"$defs": {"it": one}, "type": "array", "items": one}),
-    )
-
-
-RANDOM_SCHEMAS = st.recursive(LEAVES, containers, max_leaves=8)
-WITHOUT_TIME_LIMIT = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 @given(schema=RANDOM_SCHEMAS)
@@ -339,3 +350,19 @@ def test_outputs_satisfy_any_schema(walker: Walker, schema: dict[str, Any]) -> N
 @settings(max_examples=1000, **WITHOUT_TIME_LIMIT)  # type: ignore[arg-type]
 def test_outputs_satisfy_a_thousand_schemas(walker: Walker, schema: dict[str, Any]) -> None:
     assert_satisfied(walker, schema, seeds=range(10))
+
+
+def test_the_suites_schemas_are_satisfied_and_what_it_calls_invalid_is_excluded(walker: Walker) -> None:
+    """Of the JSON Schema Test Suite, as far as it is supported."""
+    keywords, num_accepted, num_valid = Counter[str](), 0, 0
+    for keyword, schema, values in suite_schemas():
+        keywords[keyword] += 1
+        assert_satisfied(walker, schema, seeds=range(4))
+        for value, is_valid in values:
+            is_accepted = walker.accepts(check(json_schema=json.dumps(schema)), json.dumps(value, ensure_ascii=False))
+            is_valid = is_valid and JUDGE(schema).is_valid(value)  # by its type, too, where that was added
+            assert is_valid or not is_accepted, (keyword, schema, value)
+            num_accepted, num_valid = num_accepted + is_accepted, num_valid + is_valid
+    print(f"{keywords.total()} schemas of {len(keywords)} keywords; {num_accepted} of {num_valid} valid values")
+    assert len(keywords) > 35
+    assert num_accepted > 0.5 * num_valid

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
@@ -110,8 +111,9 @@ async def test_a_stream_has_the_same_calls_in_parts(run_http: RunHttp) -> None:
 
 @pytest.mark.parametrize("died_at", [5, 14, 26, 40])
 async def test_a_stream_that_another_instance_continues_has_the_same_calls(run_http: RunHttp, died_at: int) -> None:
-    async with run_http(**writing(TEXT, die_at=died_at)) as http:
-        http.rig.decode[1].behaviour.num_waiting = 50  # the first one gets the request
+    fleet = writing(TEXT, die_at=died_at)
+    fleet["decode"][1].behaviour.num_waiting = 50  # the first one gets the request
+    async with run_http(**fleet) as http:
         content, calls, reason = await streamed(http)
         assert http.rig.decode[0].recorded("died")
         assert (content, [call[1:] for call in calls]) == ("Let me see.", [["get_weather", one] for one in ARGUMENTS])
@@ -269,3 +271,23 @@ async def test_a_required_call_never_reaches_an_instance_that_would_ignore_its_c
         with pytest.raises(openai.InternalServerError, match="no decode instance supports structural_tag"):
             await chat(http, tool_choice="required")
         await chat(http)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json_object": True},
+        {"json": {"type": "object", "properties": {"at": {"type": "string", "pattern": r"\d+(\.\d+)?"}}}},
+        {"regex": "a.b"},
+        {"choice": ["a", "b"]},
+        {"grammar": 'root ::= "a"'},
+        {"structural_tag": {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SCHEMA}}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_calls_beside_a_constraint_are_one_that_instances_take(run_http: RunHttp, fields: dict[str, Any]) -> None:
+    async with run_http(**writing(CALLS)) as http:
+        await chat(http, extra_body={"structured_outputs": fields})
+        constraint = SamplingParams(structural_tag=sent(http).sampling.structural_tag).constraint
+        assert constraint is not None
+        assert constraint.kind == "structural_tag"
