@@ -68,3 +68,8 @@ def prompts(request: pytest.FixtureRequest) -> random.Random:
 def random_prompt(source: random.Random, length: int) -> list[int]:
     """Token ids without special tokens."""
     return [source.randrange(0, 360) for _ in range(length)]
+
+
+def text_prompt(source: random.Random, length: int) -> list[int]:
+    """Random, but it ends with a whole character, which the answer does not complete."""
+    return [*random_prompt(source, length - 1), 40]

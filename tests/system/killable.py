@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import grpc
 
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
 from tandem.local_stack.settings import StackSettings
+from tests.system.load import Load, Outcome
+from tests.system.questions import Question
 from tests.system.rig import Rig
 from tests.waiting import wait_until
 
@@ -21,6 +25,8 @@ WAIT_S = 60.0
 """A hang guard, for a busy machine."""
 PATIENT = ("--pools-beat-timeout-s", "20", "--pools-core-silence-timeout-s", "20")
 """For the router, where a death is a broken connection: on a busy machine, live instances are silent for a while."""
+GAP_S = 1.0
+"""Between two kills, at the least."""
 PREFILL_FAILPOINTS = ("prefill.accepted", "kv.save", "prefill.first_token", "engine.step")
 DECODE_FAILPOINTS = ("kv.load", "engine.step")
 
@@ -65,6 +71,19 @@ class KillableStack:
         self.rig.stack.restart(name)
         return num_hit
 
+    def drain(self, name: str) -> int:
+        """SIGTERM while streams run there; when it has ended, a new start, not waited for. Returns how many
+        streams it moved to other instances."""
+        process, before = self.rig.stack.processes[name], self._num_moved()
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not process.running, f"{name} does not end", WAIT_S)
+        assert process.exit_status == 0, process.exit_text()
+        self.rig.stack.restart(name)
+        return self._num_moved() - before
+
+    def _num_moved(self) -> int:
+        return self._router_log().count("goes on elsewhere")
+
     def wait_up(self, *members: str) -> None:
         """Returns when these instances, or all, are up."""
         for name in members or tuple(self.rig.stack.instances):
@@ -103,3 +122,44 @@ def killable_stack(checkpoint: Path, *, num_prefill: int, num_decode: int, **fie
         yield stack
     finally:
         rig.stop()
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+def cut_under_load(
+    stack: KillableStack,
+    questions: Sequence[Question],
+    *,
+    num_strikes: int,
+    num_cut: int,
+    num_clients: int,
+    strike: Callable[[KillableStack, str], int] = KillableStack.kill,
+) -> list[Outcome]:
+    """Kills decode instances in turn, or strikes them otherwise, until so many strikes, so many cut streams, and
+    some of every kind, are reached; returns the cut ones."""
+    kinds = {question.kind for question in questions}
+    with Load(stack.rig.address, questions, num_clients) as load:
+        victims = itertools.cycle(stack.decode)
+        struck_s: list[float] = []
+        while len(struck_s) < num_strikes or load.num_cut < num_cut or load.kinds_cut != kinds:
+            victim = next(victims)
+            others = [name for name in stack.decode if name != victim]
+            wait_until(lambda victim=victim: stack.rig.is_ready(victim), f"{victim} is not back")  # type: ignore[misc]
+            wait_until(lambda others=others: any(map(stack.rig.is_ready, others)), "no other is up")  # type: ignore[misc]
+            wait_until(lambda: load.bears_another_kill(struck_s), "answers do not end")
+            wait_until(lambda victim=victim: stack.num_running(victim) > 0, f"nothing runs at {victim}")  # type: ignore[misc]
+            struck_s.append(time.monotonic())
+            assert strike(stack, victim) > 0
+            time.sleep(GAP_S)
+        outcomes = load.finish()
+    for outcome in outcomes:
+        outcome.assert_exact()
+    cut = [outcome for outcome in outcomes if outcome.was_cut]
+    stalls = [outcome.stall_s for outcome in cut]
+    print(
+        f"\n{len(struck_s)} strikes under {num_clients} clients: {len(outcomes)} streams, {len(cut)} cut; "
+        f"stall p50 {percentile(stalls, 0.5):.2f} s, p95 {percentile(stalls, 0.95):.2f} s, max {max(stalls):.2f} s"
+    )
+    return cut

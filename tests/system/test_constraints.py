@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
 from tandem.client.errors import TandemError
-from tests.lively import random_prompt
+from tests.lively import random_prompt, text_prompt
 from tests.system.background_request import BackgroundRequest
 from tests.system.stacks import SETTLE_S, Stack, on, on_stack
 
@@ -22,6 +25,7 @@ SCHEMA: dict[str, Any] = {
     },
     "required": ["rows", "note"],
 }  # fmt: skip
+SMG_CLIENT = Path(__file__).parents[1] / "router/api/smg_client.py"
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 300}
 CONSTRAINED: dict[str, dict[str, Any]] = {
     "json_schema": {**SAMPLED, "json_schema": json.dumps(SCHEMA)},
@@ -51,11 +55,6 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
     },
     "grammar": {**SAMPLED, "grammar": 'root ::= "(" item{6,9} ")"\nitem ::= [a-f]{3,5} ";"'},
 }
-
-
-def text_prompt(prompts: random.Random, length: int) -> list[int]:
-    """Random, but it ends with a whole character, which the answer does not complete."""
-    return [*random_prompt(prompts, length - 1), 40]
 
 
 def assert_satisfied(text: str, kind: str) -> None:
@@ -101,6 +100,21 @@ def test_a_constraint_that_no_instance_can_follow_is_the_clients_error(
     with pytest.raises(TandemError, match=message) as raised:
         stack.generate(random_prompt(prompts, 40), constraint)
     assert raised.value.status == "INVALID_ARGUMENT"
+
+
+@on_stack("pair shared_storage")
+@pytest.mark.parametrize(
+    "kind",
+    ["json_schema", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("regex", "grammar", "structural_tag"))],
+)
+def test_vllms_published_stubs_give_the_same_constraints(stack: Stack, prompts: random.Random, kind: str) -> None:
+    """smg-grpc-proto, in a process of its own."""
+    prompt, params = text_prompt(prompts, 40), CONSTRAINED[kind]
+    request = {"tokenized": {"input_ids": prompt}, "sampling_params": params, "stream": False}
+    command = [sys.executable, str(SMG_CLIENT), "Generate", stack.rig.address, json.dumps(request)]
+    ran = subprocess.run(command, capture_output=True, check=True, timeout=100)
+    complete = json.loads(ran.stdout.splitlines()[-1])["complete"]
+    assert tuple(complete["output_ids"]) == stack.reference.answer(prompt, **params).token_ids
 
 
 @on_stack("killable shared_storage")

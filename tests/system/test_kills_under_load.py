@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,8 +11,8 @@ import pytest
 
 from engine import LLM
 from tests.system.checker import wait_idle
-from tests.system.killable import PATIENT, KillableStack, killable_stack
-from tests.system.load import Load, Outcome
+from tests.system.killable import PATIENT, KillableStack, cut_under_load, killable_stack, percentile
+from tests.system.load import Load
 from tests.system.questions import Question, make_questions
 from tests.system.reference import Reference
 from tests.system.stacks import Stack, on_stack
@@ -24,8 +22,6 @@ pytestmark = pytest.mark.timeout(300)
 NUM_TOKENS = 70
 QUESTIONS = {"bfloat16": "b", "float32": "kills"}
 """By dtype the seed of prompts whose answers vary and end in both ways."""
-GAP_S = 1.0
-"""Between two kills, at the least."""
 AFTER_HAND_OVER = ("kv.save", "prefill.first_token")
 """Where a request may be while its first token is out already: then its instance's death costs the router nothing."""
 FREED_WITHIN_S = 15.0
@@ -63,45 +59,10 @@ def large_stack(modules_stack: KillableStack) -> Iterator[KillableStack]:
     wait_idle(modules_stack.rig, FREED_WITHIN_S)
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
-
-
-def kill_under_load(
-    stack: KillableStack, questions: list[Question], *, num_kills: int, num_cut: int, num_clients: int
-) -> list[Outcome]:
-    """Kills decode instances in turn until so many kills, so many cut streams, and cut ones of every kind are reached;
-    returns the cut ones."""
-    kinds = {question.kind for question in questions}
-    with Load(stack.rig.address, questions, num_clients) as load:
-        victims = itertools.cycle(stack.decode)
-        kills_s: list[float] = []
-        while len(kills_s) < num_kills or load.num_cut < num_cut or load.kinds_cut != kinds:
-            victim = next(victims)
-            others = [name for name in stack.decode if name != victim]
-            wait_until(lambda victim=victim: stack.rig.is_ready(victim), f"{victim} is not back")  # type: ignore[misc]
-            wait_until(lambda others=others: any(map(stack.rig.is_ready, others)), "no other is up")  # type: ignore[misc]
-            wait_until(lambda: load.bears_another_kill(kills_s), "answers do not end")
-            wait_until(lambda victim=victim: stack.num_running(victim) > 0, f"nothing runs at {victim}")  # type: ignore[misc]
-            kills_s.append(time.monotonic())
-            assert stack.kill(victim) > 0
-            time.sleep(GAP_S)
-        outcomes = load.finish()
-    for outcome in outcomes:
-        outcome.assert_exact()
-    cut = [outcome for outcome in outcomes if outcome.was_cut]
-    stalls = [outcome.stall_s for outcome in cut]
-    print(
-        f"\n{len(kills_s)} kills under {num_clients} clients: {len(outcomes)} streams, {len(cut)} cut; "
-        f"stall p50 {percentile(stalls, 0.5):.2f} s, p95 {percentile(stalls, 0.95):.2f} s, max {max(stalls):.2f} s"
-    )
-    return cut
-
-
 @on_stack("killable shared_storage")
 def test_killed_decode_instances_cost_a_pause_and_no_token(killable: Stack, llm: LLM) -> None:
     questions = make_questions(llm, 24, random.Random("two kills"), num_tokens=NUM_TOKENS)
-    cut = kill_under_load(KillableStack(killable.rig), questions, num_kills=2, num_cut=12, num_clients=12)
+    cut = cut_under_load(KillableStack(killable.rig), questions, num_strikes=2, num_cut=12, num_clients=12)
     assert percentile([outcome.stall_s for outcome in cut], 0.95) < 10.0
 
 
@@ -111,7 +72,7 @@ def test_killed_decode_instances_cost_a_pause_and_no_token(killable: Stack, llm:
 def test_hundred_cut_streams_have_no_wrong_token(
     large_stack: KillableStack, questions: list[Question], turn: int
 ) -> None:
-    cut = kill_under_load(large_stack, questions, num_kills=20, num_cut=100, num_clients=36)
+    cut = cut_under_load(large_stack, questions, num_strikes=20, num_cut=100, num_clients=36)
     assert percentile([outcome.stall_s for outcome in cut], 0.95) <= 2.0
 
 
