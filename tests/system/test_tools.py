@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import openai
@@ -58,6 +58,53 @@ def test_an_agent_calls_its_tool_three_times_and_answers(client: openai.OpenAI) 
     assert answer.choices[0].finish_reason in ("stop", "length")
     assert answer.usage is not None
     assert answer.usage.prompt_tokens > 100, "the tools and their results are part of the prompt"
+
+
+Digits = Annotated[int, pydantic.Field(ge=0, le=99)]
+
+
+class Report(pydantic.BaseModel):
+    """The answer to the question."""
+
+    total: int
+
+
+async def test_pydantic_ais_agent_runs_its_tool_until_it_reports(shared_stack: Stack) -> None:
+    """Its loop, its schemas and its parsing. It requires a call in each turn; the hooks leave it one tool."""
+    # Here, since it takes half a second: not in every process that collects the tests.
+    from pydantic_ai import Agent, ToolOutput
+    from pydantic_ai.capabilities import PrepareOutputTools, PrepareTools
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    computed: list[int] = []
+
+    async def before_the_third(_: Any, tools: list[Any]) -> list[Any]:
+        return tools if len(computed) < 3 else []
+
+    async def after_the_third(_: Any, tools: list[Any]) -> list[Any]:
+        return tools if len(computed) >= 3 else []
+
+    provider = OpenAIProvider(base_url=f"http://{shared_stack.rig.stack.http_address}/v1", api_key="none")
+    agent = Agent(
+        OpenAIChatModel("demo", provider=provider),
+        output_type=ToolOutput(Report, name="report"),
+        model_settings={"seed": 5, "max_tokens": 300, "parallel_tool_calls": False},
+        capabilities=[PrepareTools(before_the_third), PrepareOutputTools(after_the_third)],
+    )
+
+    @agent.tool_plain
+    def calculate(operation: Literal["add", "multiply"], a: Digits, b: Digits) -> int:
+        """Computes with two numbers."""
+        computed.append(OPERATIONS[operation](a, b))
+        return computed[-1]
+
+    result = await agent.run("What is 17 plus 25?")
+    await provider.client.close()
+    assert isinstance(result.output, Report)
+    parts = [part for message in result.all_messages() for part in message.parts]
+    assert [part.content for part in parts if part.part_kind == "tool-return"][:3] == computed
+    assert len(computed) == 3
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "calculate"}}])
