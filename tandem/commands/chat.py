@@ -1,6 +1,7 @@
 """`tandem chat`: a conversation with a running stack, line by line.
 
     reading ─text─▶ answering ─finished, stopped by Ctrl-C, or failed─▶ reading ─/exit, Ctrl-D, end of input─▶ ended
+       │               └─calls─▶ the tool runs ─its results─▶ answering
        └─/command─▶ reading
 
 A failed message leaves the conversation as it was; an answer that Ctrl-C stops stays in it as far as it came.
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from tandem.commands import calculator
 from tandem.commands.options import credential_options, given_credentials
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
 
     from tandem.client.client import Client
-    from tandem.client.completion import Completion, Piece
+    from tandem.client.completion import Completion, Piece, ToolCall
     from tandem.client.errors import TandemError
 
 _PROMPT, _CONTINUATION = "> ", "… "
@@ -38,12 +40,16 @@ _COMMANDS = {
     "/help": "show this list",
     "/stats": "times, tokens and instances of the last answer",
     "/system TEXT": "set the system message; without TEXT show it",
+    "/tool NAME": "let the model call a tool: calculator; off: none; without NAME show it",
     "/reset": "forget the conversation; the system message stays",
     "/save FILE": "write the conversation to a new JSON file",
     "/exit": "end, as Ctrl-D does",
 }
 _NAMES = {usage.partition(" ")[0] for usage in _COMMANDS}
 _KEYS = "Alt-Enter, or \\ at the end of a line, begins a new line; Ctrl-C stops an answer; ↑ recalls earlier messages"
+_TOOLS = ("calculator", "off")
+_MAX_ROUNDS = 5
+"""Of calls for one message."""
 _RETRY_HINTS = {
     "UNAVAILABLE": "the message was not kept; type it again to retry",
     "RESOURCE_EXHAUSTED": "the message was not kept; type it again to retry",
@@ -57,20 +63,27 @@ _RETRY_HINTS = {
 @click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy; absent: the model's default.")
 @click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the most likely tokens up to this probability.")
 @click.option("--seed", type=click.IntRange(min=0), help="Equal seed and conversation give equal answers.")
+@click.option("--tool", type=click.Choice(_TOOLS), default="off", show_default=True, help="What the model may call.")
 @click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")
 @click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds for an answer.")
 @credential_options
 @click.option("--stats", is_flag=True, help="After each answer print, on standard error, what /stats shows.")
-def command(system: str | None, address: str | None, timeout_s: float, stats: bool, **sampling: object) -> None:
+def command(
+    system: str | None, address: str | None, timeout_s: float, stats: bool, tool: str, **sampling: object
+) -> None:
     """Chat with the model of a running stack; `/help` lists the commands within.
 
     On a terminal: history, several lines, and Ctrl-C stops the answer, not the program. Without one, each line of
     standard input is a message, and the first failure ends it.
 
+    --tool calculator runs on this machine what the model calls: arithmetic, and nothing else. A message with an
+    expression, such as 17 * 25, makes the model call it.
+
     \b
     Examples:
       tandem chat
       tandem chat --system "Answer in one sentence." --temperature 0
+      tandem chat --tool calculator                     then: What is 17 * 25?
       tandem chat --stats                               which instances answered, TTFT and ITL
       echo "What is a tandem?" | tandem chat --address 127.0.0.1:50051
     """
@@ -81,7 +94,7 @@ def command(system: str | None, address: str | None, timeout_s: float, stats: bo
     try:
         with Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
             model = _chat_model(client)
-            chat = _Chat(client, model, system, {k: v for k, v in sampling.items() if v is not None}, stats)
+            chat = _Chat(client, model, system, {k: v for k, v in sampling.items() if v is not None}, stats, tool)
             if is_terminal:
                 click.echo(f"{model} at {client.address}; /help lists the commands, Ctrl-D ends")
                 _talk(chat, _terminal_lines(_session()))
@@ -108,7 +121,9 @@ class _Answer:
     """One answer and when its tokens came."""
 
     started_s: float
+    has_tools: bool = False
     text: str = ""
+    """Without calls."""
     times: list[tuple[float, int]] = field(default_factory=list)
     """Arrival and number of tokens of each piece."""
     completion: Completion | None = None
@@ -116,7 +131,10 @@ class _Answer:
 
     def add(self, piece: Piece) -> None:
         self.times.append((time.monotonic(), len(piece.token_ids)))
-        self.text += piece.text
+        self.text += self.shown(piece)
+
+    def shown(self, piece: Piece) -> str:
+        return piece.content if self.has_tools else piece.text
 
     @property
     def num_tokens(self) -> int:
@@ -155,14 +173,21 @@ class _Chat:
     """The conversation and its commands. Owned by the one loop that reads the messages."""
 
     def __init__(
-        self, client: Client, model: str, system: str | None, sampling: dict[str, Any], shows_stats: bool
+        self,
+        client: Client,
+        model: str,
+        system: str | None,
+        sampling: dict[str, Any],
+        shows_stats: bool,
+        tool: str = "off",
     ) -> None:
         self._client = client
         self._model = model
         self._system = system
         self._sampling = sampling
         self._shows_stats = shows_stats
-        self._turns: list[dict[str, str]] = []
+        self._tool = tool
+        self._turns: list[dict[str, Any]] = []
         self._last: _Answer | None = None
 
     def handle(self, text: str) -> bool:
@@ -179,27 +204,40 @@ class _Chat:
         return True
 
     @property
-    def _messages(self) -> list[dict[str, str]]:
+    def _messages(self) -> list[dict[str, Any]]:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*system, *self._turns]
 
     def _answer(self, text: str) -> None:
-        question = {"role": "user", "content": text}
-        answer = _Answer(time.monotonic())
-        stream = self._client.stream([*self._messages, question], **self._sampling)
-        try:
-            answer.completion = _print_stream(stream, answer)
-        except KeyboardInterrupt:
-            stream.close()
-            click.echo("\n(stopped)", err=True)
+        turns: list[dict[str, Any]] = [{"role": "user", "content": text}]
+        expressions = calculator.expressions_in(text)[:_MAX_ROUNDS]
+        for _ in range(_MAX_ROUNDS + 1):
+            answer = self._streamed(turns, {} if self._tool == "off" else _tool_options(expressions))
             if not answer.times:
                 return
-        self._turns += [question, {"role": "assistant", "content": answer.text}]
+            turns.append({"role": "assistant", "content": answer.text})
+            calls = answer.completion.tool_calls if answer.completion is not None else ()
+            if not calls or answer.completion is None or answer.completion.finish_reason == "length":
+                break
+            turns[-1]["tool_calls"] = [_as_openai(call) for call in calls]
+            turns += [_run_call(call, expressions) for call in calls]
+        self._turns += turns
         self._last = answer
         if answer.completion is not None and answer.completion.finish_reason == "length":
             click.echo("(ended by its length: --max-tokens, or the model's context)", err=True)
         if self._shows_stats:
             click.echo("\n".join(answer.report()), err=True)
+
+    def _streamed(self, turns: list[dict[str, Any]], options: dict[str, Any]) -> _Answer:
+        """The printed answer to `turns`; without times if it was stopped before its first token."""
+        answer = _Answer(time.monotonic(), has_tools=bool(options))
+        stream = self._client.stream([*self._messages, *turns], **self._sampling, **options)
+        try:
+            answer.completion = _print_stream(stream, answer)
+        except KeyboardInterrupt:
+            stream.close()
+            click.echo("\n(stopped)", err=True)
+        return answer
 
     def _obey(self, name: str, argument: str) -> None:
         match name:
@@ -213,6 +251,12 @@ class _Chat:
                 click.echo(self._system or "no system message; /system TEXT sets one")
             case "/system":
                 self._system = argument
+            case "/tool" if not argument:
+                click.echo(f"tool: {self._tool}")
+            case "/tool" if argument in _TOOLS:
+                self._tool = argument
+            case "/tool":
+                raise click.UsageError(f"/tool: {argument} is no tool; allowed: {', '.join(_TOOLS)}")
             case "/reset":
                 self._turns.clear()
             case "/save":
@@ -237,6 +281,25 @@ class _Chat:
         click.echo(f"saved {_count(len(self._messages), 'message')} to {path}", err=True)
 
 
+def _tool_options(expressions: list[str]) -> dict[str, Any]:
+    tool, choice = calculator.tool(expressions)
+    return {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+
+
+def _as_openai(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _run_call(call: ToolCall, expressions: list[str]) -> dict[str, Any]:
+    """Prints a call with its result, and removes it from the `expressions` to compute; returns the message for the
+    model."""
+    expression, result = calculator.answer(call.arguments)
+    if expression in expressions:
+        expressions.remove(expression)
+    click.echo(f"({call.name}: {expression} = {result})", err=True)
+    return {"role": "tool", "tool_call_id": call.id, "content": result}
+
+
 def _print_stream(stream: Generator[Piece, None, Completion], answer: _Answer) -> Completion:
     """Prints the pieces as they come; returns the whole. Raises TandemError after a line break."""
     from tandem.client.errors import TandemError
@@ -245,9 +308,10 @@ def _print_stream(stream: Generator[Piece, None, Completion], answer: _Answer) -
         while True:
             piece = next(stream)
             answer.add(piece)
-            click.echo(piece.text, nl=False)
+            click.echo(answer.shown(piece), nl=False)
     except StopIteration as ended:
-        click.echo()
+        if answer.text or not answer.has_tools:
+            click.echo()
         completion: Completion = ended.value
         return completion
     except TandemError:

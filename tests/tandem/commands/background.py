@@ -44,6 +44,17 @@ class Background:
         for fake in self.decode:
             fake.behaviour.token_s = token_s
 
+    def write(self, text: str) -> None:
+        """The text of every answer from now on; empty: that of its tokens."""
+        for fake in [*self.prefill, *self.decode]:
+            fake.behaviour.writes = text
+            fake.records.clear()
+
+    def structural_tags(self) -> list[str]:
+        """Of the requests since the last change of the text; empty ones for those without."""
+        records = [record for fake in self.decode for record in fake.recorded("decode")]
+        return [record.detail.request.sampling.structural_tag for record in records]
+
     async def _start(self) -> None:
         for fake in [*self.prefill, *self.decode]:
             await fake.restart()

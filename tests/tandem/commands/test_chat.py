@@ -91,9 +91,37 @@ def test_without_a_router_it_says_how_to_start_one() -> None:
     assert "tandem up" in result.output
 
 
+def test_the_calculator_runs_what_the_model_calls(stack: Background, tmp_path: Path) -> None:
+    """The model answers with a call again and again: once for each expression, then as often as is allowed."""
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6×7"}}\n</tool_call>'
+    path = tmp_path / "chat.json"
+    stack.write(f"Hm.{call}")
+    try:
+        result = chat(stack, f"What is 6×7?\n/tool\n/save {path}\n", "--tool", "calculator", "--max-tokens", "200")
+        tags = [json.loads(tag)["format"] for tag in stack.structural_tags() if tag]
+    finally:
+        stack.write("")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("(calculator: 6×7 = 42)") == 6
+    assert result.stdout == "Hm.\n" * 6 + "tool: calculator\n"
+    messages = json.loads(path.read_text())["messages"]
+    assert [one["role"] for one in messages] == ["user"] + ["assistant", "tool"] * 6
+    assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"]
+    assert messages[2]["content"] == "42"
+    assert len(tags) == 1, "the expression has been computed: the model may go on as it likes"
+    assert '"enum": ["6\\u00d77"]' in json.dumps(tags)
+
+
+def test_without_an_expression_the_model_may_call(stack: Background) -> None:
+    result = chat(stack, "What is a tandem?\n/tool off\nWhat is 6×7?\n/tool abacus\n", "--tool", "calculator")
+    assert result.exit_code != 0
+    assert "/tool: abacus is no tool; allowed: calculator, off" in result.output
+    assert "calculator:" not in result.output
+
+
 def test_help_within_lists_every_command(stack: Background) -> None:
     output = chat(stack, "/help\n").stdout
-    for name in ("/stats", "/system TEXT", "/reset", "/save FILE", "/exit", "Ctrl-C"):
+    for name in ("/stats", "/system TEXT", "/tool NAME", "/reset", "/save FILE", "/exit", "Ctrl-C"):
         assert name in output
 
 
