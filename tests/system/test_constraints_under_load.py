@@ -128,7 +128,9 @@ def questions(checkpoint: Path, reference: Reference) -> list[Recorded]:
 def stack(checkpoint: Path) -> Iterator[KillableStack]:
     sizes = ("--max-num-batched-tokens", "64", "--block-size", "16", "--peers-ping-timeout-ms", "20000")
     drains = (*DRAIN, "--server-drain-move-s", str(DRAIN_MOVE_S))
-    router_args = (*PATIENT, *DRAIN, *HERMES)
+    # A busy machine is slow to try all streams of a dead instance again.
+    retries = ("--failover-retry-share", "1", "--failover-retry-wait-s", "60")
+    router_args = (*PATIENT, *DRAIN, *HERMES, *retries)
     with killable_stack(
         checkpoint, num_prefill=2, num_decode=3, router_args=router_args, instance_args=(*sizes, *drains)
     ) as stack:

@@ -200,6 +200,16 @@ def test_a_constraint_that_cannot_be_compiled_says_why(llm: LLM) -> None:
     assert generate(llm, choice=["ab"]).text == "ab"
 
 
+def test_a_grammar_without_texts_ends_its_request_alone(llm: LLM) -> None:
+    """Row 57."""
+    for empty in ("root ::= root", "root ::= one\none ::= root"):
+        with pytest.raises(InvalidRequest, match="exclude every token"):
+            generate(llm, grammar=empty)
+    endless = generate(llm, grammar='root ::= "a" root', max_tokens=9)
+    assert (endless.finish_reason, set(endless.text)) == ("length", {"a"})
+    assert generate(llm, grammar='root ::= root "a" | "b"').text.rstrip("a") == "b", "left recursion"
+
+
 def test_a_model_without_a_tokenizer_has_no_constraints(tmp_path: Path) -> None:
     llm = LLM(lively_checkpoint(tmp_path), num_gpu_blocks_override=64, skip_tokenizer_init=True)
     with pytest.raises(InvalidRequest, match="requires a tokenizer whose tokens have bytes"):
