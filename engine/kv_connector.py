@@ -15,17 +15,20 @@ import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from engine.config import KVConnectorConfig
 from engine.core.messages import Event, KVProgress, LeaseCommand
 from engine.errors import EngineError
-from engine.kv_layout import KVLayout
+from engine.kv_layout import PageLayout
 
 if TYPE_CHECKING:
     import torch
 
     from engine.scheduling.request import Request
+
+KVMemory: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
+"""One array [num_blocks, ...], or one for each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class KVConnector(Protocol):
     """Both halves. Requests are read only. The defaults transfer nothing."""
 
     name: str
+    needs_all_blocks: bool = False
+    """The first `request_progressed` must come with the blocks of the whole prompt."""
 
     # Scheduler half
 
@@ -114,8 +119,8 @@ class KVConnector(Protocol):
 
     # Worker half
 
-    def register_kv_cache(self, kv_cache: torch.Tensor, layout: KVLayout, fingerprint: bytes) -> None:
-        """The KV memory [num_blocks, *layout.page_shape]; called once, first."""
+    def register_kv_cache(self, kv_cache: KVMemory, layout: PageLayout, fingerprint: bytes) -> None:
+        """The KV memory, whose blocks are pages of this layout; called once, first."""
 
     def self_test(self) -> str | None:
         """Optional. Moves a block to itself, right after `register_kv_cache`; all blocks are free and zero, before and

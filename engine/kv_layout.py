@@ -4,7 +4,8 @@ The KV memory of one rank is one contiguous array, block-major:
 
     [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]
 
-so that one block, the *page*, is contiguous: one file write, one Redis value, one NIXL descriptor.
+so that one block, the *page*, is contiguous: one file write, one Redis value, one NIXL descriptor. Another engine's
+memory may be one array for each layer, [num_blocks, ...]; its page is the block of every layer, in their order.
 """
 
 from __future__ import annotations
@@ -12,9 +13,23 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 LAYOUT_VERSION = 1
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class PageLayout(Protocol):
+    """What connectors need to know of a page."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def bytes_per_block(self) -> int: ...
+
+    @property
+    def digest(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)

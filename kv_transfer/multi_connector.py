@@ -14,17 +14,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.config import KVConnectorConfig
 from engine.core.messages import KVProgress, LeaseCommand
 from engine.errors import EngineError
-from engine.kv_connector import KVConnector, KVConnectorMeta, KVConnectorOutput, KVLoadResult, make_connector, self_test
-from engine.kv_layout import KVLayout
+from engine.kv_connector import (
+    KVConnector,
+    KVConnectorMeta,
+    KVConnectorOutput,
+    KVLoadResult,
+    KVMemory,
+    make_connector,
+    self_test,
+)
+from engine.kv_layout import PageLayout
 from engine.scheduling.request import Request
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class MultiConnector:
         self._connectors = [_make(index, config, wake) for index, config in enumerate(connectors)]
         self._first = self._connectors[0]
         self.name = ",".join(connector.name for connector in self._connectors)
+        self.needs_all_blocks = self._first.needs_all_blocks
         self._block_size = 0
         self._searches: dict[str, _Search] = {}
         self._held: Counter[str] = Counter()  # request_id or retained id → connectors that still need its blocks
@@ -102,7 +108,7 @@ class MultiConnector:
 
     # Worker side
 
-    def register_kv_cache(self, kv_cache: torch.Tensor, layout: KVLayout, fingerprint: bytes) -> None:
+    def register_kv_cache(self, kv_cache: KVMemory, layout: PageLayout, fingerprint: bytes) -> None:
         self._block_size = layout.block_size
         for connector in self._connectors:
             connector.register_kv_cache(kv_cache, layout, fingerprint)

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import EngineError
 from engine.machine import available_bytes
 
@@ -20,6 +21,8 @@ _KV_FRACTION = 0.3
 """As the built-in engine's."""
 FOLDER = "TANDEM_VLLM_FOLDER"
 """Environment variable: the private folder that the processes of one vLLM share."""
+MAX_HELD_FRACTION = "max_held_fraction"
+"""Option of vllm_engine/connector.py: fraction of the blocks that transfers may hold."""
 
 _SETTINGS = {
     "model": "model.folder",
@@ -89,12 +92,17 @@ def engine_arguments(config: EngineConfig) -> AsyncEngineArgs:
         "disable_log_stats": True,
         "generation_config": "vllm",  # the model's defaults are the router's matter
         "enforce_eager": current_platform.is_cpu(),  # compiling takes a minute there
+        "kv_transfer_config": _kv_transfer_config(config),
         **config.vllm_args,
     }
     try:
         return AsyncEngineArgs(**arguments)
     except (TypeError, ValueError) as error:
         raise EngineError(f"engine.vllm_args: {error}") from error
+
+
+def has_connector(config: EngineConfig) -> bool:
+    return config.kv_connector != KVConnectorConfig()
 
 
 def set_environment(config: EngineConfig, folder: Path) -> None:
@@ -111,6 +119,24 @@ def set_environment(config: EngineConfig, folder: Path) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see process.py
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
+
+
+def _kv_transfer_config(config: EngineConfig) -> KVTransferConfig | None:
+    """vLLM's own connector class is the adapter to Tandem's. Raises EngineError."""
+    if not has_connector(config):
+        return None
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+        if config.vllm_args.get(name, 1) != 1:
+            raise EngineError(
+                f"engine.vllm_args.{name}: KV of several workers is not handed over yet: --kv-connector null"
+            )
+    return KVTransferConfig(
+        kv_connector="VllmKVConnector",
+        kv_connector_module_path="vllm_engine.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={MAX_HELD_FRACTION: config.max_held_fraction},
+    )
 
 
 def _kv_cache_bytes() -> int | None:

@@ -2,6 +2,8 @@
 
     AddRequest ─▶ a task: constraint compiled ─▶ AsyncLLM.generate ─▶ TokensEvent … ─▶ ended
                     └─ AbortRequests: the task is cancelled, and vLLM aborts the request
+    AddRequest(remote_kv) ─▶ as above, and KVReport: ReservedEvent ─▶ Seed, KVProgress … passed on ─▶ LoadedEvent
+                    └─ no room, KV or seed in time: an error;  KV given up: submitted anew, to be computed
     every 250 ms: is vLLM paused? ─answered between two steps▶ the load is reported
 
 So the host is silent while vLLM computes a step, as the built-in core is, and for ever when vLLM hangs. When one of
@@ -38,7 +40,9 @@ from engine.core.messages import (
     Event,
     KVProgress,
     LeaseCommand,
+    LoadedEvent,
     Outputs,
+    ReservedEvent,
     Seed,
     Shutdown,
     TokensEvent,
@@ -46,9 +50,11 @@ from engine.core.messages import (
 from engine.errors import EngineError, InvalidRequest
 from engine.identity import compute_identity
 from engine.sampling.grammar import GrammarCompiler
-from vllm_engine.arguments import engine_arguments, set_environment
+from vllm_engine.arguments import engine_arguments, has_connector, set_environment
 from vllm_engine.failures import FailedRequests
-from vllm_engine.load import LoadMeter
+from vllm_engine.kv_link import KVLink
+from vllm_engine.kv_messages import KVSetup
+from vllm_engine.load import LoadMeter, RequestCounts
 from vllm_engine.requests import check_supported, tokens_event, vllm_input, vllm_params
 from vllm_engine.versions import require_vllm
 
@@ -62,22 +68,24 @@ async def serve(config: EngineConfig, address: str) -> None:
     """Start vLLM and serve until `Shutdown`. Raises EngineError if vLLM does not start or ends by itself."""
     folder = Path(address.removeprefix("ipc://")).parent
     set_environment(config, folder)
-    if config.kv_connector.class_path != "engine.kv_connector:NullKVConnector":
-        raise EngineError("engine.kind is vllm, which does not hand KV over yet: set transfer.connector to null")
     meter, failed = LoadMeter(), FailedRequests(folder)
     engine = _start(config, meter)
     try:
         info = await _engine_info(config, engine)
+        link = KVLink(folder)
+        if has_connector(config):
+            info = await _connect(config, engine, info, link.address)
         meter.num_blocks = info.num_blocks
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 1000)
         socket.set_hwm(0)
         socket.connect(address)
         grammars = GrammarCompiler(Path(config.model), info.vocab_size, lambda: None)
-        host = Host(engine, socket, meter, failed, grammars)
+        host = Host(engine, socket, meter, failed, grammars, link=link, info=info)
         host.send(info)
         await host.serve()
         socket.close()
+        link.close()
     finally:
         engine.shutdown(timeout=_SHUTDOWN_S)
 
@@ -91,10 +99,24 @@ def _start(config: EngineConfig, meter: LoadMeter) -> AsyncLLM:
 
 
 @dataclass(slots=True)
+class _Load:
+    """What is known of a request's KV that comes from elsewhere."""
+
+    expires: asyncio.TimerHandle
+    """Ends the wait for room, or for KV and seed."""
+    reserved: ReservedEvent | None = None
+    loaded: LoadedEvent | None = None
+    seed: list[int] | None = None
+    is_given_up: bool = False
+    """It is computed here instead."""
+
+
+@dataclass(slots=True)
 class _Running:
     request: EngineRequest
-    task: asyncio.Task[None]
+    task: asyncio.Task[None] | None = None
     has_token: bool = False
+    load: _Load | None = None
 
 
 class Host:
@@ -107,12 +129,17 @@ class Host:
         meter: LoadMeter,
         failed: FailedRequests,
         grammars: GrammarCompiler,
+        *,
+        link: KVLink,
+        info: EngineInfo,
     ) -> None:
         self._engine = engine
         self._socket = socket
         self._meter = meter
         self._failed = failed
         self._grammars = grammars
+        self._link = link
+        self._info = info
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._running: dict[str, _Running] = {}
@@ -127,8 +154,9 @@ class Host:
         """Until `Shutdown`; raises EngineError when vLLM has ended."""
         commands = asyncio.create_task(self._receive())
         heartbeat = asyncio.create_task(self._report_until_cancelled())
+        reports = asyncio.create_task(self._receive_kv_reports())
         try:
-            waited: list[asyncio.Future[None]] = [commands, heartbeat, self._dead]
+            waited: list[asyncio.Future[None]] = [commands, heartbeat, reports, self._dead]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             for ended in waited:
                 if ended.done():
@@ -136,24 +164,25 @@ class Host:
         except EngineDeadError as error:
             raise EngineError(f"vLLM has ended: {error}") from error
         finally:
-            for task in (commands, heartbeat, *(running.task for running in self._running.values())):
-                task.cancel()
+            for task in (commands, heartbeat, reports, *(running.task for running in self._running.values())):
+                if task is not None:
+                    task.cancel()
 
     async def _receive(self) -> None:
         while True:
             command: Command = self._decoder.decode(await self._socket.recv())
             match command:
                 case AddRequest(request):
-                    task = asyncio.create_task(self._run(request))
-                    self._running[request.request_id] = _Running(request, task)
+                    self._add(request)
                 case AbortRequests(request_ids):
                     for request_id in request_ids:
-                        if (running := self._running.get(request_id)) is not None:
-                            running.task.cancel()
+                        self._cancel(request_id)
                 case Shutdown():
                     return
-                case Seed() | KVProgress() | LeaseCommand():
-                    pass  # of transfers that have ended: this engine has none
+                case Seed(request_id, token_ids):
+                    self._seed(request_id, token_ids)
+                case KVProgress() | LeaseCommand():
+                    self._link.send(command)
                 case _:
                     assert_never(command)
 
@@ -163,12 +192,23 @@ class Host:
             self._flush()
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def _run(self, request: EngineRequest) -> None:
+    def _add(self, request: EngineRequest) -> None:
+        running = self._running[request.request_id] = _Running(request)
+        if request.remote_kv is not None:
+            running.load = _Load(self._expire_in(request.remote_kv.reservation_s, running))
+        running.task = asyncio.create_task(self._run(running, request))
+
+    def _cancel(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None and running.task is not None:
+            running.task.cancel()
+
+    async def _run(self, running: _Running, request: EngineRequest) -> None:
         try:
-            check_supported(request)
+            check_supported(request, has_connector=self._info.kv_connector != "null")
             if (constraint := request.params.constraint) is not None:
                 await asyncio.wrap_future(self._grammars.compiled(constraint))  # the worker's cannot answer an error
-            await self._generate(request)
+            await self._generate(running, request)
         except InvalidRequest as error:
             self._fail(request, str(error), "invalid_constraint")
         except (VLLMClientError, ValueError) as error:
@@ -179,13 +219,20 @@ class Host:
             if not self._dead.done():
                 self._dead.set_exception(error)
         finally:
-            self._running.pop(request.request_id, None)
-            self._failed.forget(request.request_id)
-            if not self._running:
-                self._meter.idle()
+            if running.task is asyncio.current_task():  # it was not submitted anew
+                self._forget(running)
 
-    async def _generate(self, request: EngineRequest) -> None:
-        running = self._running[request.request_id]
+    def _forget(self, running: _Running) -> None:
+        request_id = running.request.request_id
+        if running.load is not None:
+            running.load.expires.cancel()
+        if self._running.get(request_id) is running:
+            del self._running[request_id]
+        self._failed.forget(request_id)
+        if not self._running:
+            self._meter.idle()
+
+    async def _generate(self, running: _Running, request: EngineRequest) -> None:
         outputs = self._engine.generate(
             vllm_input(request), vllm_params(request), request.request_id, priority=-request.priority
         )
@@ -194,9 +241,85 @@ class Host:
                 if self._failed.take(request.request_id):
                     what = "its parameters exclude every token, or the model's logits are not finite"
                     return self._fail(request, what, "nothing_allowed")
-                self._emit(tokens_event(request, output, is_first=not running.has_token))
+                event = tokens_event(
+                    request, output, is_first=not running.has_token, max_model_len=self._info.max_model_len
+                )
+                self._emit(event if running.load is None else _with_origin(event, running))
                 running.has_token = True
         return None
+
+    # KV from elsewhere
+
+    async def _receive_kv_reports(self) -> None:
+        while True:
+            report = await self._link.receive()
+            for event in report.events:
+                self._apply_kv_event(event)
+            for request_id in report.given_up:
+                running = self._running.get(request_id)
+                if running is not None and running.load is not None:
+                    running.load.is_given_up = True
+                    self._pass_seed(running)
+            self._flush()
+
+    def _apply_kv_event(self, event: Event) -> None:
+        if isinstance(event, ReservedEvent | LoadedEvent):
+            running = self._running.get(event.request_id)
+            if running is None or running.load is None:
+                return  # it has ended meanwhile
+            if isinstance(event, ReservedEvent):
+                self._reserved(running, running.load, event)
+            else:
+                running.load.loaded = event
+                self._stop_waiting_if_complete(running.load)
+        self._emit(event)
+
+    def _reserved(self, running: _Running, load: _Load, event: ReservedEvent) -> None:
+        """The wait for room takes nothing from the time in which the prompt is computed elsewhere."""
+        load.reserved = event
+        load.expires.cancel()
+        assert running.request.remote_kv is not None
+        load.expires = self._expire_in(running.request.remote_kv.reservation_s, running)
+        self._pass_seed(running)
+
+    def _seed(self, request_id: str, token_ids: list[int]) -> None:
+        running = self._running.get(request_id)
+        if running is not None and running.load is not None and running.load.seed is None:
+            running.load.seed = token_ids
+            self._pass_seed(running)
+            self._stop_waiting_if_complete(running.load)
+
+    def _pass_seed(self, running: _Running) -> None:
+        """Once the worker knows the request. vLLM has room for one token: with several, and with KV that was given
+        up, the request is submitted anew."""
+        request, load = running.request, running.load
+        if load is None or load.seed is None or request.remote_kv is None:
+            return
+        if load.is_given_up or len(load.seed) > 1:
+            load.is_given_up = True
+            emitted = [*request.output_token_ids, *load.seed]
+            running.request = msgspec.structs.replace(request, output_token_ids=emitted, remote_kv=None)
+            self._cancel(request.request_id)
+            running.task = asyncio.create_task(self._run(running, running.request))
+        elif load.reserved is not None:
+            self._link.send(Seed(request.request_id, load.seed))
+
+    def _stop_waiting_if_complete(self, load: _Load) -> None:
+        if load.seed is not None and load.loaded is not None:
+            load.expires.cancel()
+
+    def _expire_in(self, seconds: float, running: _Running) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, self._expire, running)
+
+    def _expire(self, running: _Running) -> None:
+        load = running.load
+        assert load is not None
+        if load.reserved is None:
+            self._fail(running.request, "no room within the reservation time", "no_room")
+        else:
+            missing = "the seed" if load.seed is None else "KV"
+            self._fail(running.request, f"no {missing} within the reservation time", "timeout")
+        self._cancel(running.request.request_id)
 
     def _fail(self, request: EngineRequest, error: str, kind: ErrorKind | None) -> None:
         self._emit(TokensEvent(request.request_id, [], finish_reason="error", error=error, error_kind=kind))
@@ -209,10 +332,40 @@ class Host:
 
     def _flush(self) -> None:
         events, self._events = self._events, []
-        waiting = [running.request for running in self._running.values() if not running.has_token]
-        num_waiting_tokens = sum(len(request.prompt_token_ids) + len(request.output_token_ids) for request in waiting)
-        load = self._meter.load(num_requests=len(self._running), num_waiting_tokens=num_waiting_tokens)
-        self.send(Outputs(events, load))
+        self.send(Outputs(events, self._meter.load(self._count_requests(), self._link.load)))
+
+    def _count_requests(self) -> RequestCounts:
+        counts = RequestCounts(num_unfinished=len(self._running))
+        for running in self._running.values():
+            request, load = running.request, running.load
+            if running.has_token:
+                continue
+            if load is None or load.is_given_up:
+                counts.num_waiting_tokens += len(request.prompt_token_ids) + len(request.output_token_ids)
+            elif load.reserved is None:
+                counts.num_without_room += 1
+            elif load.seed is None or load.loaded is None:
+                counts.num_loading += 1
+        return counts
+
+
+def _with_origin(event: TokensEvent, running: _Running) -> TokensEvent:
+    """vLLM counts KV of its prefix cache and of elsewhere as one."""
+    load, request = running.load, running.request
+    assert load is not None
+    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+    if load.is_given_up:
+        num_initial = num_tokens - len(load.seed or [])
+        return msgspec.structs.replace(event, num_recomputed_tokens=max(0, num_initial - event.num_cached_tokens))
+    assert load.reserved is not None
+    assert load.loaded is not None
+    num_cached, num_external = load.reserved.num_cached_tokens, load.loaded.num_external_tokens
+    return msgspec.structs.replace(
+        event,
+        num_cached_tokens=num_cached,
+        num_external_tokens=num_external,
+        num_recomputed_tokens=num_tokens - num_cached - num_external,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,3 +406,23 @@ async def _engine_info(config: EngineConfig, engine: AsyncLLM) -> EngineInfo:
         attention_backend=attention,
         pid=os.getpid(),
     )
+
+
+async def _connect(config: EngineConfig, engine: AsyncLLM, info: EngineInfo, address: str) -> EngineInfo:
+    """Begin the connector in the worker. Raises EngineError."""
+    identity = info.model_identity
+    setup = KVSetup(
+        config=config,
+        address=address,
+        fingerprint=identity.fingerprint,
+        block_size=identity.block_size,
+        bytes_per_block=info.bytes_per_block,
+        digest=bytes.fromhex(identity.layout_digest),
+    )
+    try:
+        [name] = await engine.collective_rpc("tandem_connect", args=(msgspec.msgpack.encode(setup),))
+    except EngineDeadError as error:
+        raise EngineError(f"vLLM has ended: {error}") from error
+    except Exception as error:  # vLLM's own, with the worker's as text
+        raise EngineError(f"the KV connector cannot be used: {error}") from error
+    return msgspec.structs.replace(info, kv_connector=name)

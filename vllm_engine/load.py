@@ -9,13 +9,29 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine.core.messages import STEP_TOKENS, EngineLoad
+from vllm_engine.kv_messages import KVLoad
 
 _SLOWEST_DECAY = 0.9
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """The host's own counts of requests that have not ended."""
+
+    num_unfinished: int = 0
+    num_loading: int = 0
+    """Of these, those with blocks that wait for KV or seed."""
+    num_without_room: int = 0
+    """Of these, those that wait for such blocks."""
+    num_waiting_tokens: int = 0
+    """Of those that compute their prompt and have no token yet."""
 
 
 class LoadMeter(StatLoggerBase):
@@ -58,17 +74,20 @@ class LoadMeter(StatLoggerBase):
         """No request runs: the time until the next step is not a step's."""
         self._last_s = None
 
-    def load(self, *, num_requests: int, num_waiting_tokens: int) -> EngineLoad:
-        """`num_requests`: all that have not ended; `num_waiting_tokens`: of those without a token yet."""
+    def load(self, requests: RequestCounts, kv: KVLoad) -> EngineLoad:
         stats = self._stats
-        num_running = min(num_requests, stats.num_running_reqs) if stats is not None else 0
+        num_computed = requests.num_unfinished - requests.num_loading
+        num_running = min(num_computed, stats.num_running_reqs) if stats is not None else 0
         num_used = round(stats.kv_cache_usage * self.num_blocks) if stats is not None else 0
+        num_running_blocks = max(0, num_used - kv.held_blocks - kv.quarantined_blocks)
         return EngineLoad(
-            num_waiting=num_requests - num_running,
+            num_waiting=num_computed - num_running,
             num_running=num_running,
-            num_waiting_tokens=num_waiting_tokens,
-            free_blocks=self.num_blocks - num_used,
-            running_blocks=num_used,
+            num_loading=requests.num_loading,
+            num_waiting_tokens=requests.num_waiting_tokens,
+            num_without_room=requests.num_without_room,
+            free_blocks=max(0, self.num_blocks - num_running_blocks - kv.held_blocks - kv.quarantined_blocks),
+            running_blocks=num_running_blocks,
             num_steps=self._num_steps,
             steps_by_tokens=list(self._steps_by_tokens),
             num_step_tokens=self._num_step_tokens,
@@ -76,4 +95,5 @@ class LoadMeter(StatLoggerBase):
             num_prefilled_tokens=self._num_prefilled_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=self._num_preemptions,
+            **msgspec.structs.asdict(kv),
         )

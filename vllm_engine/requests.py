@@ -20,6 +20,7 @@ from engine.core.messages import EngineRequest, FinishReason, TokenLogprob, Toke
 from engine.errors import InvalidRequest
 
 EXTRA_ARG = "tandem_request"
+_PLACEHOLDER = 0
 
 
 class SampledRequest(msgspec.Struct, frozen=True):
@@ -35,41 +36,68 @@ class SampledRequest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self.request, prompt_token_ids=list(prompt), output_token_ids=list(emitted))
 
 
-def check_supported(request: EngineRequest) -> None:
+def check_supported(request: EngineRequest, *, has_connector: bool) -> None:
     """Raises InvalidRequest, naming what vLLM behind Tandem does not do."""
-    if request.hold_kv is not None or request.remote_kv is not None:
+    if moves_kv(request) and not has_connector:
         raise InvalidRequest("transfer", "this instance's vLLM has no KV connector", "requests without a transfer")
 
 
+def moves_kv(request: EngineRequest) -> bool:
+    return request.hold_kv is not None or request.remote_kv is not None
+
+
+def hands_over(sampled: SampledRequest, num_tokens: int, max_model_len: int) -> bool:
+    """Whether a request whose KV is held goes on elsewhere: of its `num_tokens` the last one was sampled here, and it
+    was not a stop token."""
+    max_tokens = sampled.request.params.max_tokens
+    num_output_tokens = num_tokens - sampled.num_prompt_tokens
+    return num_tokens < max_model_len and (max_tokens is None or num_output_tokens < max_tokens)
+
+
 def vllm_input(request: EngineRequest) -> TokensInput:
-    token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+    """With a placeholder for the seed where that comes later: see kv_scheduler.py."""
+    placeholder = [] if request.remote_kv is None else [_PLACEHOLDER]
+    token_ids = [*request.prompt_token_ids, *request.output_token_ids, *placeholder]
     return tokens_input(token_ids, cache_salt=request.cache_salt or None)
 
 
 def vllm_params(request: EngineRequest) -> VllmSamplingParams:
     """Greedy: the worker leaves the sampled token as the best one."""
     params = request.params
-    bare = msgspec.structs.replace(request, prompt_token_ids=[], output_token_ids=[])
-    sampled = SampledRequest(bare, len(request.prompt_token_ids))
-    assert params.max_tokens is not None
     return VllmSamplingParams(
         temperature=0.0,
-        max_tokens=params.max_tokens - len(request.output_token_ids),
+        max_tokens=_max_tokens(request),
         stop_token_ids=list(_ending_ids(request)),
         ignore_eos=True,
         detokenize=False,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs if _needs_prompt_logprobs(request) else None,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={EXTRA_ARG: msgspec.msgpack.encode(sampled)},
+        extra_args={EXTRA_ARG: msgspec.msgpack.encode(sampled_request(request))},
         skip_clone=True,
     )
 
 
-def tokens_event(request: EngineRequest, output: RequestOutput, *, is_first: bool) -> TokensEvent:
+def sampled_request(request: EngineRequest) -> SampledRequest:
+    bare = msgspec.structs.replace(request, prompt_token_ids=[], output_token_ids=[])
+    return SampledRequest(bare, len(request.prompt_token_ids))
+
+
+def _max_tokens(request: EngineRequest) -> int:
+    """To be sampled here: of a hand-over the first, of a request that gets its KV all but the seed."""
+    assert request.params.max_tokens is not None
+    if request.hold_kv is not None:
+        return 1
+    return max(1, request.params.max_tokens - len(request.output_token_ids) - (request.remote_kv is not None))
+
+
+def tokens_event(request: EngineRequest, output: RequestOutput, *, is_first: bool, max_model_len: int) -> TokensEvent:
     """The event of one output, which has the tokens since the last one."""
     completion = output.outputs[0]
     reason, stop_token_id = _ending(request, completion) if output.finished else (None, None)
+    if reason == "length" and request.hold_kv is not None:
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + len(completion.token_ids)
+        reason = "hand_over" if hands_over(sampled_request(request), num_tokens, max_model_len) else "length"
     metrics = output.metrics
     queue_s = metrics.scheduled_ts - metrics.queued_ts if is_first and metrics is not None else 0.0
     return TokensEvent(
@@ -100,7 +128,7 @@ def _ending(request: EngineRequest, completion: Any) -> tuple[FinishReason, int 
 
 def _needs_prompt_logprobs(request: EngineRequest) -> bool:
     """They are returned once, by the first choice, and not after output that another instance emitted."""
-    return request.choice == 0 and not request.output_token_ids
+    return request.choice == 0 and not request.output_token_ids and request.remote_kv is None
 
 
 def _logprobs(positions: Sequence[Mapping[int, Any]], token_ids: Sequence[int]) -> list[list[TokenLogprob]]:

@@ -1,9 +1,15 @@
-"""What only vLLM's workers know: the attention backend and the KV memory as they are, not as they were asked for."""
+"""What the host calls in vLLM's workers, which alone know attention backend and KV memory as they are."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
+
+import msgspec
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from vllm_engine.connector import VllmKVConnector
+from vllm_engine.kv_messages import KVSetup
 
 
 class WorkerFacts:
@@ -22,3 +28,8 @@ class WorkerFacts:
             "kv_shape": [list(cache.shape) for cache in caches],
             "kv_bytes": sum(math.prod(cache.shape) * cache.element_size() for cache in caches),
         }
+
+    def tandem_connect(self, setup: bytes) -> str:
+        """`setup`: a KVSetup as msgpack. Returns the connector's name; raises EngineError."""
+        connector = cast(VllmKVConnector, get_kv_transfer_group())
+        return connector.connect(msgspec.msgpack.decode(setup, type=KVSetup))

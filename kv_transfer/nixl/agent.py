@@ -38,6 +38,7 @@ from typing import Any, Literal
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 
 from engine.errors import EngineError
 from serving.abuse_limits import reset_connection, tcp_connections
@@ -49,6 +50,8 @@ _PROGRESS_DELAY_US = 100
 MemoryType = Literal["DRAM", "VRAM"]
 Handle = int
 """Of a prepared list or of a read."""
+Spans = Sequence[int] | NDArray[np.int32]
+"""Numbers in a prepared list."""
 
 
 class NixlError(Exception):
@@ -66,13 +69,24 @@ class NixlDisconnected(NixlError):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Equal spans, one after the other, in one piece of memory."""
+    """Pages in one piece of memory: layer by layer, a span of each page, one after the other."""
 
     memory_type: MemoryType
     device_id: int
     address: int
     span_bytes: int
-    num_spans: int
+    num_pages: int
+    num_layers: int = 1
+
+    @property
+    def page_bytes(self) -> int:
+        return self.span_bytes * self.num_layers
+
+    def spans(self, pages: Sequence[int]) -> NDArray[np.int32]:
+        """Numbers of the spans of these pages, layer by layer."""
+        first = np.arange(self.num_layers, dtype=np.int32) * self.num_pages
+        numbers: NDArray[np.int32] = np.add.outer(first, np.asarray(pages, dtype=np.int32)).ravel()
+        return numbers
 
 
 class NixlAgent:
@@ -96,7 +110,7 @@ class NixlAgent:
 
     def register(self, region: Region) -> None:
         """Allow reads into this memory and, by peers that have the metadata, from it."""
-        spans = [(region.address, region.span_bytes * region.num_spans, region.device_id, b"")]
+        spans = [(region.address, region.page_bytes * region.num_pages, region.device_id, b"")]
         with self._errors():
             self._agent.registerMem(self._bindings.nixlRegDList(self._segment(region), spans), [])
 
@@ -108,7 +122,8 @@ class NixlAgent:
     def prepare(self, region: Region, peer: str | None = None) -> Handle:
         """A list of all spans of a region, of this agent or of a peer; `make_read` refers to them by number. NIXL
         checks that they were registered."""
-        row = (region.address, region.span_bytes, region.device_id, region.span_bytes, region.num_spans)
+        num_spans = region.num_pages * region.num_layers
+        row = (region.address, region.span_bytes, region.device_id, region.span_bytes, num_spans)
         table = np.array([row], dtype=np.uint64)
         name = self._bindings.NIXL_INIT_AGENT if peer is None else peer
         with self._errors():
@@ -133,7 +148,7 @@ class NixlAgent:
 
     # Reads
 
-    def make_read(self, into: Handle, into_ids: Sequence[int], source: Handle, source_ids: Sequence[int]) -> Handle:
+    def make_read(self, into: Handle, into_ids: Spans, source: Handle, source_ids: Spans) -> Handle:
         """A read of spans of a peer's list into spans of one of ours; `post` begins it."""
         ids = (np.asarray(into_ids, dtype=np.int32), np.asarray(source_ids, dtype=np.int32))
         with self._errors():

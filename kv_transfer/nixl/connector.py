@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from engine import failpoints
 from engine.core.messages import EngineRequest, HoldKV, LeaseCommand, RemoteKV, TransferEvent
+from engine.errors import EngineError
 from engine.failpoints import FailpointError
-from engine.kv_connector import KVConnectorMeta, KVConnectorOutput, KVLoadResult
-from engine.kv_layout import KVLayout
+from engine.kv_connector import KVConnectorMeta, KVConnectorOutput, KVLoadResult, KVMemory
+from engine.kv_layout import PageLayout
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
 from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings
@@ -37,7 +38,7 @@ from kv_transfer.nixl.transfers import (
     MemoryProducer,
     page_digest,
 )
-from kv_transfer.page.memory import make_page_memory, write_page
+from kv_transfer.page.memory import layers_of, make_page_memory, write_page
 from kv_transfer.page.naming import PageNaming
 from kv_transfer.transfer.connector import (
     GIVEN_UP,
@@ -55,9 +56,6 @@ from kv_transfer.transfer.loader import LoadOp
 from kv_transfer.transfer.producer import SaveOp
 
 _log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    import torch
 
 _READ_BYTES = 16 << 20
 """Maximum bytes in one read: while they are verified, the next ones move."""
@@ -82,6 +80,7 @@ class NixlOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fie
 class NixlConnector(TransferConnector):
     """Implements engine.kv_connector.KVConnector over NIXL."""
 
+    needs_all_blocks = True
     _producer: MemoryProducer
     _loader: MemoryLoader
 
@@ -111,20 +110,13 @@ class NixlConnector(TransferConnector):
 
     # Worker side
 
-    def register_kv_cache(self, kv_cache: torch.Tensor, layout: KVLayout, fingerprint: bytes) -> None:
+    def register_kv_cache(self, kv_cache: KVMemory, layout: PageLayout, fingerprint: bytes) -> None:
         naming = self._naming = PageNaming.of(fingerprint, layout)
         self._memory = make_page_memory(kv_cache)
-        is_host = kv_cache.device.type == "cpu"
-        self._pages = Region(
-            memory_type="DRAM" if is_host else "VRAM",
-            device_id=0 if is_host else kv_cache.device.index or 0,
-            address=kv_cache.data_ptr(),
-            span_bytes=layout.bytes_per_block,
-            num_spans=kv_cache.shape[0],
-        )
+        self._pages = _region(kv_cache, layout)
         self._num_pages_per_read = max(1, _READ_BYTES // layout.bytes_per_block)
         self._pinned = PinnedBlocks(
-            max_blocks=int(self._options.max_quarantined_fraction * kv_cache.shape[0]),
+            max_blocks=int(self._options.max_quarantined_fraction * self._pages.num_pages),
             max_age_s=self._options.max_quarantine_s,
         )
         self._loader = MemoryLoader(naming, load_timeout_s=self._options.load_timeout_s, key=self._key)
@@ -135,10 +127,10 @@ class NixlConnector(TransferConnector):
     def self_test(self) -> str | None:
         """Moves one block to another by a hand-over to this instance itself, while all blocks are free and zeros, as
         they are again afterwards. Raises EngineError."""
-        first, last = 0, self._pages.num_spans - 1
+        first, last = 0, self._pages.num_pages - 1
         if first == last:
             return None
-        content = os.urandom(self._pages.span_bytes)
+        content = os.urandom(self._pages.page_bytes)
         write_page(self._memory, first, content)
         failure = _hand_over(self, self._naming, first, last)
         if failure is not None and not self.counters.loaded.failures["page_digest"]:
@@ -243,7 +235,8 @@ class NixlConnector(TransferConnector):
         assert reads is not None, "this connector has ReadCounters"
         if failure is None:
             num_bytes = sum(op.name.spec.payload_bytes for op in read.ops)
-            reads.count_success(duration_s, read.post_s, num_bytes, len(read.ops))
+            num_descriptors = len(read.ops) * self._pages.num_layers
+            reads.count_success(duration_s, read.post_s, num_bytes, num_descriptors)
         elif failure not in (SKIPPED, GIVEN_UP):
             reads.num_failed += 1
 
@@ -295,6 +288,24 @@ class NixlConnector(TransferConnector):
         if self._pinned.rebuild_due(now):
             self._pinned.rebuilding = True
             self._reader.rebuild()
+
+
+def _region(kv_cache: KVMemory, layout: PageLayout) -> Region:
+    """The KV memory as one piece. Raises EngineError where its layers do not follow each other without a gap."""
+    layers = layers_of(kv_cache)
+    first, layer_bytes = layers[0], layers[0].numel() * layers[0].element_size()
+    for index, layer in enumerate(layers):
+        if layer.data_ptr() != first.data_ptr() + index * layer_bytes or layer.shape != first.shape:
+            raise EngineError("the nixl connector needs the KV of all layers in one piece of memory")
+    is_host = first.device.type == "cpu"
+    return Region(
+        memory_type="DRAM" if is_host else "VRAM",
+        device_id=0 if is_host else first.device.index or 0,
+        address=first.data_ptr(),
+        span_bytes=layout.bytes_per_block // len(layers),
+        num_pages=len(first),
+        num_layers=len(layers),
+    )
 
 
 # Self-test: lent block ─▶ announced to this instance ─▶ read into another block ─▶ verified ─▶ released ─▶ equal?

@@ -93,8 +93,9 @@ class Peer:
 
 
 class Peers:
-    def __init__(self, agent: NixlAgent, *, max_peers: int) -> None:
+    def __init__(self, agent: NixlAgent, *, num_layers: int, max_peers: int) -> None:
         self._agent = agent
+        self._num_layers = num_layers
         self._max_peers = max_peers
         self._by_name: OrderedDict[str, Peer] = OrderedDict()  # least recently used first
 
@@ -124,7 +125,7 @@ class Peers:
             undo.callback(self._agent.remove_peer, name)
             if name != metadata.agent_name:
                 raise NixlError(ConnectionError(f"metadata of {name!r} under the name {metadata.agent_name!r}"))
-            pages = self._agent.prepare(metadata.pages, name)
+            pages = self._agent.prepare(metadata.pages(self._num_layers), name)
             undo.callback(self._agent.release_list, pages)
             tags = self._agent.prepare(metadata.tags, name)
             undo.pop_all()
@@ -180,6 +181,7 @@ class PageReader:
         self._queued: deque[Read] = deque()
         self._active: list[_ActiveRead] = []
         self._tags = np.zeros(_NUM_TAGS, dtype="<u8")
+        self._tag_region = Region("DRAM", 0, self._tags.ctypes.data, TAG_BYTES, _NUM_TAGS)
         self._free_tag_slots = list(range(_NUM_TAGS))
         self._agent: NixlAgent | None = None
         self._peers: Peers
@@ -261,8 +263,10 @@ class PageReader:
             peer = self._peers.get(read.source)
             if peer.num_moving >= _READS_PER_PEER or not self._free_tag_slots:
                 return False
+            into = self._region.spans([op.block_id for op in read.ops])
             remote_ids = [read.source.block_ids[op.block_index] for op in read.ops]
-            handle = agent.make_read(self._page_list, [op.block_id for op in read.ops], peer.pages, remote_ids)
+            source = read.source.pages(self._region.num_layers).spans(remote_ids)
+            handle = agent.make_read(self._page_list, into, peer.pages, source)
         except (NixlError, EngineError, failpoints.FailpointError) as error:
             _log.warning("pages of %s cannot be read: %s", read.source.agent_name, error)
             self._on_end(read, _reason(error), 0.0)
@@ -333,15 +337,14 @@ class PageReader:
         if self._agent is None:
             agent = self._make_agent()
             try:
-                tags = Region("DRAM", 0, self._tags.ctypes.data, TAG_BYTES, _NUM_TAGS)
-                for region in (self._region, tags):
+                for region in (self._region, self._tag_region):
                     agent.register(region)
-                self._page_list, self._tag_list = agent.prepare(self._region), agent.prepare(tags)
+                self._page_list, self._tag_list = agent.prepare(self._region), agent.prepare(self._tag_region)
             except NixlError:
                 agent.close()
                 raise
             self._agent = agent
-            self._peers = Peers(agent, max_peers=_MAX_PEERS)
+            self._peers = Peers(agent, num_layers=self._region.num_layers, max_peers=_MAX_PEERS)
         return self._agent
 
     def _rebuild(self) -> None:

@@ -80,10 +80,12 @@ class TransferMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     block_ids: list[int]
     """Of the transfer's pages, the tail's last."""
 
-    @property
-    def pages(self) -> Region:
-        """The producer's KV memory."""
-        return Region(self.memory_type, self.device_id, self.pages_address, self.page_bytes, self.num_blocks)
+    def pages(self, num_layers: int) -> Region:
+        """The producer's KV memory. It has its pages in as many layers as the reader's, whose layout is the same."""
+        span_bytes = self.page_bytes // num_layers
+        return Region(
+            self.memory_type, self.device_id, self.pages_address, span_bytes, self.num_blocks, num_layers=num_layers
+        )
 
     @property
     def tags(self) -> Region:
@@ -222,10 +224,10 @@ class LendingAgent:
             memory_type=self._pages.memory_type,
             device_id=self._pages.device_id,
             pages_address=self._pages.address,
-            page_bytes=self._pages.span_bytes,
-            num_blocks=self._pages.num_spans,
+            page_bytes=self._pages.page_bytes,
+            num_blocks=self._pages.num_pages,
             tags_address=self._tags.address,
-            num_tags=self._tags.num_spans,
+            num_tags=self._tags.num_pages,
             tag_index=tag_index,
             tag=tag,
             block_ids=list(block_ids),

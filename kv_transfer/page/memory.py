@@ -1,15 +1,23 @@
 """KV memory as bytes, page by page, for threads that read and write pages outside the step loop.
 
-On a CPU a page is a view of the KV memory: nothing is copied. On a GPU it is copied through host memory, on a stream of
-its own.
+On a CPU a page of a single array is a view of the KV memory: nothing is copied. From one array for each layer its spans
+are gathered into memory of its own, and scattered again. On a GPU it is copied through host memory, on a stream of its
+own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
+
+    from engine.kv_connector import KVMemory
 
 
 class PageMemory(Protocol):
@@ -43,24 +51,51 @@ class HostPages:
         del block_id, page
 
     def _page(self, block_id: int) -> memoryview:
-        if not 0 <= block_id < self._num_blocks:
-            raise IndexError(f"block {block_id} of {self._num_blocks}")
+        _check(block_id, self._num_blocks)
         return self._bytes[block_id * self._page_bytes : (block_id + 1) * self._page_bytes]
+
+
+class LayeredHostPages:
+    """Pages of a KV memory on the CPU with one array for each layer."""
+
+    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+        self._layers = [_as_bytes(layer).numpy() for layer in layers]
+        self._bounds = _bounds([layer.shape[1] for layer in self._layers])
+
+    def page_out(self, block_id: int) -> memoryview:
+        _check(block_id, len(self._layers[0]))
+        page = self._staging()
+        for layer, (start, end) in zip(self._layers, self._bounds, strict=True):
+            page[start:end] = layer[block_id]
+        return page.data
+
+    def page_in(self, block_id: int) -> memoryview:
+        _check(block_id, len(self._layers[0]))
+        return self._staging().data
+
+    def commit(self, block_id: int, page: memoryview) -> None:
+        content = np.frombuffer(page, dtype=np.uint8)
+        for layer, (start, end) in zip(self._layers, self._bounds, strict=True):
+            layer[block_id] = content[start:end]
+
+    def _staging(self) -> NDArray[np.uint8]:
+        return np.empty(self._bounds[-1][1], dtype=np.uint8)
 
 
 class DevicePages:
     """Pages of a KV memory on a GPU. A block is read only after the step that wrote it has ended on the host."""
 
-    def __init__(self, kv_cache: torch.Tensor) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         import torch
 
         self._torch = torch
-        self._pages = _as_bytes(kv_cache)
-        self._stream = torch.cuda.Stream(kv_cache.device)
+        self._layers = [_as_bytes(layer) for layer in layers]
+        self._bounds = _bounds([layer.shape[1] for layer in self._layers])
+        self._stream = torch.cuda.Stream(layers[0].device)
 
     def page_out(self, block_id: int) -> memoryview:
         host = self._staging()
-        self._copy(host, self._pages[block_id])
+        self._copy((host[start:end], layer[block_id]) for layer, (start, end) in self._spans())
         return host.numpy().data
 
     def page_in(self, block_id: int) -> memoryview:
@@ -68,27 +103,50 @@ class DevicePages:
         return self._staging().numpy().data
 
     def commit(self, block_id: int, page: memoryview) -> None:
-        self._copy(self._pages[block_id], self._torch.frombuffer(page, dtype=self._torch.uint8))
+        host = self._torch.frombuffer(page, dtype=self._torch.uint8)
+        self._copy((layer[block_id], host[start:end]) for layer, (start, end) in self._spans())
+
+    def _spans(self) -> Iterator[tuple[torch.Tensor, tuple[int, int]]]:
+        return zip(self._layers, self._bounds, strict=True)
 
     def _staging(self) -> torch.Tensor:
-        return self._torch.empty(self._pages.shape[1], dtype=self._torch.uint8, pin_memory=True)
+        return self._torch.empty(self._bounds[-1][1], dtype=self._torch.uint8, pin_memory=True)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with self._torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
             done = self._stream.record_event()
         done.synchronize()
 
 
-def make_page_memory(kv_cache: torch.Tensor) -> PageMemory:
-    """Pages of a contiguous KV memory on a CPU or GPU."""
-    return HostPages(kv_cache) if kv_cache.device.type == "cpu" else DevicePages(kv_cache)
+def layers_of(kv_cache: KVMemory) -> Sequence[torch.Tensor]:
+    """The arrays of a KV memory, on one device."""
+    return kv_cache if isinstance(kv_cache, Sequence) else [kv_cache]
+
+
+def make_page_memory(kv_cache: KVMemory) -> PageMemory:
+    """Pages of a KV memory on a CPU or GPU, each array of which is contiguous."""
+    layers = layers_of(kv_cache)
+    if layers[0].device.type != "cpu":
+        return DevicePages(layers)
+    return HostPages(layers[0]) if len(layers) == 1 else LayeredHostPages(layers)
 
 
 def write_page(memory: PageMemory, block_id: int, content: bytes | bytearray) -> None:
     page = memory.page_in(block_id)
     page[:] = content
     memory.commit(block_id, page)
+
+
+def _check(block_id: int, num_blocks: int) -> None:
+    if not 0 <= block_id < num_blocks:
+        raise IndexError(f"block {block_id} of {num_blocks}")
+
+
+def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each span begins and ends in a page."""
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def _as_bytes(kv_cache: torch.Tensor) -> torch.Tensor:

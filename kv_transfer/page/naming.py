@@ -6,7 +6,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 
-from engine.kv_layout import KVLayout
+from engine.kv_layout import PageLayout
 from engine.scheduling.block_hash import extend_block_hashes
 from engine.scheduling.request import Request
 from kv_transfer.page.format import PageSpec, tail_hash
@@ -40,11 +40,11 @@ class PageNaming:
     """Names pages of one model in one layout. `fingerprint` is the model's, 32 bytes."""
 
     fingerprint: bytes
-    layout: KVLayout
+    layout: PageLayout
     layout_digest: bytes
 
     @classmethod
-    def of(cls, fingerprint: bytes, layout: KVLayout) -> PageNaming:
+    def of(cls, fingerprint: bytes, layout: PageLayout) -> PageNaming:
         return cls(fingerprint, layout, layout.digest)
 
     @property

@@ -6,11 +6,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
-from engine.kv_connector import KVConnectorMeta, KVConnectorOutput
-from engine.kv_layout import KVLayout
+from engine.kv_connector import KVConnectorMeta, KVConnectorOutput, KVMemory
+from engine.kv_layout import PageLayout
 from kv_transfer.page.format import EPOCH_BYTES
 from kv_transfer.page.memory import make_page_memory
 from kv_transfer.page.naming import PageNaming
@@ -19,9 +18,6 @@ from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, CircuitB
 from kv_transfer.transfer.connector import SKIPPED, OpResult, TransferConnector, TransferOptions
 from kv_transfer.transfer.loader import Load, Loader, LoadOp
 from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, ProducedTransfer, Producer, SaveOp
-
-if TYPE_CHECKING:
-    import torch
 
 
 class StoreOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +63,7 @@ class StoreConnector(TransferConnector):
 
     # Worker side
 
-    def register_kv_cache(self, kv_cache: torch.Tensor, layout: KVLayout, fingerprint: bytes) -> None:
+    def register_kv_cache(self, kv_cache: KVMemory, layout: PageLayout, fingerprint: bytes) -> None:
         naming = self._naming = PageNaming.of(fingerprint, layout)
         breaker = CircuitBreaker(max_failures=self._options.breaker_failures, retry_s=self._options.breaker_retry_s)
         memory = make_page_memory(kv_cache)

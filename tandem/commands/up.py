@@ -68,7 +68,7 @@ _DEMO_TOKENS = 60
 )  # fmt: skip
 @click.option(
     "--engine", type=click.Choice(["tandem", "vllm"]), default="tandem", show_default=True,
-    help="Engine of the instances. vllm runs more models, and on GPUs: docs/vllm.md. It needs --prefill 0.",
+    help="Engine of the instances. vllm runs more models, and on GPUs: docs/vllm.md.",
 )  # fmt: skip
 @click.option(
     "--engine-python", metavar="FILE",
@@ -165,7 +165,7 @@ def command(
       tandem up --autoscale decode=1..3                a decode pool that follows the load
       tandem up --connector redis --kv-url redis://127.0.0.1:6379/0
       tandem up --prefill 2 --connector nixl,redis --kv-url redis://127.0.0.1:6379/0
-      tandem up --engine vllm --engine-python .venv-vllm/bin/python --prefill 0
+      tandem up --engine vllm --engine-python .venv-vllm/bin/python --instance-arg=--block-size=32
       tandem up --connector lmcache                    LMCache's disk format, in the stack's own folder
       tandem up --instance-arg=--max-num-seqs=16       any flag of the services
     """

@@ -70,8 +70,8 @@ class StackSettings:
             raise ValueError(f"prefill must be between 0 and {MAX_SIZE}, not {self.num_prefill}")
         if self.api_key is not None and not TOKEN.fullmatch(self.api_key):
             raise ValueError("--api-key must be printable ASCII without spaces")
-        if self.engine == "vllm" and max(self.num_prefill, self.max_prefill):
-            raise ValueError("--engine vllm does not hand KV over yet: add --prefill 0")
+        if self.engine == "vllm" and self.hands_over and "lmcache" in self.connectors:
+            raise ValueError("--engine vllm does not hand KV over through lmcache: use shared_storage, redis or nixl")
         if self.engine_python is not None and self.engine != "vllm":
             raise ValueError("--engine-python is for --engine vllm")
         if "redis" in self.connectors and self.kv_url is None:
@@ -96,6 +96,11 @@ class StackSettings:
     def num_planned(self) -> int:
         """Instances of both pools at their planned sizes."""
         return max(self.num_prefill, self.max_prefill) + max(self.num_decode, self.max_decode)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether there will be prefill instances."""
+        return max(self.num_prefill, self.max_prefill) > 0
 
     @property
     def connectors(self) -> list[str]:

@@ -123,10 +123,14 @@ class Topology:
             self._free_cores.append(self._cores.pop(name))
 
     def _engine_flags(self) -> dict[str, object]:
-        """The engine, and the connector, which vLLM does not have yet."""
+        if self._settings.engine == "tandem":
+            return self._connector_flags()
+        flags = {"--engine": self._settings.engine, "--engine-python": self._settings.engine_python}
+        # Some models run in vLLM whose KV cannot be handed over.
+        return flags | (self._connector_flags() if self._settings.hands_over else {"--kv-connector": "null"})
+
+    def _connector_flags(self) -> dict[str, object]:
         settings = self._settings
-        if settings.engine == "vllm":
-            return {"--engine": "vllm", "--engine-python": settings.engine_python, "--kv-connector": "null"}
         connectors = set(settings.connectors)
         stores_here = "shared_storage" in connectors or ("lmcache" in connectors and settings.kv_url is None)
         return {

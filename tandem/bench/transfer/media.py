@@ -291,7 +291,7 @@ class _RawNixl:
         metadata = msgspec.msgpack.decode(encoded[_MAC_BYTES:], type=TransferMetadata)
         if metadata.agent_name not in self._remote:
             name = self.agent.add_peer(metadata.agent_metadata)
-            self._remote[name] = self.agent.prepare(metadata.pages, name)
+            self._remote[name] = self.agent.prepare(metadata.pages(num_layers=1), name)
         block_ids = metadata.block_ids
         started_s = time.perf_counter()
         remote = self._remote[metadata.agent_name]

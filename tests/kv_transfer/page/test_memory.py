@@ -49,3 +49,25 @@ def test_block_that_is_not_there_is_an_error(block_id: int) -> None:
 def test_memory_that_is_not_contiguous_is_rejected() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         make_page_memory(kv_memory("cpu").transpose(1, 2))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_page_of_layers_is_that_of_one_array_with_the_same_contents(device: str) -> None:
+    source = kv_memory(device)
+    layers = [source[:, layer].contiguous() for layer in range(source.shape[1])]
+    page = make_page_memory(layers).page_out(3)
+    assert bytes(page) == bytes_of(source, 3)
+    targets = [torch.zeros_like(layer) for layer in layers]
+    pages = make_page_memory(targets)
+    entering = pages.page_in(1)
+    entering[:] = page
+    pages.commit(1, entering)
+    for target, layer in zip(targets, layers, strict=True):
+        assert torch.equal(target[1], layer[3])
+        assert not target[[0, 2, 3, 4]].any()
+
+
+@pytest.mark.parametrize("block_id", [-1, 5])
+def test_a_block_that_layers_do_not_have_is_an_error(block_id: int) -> None:
+    with pytest.raises(IndexError):
+        make_page_memory([torch.zeros(5, 3) for _ in range(2)]).page_out(block_id)

@@ -48,7 +48,9 @@ def test_instances_share_store_and_secret_and_have_explicit_memory_and_threads()
     assert option(made.router("h:1", "h:2"), "--disaggregation-lease-s") == "2.0"
 
 
-def test_an_instance_with_vllm_gets_its_interpreter_and_no_connector() -> None:
+def test_an_instance_with_vllm_gets_its_interpreter_and_a_connector_where_there_is_prefill() -> None:
+    [prefill] = instances(topology(engine="vllm", num_prefill=1, connector="nixl"), "prefill-0")
+    assert option(prefill, "--kv-connector") == "nixl"
     [decode] = instances(topology(engine="vllm", engine_python="/env/bin/python", num_prefill=0), "decode-0")
     assert option(decode, "--engine") == "vllm"
     assert option(decode, "--engine-python") == "/env/bin/python"
@@ -93,12 +95,12 @@ def test_a_new_instance_gets_free_cores(monkeypatch: pytest.MonkeyPatch) -> None
         {"num_decode": 0},
         {"num_prefill": -1},
         {"num_prefill": 0, "disaggregation": "always"},
-        {"engine": "vllm"},
+        {"engine": "vllm", "connector": "lmcache"},
         {"engine_python": "/env/bin/python"},
     ],
 )
 def test_a_stack_that_cannot_serve_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"between|at least one|add --prefill 0|is for --engine vllm"):
+    with pytest.raises(ValueError, match=r"between|at least one|through lmcache|is for --engine vllm"):
         topology(**fields)
 
 

@@ -1,0 +1,132 @@
+"""Tandem's KV connector as vLLM loads it: once in its scheduler, once in its worker.
+
+Each method passes on to one half, in vLLM's types. `vllm_engine/kv_messages.py` shows what goes where.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from vllm_engine.arguments import MAX_HELD_FRACTION
+from vllm_engine.kv_messages import KVSeeds, KVSetup, KVStep
+from vllm_engine.kv_scheduler import SchedulerHalf
+from vllm_engine.kv_worker import StepResults, WorkerHalf, connect
+
+
+class VllmKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Until the host has called `connect` in the worker, which it does before any request, nothing moves."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            raise ValueError(
+                "models with several kinds of KV (hybrid, sliding window) are not handed over yet: --kv-connector null"
+            )
+        self._layers: list[torch.Tensor] = []
+        self._worker: WorkerHalf | None = None
+        self._results = StepResults()
+        if role == KVConnectorRole.SCHEDULER:
+            options = self._kv_transfer_config.kv_connector_extra_config
+            self._scheduler = SchedulerHalf(
+                block_size=vllm_config.cache_config.block_size,
+                num_blocks=kv_cache_config.num_blocks,
+                max_model_len=vllm_config.model_config.max_model_len,
+                max_held_fraction=options[MAX_HELD_FRACTION],
+            )
+
+    # Scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.add(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_tokens = self._scheduler.num_external_tokens(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        [block_ids] = blocks.get_block_ids()
+        self._scheduler.blocks_allocated(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._scheduler.take_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        seeds = connector_output.kv_connector_worker_meta
+        assert seeds is None or isinstance(seeds, KVSeeds)
+        sent, received = connector_output.finished_sending, connector_output.finished_recving
+        self._scheduler.take_results(seeds, sent or set(), received or set())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, block_ids), None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    # Worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        unique = {cache.data_ptr(): cache for cache in kv_caches.values()}  # layers may share one
+        self._layers = list(unique.values())
+
+    def connect(self, setup: KVSetup) -> str:
+        """Begin to move KV. Returns the name of Tandem's connector; raises EngineError."""
+        self._worker = connect(self._layers, setup)
+        return self._worker.name
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step(self._bound_step)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, KVStep)
+        if self._worker is not None:
+            self._worker.flush_preempted(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads begin with the step, in `bind_connector_metadata`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """vLLM computes a request only once all of its KV is loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are saved whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.end_step(self._bound_step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        self._results = StepResults() if self._worker is None else self._worker.take_results(self._bound_step)
+        return KVConnectorTransferResults(finished_sending=self._results.sent, finished_recving=self._results.received)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._results.bad_block_ids
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return KVSeeds(self._results.seeds) if self._results.seeds else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    @property
+    def _bound_step(self) -> KVStep:
+        step = self._get_connector_metadata()
+        assert isinstance(step, KVStep)
+        return step
