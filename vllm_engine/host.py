@@ -317,7 +317,7 @@ class Host:
         if load.reserved is None:
             self._fail(running.request, "no room within the reservation time", "no_room")
         else:
-            missing = "the seed" if load.seed is None else "KV"
+            missing = "seed" if load.seed is None else "KV"
             self._fail(running.request, f"no {missing} within the reservation time", "timeout")
         self._cancel(running.request.request_id)
 

@@ -427,4 +427,4 @@ def _expired(request: Request) -> tuple[str, ErrorKind]:
         case RequestStatus.WAITING:
             return "no room within the reservation time", "no_room"
         case _:
-            return f"no {'KV' if request.seeded else 'the seed'} within the reservation time", "timeout"
+            return f"no {'KV' if request.seeded else 'seed'} within the reservation time", "timeout"
