@@ -18,6 +18,7 @@ class BackgroundRequest:
         self.error: BaseException | None = None
         self._completion: Completion | None = None
         self._first = threading.Event()
+        self._timeout_s = timeout_s
         self._client = Client(address, timeout_s=timeout_s)
         self._request = generate_request(prompt, options)
         self._thread = threading.Thread(target=self._generate)
@@ -32,7 +33,7 @@ class BackgroundRequest:
 
     def join(self) -> None:
         """Waits for the end of the call, successful or not."""
-        self._thread.join(60)
+        self._thread.join(self._timeout_s)
         assert not self._thread.is_alive(), "the call did not end"
         self._client.close()
 
