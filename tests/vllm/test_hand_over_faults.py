@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -125,3 +126,34 @@ async def test_a_request_without_room_or_seed_ends_in_time(pair: EnginePair) -> 
         await stream.aclose()
     await until(lambda: pair.decode.load.num_loading == 0, 60)
     await pair.assert_nothing_is_left()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def nixl_pair(vllm_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EnginePair]:
+    config = with_connector(vllm_config, "nixl", tmp_path_factory.mktemp("nixl"), load_timeout_s=3.0)
+    async with EnginePair(*await asyncio.gather(AsyncEngine.start(config), AsyncEngine.start(config))) as running:
+        yield running
+
+
+async def test_pages_of_a_frozen_instance_are_computed(nixl_pair: EnginePair) -> None:
+    asked = request(prompt_of(NUM_FULL_BLOCKS * BLOCK_SIZE + 5))
+    expected = tokens(await nixl_pair.plain(asked))
+    children = psutil.Process(nixl_pair.prefill.info.pid).children(recursive=True)
+    [worker] = [child for child in children if "Worker" in child.name() + " ".join(child.cmdline())]
+
+    async def freeze() -> None:
+        worker.suspend()
+
+    nixl_pair.before_loading = freeze
+    try:
+        answer = await nixl_pair.answer(asked)
+    finally:
+        worker.resume()
+    assert answer.token_ids == expected
+    assert answer.loaded is not None
+    assert "pages did not come" in (answer.loaded.reason or "")
+    assert answer.events[-1].num_recomputed_tokens == len(asked.prompt_token_ids)
+    await nixl_pair.assert_nothing_is_left()
+    again = request(prompt_of(100))
+    expected = tokens(await nixl_pair.plain(again))
+    assert (await nixl_pair.answer(again)).token_ids == expected
