@@ -65,6 +65,8 @@ _REFUSED = {
     ),
 }
 """Arguments that would make streams differ, or that Tandem itself needs, with the reason."""
+_UNTESTED = ("kv_transfer.stores.lmcache", "kv_transfer.multi_connector")
+"""Connectors that have not been run with vLLM."""
 
 
 def engine_arguments(config: EngineConfig) -> AsyncEngineArgs:
@@ -125,6 +127,11 @@ def _kv_transfer_config(config: EngineConfig) -> KVTransferConfig | None:
     """vLLM's own connector class is the adapter to Tandem's. Raises EngineError."""
     if not has_connector(config):
         return None
+    if config.kv_connector.class_path.startswith(_UNTESTED):
+        raise EngineError(
+            f"engine.kind is vllm: {config.kv_connector.class_path} is not supported; set transfer.connector to one of"
+            " shared_storage, redis and nixl, or to null"
+        )
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
         if config.vllm_args.get(name, 1) != 1:
             raise EngineError(

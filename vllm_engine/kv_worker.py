@@ -118,6 +118,8 @@ class WorkerHalf:
 
     def begin_step(self, step: KVStep) -> None:
         """Before the model computes."""
+        if not (step.new or step.reserved or step.finished):
+            return
         with self._changed:
             for new in step.new:
                 self._add(new)

@@ -70,8 +70,10 @@ class StackSettings:
             raise ValueError(f"prefill must be between 0 and {MAX_SIZE}, not {self.num_prefill}")
         if self.api_key is not None and not TOKEN.fullmatch(self.api_key):
             raise ValueError("--api-key must be printable ASCII without spaces")
-        if self.engine == "vllm" and self.hands_over and "lmcache" in self.connectors:
-            raise ValueError("--engine vllm does not hand KV over through lmcache: use shared_storage, redis or nixl")
+        if self.engine == "vllm" and self.hands_over and (len(self.connectors) > 1 or "lmcache" in self.connectors):
+            raise ValueError(
+                f"--engine vllm does not hand KV over through {self.connector}: use shared_storage, redis or nixl"
+            )
         if self.engine_python is not None and self.engine != "vllm":
             raise ValueError("--engine-python is for --engine vllm")
         if "redis" in self.connectors and self.kv_url is None:

@@ -10,22 +10,40 @@ import pytest
 
 _SCRIPT = """
 import dataclasses, inspect, json
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1, KVConnectorTransferResults, KVConnectorWorkerMetadata
+)
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, PromptTokenStats, RequestStateStats, SchedulerStats
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import EngineError
 from vllm_engine import arguments
+from vllm_engine.connector import VllmKVConnector
 
 def refused(**given):
     try:
         arguments.engine_arguments(EngineConfig(model="m", vllm_args=given))
+    except EngineError as error:
+        return str(error)
+
+def refused_connector(class_path, **given):
+    config = EngineConfig(model="m", kv_connector=KVConnectorConfig(class_path=class_path), vllm_args=given)
+    try:
+        arguments.engine_arguments(config)
     except EngineError as error:
         return str(error)
 
@@ -35,6 +53,12 @@ def signature(function):
 def fields(kind):
     return [field.name for field in dataclasses.fields(kind)]
 
+def overridden(ours, theirs):
+    "By name: the parameters of each method that our class has from vLLM's, there and here."
+    names = [name for name in vars(ours) if name in vars(theirs) and callable(vars(theirs)[name])]
+    return {name: [signature(getattr(theirs, name)), signature(getattr(ours, name))] for name in names}
+
+one = Request("r", [1, 2, 3], SamplingParams(max_tokens=1), None, block_hasher=lambda request: [])
 arguments.engine_arguments(EngineConfig(model="m", vllm_args={"tensor_parallel_size": 2}))
 print(json.dumps({
     "arguments": fields(AsyncEngineArgs),
@@ -55,6 +79,22 @@ print(json.dumps({
     "params": [*SamplingParams.__struct_fields__],
     "batch_update": fields(BatchUpdate),
     "processor": sorted(LogitsProcessor.__abstractmethods__),
+    "connector": overridden(VllmKVConnector, KVConnectorBase_V1),
+    "abstract": sorted(KVConnectorBase_V1.__abstractmethods__),
+    "transfer_config": fields(KVTransferConfig),
+    "transfer_results": fields(KVConnectorTransferResults),
+    "connector_output": fields(KVConnectorOutput),
+    "scheduler_output": fields(SchedulerOutput),
+    "block_state": signature(KVConnectorBlockState.get_block_ids),
+    "blocks": signature(KVCacheBlocks.get_block_ids),
+    "aggregate": signature(KVConnectorWorkerMetadata.aggregate),
+    "request": [*vars(one), *dir(Request)],
+    "token_lists": [type(one.prompt_token_ids).__name__, type(one._all_token_ids).__name__,
+                    type(one.block_hashes).__name__],
+    "tokens": [one.prompt_token_ids is one._all_token_ids, list(one.all_token_ids)],
+    "finish_reasons": [str(reason) for reason in FinishReason],
+    "refused_connectors": [refused_connector("kv_transfer.stores.lmcache.connector:LMCacheConnector"),
+                           refused_connector("x:Y", tensor_parallel_size=2)],
     "refused": [refused(speculative_config={}), refused(block_size=16), refused(tensor_paralel_size=2)],
 }))
 """
@@ -74,6 +114,23 @@ _USED: dict[str, list[str]] = {
     "prompt_stats": ["computed"],
     "params": ["detokenize", "extra_args", "ignore_eos", "logprobs", "output_kind", "prompt_logprobs", "skip_clone"],
     "batch_update": ["batch_size", "removed", "added", "moved"],
+    "transfer_config": [
+        *("kv_connector", "kv_connector_module_path", "kv_role", "kv_load_failure_policy"),
+        "kv_connector_extra_config",
+    ],
+    "transfer_results": ["finished_sending", "finished_recving"],
+    "connector_output": ["kv_connector_worker_meta", "finished_sending", "finished_recving"],
+    "scheduler_output": [
+        *("num_scheduled_tokens", "total_num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state"),
+    ],
+    "block_state": ["req_id"],
+    "blocks": ["self"],
+    "aggregate": ["other"],
+    "request": [
+        *("request_id", "sampling_params", "num_prompt_tokens", "num_tokens", "num_computed_tokens"),
+        *("prompt_token_ids", "_all_token_ids", "block_hashes", "update_block_hashes", "get_finished_reason"),
+    ],
+    "finish_reasons": ["stop", "length", "abort"],
 }
 
 
@@ -104,3 +161,24 @@ def test_arguments_are_refused_with_the_reason(contract: dict[str, Any]) -> None
     assert "does not continue sampled streams exactly" in speculation
     assert block_size == "engine.vllm_args.block_size has a setting of its own: engine.block_size"
     assert misspelt.endswith("vLLM has no such argument; did you mean tensor_parallel_size?")
+
+
+def test_a_connector_must_implement_no_methods_but_ours(contract: dict[str, Any]) -> None:
+    assert set(contract["abstract"]) <= set(contract["connector"])
+    assert len(contract["connector"]) >= 18
+
+
+def test_the_methods_of_the_connector_have_the_parameters_that_vllm_passes(contract: dict[str, Any]) -> None:
+    for name, (theirs, ours) in contract["connector"].items():
+        assert ours == theirs, name
+
+
+def test_a_token_of_a_request_can_be_replaced_where_vllm_keeps_it(contract: dict[str, Any]) -> None:
+    assert contract["token_lists"] == ["list", "list", "list"]
+    assert contract["tokens"] == [False, [1, 2, 3]]
+
+
+def test_what_cannot_be_handed_over_is_refused_by_name(contract: dict[str, Any]) -> None:
+    lmcache, parallel = contract["refused_connectors"]
+    assert "lmcache.connector:LMCacheConnector is not supported; set transfer.connector to one of" in lmcache
+    assert "engine.vllm_args.tensor_parallel_size: KV of several workers is not handed over yet" in parallel
