@@ -11,9 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
     import torch
 
@@ -38,7 +35,7 @@ class HostPages:
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
         pages = _as_bytes(kv_cache)
-        self._num_blocks, self._page_bytes = pages.shape
+        self._num_blocks, self.page_bytes = pages.shape
         self._bytes = pages.view(-1).numpy().data
 
     def page_out(self, block_id: int) -> memoryview:
@@ -51,35 +48,31 @@ class HostPages:
         del block_id, page
 
     def _page(self, block_id: int) -> memoryview:
-        _check(block_id, self._num_blocks)
-        return self._bytes[block_id * self._page_bytes : (block_id + 1) * self._page_bytes]
+        if not 0 <= block_id < self._num_blocks:
+            raise IndexError(f"block {block_id} of {self._num_blocks}")
+        return self._bytes[block_id * self.page_bytes : (block_id + 1) * self.page_bytes]
 
 
 class LayeredHostPages:
     """Pages of a KV memory on the CPU with one array for each layer."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        self._layers = [_as_bytes(layer).numpy() for layer in layers]
-        self._bounds = _bounds([layer.shape[1] for layer in self._layers])
+        self._layers = [HostPages(layer) for layer in layers]
+        self._bounds = _bounds([layer.page_bytes for layer in self._layers])
 
     def page_out(self, block_id: int) -> memoryview:
-        _check(block_id, len(self._layers[0]))
-        page = self._staging()
+        page = memoryview(bytearray(self._bounds[-1][1]))
         for layer, (start, end) in zip(self._layers, self._bounds, strict=True):
-            page[start:end] = layer[block_id]
-        return page.data
+            page[start:end] = layer.page_out(block_id)
+        return page
 
     def page_in(self, block_id: int) -> memoryview:
-        _check(block_id, len(self._layers[0]))
-        return self._staging().data
+        del block_id
+        return memoryview(bytearray(self._bounds[-1][1]))
 
     def commit(self, block_id: int, page: memoryview) -> None:
-        content = np.frombuffer(page, dtype=np.uint8)
         for layer, (start, end) in zip(self._layers, self._bounds, strict=True):
-            layer[block_id] = content[start:end]
-
-    def _staging(self) -> NDArray[np.uint8]:
-        return np.empty(self._bounds[-1][1], dtype=np.uint8)
+            layer.page_in(block_id)[:] = page[start:end]
 
 
 class DevicePages:
@@ -137,11 +130,6 @@ def write_page(memory: PageMemory, block_id: int, content: bytes | bytearray) ->
     page = memory.page_in(block_id)
     page[:] = content
     memory.commit(block_id, page)
-
-
-def _check(block_id: int, num_blocks: int) -> None:
-    if not 0 <= block_id < num_blocks:
-        raise IndexError(f"block {block_id} of {num_blocks}")
 
 
 def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
