@@ -38,6 +38,8 @@ MAX_STREAM_ID_CHARS = 128
 
 Requests = AsyncIterator[decode_pb2.DecodeRequest]
 
+_CANCEL_NOTICE_S = 0.1
+"""A cancelled call's messages end shortly before the call does."""
 _MARKS = {ReservedEvent: RequestEvent.KV_RESERVED, LoadedEvent: RequestEvent.KV_LOADED}
 
 
@@ -135,6 +137,8 @@ class DecodeServicer:
     async def _read_seed(self, stream: ChoiceStream, requests: Requests) -> None:
         """The client's second message. It may precede the reservation; without it the engine gives the request up."""
         message = await anext(requests, None)
+        if message is None:
+            await asyncio.sleep(_CANCEL_NOTICE_S)
         if message is None or message.WhichOneof("message") != "seed":
             raise invalid_argument("seed", "is missing", "start with a transfer, then seed, then the end of the stream")
         stream.seed(seed_ids(message.seed, stream.choice, self._choices.limits))

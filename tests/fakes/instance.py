@@ -33,7 +33,7 @@ from tests.fakes.behaviour import Behaviour, Record
 from tests.fakes.servicer import Servicer
 from tests.fakes.tokens import VOCAB_SIZE, text_of, token_at
 
-_TELLING_S = 0.1
+_TELLING_S = 0.5
 _LAST_BATCH_S = 0.02
 """What was emitted before a death is out by then."""
 _ROLES = {"prefill": instance_pb2.ROLE_PREFILL, "decode": instance_pb2.ROLE_DECODE}

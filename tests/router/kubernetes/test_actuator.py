@@ -267,7 +267,9 @@ async def test_a_server_that_is_gone_is_an_error_until_it_is_back() -> None:
 async def test_a_missing_right_is_reported_with_the_server_s_message_and_not_retried() -> None:
     async with fake_release(rights=without("deployments/scale")) as found:
         fault = found.kube.order("get", "deployments/scale")
-        with pytest.raises(ActuatorError, match=r'cannot get resource "deployments/scale".*docs/kubernetes\.md'):
+        with pytest.raises(
+            ActuatorError, match=r'cannot get resource "deployments/scale".*docs/kubernetes/security\.md'
+        ):
             await found.actuator().sizes()
         assert fault.num_met == 0
 
