@@ -28,8 +28,9 @@ class ModelNotFound(EngineError):
     """There is no checkpoint of that name; the message says what to give."""
 
 
-def resolve(model: str) -> Path:
-    """The folder of `model`: "demo", a local folder with a config.json, or owner/name on the Hugging Face hub.
+def resolve(model: str, revision: str | None = None) -> Path:
+    """The folder of `model`: "demo", a local folder with a config.json, or owner/name on the Hugging Face hub, there at
+    `revision`: a branch, tag or commit; None: main.
 
     The hub is used only if there is no such folder; its local cache is used first.
     """
@@ -40,7 +41,7 @@ def resolve(model: str) -> Path:
                 f"model {model!r}: there is no such folder, and it is not an id of the form owner/name; "
                 "give a folder with config.json and *.safetensors, a hub id like Qwen/Qwen3-0.6B, or demo"
             )
-        folder = _download(model)
+        folder = _download(model, revision)
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"model: {folder} has no config.json; give the folder of a checkpoint")
     return folder
@@ -71,7 +72,7 @@ def display_name(model: str) -> str:
     return "the demo model" if model == "demo" else Path(model).name if Path(model).is_dir() else model
 
 
-def _download(model: str) -> Path:
+def _download(model: str, revision: str | None) -> Path:
     try:
         hub = importlib.import_module("huggingface_hub")
     except ImportError:
@@ -80,7 +81,7 @@ def _download(model: str) -> Path:
             "pip install '.[hub]'"
         ) from None
     try:
-        return Path(hub.snapshot_download(model, allow_patterns=_NEEDED))
+        return Path(hub.snapshot_download(model, revision=revision, allow_patterns=_NEEDED))
     except Exception as error:  # the hub's network, permission and lookup errors have no common base
         reason = str(error).strip().splitlines()
         raise ModelNotFound(

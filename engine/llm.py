@@ -6,7 +6,7 @@ The engine core runs in this process and thread. Tests use it as the aggregated 
 from __future__ import annotations
 
 import itertools
-import secrets
+import random
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +21,14 @@ from engine.checkpoint import resolve
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokenLogprob, TokensEvent
-from engine.errors import EngineError, InvalidRequest, shown
+from engine.errors import EngineError, InvalidRequest, NotSupported, shown
 from engine.generation_config import GenerationDefaults
 from engine.machine import set_num_threads
 from engine.sampling.params import SamplingParams, validate, validate_prompt, with_bad_word_ids
+from engine.text.chat_template import Tools
 from engine.text.stop import OutputProcessor
 from engine.text.tokenizer import Tokenizer
+from engine.vllm_names import engine_fields
 
 
 @dataclass(slots=True)
@@ -65,6 +67,12 @@ class RequestOutput:
     """Per prompt token, by token id: the token itself first, then the best ones; None for the first token, and unless
     requested."""
 
+    def __getitem__(self, name: str) -> Any:
+        """`text` and `token_ids` of the first output, as in nano-vllm's results."""
+        if name not in ("text", "token_ids"):
+            raise KeyError(name)
+        return getattr(self.outputs[0], name)
+
 
 _IDLE_S = 0.25
 """Longest pause between steps without work, for deadlines."""
@@ -79,28 +87,34 @@ class LLM:
         self,
         model: str | Path,
         *,
-        num_gpu_blocks_override: int | None = None,
+        tokenizer: str | Path | None = None,
+        revision: str | None = None,
         skip_tokenizer_init: bool = False,
-        num_threads: int | None = None,
+        seed: int | None = None,
         **engine_options: Any,
     ) -> None:
-        """`model` is a checkpoint's folder, owner/name on the Hugging Face hub, or demo. `num_gpu_blocks_override` is
-        the number of KV blocks on any device. `engine_options` are further fields of `EngineConfig` (dtype, device,
-        max_model_len, block_size, max_num_seqs, enable_prefix_caching, seed, …)."""
-        fields = {"num_blocks": num_gpu_blocks_override, "num_threads": num_threads, **engine_options}
-        unknown = set(fields) - set(EngineConfig.__struct_fields__)
-        if unknown:
-            raise TypeError(
-                f"LLM got unknown arguments {sorted(unknown)}; known: {sorted(EngineConfig.__struct_fields__)}"
-            )
-        fields["model"] = str(resolve(str(model)))
-        config = msgspec.convert(fields, EngineConfig)
-        set_num_threads(num_threads, num_processes=config.parallelism.num_ranks)
+        """`model` is a checkpoint's folder, owner/name on the Hugging Face hub (at `revision`: a branch, tag or
+        commit), or demo. With `seed` the requests without a seed of their own draw the same in every run; it is also
+        the seed of dummy weights. `engine_options` are further fields of `EngineConfig` (dtype, device, max_model_len,
+        block_size, max_num_seqs, …) and their names in vLLM (engine/vllm_names.py); unsupported ones are refused."""
+        fields = engine_fields({**engine_options, "seed": seed})
+        folder = resolve(str(model), revision)
+        if tokenizer is not None and resolve(str(tokenizer), revision) != folder:
+            raise NotSupported("tokenizer", shown(str(tokenizer)), "None; use a model folder with its tokenizer.json")
+        config = msgspec.convert({**fields, "model": str(folder)}, EngineConfig)
+        set_num_threads(config.num_threads, num_processes=config.parallelism.num_ranks)
         self._woken = threading.Event()
         self.core = EngineCore(config, wake=self._woken.set)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(config.model)
         self._defaults = GenerationDefaults.from_folder(config.model, self.tokenizer)
         self._ids = itertools.count()
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: `encode`, `decode`, `apply_chat_template`. It is not transformers' class."""
+        if self.tokenizer is None:
+            raise InvalidRequest("skip_tokenizer_init", "is set, so there is no tokenizer", "False")
+        return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The values of the model's generation_config.json, with vLLM's defaults for the rest."""
@@ -132,16 +146,27 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        chat_template: str | None = None,
+        tools: Tools | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or a list of them, with the model's chat template."""
+        """Answer one conversation (a list of {"role", "content"}) or a list of them, with the model's chat template or
+        the jinja source `chat_template`. `chat_template_kwargs` are the template's own switches."""
         if self.tokenizer is None:
             raise InvalidRequest("messages", "chat requires the tokenizer, and skip_tokenizer_init is set")
-        conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
-        prompts = [{"prompt_token_ids": self.tokenizer.encode_chat(each)} for each in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        tokenizer = self.tokenizer if chat_template is None else self.tokenizer.with_chat_template(chat_template)
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        variables = chat_template_kwargs or {}
+        token_ids = [tokenizer.encode_chat(each, tools=tools, template_variables=variables) for each in conversations]
+        prompts = [{"prompt_token_ids": ids} for ids in token_ids]
+        results = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        for result, each in zip(results, conversations, strict=True):
+            result.prompt = tokenizer.render_chat(each, tools=tools, template_variables=variables)
+        return results
 
     def _add(self, batch: _Batch, prompt: Prompt, params: SamplingParams) -> RequestOutput:
         info = self.core.info
+        params = msgspec.structs.replace(params)  # callers may assign to theirs, before and later
         text, token_ids = self._tokens(prompt)
         validate_prompt(token_ids, info.vocab_size, info.max_model_len)
         if self.tokenizer is not None:
@@ -157,7 +182,7 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "stop strings require the tokenizer, and skip_tokenizer_init is set")
         result = RequestOutput(f"offline-{next(self._ids)}", text, token_ids)
-        seed = secrets.randbits(64) if params.seed is None else params.seed
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         choices = []
         for index in range(params.n):
             output = CompletionOutput(index, "", [])

@@ -11,12 +11,13 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from engine.errors import InvalidRequest, shown
 from engine.sampling.constraints import CONSTRAINTS, Constraint, check_constraint
+from engine.vllm_names import SAMPLING_ARGUMENTS, supported
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would only overflow."""
@@ -37,8 +38,22 @@ MAX_BAD_WORD_BYTES = 256
 MAX_SEED = 2**64 - 1
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request samples its tokens and when it stops. Lists, and a single `stop` string, become tuples."""
+class _WithVllmNames(msgspec.StructMeta):
+    """The constructor of `SamplingParams`: arguments of vLLM's that it does not have are checked by name."""
+
+    if not TYPE_CHECKING:  # it would hide the fields' types
+
+        def __call__(cls, **arguments):  # noqa: N805 - of a metaclass
+            if not arguments.keys() <= set(cls.__struct_fields__):
+                arguments = supported(cls.__name__, arguments, cls.__struct_fields__, SAMPLING_ARGUMENTS)
+            return super().__call__(**arguments)
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=_WithVllmNames):
+    """How one request samples its tokens and when it stops. Lists, and a single `stop` string, become tuples.
+
+    Fields can be assigned, as users of vLLM do with the model's defaults; `LLM` computes with copies, and nothing in
+    the engine assigns."""
 
     n: int = 1
     """Independent choices for one prompt."""
@@ -104,6 +119,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         given: object = self.stop
         if given is None or isinstance(given, str):
             msgspec.structs.force_setattr(self, "stop", () if given is None else (given,))
+        for name in ("stop_token_ids", "bad_words"):
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, ())
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_word_ids", "choice"):
             if isinstance(value := getattr(self, name), list):
                 msgspec.structs.force_setattr(self, name, tuple(value))

@@ -12,6 +12,7 @@ tokens that are not special (`<think>`, `<tool_call>`) are tokens everywhere: cl
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -22,7 +23,7 @@ from typing import Any
 
 import tokenizers
 
-from engine.errors import InvalidRequest, UnsupportedModel
+from engine.errors import InvalidRequest, NotSupported, UnsupportedModel
 from engine.text.chat_template import ChatTemplate, Messages, Tools
 from engine.text.token_bytes import TokenBytes
 
@@ -137,14 +138,42 @@ class Tokenizer:
                 messages, tools, template_variables = map(self._marked, (messages, tools, template_variables))
             except RecursionError:
                 raise InvalidRequest("messages", "nested too deeply") from None
-        if self.chat_template is None:
-            raise InvalidRequest("messages", "this model has no chat template", "prompt")
-        text = self.chat_template.render(messages, tools=tools, variables=template_variables)
+        text = self.render_chat(messages, tools=tools, template_variables=template_variables)
         if self._mark not in text:
             return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         secret_text = self._special_literal.sub(lambda match: self._secret_name(match[0]), text).replace(self._mark, "")
         self._check_text(secret_text, max_tokens)
         return _encode(self._twin, secret_text, False)
+
+    def render_chat(
+        self, messages: Messages, *, tools: Tools | None = None, template_variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """The text of the messages and of the answer's beginning. Raises `InvalidRequest`."""
+        if self.chat_template is None:
+            raise InvalidRequest("messages", "this model has no chat template", "prompt")
+        return self.chat_template.render(messages, tools=tools, variables=template_variables)
+
+    def apply_chat_template(
+        self,
+        conversation: Messages,
+        tools: Tools | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **template_variables: Any,
+    ) -> str:
+        """`render_chat` by transformers' name, for callers that pass `tokenize=False, add_generation_prompt=True`."""
+        if tokenize:
+            raise NotSupported("tokenize", "True", "False; encode_chat returns token ids")
+        if not add_generation_prompt:
+            raise NotSupported("add_generation_prompt", "False", "True")
+        return self.render_chat(conversation, tools=tools, template_variables=template_variables)
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with another template, jinja source."""
+        other = copy.copy(self)
+        other.chat_template = ChatTemplate(source, self._named_tokens())
+        return other
 
     @property
     def _mark(self) -> str:

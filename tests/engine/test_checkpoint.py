@@ -38,13 +38,13 @@ def test_a_hub_id_fetches_safetensors_and_never_pickles(monkeypatch: pytest.Monk
 
     class Hub:
         @staticmethod
-        def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
-            requested.append((name, allow_patterns))
+        def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+            requested.append((name, revision, allow_patterns))
             return str(tmp_path)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
-    assert resolve("owner/name") == tmp_path
-    [(name, patterns)] = requested  # type: ignore[misc]
-    assert name == "owner/name"
+    assert resolve("owner/name", "v1") == tmp_path
+    [(name, revision, patterns)] = requested  # type: ignore[misc]
+    assert (name, revision) == ("owner/name", "v1")
     assert "*.safetensors" in patterns
     assert not {"*.bin", "*.pt", "*"} & set(patterns)
