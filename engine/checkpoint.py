@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.config import ModelImpl
 from engine.errors import EngineError, InvalidCheckpoint, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def resolve(model: str, revision: str | None = None) -> Path:
     return folder
 
 
-def check_checkpoint(model: str, folder: Path, *, needs_weights: bool = True) -> DecoderConfig:
+def check_checkpoint(
+    model: str, folder: Path, *, model_impl: ModelImpl = "auto", needs_weights: bool = True
+) -> DecoderConfig:
     """The shape of `model` in `folder`, from its config.json alone.
 
     Raises UnsupportedModel or InvalidCheckpoint, which say what to do, for one that an instance could not load.
@@ -55,7 +58,7 @@ def check_checkpoint(model: str, folder: Path, *, needs_weights: bool = True) ->
     from engine.models import read_config
 
     try:
-        config = read_config(folder)
+        config = read_config(folder, model_impl)
     except UnsupportedModel as error:
         hint = ". vLLM runs more models: --engine vllm, docs/vllm.md" if "is not supported" in str(error) else ""
         raise UnsupportedModel(f"model {model!r}: {error}{hint}") from None

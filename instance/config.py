@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import field_validator
 
-from engine.config import Device, Dtype, EngineConfig, EngineKind, KVConnectorConfig, LoadFormat
+from engine.config import Device, Dtype, EngineConfig, EngineKind, KVConnectorConfig, LoadFormat, ModelImpl
 from instance.connectors import CONNECTORS, check_names, connector_config
 from serving.channel import ChannelSettings, listens_privately
 from serving.logging import LogSettings
@@ -96,6 +96,12 @@ class EngineSection(Section):
         {},
         "Further arguments of vLLM, named as in AsyncEngineArgs: {tensor_parallel_size: 2}.",
         flag="--vllm-args",
+    )
+    model_impl: ModelImpl = setting(
+        "auto",
+        "What computes the model: the built-in decoder (native), transformers, or auto: transformers where there is no "
+        "native decoder. Instances that exchange KV need the same. Without effect on vLLM.",
+        flag="--model-impl",
     )
     device: Device = setting("cpu", "Device of the engine core.", flag="--device")
     block_size: int = setting(16, "Tokens in one KV block.", flag="--block-size", ge=1)

@@ -107,6 +107,11 @@ _DEMO_TOKENS = 60
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]),
     help="Of weights and KV; absent: the checkpoint's own.",
 )  # fmt: skip
+@click.option(
+    "--model-impl", type=click.Choice(["auto", "native", "transformers"]), default="auto", show_default=True,
+    help="What computes the model: the built-in decoder, transformers, or auto: transformers where there is no "
+    "native decoder.",
+)  # fmt: skip
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Longest prompt + output in tokens.")
 @click.option(
     "--kv-memory", type=click.FloatRange(min=0, min_open=True), metavar="GIB",
@@ -184,10 +189,13 @@ def command(
         )
         settings = autoscaled(settings, parse_bounds(autoscale))
         needs_weights = not _may_be_dummy(settings.instance_args)
-        config = check_checkpoint(model, settings.model, needs_weights=needs_weights) if engine == "tandem" else None
+        config = None  # vLLM checks its models itself
+        if engine == "tandem":
+            impl = settings.model_impl
+            config = check_checkpoint(model, settings.model, model_impl=impl, needs_weights=needs_weights)
     except (EngineError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    if config is not None:  # vLLM checks its models itself
+    if config is not None:
         _check_sizes(settings, config)
     _check_addresses(settings)
     _run_stack(settings, model, try_it)

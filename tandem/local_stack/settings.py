@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from engine.config import EngineKind
+from engine.config import EngineKind, ModelImpl
 from tandem.client.credentials import TOKEN
 from tandem.local_stack.desired_state import MAX_SIZE, ROLES, Role
 
@@ -46,6 +46,7 @@ class StackSettings:
     port_seed: int | None = None
     """Equal seeds try free ports in the same order, so that a stack has the same ones at each start."""
     dtype: str | None = None
+    model_impl: ModelImpl = "auto"
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
     """Per instance; None: an equal part of the free memory, at most 2 GiB."""

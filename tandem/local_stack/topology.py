@@ -124,7 +124,7 @@ class Topology:
 
     def _engine_flags(self) -> dict[str, object]:
         if self._settings.engine == "tandem":
-            return self._connector_flags()
+            return {"--model-impl": self._settings.model_impl, **self._connector_flags()}
         flags = {"--engine": self._settings.engine, "--engine-python": self._settings.engine_python}
         # Some models run in vLLM whose KV cannot be handed over.
         return flags | (self._connector_flags() if self._settings.hands_over else {"--kv-connector": "null"})

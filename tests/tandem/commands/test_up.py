@@ -97,6 +97,7 @@ def demo_with(folder: Path, **fields: object) -> Path:
     ("fields", "args", "hints"),
     [
         ({"architectures": ["RwkvForCausalLM"]}, (), ["'RwkvForCausalLM' is not supported", "--engine vllm"]),
+        ({"architectures": ["GPT2LMHeadModel"]}, ("--model-impl", "native"), ["'GPT2LMHeadModel' is not supported"]),
         ({}, (), ["no *.safetensors", "*.bin", "Convert it to safetensors: python -c", "AutoModelForCausalLM"]),
         ({}, ("--instance-arg=--load-format=dummy", "--kv-memory", "900"), ["--kv-memory 900: 2 instances", "at most"]),
         (

@@ -48,6 +48,13 @@ def test_instances_share_store_and_secret_and_have_explicit_memory_and_threads()
     assert option(made.router("h:1", "h:2"), "--disaggregation-lease-s") == "2.0"
 
 
+def test_instances_compute_the_model_as_the_stack_says() -> None:
+    made = topology(model_impl="transformers")
+    assert {option(spec, "--model-impl") for spec in instances(made, "prefill-0", "decode-0")} == {"transformers"}
+    [with_vllm] = instances(topology(engine="vllm", model_impl="transformers"), "decode-0")
+    assert "--model-impl" not in with_vllm.argv
+
+
 def test_an_instance_with_vllm_gets_its_interpreter_and_a_connector_where_there_is_prefill() -> None:
     [prefill] = instances(topology(engine="vllm", num_prefill=1, connector="nixl"), "prefill-0")
     assert option(prefill, "--kv-connector") == "nixl"
