@@ -33,7 +33,7 @@ _context = multiprocessing.get_context("spawn")
 class Load:
     """The traffic of one window."""
 
-    messages_per_s: float
+    tokens_per_s: float
     """Of all streams; 0: without limit."""
     num_streams: int
     num_tokens: int
@@ -47,11 +47,12 @@ class Sample:
 
     way: Way
     load: Load
-    messages_per_s: float
+    tokens_per_s: float
+    tokens_per_message: float
     cpu_us: float
-    """CPU of the relay's process for each message that the clients got, microseconds; 0 without a relay."""
+    """CPU of the relay's process for each token that the clients got, microseconds; 0 without a relay."""
     p50_ms: float
-    """Age of a message when its client has it, milliseconds."""
+    """Age of a token when its client has it, milliseconds."""
     p99_ms: float
 
 
@@ -82,7 +83,7 @@ class Windows:
     def measure(self, way: Way, load: Load, length_s: float, warm_up_s: float = 1.5) -> Sample:
         """Sends `load` one way; raises ClickException when a stream fails."""
         relay = self._relays[way]
-        self._pace.interval_s.value = load.num_streams / load.messages_per_s if load.messages_per_s else 0.0
+        self._pace.interval_s.value = load.num_streams / load.tokens_per_s if load.tokens_per_s else 0.0
         self._pace.in_steps.value = int(load.in_steps)
         begin_s = time.monotonic() + warm_up_s
         for index, client in enumerate(self._clients):
@@ -94,15 +95,16 @@ class Windows:
         time.sleep(max(begin_s + length_s - time.monotonic(), 0))
         used_s, lasted_s = relay.cpu_s() - before_s, time.monotonic() - began_s
         seen = [self._seen(client) for client in self._clients]
-        num_messages = sum(one.num_messages for one in seen) * lasted_s / length_s
         ages_ms = sorted(age_ms for one in seen for age_ms in one.ages_ms)
         if not ages_ms:
             raise click.ClickException(f"no message arrived through {way}")
+        num_tokens = len(ages_ms) * lasted_s / length_s
         return Sample(
             way=way,
             load=load,
-            messages_per_s=num_messages / lasted_s,
-            cpu_us=used_s / num_messages * 1e6,
+            tokens_per_s=num_tokens / lasted_s,
+            tokens_per_message=len(ages_ms) / sum(one.num_messages for one in seen),
+            cpu_us=used_s / num_tokens * 1e6,
             p50_ms=ages_ms[len(ages_ms) // 2],
             p99_ms=ages_ms[len(ages_ms) * 99 // 100],
         )

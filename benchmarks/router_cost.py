@@ -1,4 +1,4 @@
-"""The cost of the router: CPU for each token message, and the delay of a message.
+"""The cost of the router: CPU for each token, and the delay of a token.
 
     python -m benchmarks.router_cost [--rate 4000] [--streams 64] [--pattern steps] [--rounds 5] [--window 4]
 
@@ -6,7 +6,8 @@ A stub decode instance emits a token for each stream, either for all at once, as
 its own times (`spread`, which costs more: no messages are handled together). Clients read the streams through the
 router (`python -m router`) and, in alternating windows of the same run, through a bare grpc.aio relay that checks
 nothing, or from the stub itself. Each is a separate process. CPU is what the kernel reports for the relay's process,
-user and system, all threads, at full and at half `--rate`; the delay is measured at half of it.
+user and system, all threads, at full and at half `--rate`; the delay is measured at half of it. A message has one
+token, but for a client that is behind.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Round = dict[Way, Sample]
 
 
 @click.command(help=__doc__)
-@click.option("--rate", default=4000.0, show_default=True, help="Messages a second in all, at full load.")
+@click.option("--rate", default=4000.0, show_default=True, help="Tokens a second in all, at full load.")
 @click.option("--streams", default=64, show_default=True, help="Streams that are read at once.")
 @click.option("--tokens", default=100_000, show_default=True, help="Tokens of one stream; a new one replaces it.")
 @click.option("--pattern", type=click.Choice(["steps", "spread", "both"]), default="both", show_default=True)
@@ -82,7 +83,8 @@ def show(rounds: list[Round]) -> None:
     """One line for each way."""
     for way in rounds[0]:
         click.echo(
-            f"  {way:7} {median(rounds, lambda one, way=way: one[way].messages_per_s):6.0f} messages/s"
+            f"  {way:7} {median(rounds, lambda one, way=way: one[way].tokens_per_s):6.0f} tokens/s"
+            f"  {median(rounds, lambda one, way=way: one[way].tokens_per_message):5.2f} a message"
             f"  CPU {median(rounds, lambda one, way=way: one[way].cpu_us):6.1f} µs"
             f"  age p50 {median(rounds, lambda one, way=way: one[way].p50_ms):6.3f}"
             f"  p99 {median(rounds, lambda one, way=way: one[way].p99_ms):7.3f} ms"
@@ -92,7 +94,7 @@ def show(rounds: list[Round]) -> None:
 def judge(at_full: list[Round], at_half: list[Round]) -> None:
     """The figures that the router is held to; ratios and differences are taken within a round."""
     found = [
-        ("CPU of a token message, µs", median(at_full, lambda one: one["router"].cpu_us), _MAX_CPU_US),
+        ("CPU of a token, µs", median(at_full, lambda one: one["router"].cpu_us), _MAX_CPU_US),
         ("… in bare relays", median(at_full, lambda one: one["router"].cpu_us / one["bare"].cpu_us), _MAX_RATIO),
         ("added p50, ms", median(at_half, lambda one: one["router"].p50_ms - one["direct"].p50_ms), _MAX_ADDED_P50_MS),
         ("added p99, ms", median(at_half, lambda one: one["router"].p99_ms - one["direct"].p99_ms), _MAX_ADDED_P99_MS),

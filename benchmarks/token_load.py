@@ -1,4 +1,4 @@
-"""Clients that read many token streams at once and measure number and age of the messages in a window of time."""
+"""Clients that read many token streams at once and measure number and age of the tokens in a window of time."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Window:
 
 @dataclass(slots=True)
 class Seen:
-    """The messages between a window's begin and end."""
+    """What arrived between a window's begin and end."""
 
     num_messages: int = 0
     ages_ms: list[float] = field(default_factory=list)
-    """Of each message: from its creation at the source to its arrival here."""
+    """Of each token, of which a message may have several: from its creation at the source to its arrival here."""
 
 
 def run(orders: Connection) -> None:
@@ -75,4 +75,4 @@ async def _keep_reading(stub: Any, window: Window, seen: Seen, delay_s: float) -
         async for response in stub.Generate(request):
             if window.begin_s <= time.monotonic() < window.end_s:
                 seen.num_messages += 1
-                seen.ages_ms.append(age_ms(response.tokens.text))
+                seen.ages_ms += map(age_ms, response.tokens.text.split())

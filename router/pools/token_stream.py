@@ -16,12 +16,12 @@ import logging
 import random
 import secrets
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 import grpc.aio
 
-from protos.tandem.v1 import decode_pb2, decode_pb2_grpc
+from protos.tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from router.pools.instance_info import Role
 from router.pools.settings import PoolSettings
 
@@ -29,12 +29,65 @@ _log = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 20
 """Some 70,000 tokens without log-probabilities."""
+MAX_JOINED_BYTES = 1 << 15
+
+
+class _Joined:
+    """Chunks of one choice, one behind the other, as one answer."""
+
+    def __init__(self, first: common_pb2.TokenChunk) -> None:
+        self._response = decode_pb2.DecodeResponse(
+            tokens=first
+        )  # a copy, since `first` may be part of a larger message
+        self._texts = [first.text]
+        self._num_chars = len(first.text)
+        self._num_added_bytes = 0
+
+    def add(self, data: bytes) -> bool:
+        """Adds a serialised answer; False for one that does not continue the chunk, or makes it too long."""
+        if self._num_added_bytes + len(data) > MAX_JOINED_BYTES:
+            return False
+        chunk, whole = decode_pb2.DecodeResponse.FromString(data).tokens, self._response.tokens
+        if not self._continues(chunk):
+            return False
+        self._num_added_bytes += len(data)
+        whole.token_ids.extend(chunk.token_ids)
+        whole.logprobs.extend(chunk.logprobs)
+        self._texts.append(chunk.text)
+        self._num_chars += len(chunk.text)
+        if chunk.HasField("finish"):
+            whole.finish.CopyFrom(chunk.finish)
+        return True
+
+    def response(self) -> decode_pb2.DecodeResponse:
+        self._response.tokens.text = "".join(self._texts)
+        return self._response
+
+    def _continues(self, chunk: common_pb2.TokenChunk) -> bool:
+        """Whether it does without a doubt. The call rejects what is wrong in a chunk, therefore that stays alone."""
+        whole = self._response.tokens
+        return (
+            not whole.HasField("finish")
+            and chunk.stream_epoch == whole.stream_epoch
+            and chunk.choice == whole.choice
+            and chunk.token_index == whole.token_index + len(whole.token_ids)
+            and chunk.text_offset == whole.text_offset + self._num_chars
+            and len(chunk.logprobs) == (len(chunk.token_ids) if whole.logprobs else 0)
+            and not chunk.prompt_logprobs
+        )
+
+
+class _Buffered(NamedTuple):
+    data: bytes
+    while_away: bool
+    """It has arrived while the reader did something else: its client is behind."""
 
 
 class ReceiveBuffer:
     """The answers of a decode instance that its call has not read yet. One reader; belongs to one event loop.
 
         append ──▶ buffered ──read──▶ read          closed ──all buffered answers are read──▶ `read` raises
+          │           └── arrived while the reader wrote to its client ──▶ joined to the one before, read with it
           └── the buffer is full ──▶ False
 
     The first answer is buffered as it is. It is part of a message that answers many calls, all of which lives as long
@@ -44,7 +97,7 @@ class ReceiveBuffer:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._first: decode_pb2.DecodeResponse | None = None
-        self._others: deque[bytes] = deque()
+        self._others: deque[_Buffered] = deque()
         self._num_bytes = 0
         self._end: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -58,7 +111,7 @@ class ReceiveBuffer:
         data = response.SerializeToString()
         if self._num_bytes + len(data) > self._max_bytes:
             return False
-        self._others.append(data)
+        self._others.append(_Buffered(data, while_away=self._reader is None))
         self._num_bytes += len(data)
         return True
 
@@ -74,15 +127,13 @@ class ReceiveBuffer:
         self._num_bytes = 0
 
     async def read(self) -> decode_pb2.DecodeResponse:
-        """The next answer. Raises what the buffer was closed with, after the last one."""
+        """The next answer, or several tokens as one. Raises what the buffer was closed with, after the last one."""
         while True:
             if (response := self._first) is not None:
                 self._first = None
-                return response
+                return self._with_next(response) if self._others else response
             if self._others:
-                data = self._others.popleft()
-                self._num_bytes -= len(data)
-                return decode_pb2.DecodeResponse.FromString(data)
+                return self._with_next(decode_pb2.DecodeResponse.FromString(self._take()))
             if self._end is not None:
                 raise self._end
             self._reader = asyncio.get_running_loop().create_future()
@@ -90,6 +141,24 @@ class ReceiveBuffer:
                 await self._reader
             finally:
                 self._reader = None
+
+    def _take(self) -> bytes:
+        data = self._others.popleft().data
+        self._num_bytes -= len(data)
+        return data
+
+    def _with_next(self, response: decode_pb2.DecodeResponse) -> decode_pb2.DecodeResponse:
+        """`response` with those behind it that continue its tokens and have waited for the reader."""
+        if not (self._has_late() and response.HasField("tokens")):
+            return response
+        joined, num_before = _Joined(response.tokens), len(self._others)
+        while self._has_late() and joined.add(self._others[0].data):
+            self._take()
+        return response if len(self._others) == num_before else joined.response()
+
+    def _has_late(self) -> bool:
+        """Whether the next one behind has arrived while the reader was away."""
+        return bool(self._others) and self._others[0].while_away
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ class Behaviour:
     """Before the first token of a prompt."""
     token_s: float = 0.0
     """Before every further token."""
+    permits: asyncio.Semaphore | None = None
+    """Taken by every token, one each; None: no token waits for one."""
     load_s: float = 0.0
     """Between the transfer's completion and Loaded."""
     reserve_s: float = 0.0

@@ -255,6 +255,8 @@ class FakeInstance:
         while True:
             position = len(emitted)
             await asyncio.sleep(behaviour.token_s)
+            if behaviour.permits is not None:
+                await behaviour.permits.acquire()
             await self._misbehave(request, position)
             if position == behaviour.stale_at:
                 yield common_pb2.TokenChunk(stream_epoch=request.stream_epoch - 1, token_index=0, token_ids=[9])

@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from protos.tandem.v1 import generation_pb2_grpc
+from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.rig import Rig, request_of
@@ -38,9 +38,11 @@ async def status_of(rig: Rig, **fields: Any) -> grpc.aio.AioRpcError:
 
 
 @asynccontextmanager
-async def deaf_client(rig: Rig) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
-    """A call whose client does not read, of more tokens than the connection's windows let through."""
+async def deaf_client(
+    rig: Rig, request: generation_pb2.GenerateRequest | None = None
+) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
+    """A call whose client does not read, by default of more tokens than the connection's windows let through."""
     windows = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
     async with grpc.aio.insecure_channel(rig.app.address, options=windows) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        yield stub.Generate(request_of(request_id="deaf", max_tokens=3900))
+        yield stub.Generate(request or request_of(request_id="deaf", max_tokens=3900))

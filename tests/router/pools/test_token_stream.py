@@ -6,25 +6,29 @@ import asyncio
 import itertools
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
 import router.dispatch.instance_call
-from protos.tandem.v1 import decode_pb2
+from protos.tandem.v1 import decode_pb2, generation_pb2
 from router.app import RouterApp
 from router.pools.settings import PoolSettings
 from router.pools.token_stream import ReceiveBuffer, TokenStream, TokenStreams
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
+from tests.fakes.tokens import expected_ids
 from tests.router.conftest import Run
 from tests.router.failing import busy, deaf_client, decodes
-from tests.router.rig import PROMPT, Rig, request_of, settings_of, slow
+from tests.router.rig import PROMPT, SEED, Answer, Rig, request_of, settings_of, slow
 from tests.waiting import until
 
 HANG_S = 20.0
+_MANY = 2000
+"""Tokens with log-probabilities, of which the windows of a connection let less than half through."""
 
 
 @pytest.fixture
@@ -238,6 +242,74 @@ async def test_a_client_that_does_not_read_delays_no_other_and_is_given_up(
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "client too slow" in str(raised.value.details())
         assert rig.decode[0].token_streams.num_open == 1
+
+
+async def read_on(call: Any) -> Answer:
+    """What a client gets that has not read yet."""
+    answer = Answer()
+    async for response in call:
+        answer.responses.append(response)
+    return answer
+
+
+def with_logprobs(num_tokens: int, n: int = 1) -> generation_pb2.GenerateRequest:
+    request = request_of(max_tokens=num_tokens, n=n)
+    request.sampling.logprobs = 0
+    return request
+
+
+def assert_exact(answer: Answer, num_tokens: int, choice: int = 0) -> None:
+    """Ids, text and log-probabilities are those of a fault-free run, once each."""
+    assert answer.is_exactly(num_tokens, choice=choice)
+    found = [position.candidates[0] for chunk in answer.chunks(choice) for position in chunk.logprobs]
+    expected = expected_ids(PROMPT, SEED, num_tokens, choice)
+    assert [one.token_id for one in found] == expected
+    assert [one.logprob for one in found] == [-0.5 * index for index in range(num_tokens)]
+    assert answer.finish(choice).usage.completion_tokens == num_tokens
+
+
+async def test_a_client_that_is_behind_gets_several_tokens_in_a_message(run: Run) -> None:
+    async with (
+        run(prefill=0, decode=decodes(Behaviour()), server={"write_timeout_s": 60}) as rig,
+        deaf_client(rig, with_logprobs(_MANY, n=2)) as call,
+    ):
+        await until_open(rig)
+        await rig.decode[0].until("decode ended", 2, timeout_s=HANG_S)
+        answer = await read_on(call)
+        for choice in range(2):
+            assert_exact(answer, _MANY, choice)
+            assert len(answer.chunks(choice)) < _MANY / 2
+        assert len(answer.responses[0].tokens.token_ids) == 1, "the first token waits for no other"
+
+
+async def test_a_client_that_reads_gets_each_token_in_a_message(run: Run) -> None:
+    permits = asyncio.Semaphore(1)
+    async with run(prefill=0, decode=decodes(Behaviour(permits=permits))) as rig:
+        await until_open(rig)
+        answer = Answer()
+        async for response in rig.call(with_logprobs(30)):
+            answer.responses.append(response)
+            permits.release()
+        assert_exact(answer, 30)
+        assert [len(chunk.token_ids) for chunk in answer.chunks()] == [1] * 30
+
+
+@pytest.mark.parametrize("fault", ["die_at", "index_error_at"])
+async def test_a_choice_whose_client_is_behind_goes_on_exactly_elsewhere(run: Run, fault: str) -> None:
+    failing = Behaviour()
+    setattr(failing, fault, _MANY - 100)
+    async with (
+        run(prefill=0, decode=decodes(failing, busy()), server={"write_timeout_s": 60}) as rig,
+        deaf_client(rig, with_logprobs(_MANY)) as call,
+    ):
+        await until_open(rig)
+        await rig.decode[0].until("token", _MANY - 100, timeout_s=HANG_S)
+        if fault == "die_at":
+            await rig.decode[0].until("died")
+        answer = await read_on(call)
+        assert_exact(answer, _MANY)
+        assert len(answer.chunks()) < _MANY / 2
+        assert 0 < len(rig.decode[1].recorded("decode")[0].detail.request.emitted_token_ids) <= _MANY - 100
 
 
 async def test_two_routers_have_a_stream_each_and_one_that_stops_takes_only_its_own(

@@ -48,9 +48,10 @@ async def test_a_streamed_chat_begins_with_the_role(run_http: RunHttp) -> None:
     async with run_http() as http:
         reference = await over_grpc(http, 8)
         events = [event async for event in await chat(http, stream=True)]
-        assert [event.choices[0].delta.content for event in events] == [chunk.text for chunk in reference.chunks()]
-        assert [event.choices[0].delta.role for event in events] == ["assistant"] + [None] * 7
-        assert [event.choices[0].finish_reason for event in events] == [None] * 7 + ["length"]
+        assert "".join(event.choices[0].delta.content or "" for event in events) == reference.text()
+        num_others = len(events) - 1
+        assert [event.choices[0].delta.role for event in events] == ["assistant"] + [None] * num_others
+        assert [event.choices[0].finish_reason for event in events] == [None] * num_others + ["length"]
         assert {event.object for event in events} == {"chat.completion.chunk"}
 
 

@@ -40,7 +40,7 @@ async def test_usage_covers_both_instances(run_http: RunHttp) -> None:
         assert usage.prompt_tokens_details.cached_tokens == 16
 
 
-async def test_a_stream_has_the_tokens_of_the_grpc_answer_one_by_one(run_http: RunHttp) -> None:
+async def test_a_stream_has_the_tokens_of_the_grpc_answer(run_http: RunHttp) -> None:
     async with run_http() as http:
         reference = await http.rig.generate(max_tokens=20)
         stream = await http.openai.completions.create(
@@ -54,10 +54,10 @@ async def test_a_stream_has_the_tokens_of_the_grpc_answer_one_by_one(run_http: R
         )
         events = [event async for event in stream]
         *pieces, last = events
-        assert [piece.choices[0].text for piece in pieces] == [chunk.text for chunk in reference.chunks()]
+        assert "".join(piece.choices[0].text for piece in pieces) == reference.text()
         ids = [piece.choices[0].model_extra["token_ids"] for piece in pieces]
         assert [token_id for some in ids for token_id in some] == reference.ids()
-        assert [piece.choices[0].finish_reason for piece in pieces] == [None] * 19 + ["length"]
+        assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
         assert all(piece.usage is None for piece in pieces)
         assert last.choices == []
         assert last.usage is not None
