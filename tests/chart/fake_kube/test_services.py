@@ -10,6 +10,7 @@ import pytest
 from tests.chart.fake_kube.addresses import Network
 from tests.chart.fake_kube.kinds import Object
 from tests.chart.fake_kube.process_kube import ProcessKube
+from tests.chart.fake_kube.store import Store
 from tests.chart.fake_kube.test_processes import condition, pod, until_written
 
 ECHO = """
@@ -53,6 +54,11 @@ async def until_connections_are(kube: ProcessKube, *, refused: bool, address: st
         await asyncio.sleep(0.02)
 
 
+def has_a_ready_endpoint(store: Store) -> bool:
+    endpoints = [endpoint for one in store.all("EndpointSlice") for endpoint in one["endpoints"] or ()]
+    return any(endpoint["conditions"]["ready"] for endpoint in endpoints)
+
+
 async def ask(kube: ProcessKube, line: bytes = b"hello\n") -> str:
     """What whoever is behind `front` answers; nothing where the connection ends."""
     await until_connections_are(kube, refused=False)
@@ -71,7 +77,7 @@ async def test_a_connection_goes_to_a_pod_that_is_ready() -> None:
         ready, unready = kube.store.create(echo("ready")), kube.store.create(echo("unready", **never_ready))
         for made in (ready, unready):
             await until_written(kube, made, "up")
-        await kube.until(lambda store: any(one["endpoints"] for one in store.all("EndpointSlice")))
+        await kube.until(has_a_ready_endpoint)
         assert [await ask(kube) for _ in range(8)] == ["ready hello\n"] * 8
 
 
