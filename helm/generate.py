@@ -2,6 +2,7 @@
 
 values.yaml, constraints.yaml, the settings trees ─▶ helm/tandem/values.schema.json
 values.yaml                                       ─▶ the table in helm/tandem/README.md
+vllm_engine/argument_rules.py                     ─▶ helm/tandem/vllm_arguments.yaml
 dashboard.yaml                                    ─▶ helm/tandem/dashboards/tandem.json
 the chart, kustomize/values.yaml                  ─▶ kustomize/base/
 the chart, its ci/ values                         ─▶ tests/chart/golden/, the settings in it read by the services' trees
@@ -19,6 +20,7 @@ from helm.kustomization import kustomize_base
 from helm.readme import with_table
 from helm.rendering import CHART
 from helm.schema import values_schema
+from helm.vllm_arguments import vllm_arguments
 
 ROOT = CHART.parents[1]
 BASE = ROOT / "kustomize" / "base"
@@ -32,6 +34,7 @@ def chart_files() -> dict[Path, str]:
     return {
         CHART / "values.schema.json": values_schema(values_text, CHART.parent / "constraints.yaml"),
         readme: with_table(readme.read_text(), values_text),
+        CHART / "vllm_arguments.yaml": vllm_arguments(),
         CHART / "dashboards" / "tandem.json": dashboard(PANELS.read_text()),
     }
 

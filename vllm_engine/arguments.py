@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import EngineError
 from engine.machine import available_bytes
+from vllm_engine.argument_rules import OWN_SETTINGS, REFUSED, WORKER_COUNTS
 
 _KV_FRACTION = 0.3
 """As the built-in engine's."""
@@ -24,47 +25,6 @@ FOLDER = "TANDEM_VLLM_FOLDER"
 MAX_HELD_FRACTION = "max_held_fraction"
 """Option of vllm_engine/connector.py: fraction of the blocks that transfers may hold."""
 
-_SETTINGS = {
-    "model": "model.folder",
-    "served_model_name": "model.name",
-    "dtype": "model.dtype",
-    "load_format": "model.load_format",
-    "max_model_len": "model.max_model_len",
-    "seed": "model.seed",
-    "block_size": "engine.block_size",
-    "num_gpu_blocks_override": "engine.num_blocks",
-    "kv_cache_memory_bytes": "engine.kv_cache_bytes",
-    "max_num_seqs": "engine.max_num_seqs",
-    "max_num_batched_tokens": "engine.max_num_batched_tokens",
-    "enable_prefix_caching": "engine.enable_prefix_caching",
-    "attention_backend": "engine.attention_backend",
-}
-"""Arguments that have a setting of their own."""
-_REFUSED = {
-    "speculative_config": "a speculating engine does not continue sampled streams exactly",
-    "spec_method": "a speculating engine does not continue sampled streams exactly",
-    "spec_model": "a speculating engine does not continue sampled streams exactly",
-    "watermark_config": "a watermark changes what is sampled",
-    "diffusion_config": "diffusion does not emit token by token",
-    "enable_lora": "adapters are not supported yet",
-    "data_parallel_size": "start more instances instead",
-    "nnodes": "one vLLM over several nodes is not supported yet",
-    "stream_interval": "every token is streamed",
-    "skip_tokenizer_init": "vLLM loses the EOS without its tokenizer",
-    **dict.fromkeys(
-        (
-            "async_scheduling",
-            "kv_transfer_config",
-            "logits_processors",
-            "logprobs_mode",
-            "scheduler_cls",
-            "scheduling_policy",
-            "worker_extension_cls",
-        ),
-        "Tandem sets it",
-    ),
-}
-"""Arguments that would make streams differ, or that Tandem itself needs, with the reason."""
 _UNTESTED = ("kv_transfer.stores.lmcache", "kv_transfer.multi_connector")
 """Connectors that have not been run with vLLM."""
 
@@ -132,7 +92,7 @@ def _kv_transfer_config(config: EngineConfig) -> KVTransferConfig | None:
             f"engine.kind is vllm: {config.kv_connector.class_path} is not supported; set transfer.connector to one of"
             " shared_storage, redis and nixl, or to null"
         )
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+    for name in WORKER_COUNTS:
         if config.vllm_args.get(name, 1) != 1:
             raise EngineError(
                 f"engine.vllm_args.{name}: KV of several workers is not handed over yet: --kv-connector null"
@@ -154,9 +114,9 @@ def _kv_cache_bytes() -> int | None:
 def _check(given: Mapping[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in given:
-        if (setting := _SETTINGS.get(name)) is not None:
+        if (setting := OWN_SETTINGS.get(name)) is not None:
             raise EngineError(f"engine.vllm_args.{name} has a setting of its own: {setting}")
-        if (reason := _REFUSED.get(name)) is not None:
+        if (reason := REFUSED.get(name)) is not None:
             raise EngineError(f"engine.vllm_args.{name} is not supported: {reason}")
         if name not in known:
             similar = difflib.get_close_matches(name, known, n=1)

@@ -50,6 +50,7 @@ from engine.core.messages import (
 from engine.errors import EngineError, InvalidRequest
 from engine.identity import compute_identity
 from engine.sampling.grammar import GrammarCompiler
+from vllm_engine.argument_rules import WITHOUT_EFFECT
 from vllm_engine.arguments import engine_arguments, has_connector, set_environment
 from vllm_engine.failures import FailedRequests
 from vllm_engine.kv_link import KVLink
@@ -60,8 +61,6 @@ from vllm_engine.versions import require_vllm
 
 HEARTBEAT_S = 0.25
 _SHUTDOWN_S = 2.0
-_WITHOUT_EFFECT = ("gpu_memory_utilization", "enable_log_requests", "use_tqdm_on_load", "log_level")
-"""Arguments that do not change what vLLM computes."""
 
 
 async def serve(config: EngineConfig, address: str) -> None:
@@ -383,7 +382,7 @@ async def _engine_info(config: EngineConfig, engine: AsyncLLM) -> EngineInfo:
     layout = _Layout(cache.block_size, hashlib.sha256(shape.encode()).digest())
     attention, kv_dtype = "+".join(facts["attention"]), "+".join(facts["kv_dtype"])
     text = f"vllm {require_vllm()}, {facts['runner']}, {attention}, KV {kv_dtype}"
-    if given := {name: value for name, value in config.vllm_args.items() if name not in _WITHOUT_EFFECT}:
+    if given := {name: value for name, value in config.vllm_args.items() if name not in WITHOUT_EFFECT}:
         text += f", {json.dumps(given, sort_keys=True)}"
     identity = await asyncio.to_thread(
         compute_identity,

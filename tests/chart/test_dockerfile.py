@@ -20,6 +20,7 @@ import pytest
 from helm.rendering import CHART
 from tests.chart.dockerfile import Build, Step, context_files, steps
 from tests.chart.rendered import deployment, manifests
+from vllm_engine.versions import TESTED
 
 ROOT = CHART.parents[1]
 STEPS = list(steps((ROOT / "Dockerfile").read_text()))
@@ -120,6 +121,24 @@ def test_extras_are_the_projects_and_a_router_can_ask_kubernetes() -> None:
     assert set(extras) <= optional.keys()
     assert "kubernetes" in extras
     assert set(optional["kubernetes"]) <= set(optional["dev"])
+
+
+def test_vllms_image_is_tandems_on_top_of_the_tested_vllm() -> None:
+    """Not performed: it needs vLLM's image."""
+    arguments, own = {}, {word: [] for word in ("RUN", "ENV", "USER", "FROM")}
+    for step in steps((ROOT / "vllm.Dockerfile").read_text()):
+        if step.word == "ARG":
+            arguments |= [step.rest.split("=", 1)]
+        own.setdefault(step.word, []).append(step.rest)
+    assert re.fullmatch(rf"docker\.io/vllm/vllm-openai:v{re.escape(TESTED)}\.\d+", arguments["BASE"])
+    assert own["USER"] == [step.rest for step in STEPS if step.word == "USER"]
+    performed = [step.rest for step in STEPS if step.word == "RUN"]
+    others = [rest for rest in own["RUN"] if rest.replace("python3 -m venv", "python -m venv") not in performed]
+    into_vllm = "${VLLM_PYTHON} -m pip install --no-deps --constraint constraints.txt /wheels/tandem_llm-*.whl "
+    assert others == [f"{into_vllm}redis hiredis nixl ${{NIXL}}"]
+    assert f"redis hiredis nixl {arguments['NIXL']}" in (ROOT / "Makefile").read_text()
+    engine = (CHART / "templates" / "_engine.tpl").read_text()
+    assert f"\npython: {arguments['VLLM_PYTHON']}\n" in engine
 
 
 def test_a_step_that_cannot_work_is_seen(built: Build) -> None:

@@ -240,9 +240,9 @@ def check_made(kind: str, name: str, options: dict[str, list[str]], port: str) -
 
 
 def check_docker(words: list[str]) -> None:
-    dockerfile = (ROOT / "Dockerfile").read_text()
-    known = {"-t": 1, "--target": 1, "--build-arg": 1}
+    known = {"-t": 1, "-f": 1, "--target": 1, "--build-arg": 1}
     arguments, options = options_of(words[1:], known if words[0] == "build" else {})
+    dockerfile = (ROOT / options.get("-f", ["Dockerfile"])[0]).read_text()
     assert words[0] in ("build", "push")
     assert len(arguments) == 1
     for target in options.get("--target", []):

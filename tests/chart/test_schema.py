@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from helm.rendering import CHART, read_values, render
 from helm.values_doc import documented
 from tests.chart.rendered import NAMES
 
+VLLM: dict[str, Any] = {"engine": "vllm", "image": {"tag": "0.1.0-vllm"}}
 ISSUER = {"certManager": {"issuerRef": {"name": "private-ca"}}}
 REFUSED_BY_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "a misspelt value": ({"conector": {}}, "'conector' not allowed"),
@@ -41,7 +43,12 @@ REFUSED_BY_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown discovery": ({"discovery": "etcd"}, "must be one of 'dns', 'endpoints'"),
     "a name in capitals": ({"tls": {"routerName": "Router"}}, "does not match"),
     "no router": ({"router": {"replicas": 0}}, "minimum: got 0"),
-    "GPUs that are not used": ({"instance": {"gpu": {"count": 8}}}, "maximum: got 8"),
+    "an unknown engine": ({"instance": {"engine": "sglang"}}, "must be one of 'tandem', 'vllm'"),
+    "an engine that the chart decides": (
+        {"instance": {"settings": {"engine": {"kind": "vllm"}}}},
+        "'kind' not allowed",
+    ),
+    "an argument of vLLM as a flag": ({"instance": {**VLLM, "vllmArgs": {"--enforce-eager": True}}}, "does not match"),
     "a name that is no label": ({"nameOverride": "x" * 64}, "maxLength: got 64"),
     "a name that no Service has": ({"fullnameOverride": "Llm"}, "does not match"),
     "a label with a space": ({"commonLabels": {"owner": "team a"}}, "does not match"),
@@ -65,6 +72,39 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
     "a GPU that the engine does not use": (
         {"pools": {"decode": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}},
         "alone the engine would use the CPU; set instance.gpu.count=1",
+    ),
+    "GPUs that are not used": (
+        {"instance": {"gpu": {"count": 8}}},
+        "gpu.count of prefill: 8, and its engine has 1 worker(s), one for each GPU; set instance.tensorParallelSize=8",
+    ),
+    "a built-in engine on several GPUs": (
+        {"instance": {"gpu": {"count": 2}, "tensorParallelSize": 2}},
+        "tensorParallelSize of prefill: 2 on GPUs, and the built-in engine divides a model on CPUs only",
+    ),
+    "vLLM's arguments without it": (
+        {"pools": {"decode": {"vllmArgs": {"enforce_eager": True}}}},
+        "vllmArgs of decode: the engine is tandem, which has no such arguments",
+    ),
+    "two engines": (
+        {"pools": {"decode": VLLM}},
+        "prefill has the engine tandem and decode vllm, and instances of different engines are never paired",
+    ),
+    "two vLLMs": (
+        {"instance": VLLM, "pools": {"prefill": {"vllmArgs": {"quantization": "fp8"}}}},
+        'vllmArgs: prefill has {"quantization":"fp8"} and decode {}, and instances with different arguments are never',
+    ),
+    "vLLM in no image": ({"instance": {"engine": "vllm"}}, "set instance.image.repository"),
+    "vLLM's speculation": (
+        {"instance": {**VLLM, "vllmArgs": {"speculative_config": {}}}},
+        "speculative_config: it is not supported: a speculating engine does not continue sampled streams exactly",
+    ),
+    "vLLM with a list of connectors": (
+        {"instance": VLLM, "connector": {"name": "nixl,redis"}},
+        "connector.name: nixl,redis is not supported with instance.engine=vllm; allowed: nixl, redis, shared_storage",
+    ),
+    "KV of several workers": (
+        {"instance": {**VLLM, "tensorParallelSize": 4, "gpu": {"count": 4}}},
+        "tensorParallelSize of prefill: 4, and vLLM hands over the KV of one worker only; set connector.name=null",
     ),
     "no hub id": ({"model": {"source": "hub"}}, "model.hub.id"),
     "no image with a model": ({"model": {"source": "oci"}}, "model.oci.reference"),
@@ -190,8 +230,35 @@ def test_template_refuses_what_does_not_go_together(what: str) -> None:
 
 
 def test_every_refusal_of_the_templates_is_tested() -> None:
-    text = (CHART / "templates" / "_validate.tpl").read_text()
-    assert text.count("fail ") == len(REFUSED_BY_TEMPLATE)
+    texts = [(CHART / "templates" / name).read_text() for name in ("_validate.tpl", "_engine.tpl")]
+    assert sum(text.count("fail ") for text in texts) == len(REFUSED_BY_TEMPLATE)
+
+
+@pytest.mark.parametrize("connector", ["nixl", "redis", "shared_storage", "null"])
+def test_vllm_takes_these_connectors(connector: str) -> None:
+    assert render({"instance": VLLM, "connector": {"name": connector}})
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("dtype", "set instance.settings.model.dtype"),
+        ("model", "the chart sets it, by `model`"),
+        ("tensor_parallel_size", "set instance.tensorParallelSize"),
+    ],
+)
+def test_an_argument_of_vllm_that_is_a_value_names_it(name: str, instead: str) -> None:
+    with pytest.raises(HelmError, match=rf"vllmArgs of prefill: {name}: {re.escape(instead)}"):
+        render({"instance": {**VLLM, "vllmArgs": {name: 1}}})
+
+
+def test_workers_of_vllm_by_another_argument_are_refused_too() -> None:
+    with pytest.raises(HelmError, match=r"vllmArgs\.pipeline_parallel_size of prefill: 2, and vLLM hands over"):
+        render({"instance": {**VLLM, "vllmArgs": {"pipeline_parallel_size": 2}}})
+
+
+def test_pools_of_vllm_may_differ_in_what_is_no_part_of_the_identity() -> None:
+    assert render({"instance": VLLM, "pools": {"prefill": {"vllmArgs": {"gpu_memory_utilization": 0.8}}}})
 
 
 def test_every_value_has_a_line_above_it() -> None:

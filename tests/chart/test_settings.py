@@ -10,7 +10,7 @@ import pytest
 
 from engine.text.tokenizer import Tokenizer
 from helm.component_settings import TREES, check_settings
-from helm.rendering import render
+from helm.rendering import Manifest, render
 from instance.config import InstanceSettings, engine_config
 from kv_transfer.nixl.connector import NixlOptions
 from kv_transfer.stores.files import SharedStorageOptions
@@ -194,6 +194,55 @@ def test_threads_are_the_cores_that_the_pod_has(read: Read) -> None:
         "hub": 8,
         "everything": 16,
     }
+
+
+@pytest.mark.parametrize(
+    ("resources", "threads"),
+    [
+        ({"limits": {"cpu": 8}}, 4),
+        ({"limits": {"cpu": "9500m"}}, 4),
+        ({"requests": {"cpu": "1"}}, 1),
+        ({"requests": {"cpu": None}, "limits": {}}, None),
+    ],
+)
+def test_ranks_share_the_cores_that_the_pod_has(resources: Manifest, threads: int | None, read: Read) -> None:
+    objects = render({"instance": {"tensorParallelSize": 2, "resources": resources}})
+    engine = read(objects, "decode")[0].engine
+    assert (engine.kind, engine.tensor_parallel_size, engine.num_threads) == ("tandem", 2, threads)
+
+
+def test_vllm_gets_its_arguments_and_a_gpu_for_each_worker(read: Read) -> None:
+    instance = {
+        "engine": "vllm",
+        "image": {"repository": "tandem-vllm", "tag": "0.1.0-vllm"},
+        "tensorParallelSize": 4,
+        "vllmArgs": {"quantization": "fp8", "max_num_partial_prefills": 2},
+        "gpu": {"count": 4},
+        "shmSize": "16Gi",
+    }
+    values = {"connector": {"name": "null"}, "instance": instance, "model": {"startupSeconds": 3600}}
+    objects = render({**values, "image": {"digest": f"sha256:{'0' * 64}"}})
+    engine = read(objects, "decode")[0].engine
+    assert (engine.kind, engine.device, engine.kv_cache_bytes) == ("vllm", "cuda", None)
+    assert engine.vllm_args == {"tensor_parallel_size": 4, "quantization": "fp8", "max_num_partial_prefills": 2}
+    pod = deployment(objects, "decode")["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert container["image"] == "tandem-vllm:0.1.0-vllm"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}} in pod["volumes"]
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 3600
+    (router,) = deployment(objects, "router")["spec"]["template"]["spec"]["containers"]
+    assert router["image"] == f"tandem@sha256:{'0' * 64}"
+
+
+def test_vllm_without_a_gpu_gets_blocks_and_memory_that_its_kernels_take(read: Read) -> None:
+    vllm = {"engine": "vllm", "image": {"tag": "0.1.0-vllm-cpu"}}
+    engine = read(render({"instance": vllm}), "decode")[0].engine
+    assert (engine.block_size, engine.kv_cache_bytes) == (32, 1 << 30)
+    own = {**vllm, "settings": {"engine": {"block_size": 64, "python": "/opt/vllm/bin/python"}}}
+    engine = read(render({"instance": own}), "decode")[0].engine
+    assert (engine.block_size, engine.python) == (64, "/opt/vllm/bin/python")
 
 
 @pytest.mark.parametrize("name", NAMES)

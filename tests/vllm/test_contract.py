@@ -31,7 +31,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import EngineError
-from vllm_engine import arguments
+from vllm_engine import argument_rules, arguments
 from vllm_engine.connector import VllmKVConnector
 
 def refused(**given):
@@ -62,7 +62,7 @@ one = Request("r", [1, 2, 3], SamplingParams(max_tokens=1), None, block_hasher=l
 arguments.engine_arguments(EngineConfig(model="m", vllm_args={"tensor_parallel_size": 2}))
 print(json.dumps({
     "arguments": fields(AsyncEngineArgs),
-    "handled": [*arguments._SETTINGS, *arguments._REFUSED],
+    "handled": [*argument_rules.OWN_SETTINGS, *argument_rules.REFUSED, *argument_rules.WORKER_COUNTS],
     "generate": signature(AsyncLLM.generate),
     "from_engine_args": signature(AsyncLLM.from_engine_args),
     "shutdown": signature(AsyncLLM.shutdown),

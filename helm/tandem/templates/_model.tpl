@@ -56,7 +56,7 @@
 {{- $hub := .root.Values.model.hub -}}
 {{- if eq .root.Values.model.source "hub" }}
 - name: model
-  image: {{ include "tandem.image" .root | quote }}
+  image: {{ include "tandem.componentImage" . | quote }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [hf, download, {{ $hub.id | quote }}]
   args:

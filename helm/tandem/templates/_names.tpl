@@ -61,13 +61,28 @@ annotations:
 {{- end -}}
 
 {{- define "tandem.image" -}}
-{{- $image := .Values.image -}}
-{{- $registry := .Values.global.imageRegistry | default $image.registry | trimSuffix "/" -}}
+{{- include "tandem.imageOf" (dict "root" . "image" .Values.image) -}}
+{{- end -}}
+
+{{/* That of a component: an instance's own where its values name one, else the release's: (dict "root" $ "spec" its values) */}}
+{{- define "tandem.componentImage" -}}
+{{- $own := pick (dig "image" dict (.spec | default dict)) "registry" "repository" "tag" "digest" -}}
+{{- $image := deepCopy .root.Values.image -}}
+{{- range $key, $value := $own -}}
+{{- if $value }}{{ $image = set (omit $image "digest") $key $value }}{{ end -}}
+{{- end -}}
+{{- with $own.digest }}{{ $_ := set $image "digest" . }}{{ end -}}
+{{- include "tandem.imageOf" (dict "root" .root "image" $image) -}}
+{{- end -}}
+
+{{- define "tandem.imageOf" -}}
+{{- $image := .image -}}
+{{- $registry := .root.Values.global.imageRegistry | default $image.registry | trimSuffix "/" -}}
 {{- $name := ternary (printf "%s/%s" $registry $image.repository) $image.repository (ne $registry "") -}}
 {{- if $image.digest -}}
 {{- printf "%s@%s" $name $image.digest -}}
 {{- else -}}
-{{- printf "%s:%s" $name ($image.tag | default .Chart.AppVersion) -}}
+{{- printf "%s:%s" $name ($image.tag | default .root.Chart.AppVersion) -}}
 {{- end -}}
 {{- end -}}
 

@@ -39,7 +39,7 @@ ipFamilies: {{ toJson . }}
   "log" (dict "format" "json") -}}
 {{- $decided = mustMergeOverwrite $decided (include "tandem.securitySettings" . | fromYaml) -}}
 {{- $device := dig "engine" "device" (ternary "cuda" "cpu" (gt (.spec.gpu.count | int) 0)) .spec.settings -}}
-{{- $_ := set $decided "engine" (dict "device" $device) -}}
+{{- $_ := set $decided "engine" (mustMerge (dict "device" $device) (include "tandem.engineSettings" . | fromYaml)) -}}
 {{- if and (eq $device "cpu") (not (dig "engine" "num_blocks" "" .spec.settings)) -}}
 {{- $_ := set $decided.engine "kv_cache_bytes" 1073741824 -}}
 {{- end -}}

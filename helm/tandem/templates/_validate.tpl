@@ -74,6 +74,7 @@
 {{- fail (printf "autoscaling.%s.minReplicas: %d is above maxReplicas, which is %d" $role ($bounds.minReplicas | int) ($bounds.maxReplicas | int)) -}}
 {{- end -}}
 {{- end -}}
+{{- include "tandem.validateEngines" . -}}
 {{- include "tandem.validateSecurity" . -}}
 {{- include "tandem.validateWaysIn" . -}}
 {{- include "tandem.validateLabels" . -}}

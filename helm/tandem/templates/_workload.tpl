@@ -113,7 +113,7 @@ topologySpreadConstraints: {{- toYaml .spec.topologySpreadConstraints | nindent 
 {{/* The container itself. Each probe asks for one service of grpc.health.v1; the port has no name, the kubelet wants a number. */}}
 {{- define "tandem.container" -}}
 {{- $probed := include "tandem.healthPort" .root -}}
-image: {{ include "tandem.image" .root | quote }}
+image: {{ include "tandem.componentImage" . | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 command: [python, -m, {{ .module }}]
 args: [--config=/etc/tandem/settings/settings.yaml]
@@ -208,7 +208,7 @@ volumeMounts:
   valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ .spec.domainLabel }}']"}}
 {{- end }}
 {{- $which := ternary "limits" "requests" (hasKey ($resources.limits | default dict) "cpu") }}
-{{- if and (hasKey (index $resources $which | default dict) "cpu") (not (dig "engine" "num_threads" "" .spec.settings)) }}
+{{- if and (hasKey (index $resources $which | default dict) "cpu") (not (dig "engine" "num_threads" "" .spec.settings)) (eq (int .spec.tensorParallelSize) 1) }}
 - name: TANDEM_ENGINE__NUM_THREADS
   valueFrom: {resourceFieldRef: {containerName: {{ .component }}, resource: {{ $which }}.cpu}}
 {{- end }}

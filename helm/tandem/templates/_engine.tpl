@@ -1,0 +1,99 @@
+{{/* Which engine an instance runs: the section `engine` of its settings, and what cannot be combined. */}}
+
+{{/* Workers of one instance, one for each GPU: (dict "spec" its values) */}}
+{{- define "tandem.workers" -}}
+{{- mul .spec.tensorParallelSize (dig "pipeline_parallel_size" 1 .spec.vllmArgs) -}}
+{{- end -}}
+
+{{/*
+Compute threads of each worker where several share the pod's cores; empty: the downward API gives them to the only one, or the pod has no number of cores.
+*/}}
+{{- define "tandem.workerThreads" -}}
+{{- $resources := .spec.resources -}}
+{{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" "" $resources) $resources | toString -}}
+{{- if and $cpu (gt (int .spec.tensorParallelSize) 1) -}}
+{{- $cores := ternary (divf (trimSuffix "m" $cpu | float64) 1000) (float64 $cpu) (hasSuffix "m" $cpu) -}}
+{{- max 1 (floor (divf $cores .spec.tensorParallelSize) | int) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.engineSettings" -}}
+{{- $size := int .spec.tensorParallelSize -}}
+{{- with include "tandem.workerThreads" . }}
+num_threads: {{ . }}
+{{- end }}
+{{- if eq .spec.engine "vllm" }}
+kind: vllm
+# The interpreter of vLLM's own image (vllm.Dockerfile).
+python: /usr/bin/python3
+{{- if eq (int .spec.gpu.count) 0 }}
+# vLLM's kernels for CPUs want a multiple of it.
+block_size: 32
+{{- end }}
+{{- with mustMerge (ternary (dict "tensor_parallel_size" $size) dict (gt $size 1)) .spec.vllmArgs }}
+vllm_args: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- else if gt $size 1 }}
+tensor_parallel_size: {{ $size }}
+{{- end }}
+{{- end -}}
+
+{{/* Rejects what no engine would start with. Both pools have one engine: others are never paired. */}}
+{{- define "tandem.validateEngines" -}}
+{{- $engines := list -}}
+{{- $compared := list -}}
+{{- $withoutEffect := (.Files.Get "vllm_arguments.yaml" | fromYaml).withoutEffect -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $spec := include "tandem.pool" (dict "root" $ "component" $role) | fromYaml -}}
+{{- $engines = append $engines $spec.engine -}}
+{{- $args := deepCopy $spec.vllmArgs -}}
+{{- range $withoutEffect }}{{ $_ := unset $args . }}{{ end -}}
+{{- $compared = append $compared (toJson $args) -}}
+{{- $workers := include "tandem.workers" (dict "spec" $spec) | int -}}
+{{- $gpus := int $spec.gpu.count -}}
+{{- if and (gt $gpus 0) (ne $gpus $workers) -}}
+{{- fail (printf "gpu.count of %s: %d, and its engine has %d worker(s), one for each GPU; set instance.tensorParallelSize=%d, or gpu.count=%d" $role $gpus $workers $gpus $workers) -}}
+{{- end -}}
+{{- if eq $spec.engine "vllm" -}}
+{{- include "tandem.validateVllm" (dict "root" $ "component" $role "spec" $spec) -}}
+{{- else if $spec.vllmArgs -}}
+{{- fail (printf "vllmArgs of %s: the engine is %s, which has no such arguments; set instance.engine=vllm, or leave them out" $role $spec.engine) -}}
+{{- else if and (gt $workers 1) (eq (dig "engine" "device" (ternary "cuda" "cpu" (gt $gpus 0)) $spec.settings) "cuda") -}}
+{{- fail (printf "tensorParallelSize of %s: %d on GPUs, and the built-in engine divides a model on CPUs only; set instance.engine=vllm" $role $workers) -}}
+{{- end -}}
+{{- end -}}
+{{- if ne (first $engines) (last $engines) -}}
+{{- fail (printf "pools: prefill has the engine %s and decode %s, and instances of different engines are never paired; set instance.engine" (first $engines) (last $engines)) -}}
+{{- end -}}
+{{- if and (ne .Values.connector.name "null") (ne (first $compared) (last $compared)) -}}
+{{- fail (printf "vllmArgs: prefill has %s and decode %s, and instances with different arguments are never paired; set instance.vllmArgs" (first $compared) (last $compared)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Rejects what vllm_engine/arguments.py rejects at the start: (dict "root" $ "component" "decode" "spec" its values) */}}
+{{- define "tandem.validateVllm" -}}
+{{- $spec := .spec -}}
+{{- $role := .component -}}
+{{- $rules := .root.Files.Get "vllm_arguments.yaml" | fromYaml -}}
+{{- $image := $spec.image -}}
+{{- if not (or $image.repository $image.tag $image.digest) -}}
+{{- fail (printf "image of %s: the engine is vllm; set instance.image.repository, with instance.image.tag or instance.image.digest, to an image built with vllm.Dockerfile" $role) -}}
+{{- end -}}
+{{- range $name, $_ := $spec.vllmArgs -}}
+{{- with get $rules.refused $name -}}
+{{- fail (printf "vllmArgs of %s: %s: %s" $role $name .) -}}
+{{- end -}}
+{{- end -}}
+{{- $connector := .root.Values.connector.name -}}
+{{- if or (contains "," $connector) (eq $connector "lmcache") -}}
+{{- fail (printf "connector.name: %s is not supported with instance.engine=vllm; allowed: nixl, redis, shared_storage, null, or module:Class" $connector) -}}
+{{- end -}}
+{{- if ne $connector "null" -}}
+{{- $counts := set (deepCopy $spec.vllmArgs) "tensor_parallel_size" $spec.tensorParallelSize -}}
+{{- range $name := $rules.workerCounts -}}
+{{- if ne (dig $name 1 $counts | int) 1 -}}
+{{- fail (printf "%s of %s: %d, and vLLM hands over the KV of one worker only; set connector.name=null, with which one pool serves" (ternary "tensorParallelSize" (printf "vllmArgs.%s" $name) (eq $name "tensor_parallel_size")) $role (dig $name 1 $counts | int)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
