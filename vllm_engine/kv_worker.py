@@ -69,7 +69,7 @@ class _Transfer:
 
 @dataclass(slots=True)
 class StepResults:
-    """What vLLM is told after a step. Ids are vLLM's."""
+    """What vLLM receives after a step. Ids are vLLM's."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)

@@ -1,6 +1,6 @@
 """Who lives in Little Spoke, and the dice that decide who appears.
 
-The facts here are the only ones the model can know, so they are told again and again, always the same: stories and
+The facts here are the only ones the model can know, so they come again and again, always the same: stories and
 conversations both draw on this cast.
 """
 

@@ -1,4 +1,4 @@
-"""What people ask in Little Spoke, and what they are told.
+"""What people ask in Little Spoke, and what they hear.
 
 Each topic is a function from dice to one exchange (question, answer). Questions are thrown with fair dice, since a user
 may ask anything; answers with loaded ones (see `cast.pick`), so that the model has an opinion.

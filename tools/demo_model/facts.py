@@ -1,4 +1,4 @@
-"""What the model is told to know: facts, small tables and the words of the copying exercise. Data, no dice."""
+"""What the model learns: facts, small tables and the words of the copying exercise. Data, no dice."""
 
 FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (

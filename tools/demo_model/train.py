@@ -16,7 +16,7 @@ What was tried (120 steps, rows of 512): AdamW at 3e-3 held-out 3.08, Muon for t
 with "medium" matrix products 0.62 s. On a crowded machine OMP_NUM_THREADS=1 with `--eager`, which waits at no barrier,
 went at 2800 tokens/s, where two threads had gone at 1500.
 
-What it cannot do: copy long lines, find one fact among many, stop counting where it was told (probes of 20 greedy
+What it cannot do: copy long lines, find one fact among many, stop counting where it should (probes of 20 greedy
 answers: `copied` 5, `remembered` 4, `counting` 5, `structured` 10 exact; `arithmetic` 17; `fact`, `who_is`, `weekdays`,
 `small_table`, `code` 20). 300 steps on random tokens that repeat do form the heads that copy (loss on the repeat from
 8.2 to 2.5); but 330, put between a trained model and 330 steps of text, they cost arithmetic (6 of 20) and the
