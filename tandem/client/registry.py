@@ -48,6 +48,8 @@ class RunningStack:
     """host:port of the router's admin listener; empty in a file of an older version."""
     model_folder: str = ""
     """Of the checkpoint; empty in a file of an older version."""
+    http_address: str = ""
+    """host:port of the router's HTTP API; empty without one."""
 
 
 class StackFolder:
@@ -116,6 +118,14 @@ def model_folder_of(address: str) -> Path | None:
     """The checkpoint's folder of the local stack of this user whose router has `address`."""
     folders = [stack.model_folder for stack in running_stacks() if stack.address == address]
     return Path(folders[0]) if folders and folders[0] else None
+
+
+def metrics_address_of(admin_address: str) -> str | None:
+    """Where the local stack of this user at `admin_address` serves metrics to clients without TLS and tokens."""
+    for stack in running_stacks():
+        if stack.admin_address == admin_address and stack_credentials(Path(stack.folder)) == PLAINTEXT:
+            return stack.http_address or None
+    return None
 
 
 def credentials_for(address: str) -> Credentials:

@@ -231,6 +231,7 @@ class LocalStack:
             started_s=time.time(),
             admin_address=self.admin_address,
             model_folder=str(self.settings.model),
+            http_address=self.http_address or "",
         )
         self._cleanup.callback(registry.announce(self._announced).unlink, missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import click
 
@@ -16,7 +17,7 @@ from tandem.commands.admin import CALL_TIMEOUT_S, admin_calls, admin_options, ad
 )  # fmt: skip
 @click.option(
     "--metrics", metavar="HOST:PORT",
-    help="The router's metrics address (`--metrics-listen`), for TTFT and TPOT; absent: they are not shown.",
+    help="The router's HTTP or metrics address, for TTFT and TPOT; absent: that of the stack on this machine.",
 )  # fmt: skip
 @admin_options
 def command(interval_s: float, metrics: str | None) -> None:
@@ -28,8 +29,8 @@ def command(interval_s: float, metrics: str | None) -> None:
     \b
     Examples:
       tandem top
-      tandem top --admin 10.0.0.7:7001                  a router elsewhere
-      tandem top --metrics 127.0.0.1:9090               with TTFT and TPOT of the last minute
+      tandem top --admin 10.0.0.7:7001                            a router elsewhere
+      tandem top --admin 10.0.0.7:7001 --metrics 10.0.0.7:9090    with its TTFT and TPOT
     """
     if importlib.util.find_spec("textual") is None:
         raise click.ClickException(
@@ -37,10 +38,14 @@ def command(interval_s: float, metrics: str | None) -> None:
             "'.[top]'; `tandem pools --watch` needs nothing more"
         )
     from protos.tandem.v1 import pools_pb2
+    from tandem.client.registry import metrics_address_of
 
     with admin_calls() as call:  # a wrong address is an error of the command line, not of the screen
         first = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=CALL_TIMEOUT_S)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise click.ClickException("tandem top needs a terminal; `tandem pools` and `tandem pools --watch` do not")
     from tandem.commands.top.screen import TopApp
 
     address, credentials = admin_target()
+    metrics = metrics or metrics_address_of(address)
     TopApp(address, credentials, first, interval_s=interval_s, metrics=metrics).run()

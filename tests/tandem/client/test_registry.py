@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tandem.client import registry
+from tandem.client.credentials import API_KEY_FILE
 from tandem.client.errors import NotRunning
 from tandem.client.registry import RunningStack, StackFolder
 
@@ -39,6 +40,17 @@ def test_a_running_stack_is_found_and_the_newest_wins() -> None:
     older.remove()
     with pytest.raises(NotRunning):
         registry.running_address()
+
+
+def test_metrics_are_those_of_the_stack_with_that_admin_address_unless_they_need_credentials() -> None:
+    folder = StackFolder()
+    stack = RunningStack("r:1", str(folder.path), os.getpid(), "demo", {}, 1.0, "admin:1", http_address="http:1")
+    registry.announce(stack)
+    assert registry.metrics_address_of("admin:1") == "http:1"
+    assert registry.metrics_address_of("elsewhere:1") is None
+    (folder.path / API_KEY_FILE).touch()
+    assert registry.metrics_address_of("admin:1") is None
+    folder.remove()
 
 
 def test_folder_and_state_file_are_private() -> None:

@@ -23,6 +23,7 @@ from tandem.commands.top.screen import Confirm, TopApp
 from tests.fakes.model_folder import write_model_folder
 from tests.router.pools.owned import Owned, owned
 from tests.router.rig import running
+from tests.tandem.commands.background import Background
 from tests.waiting import until
 
 
@@ -178,6 +179,12 @@ def test_mistakes_are_answered_before_the_screen_opens(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert "tandem up" in CliRunner().invoke(main, ("top",)).output
     assert "--admin-listen" in CliRunner().invoke(main, ("top", "--admin", "127.0.0.1:1")).output
+
+
+def test_without_a_terminal_it_names_the_table(stack: Background) -> None:
+    result = CliRunner().invoke(main, ("top", "--admin", stack.admin_address))
+    assert result.exit_code != 0
+    assert "needs a terminal; `tandem pools`" in result.output
 
 
 def test_without_textual_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
