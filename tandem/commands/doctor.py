@@ -35,9 +35,10 @@ _PACKAGES = (
     "grpcio", "protobuf", "pyzmq", "msgspec", "pydantic", "blake3", "psutil", "click",
 )  # fmt: skip
 _EXTRAS = (
-    ("huggingface_hub", "models by name from the Hugging Face hub", "pip install '.[hub]'"),
-    ("nixl", "the nixl connector (memory to memory, RDMA, NVLink)", "pip install '.[nixl]'"),
-    ("lmcache", "the lmcache connector (LMCache's disk format, its server)", "pip install '.[lmcache]'"),
+    ("huggingface_hub", "models by name from the Hugging Face hub", "hub"),
+    ("xgrammar", "structured output and required tool calls", "structured-output"),
+    ("nixl", "the nixl connector (memory to memory, RDMA, NVLink)", "nixl"),
+    ("lmcache", "the lmcache connector (LMCache's disk format, its server)", "lmcache"),
 )
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 _NUM_BLOCKS, _BLOCK_BYTES, _NUM_ROUNDS = 16, 1_843_200, 3
@@ -152,8 +153,9 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_extras() -> Iterator[Finding]:
-    for module, purpose, install in _EXTRAS:
+    for module, purpose, extra in _EXTRAS:
         if importlib.util.find_spec(module) is None:
+            install = f"pip install -c constraints.txt '.[{extra}]' in the checkout"
             yield Finding("warn", module, f"not installed; only needed for {purpose}", install)
         else:
             yield Finding("ok", module, f"{_version(module.replace('_', '-')) or 'installed'}, for {purpose}")
