@@ -32,7 +32,7 @@ $(RUNNABLE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "This Python has no venv. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing what serving needs into $(VENV): about 1.4 GB."
+	@echo "Installing what serving needs into $(VENV): about 1.3 GB."
 	$(BIN)/python -m pip install -c constraints.txt -e '.[hub,top]'
 	@touch $@
 
