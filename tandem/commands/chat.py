@@ -65,7 +65,10 @@ _RETRY_HINTS = {
 @click.option("--seed", type=click.IntRange(min=0), help="Equal seed and conversation give equal answers.")
 @click.option("--tool", type=click.Choice(_TOOLS), default="off", show_default=True, help="What the model may call.")
 @click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")
-@click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds for an answer.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
+    help="Seconds for an answer.",
+)  # fmt: skip
 @credential_options
 @click.option("--stats", is_flag=True, help="After each answer print, on standard error, what /stats shows.")
 def command(

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")
 @click.option(
-    "--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds for the whole request."
-)
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
+    help="Seconds for the whole request.",
+)  # fmt: skip
 @credential_options
 @click.option(
     "--stats", is_flag=True, help="Afterwards print, on standard error, the number of tokens and their times."
@@ -85,7 +86,9 @@ def command(
         raise click.ClickException(str(error)) from None
     except TandemError as error:
         click.echo(err=True)
-        raise click.ClickException(error.message) from None
+        is_late = error.status == "DEADLINE_EXCEEDED"
+        hint = f" (--timeout {timeout_s:g}: seconds for the whole request)" if is_late else ""
+        raise click.ClickException(error.message + hint) from None
     except KeyboardInterrupt:
         click.echo(err=True)
         raise SystemExit(130) from None

@@ -257,7 +257,7 @@ def _check_sizes(settings: StackSettings, config: DecoderConfig) -> None:
     from engine.machine import available_bytes
 
     free, num_instances = available_bytes(), settings.num_prefill + settings.num_decode
-    given = f"--kv-memory {num_bytes / _GIB:.3g}"
+    given = f"--kv-memory {num_bytes / _GIB:.6g}"
     if num_bytes * num_instances > free:
         raise click.ClickException(
             f"{given}: {num_instances} instances need {num_bytes * num_instances / _GIB:.1f} GiB for their KV, and "

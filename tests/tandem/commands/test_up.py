@@ -99,7 +99,11 @@ def demo_with(folder: Path, **fields: object) -> Path:
         ({"architectures": ["RwkvForCausalLM"]}, (), ["'RwkvForCausalLM' is not supported", "--engine vllm"]),
         ({"architectures": ["GPT2LMHeadModel"]}, ("--model-impl", "native"), ["'GPT2LMHeadModel' is not supported"]),
         ({}, (), ["no *.safetensors", "*.bin", "Convert it to safetensors: python -c", "AutoModelForCausalLM"]),
-        ({}, ("--instance-arg=--load-format=dummy", "--kv-memory", "900"), ["--kv-memory 900: 2 instances", "at most"]),
+        (
+            {},
+            ("--instance-arg=--load-format=dummy", "--kv-memory", "90000"),
+            ["--kv-memory 90000: 2 instances", "at most"],
+        ),
         (
             {},
             ("--instance-arg=--load-format=dummy", "--kv-memory", "1e-6"),
