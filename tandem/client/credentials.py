@@ -44,7 +44,8 @@ class Credentials:
             try:
                 token = self.token_file.read_text().strip()
             except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"token_file: {self.token_file} cannot be read: {type(error).__name__}") from None
+                reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+                raise ValueError(f"token_file: {self.token_file} cannot be read: {reason}") from None
         if token is None:
             return ()
         if not TOKEN.fullmatch(token):

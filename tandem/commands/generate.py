@@ -101,8 +101,9 @@ def _schema(given: str | None) -> str | None:
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise click.UsageError(
-            f"--json-schema: {given!r} is neither a JSON object nor a readable file: {error}"
+            f"--json-schema: {given!r} is neither a JSON object nor a readable file: {reason}"
         ) from None
 
 

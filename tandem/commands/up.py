@@ -6,8 +6,10 @@ import difflib
 import errno
 import math
 import os
+import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 import zlib
@@ -410,6 +412,12 @@ def _hand_over_text(usage: Usage) -> str:
     return f"({split} were prefilled by one instance and handed over to another, which generated the rest)"
 
 
+def typed_command() -> str:
+    """How a shell here finds this command: its path, as it was called, where the environment is not activated."""
+    called = sys.argv[0]
+    return called if Path(called).name == "tandem" and shutil.which("tandem") is None else "tandem"
+
+
 def usage_text(stack: LocalStack) -> str:
     """The addresses of all processes, and commands to try."""
     address, ca_file, key_file = stack.address, stack.credentials.ca_file, stack.credentials.token_file
@@ -427,7 +435,7 @@ def usage_text(stack: LocalStack) -> str:
         f"  logs        {stack.folder / 'logs'}",
         "",
         "Call it, from another terminal:",
-        '  tandem generate --chat "What is a tandem?"',
+        f'  {typed_command()} generate --chat "What is a tandem?"',
         "",
         "from Python:",
         "  from tandem import Client",

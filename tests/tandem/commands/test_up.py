@@ -158,3 +158,11 @@ def test_a_signal_inside_of_the_events_lock_does_not_block() -> None:
     with signals.stop._cond:  # type: ignore[attr-defined]  # where the main thread is while it waits
         signals(signal.SIGINT, None)
     assert signals.stop.wait(20)
+
+
+def test_the_commands_to_try_are_those_that_the_shell_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [".venv/bin/tandem", "up"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert up.typed_command() == ".venv/bin/tandem"
+    monkeypatch.setattr("sys.argv", ["/checkout/tandem/__main__.py", "up"])
+    assert up.typed_command() == "tandem"
