@@ -8,7 +8,7 @@ import msgspec
 
 from engine.partition import Parallelism
 
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 ModelImpl = Literal["auto", "native", "transformers"]
@@ -36,7 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     vllm_args: dict[str, Any] = {}
     """Further arguments of vLLM's AsyncEngineArgs."""
     dtype: Dtype = "auto"
-    """Weights and activations; `auto` takes the checkpoint's own (float16 runs as bfloat16)."""
+    """Weights and activations; `auto` takes the checkpoint's own."""
     device: Device = "cpu"
     load_format: LoadFormat = "auto"
     """`dummy`: random weights from config.json alone, for benchmarks at real sizes."""

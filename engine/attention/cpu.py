@@ -17,7 +17,7 @@ import torch
 from engine.attention import cpu_kernels
 from engine.attention.backend import AttentionMetadata
 from engine.attention.openmp import launcher_for
-from engine.attention.simd import WIDTH
+from engine.attention.simd import WIDTH, converts_float16
 
 TILE_TOKENS = 32
 """Query tokens that share a pass over the keys."""
@@ -59,9 +59,9 @@ class CpuAttention:
 
     @staticmethod
     def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """float32 and bfloat16 on CPU, head sizes of whole vectors, blocks of whole groups of four keys."""
+        """float32, bfloat16 and float16 on CPU, head sizes of whole vectors, blocks of whole groups of four keys."""
         fits = head_dim % WIDTH == 0 and block_size % 4 == 0
-        return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and fits
+        return device.type == "cpu" and is_compiled_for(dtype) and fits
 
     def forward(
         self,
@@ -179,6 +179,11 @@ def _row_major(rows: torch.Tensor) -> torch.Tensor:
 
 def _layer_address(kv_cache: torch.Tensor, layer: int) -> int:
     return kv_cache.data_ptr() + layer * kv_cache.stride(1) * kv_cache.element_size()
+
+
+def is_compiled_for(dtype: torch.dtype) -> bool:
+    """Whether compiled kernels have elements of this type on this processor."""
+    return dtype in (torch.float32, torch.bfloat16) or (dtype == torch.float16 and converts_float16())
 
 
 @functools.cache

@@ -30,10 +30,10 @@ from engine.attention.micro_kernels import (
     store_transposed,
 )
 from engine.attention.simd import (
-    BFLOAT16,
     FLOAT32,
     INT32,
     INT64,
+    KINDS,
     WIDTH,
     as_double,
     exp,
@@ -64,10 +64,10 @@ LINE = 32
 
 
 @functools.cache
-def write_kv_address(bfloat16: bool) -> int:
+def write_kv_address(dtype: str) -> int:
     """`void(int64*)`: counter, num_tokens, num_kv_heads, head_dim, block_size, key, value, their row strides,
     slot_mapping, page of this layer, elements per page, elements from keys to values."""
-    kind = BFLOAT16 if bfloat16 else FLOAT32
+    kind = KINDS[dtype]
 
     @kernel
     def compiled(a):
@@ -77,12 +77,12 @@ def write_kv_address(bfloat16: bool) -> int:
 
 
 @functools.cache
-def paged_attention_address(bfloat16: bool) -> int:
+def paged_attention_address(dtype: str) -> int:
     """`void(int64*)`: counter, num_tiles, num_kv_heads, group, head_dim, block_size, query, its row stride, output,
     tiles, block_tables, its row stride, page of this layer, elements per page, scale (bits of a double),
     sliding window (0: none), rows of the largest tile, soft cap of the scores (bits of a double; 0: none),
     elements from keys to values."""
-    kind = BFLOAT16 if bfloat16 else FLOAT32
+    kind = KINDS[dtype]
 
     @kernel
     def compiled(a):

@@ -156,14 +156,14 @@ def add_weighted_16(typingctx, rows, row_places, values, value_places):
 @intrinsic
 def store_transposed(typingctx, source, offsets, first, number, target, index, stride):
     """Sixteen numbers of sixteen rows: target[index + n * stride + i] = source[offsets[first + i] + number + n]."""
-    is_bfloat16 = source.dtype == types.uint16
+    element = source.dtype
 
     def codegen(context, builder, sig, args):
         source, offsets, first, number, target, index, stride = args
         lines = []
         for line in range(WIDTH):
             offset = builder.load(builder.gep(offsets, [builder.add(first, _I64(line))]))
-            lines.append(as_floats(builder, source, builder.add(offset, number), is_bfloat16))
+            lines.append(as_floats(builder, source, builder.add(offset, number), element))
         for distance in (8, 4, 2, 1):
             lines = _exchanged(builder, lines, distance)
         for line, vector in enumerate(lines):

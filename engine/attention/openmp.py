@@ -39,9 +39,9 @@ def launcher(kernel_address: int) -> Launcher:
 
 
 @functools.cache
-def launcher_for(address_of: Callable[[bool], int], dtype: torch.dtype) -> Launcher:
-    """The launcher of a kernel's bfloat16 or float32 version; `address_of` compiles it."""
-    return launcher(address_of(dtype == torch.bfloat16))
+def launcher_for(address_of: Callable[[str], int], dtype: torch.dtype) -> Launcher:
+    """The launcher of a kernel's version for `dtype`; `address_of` compiles it."""
+    return launcher(address_of(str(dtype).removeprefix("torch.")))
 
 
 @functools.cache

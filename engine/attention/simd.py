@@ -3,8 +3,8 @@
 numba has no vector type and vectorises only simple loops. `Floats` is LLVM's <16 x float>: one AVX-512 register, or
 several narrower ones, with the usual operators; a multiplication followed by an addition may be rounded once.
 
-bfloat16 in memory is uint16, the upper half of a float32. Kernels are generic over the element type; `kind` is an
-example value of it, `BFLOAT16` or `FLOAT32`.
+Elements in memory: bfloat16 is uint16, the upper half of a float32; float16 is int16. Kernels are generic over the
+element type; `kind` is an example value of it, one of `KINDS`.
 
 numba's cache does not depend on this file: delete `__pycache__` after changing it.
 """
@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import operator
+import platform
 
+import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, types
@@ -34,7 +37,10 @@ WIDTH = 16
 SIGNATURE = types.void(types.CPointer(types.int64))
 """Every kernel gets the address of its int64 arguments."""
 BFLOAT16 = np.uint16(0)
+FLOAT16 = np.int16(0)
 FLOAT32 = np.float32(0)
+KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
+"""Of the element types, by torch's names."""
 INT32 = np.int32(0)
 INT64 = np.int64(0)
 
@@ -43,6 +49,7 @@ _F32 = ir.FloatType()
 _VECTOR = ir.VectorType(_F32, WIDTH)
 _INTEGERS = ir.VectorType(_I32, WIDTH)
 _HALVES = ir.VectorType(_I16, WIDTH)
+_FLOAT16S = ir.VectorType(ir.HalfType(), WIDTH)
 
 
 def kernel(body):
@@ -57,6 +64,12 @@ def kernel(body):
         except RuntimeError as error:
             logger.warning("%s is compiled at every start: %s; set NUMBA_CACHE_DIR", body.__qualname__, error)
             return cfunc(SIGNATURE)(body)
+
+
+@functools.cache
+def converts_float16() -> bool:
+    """Whether this processor converts float16: otherwise LLVM calls functions that are not there."""
+    return platform.machine() == "aarch64" or bool(llvmlite.binding.get_host_cpu_features().get("f16c"))
 
 
 class Floats(types.Type):
@@ -140,10 +153,12 @@ def vector_at(builder, base, index, vector=_VECTOR):
     return builder.bitcast(builder.gep(base, [index]), vector.as_pointer())
 
 
-def as_floats(builder, base, index, is_bfloat16):
-    """Loads elements [index, index + 16)."""
-    if not is_bfloat16:
+def as_floats(builder, base, index, element):
+    """Loads elements [index, index + 16) of the numba type `element`."""
+    if element == types.float32:
         return builder.load(vector_at(builder, base, index), align=4)
+    if element == types.int16:
+        return builder.fpext(builder.load(vector_at(builder, base, index, _FLOAT16S), align=2), _VECTOR)
     halves = builder.load(vector_at(builder, base, index, _HALVES), align=2)
     wide = builder.shl(builder.zext(halves, _INTEGERS), _constant(16, integer=True))
     return builder.bitcast(wide, _VECTOR)
@@ -163,23 +178,26 @@ def fused_product(builder, left, right, added):
 @intrinsic
 def load(typingctx, base, index):
     """Elements [index, index + 16) as floats."""
-    is_bfloat16 = base.dtype == types.uint16
+    element = base.dtype
 
     def codegen(context, builder, sig, args):
-        return as_floats(builder, args[0], args[1], is_bfloat16)
+        return as_floats(builder, args[0], args[1], element)
 
     return floats(base, types.int64), codegen
 
 
 @intrinsic
 def store(typingctx, base, index, value):
-    """Writes elements [index, index + 16); bfloat16 rounds to nearest, ties to even, and NaN stays NaN."""
-    is_bfloat16 = base.dtype == types.uint16
+    """Writes elements [index, index + 16), rounded to nearest, ties to even, and NaN stays NaN."""
+    element = base.dtype
 
     def codegen(context, builder, sig, args):
         target, offset, vector = args
-        if not is_bfloat16:
+        if element == types.float32:
             builder.store(vector, vector_at(builder, target, offset), align=4)
+        elif element == types.int16:
+            narrow = builder.fptrunc(vector, _FLOAT16S)
+            builder.store(narrow, vector_at(builder, target, offset, _FLOAT16S), align=2)
         else:
             halves = builder.trunc(builder.lshr(_round(builder, vector), _constant(16, integer=True)), _HALVES)
             builder.store(halves, vector_at(builder, target, offset, _HALVES), align=2)
@@ -203,6 +221,8 @@ def rounded_to(typingctx, value, kind):
     """The vector after a store to `kind` and a load back, without the memory."""
 
     def codegen(context, builder, sig, args):
+        if sig.args[1] == types.int16:
+            return builder.fpext(builder.fptrunc(args[0], _FLOAT16S), _VECTOR)
         if sig.args[1] != types.uint16:
             return args[0]
         upper = builder.and_(_round(builder, args[0]), _constant(0xFFFF0000, integer=True))

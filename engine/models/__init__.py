@@ -57,7 +57,7 @@ def load_model(
     from engine.partition import Parallelism
     from engine.ranks import OneRank
 
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.resolve_dtype(engine.dtype)]
+    dtype: torch.dtype = getattr(torch, config.resolve_dtype(engine.dtype))
     device = torch.device(engine.device)
     attention = select_backend(
         engine.attention_backend,

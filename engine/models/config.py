@@ -144,11 +144,9 @@ class DecoderConfig:
         """Maximum prompt + output in tokens of the position embeddings."""
         return self.max_position_embeddings
 
-    def resolve_dtype(self, dtype: Dtype) -> Literal["float32", "bfloat16"]:
-        """The engine's `dtype` setting resolved: `auto` is the checkpoint's own, and float16 runs as bfloat16."""
-        if dtype != "auto":
-            return dtype
-        return "float32" if self.torch_dtype == "float32" else "bfloat16"
+    def resolve_dtype(self, dtype: Dtype) -> WeightDtype:
+        """The engine's `dtype` setting resolved: `auto` is the checkpoint's own."""
+        return self.torch_dtype if dtype == "auto" else dtype
 
     def kv_layout(self, *, dtype: Dtype, block_size: int) -> KVLayout:
         return KVLayout(

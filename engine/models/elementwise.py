@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.cpu import bits_of
+from engine.attention.cpu import bits_of, is_compiled_for
 from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
 from engine.models import elementwise_kernels as kernels
@@ -78,7 +78,7 @@ def elementwise_for(
     device: torch.device, dtype: torch.dtype, *, row_sizes: tuple[int, ...], head_dim: int
 ) -> Elementwise:
     """The fastest implementation: compiled on CPU if rows and half heads are whole vectors, else torch."""
-    is_compiled = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    is_compiled = device.type == "cpu" and is_compiled_for(dtype)
     if is_compiled and all(size % WIDTH == 0 for size in (*row_sizes, head_dim // 2)):
         return CompiledElementwise()
     return Elementwise()
@@ -93,7 +93,7 @@ _SiluArguments = ctypes.c_int64 * 5
 
 
 class CompiledElementwise(Elementwise):
-    """float32 and bfloat16 on CPU, each operation in one compiled call."""
+    """float32, bfloat16 and float16 on CPU, each operation in one compiled call."""
 
     def add_rms_norm(
         self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -142,7 +142,7 @@ class CompiledElementwise(Elementwise):
 
 
 def _launch(
-    address_of: Callable[[bool], int], dtype: torch.dtype, num_elements: int, arguments: ctypes.Array[ctypes.c_int64]
+    address_of: Callable[[str], int], dtype: torch.dtype, num_elements: int, arguments: ctypes.Array[ctypes.c_int64]
 ) -> None:
     num_threads = torch.get_num_threads() if num_elements >= SERIAL_ELEMENTS else 1
     launcher_for(address_of, dtype)(num_threads, ctypes.addressof(arguments))

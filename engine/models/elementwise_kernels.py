@@ -14,8 +14,8 @@ import numpy as np
 from numba import njit
 
 from engine.attention.simd import (
-    BFLOAT16,
     FLOAT32,
+    KINDS,
     WIDTH,
     as_double,
     exp,
@@ -31,9 +31,9 @@ from engine.attention.simd import (
 
 
 @functools.cache
-def add_rms_norm_address(bfloat16: bool) -> int:
+def add_rms_norm_address(dtype: str) -> int:
     """`void(int64*)`: counter, rows, hidden, x (0: none), residual, weight, output, eps (bits of a double)."""
-    kind = BFLOAT16 if bfloat16 else FLOAT32
+    kind = KINDS[dtype]
 
     @kernel
     def compiled(a):
@@ -43,10 +43,10 @@ def add_rms_norm_address(bfloat16: bool) -> int:
 
 
 @functools.cache
-def rotate_address(bfloat16: bool) -> int:
+def rotate_address(dtype: str) -> int:
     """`void(int64*)`: counter, rows, num_heads, num_kv_heads, head_dim, qkv, its row stride, cos, sin,
     query weight (0: no norm), key weight, eps (bits of a double)."""
-    kind = BFLOAT16 if bfloat16 else FLOAT32
+    kind = KINDS[dtype]
 
     @kernel
     def compiled(a):
@@ -56,9 +56,9 @@ def rotate_address(bfloat16: bool) -> int:
 
 
 @functools.cache
-def silu_and_mul_address(bfloat16: bool) -> int:
+def silu_and_mul_address(dtype: str) -> int:
     """`void(int64*)`: counter, rows, columns of the output, gate_up, output."""
-    kind = BFLOAT16 if bfloat16 else FLOAT32
+    kind = KINDS[dtype]
 
     @kernel
     def compiled(a):

@@ -22,6 +22,9 @@ class PackedLinear:
     Without packing oneDNN reorders the weight, or reads it strided, in every call: one row of bfloat16 then runs at a
     third of the memory bandwidth. In float32 packing pays from a few rows on.
 
+    On CPU a float16 weight is kept and multiplied in float32: few processors multiply float16. Inputs and results are
+    float16.
+
     On CPU the bits of a row do not depend on the other rows of the call. For a single row oneDNN takes another kernel,
     which may add in another order: where it does, a single row is computed as two (benchmarks/LOG.md has the cost).
     """
@@ -29,6 +32,9 @@ class PackedLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight [out_features, in_features], bias [out_features], both on the device and of the dtype to run with."""
         self.out_features, self.in_features = weight.shape
+        self._dtype = weight.dtype
+        if weight.device.type == "cpu" and weight.dtype == torch.float16:
+            weight, bias = weight.float(), None if bias is None else bias.float()
         self._bias = bias
         is_packed = _can_pack(weight)
         # Looked up once: the lookup costs as much as a small layer.
@@ -38,8 +44,13 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
+        if self._dtype != self._weight.dtype:
+            return self._multiplied(x.to(self._weight.dtype)).to(self._dtype)
+        return self._multiplied(x)
+
+    def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
         if self._doubles_single_rows and x.shape[0] == 1:
-            return self(x.expand(2, -1))[:1]
+            return self._multiplied(x.expand(2, -1))[:1]
         if self._product is not None:
             y: torch.Tensor = self._product(x, self._weight, self._bias, "none", [], "")
             return y

@@ -106,7 +106,7 @@ _DEMO_TOKENS = 60
     help="Port of the router's OpenAI API; 0 chooses one in the same way.  [default: 0]",
 )  # fmt: skip
 @click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]),
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     help="Of weights and KV; absent: the checkpoint's own.",
 )  # fmt: skip
 @click.option(

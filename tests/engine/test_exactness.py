@@ -137,3 +137,33 @@ def test_reference_attention_gives_the_tokens_of_the_compiled_one(
     llm = make_llm(checkpoint, attention_backend="reference")
     assert llm.core.info.attention_backend == "reference"
     assert generate(llm, prompts[:6]) == reference[:6]
+
+
+def test_a_float16_checkpoint_runs_in_float16_with_the_same_bits_on_every_path(tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, "mistral", dtype=torch.float16)
+    prompts = random_prompts(5, longest=90, vocab_size=1000)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
+    llm = make_llm(folder, dtype="auto", max_num_batched_tokens=33, num_gpu_blocks_override=14)
+    assert llm.core.info.model_identity.dtype == "float16"
+    together = outcomes(llm, prompts, params)
+    assert llm.core.load.num_preemptions > 0
+    assert outcomes(llm, prompts[:2], params) == together[:2], "from the prefix cache"
+    alone = make_llm(folder, dtype="auto", enable_prefix_caching=False)
+    assert [outcomes(alone, [prompt], params)[0] for prompt in prompts] == together
+    errors = {dtype: mean_error(make_llm(folder, dtype=dtype), folder, prompts[1]) for dtype in ("float16", "bfloat16")}
+    assert errors["float16"] < errors["bfloat16"] / 3
+
+
+def outcomes(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[tuple[list[int], float | None]]:
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [(one.outputs[0].token_ids, one.outputs[0].cumulative_logprob) for one in answers]
+
+
+def mean_error(llm: LLM, folder: Path, prompt: list[int]) -> float:
+    """Of the log-probabilities of a prompt's tokens, against transformers in float32."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    [answer] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    found = [entry[token].logprob for token, entry in zip(prompt, answer.prompt_logprobs or [], strict=True) if entry]
+    expected = GreedyOracle(folder).logits(prompt[:1], prompt[1:]).log_softmax(-1)
+    pairs = zip(found, prompt[1:], expected, strict=True)
+    return sum(abs(one - row[token].item()) for one, token, row in pairs) / len(found)

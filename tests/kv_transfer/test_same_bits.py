@@ -196,7 +196,7 @@ WAYS: Sequence[Way] = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("model", ["demo", "qwen3", "qwen3_moe"])
 def test_a_thousand_sampled_requests_have_the_same_bits_however_they_are_computed(
     tmp_path: Path, model: str, dtype: str

@@ -30,7 +30,7 @@ _engine_options = option_group(
         help="dummy: random weights of the shape in config.json, the only file that the folder must then have.",
     ),
     click.option(
-        "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True,
+        "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
         help="Of weights and KV; auto: the checkpoint's own.",
     ),
     click.option(

@@ -17,7 +17,7 @@ from tests.builders import paged_step
 from tests.engine.attention.paged_tensors import paged_tensors
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 LAYER = 1
 
 
@@ -41,7 +41,7 @@ requests = st.lists(
     head_dim=st.sampled_from([16, 32, 48, 64, 128]),
     window=st.one_of(st.none(), st.integers(1, 60)),
     softcap=st.sampled_from([None, 2.0, 50.0]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([*TOLERANCE]),
 )
 def test_compiled_attention_equals_the_reference(
     requests: list[tuple[int, int]],
@@ -98,7 +98,7 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     group=st.sampled_from([1, 2, 3]),
     head_dim=st.sampled_from([16, 64, 80]),
     window=st.sampled_from([None, 1, 20, 100]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([*TOLERANCE]),
     neighbours=st.lists(st.sampled_from([(1, 9), (3, 50), (40, 40)]), max_size=2),
 )
 def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
@@ -153,7 +153,7 @@ def test_a_plan_is_not_reused_for_another_step() -> None:
 def test_auto_takes_the_compiled_backend_on_cpu_and_the_reference_where_sizes_do_not_fit() -> None:
     assert select_backend("auto", block_size=16, head_dim=64, dtype=torch.bfloat16, device=CPU).name == "cpu"
     assert select_backend("auto", block_size=16, head_dim=20, dtype=torch.float32, device=CPU).name == "reference"
-    assert select_backend("auto", block_size=16, head_dim=64, dtype=torch.float16, device=CPU).name == "reference"
+    assert select_backend("auto", block_size=16, head_dim=64, dtype=torch.float64, device=CPU).name == "reference"
 
 
 def test_unknown_and_unfit_backends_are_refused_by_name() -> None:

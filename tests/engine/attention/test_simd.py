@@ -14,8 +14,8 @@ import torch
 from numba import cfunc
 
 from engine.attention.simd import (
-    BFLOAT16,
     FLOAT32,
+    KINDS,
     SIGNATURE,
     exp,
     kernel,
@@ -42,11 +42,16 @@ def _four_totals(a):  # type: ignore[no-untyped-def]
     store_totals(target, 3, load(source, 0), load(source, 16), load(source, 32), load(source, 48))
 
 
-def _conversions(a):  # type: ignore[no-untyped-def]
-    source, stored, rounded = pointer(a[1], FLOAT32), pointer(a[2], BFLOAT16), pointer(a[3], FLOAT32)
-    for i in range(0, a[0], 16):
-        store(stored, i, load(source, i))
-        store(rounded, i, rounded_to(load(source, i), BFLOAT16))
+def _conversions(kind):  # type: ignore[no-untyped-def]
+    def convert(a):  # type: ignore[no-untyped-def]
+        source, rounded = pointer(a[1], FLOAT32), pointer(a[3], FLOAT32)
+        stored, loaded = pointer(a[2], kind), pointer(a[4], FLOAT32)
+        for i in range(0, a[0], 16):
+            store(stored, i, load(source, i))
+            store(loaded, i, load(stored, i))
+            store(rounded, i, rounded_to(load(source, i), kind))
+
+    return convert
 
 
 def _arithmetic(a):  # type: ignore[no-untyped-def]
@@ -73,14 +78,18 @@ def test_exp_is_within_a_few_units_in_the_last_place() -> None:
     torch.testing.assert_close(result.double(), x.double().exp(), rtol=3e-7, atol=0)
 
 
-def test_bfloat16_rounds_as_torch_does() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_numbers_round_as_torchs_do(dtype: torch.dtype) -> None:
     bits = torch.randint(-(2**31), 2**31 - 1, (16_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     x = bits.view(torch.float32)
     x[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4e38])
-    stored, rounded = torch.empty(len(x), dtype=torch.bfloat16), torch.empty(len(x))
-    _call(_conversions, len(x), x.data_ptr(), stored.data_ptr(), rounded.data_ptr())
-    torch.testing.assert_close(stored, x.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(rounded, stored.float(), rtol=0, atol=0, equal_nan=True)
+    x[4:8000] %= 70_000  # float16 ends at 65 504
+    stored, rounded, loaded = torch.empty(len(x), dtype=dtype), torch.empty(len(x)), torch.empty(len(x))
+    pointers = [one.data_ptr() for one in (x, stored, rounded, loaded)]
+    _call(_conversions(KINDS[str(dtype).removeprefix("torch.")]), len(x), *pointers)
+    torch.testing.assert_close(stored, x.to(dtype), rtol=0, atol=0, equal_nan=True)
+    for one in (rounded, loaded):
+        torch.testing.assert_close(one, stored.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_kernel_that_numba_has_no_place_to_cache_is_compiled_all_the_same(caplog: pytest.LogCaptureFixture) -> None:

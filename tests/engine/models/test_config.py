@@ -75,12 +75,12 @@ def test_yarn_stretches_the_model_length(tmp_path: Path) -> None:
 
 def test_dtype_and_page(tmp_path: Path) -> None:
     config = _config(tmp_path, dtype="float16")
-    assert config.resolve_dtype("auto") == "bfloat16"
+    assert config.resolve_dtype("auto") == "float16"
     assert config.resolve_dtype("float32") == "float32"
     assert _config(tmp_path, dtype="float32").resolve_dtype("auto") == "float32"
     layout = config.kv_layout(dtype="auto", block_size=16)
     assert layout.page_shape == (4, 2, 2, 16, 8)
-    assert layout.dtype == "bfloat16"
+    assert layout.dtype == "float16"
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_bfloat16_stays_near_float32(cases: dict[str, _Case]) -> None:
 # A packed layer computes what the plain one computes, whatever the number of rows.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_equals_a_plain_linear_layer_for_any_number_of_rows(dtype: torch.dtype, has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
