@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import assert_never
 
@@ -101,6 +101,7 @@ class EngineCore:
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             enable_prefix_caching=config.enable_prefix_caching,
+            window=_widest_window(model_config.sliding_windows),
         )
         self._connector = make_connector(config.kv_connector, wake)
         self._connector.register_kv_cache(kv_cache, layout, bytes.fromhex(self._fingerprint))
@@ -272,6 +273,12 @@ class EngineCore:
             self._connector.start_load_kv(meta)
         if meta.saves:
             self._connector.save_kv(meta)
+
+
+def _widest_window(windows: Sequence[int | None]) -> int | None:
+    """None where a layer has none: its blocks are needed to the end."""
+    known = [window for window in windows if window is not None]
+    return max(known) if known and len(known) == len(windows) else None
 
 
 def _num_blocks(config: EngineConfig, layout: KVLayout, model_max_len: int) -> int:

@@ -33,6 +33,8 @@ class BlockPool:
         """Free and cached blocks, the next to be taken first; a prefix hit removes from the middle."""
         self._by_hash: dict[bytes, KVBlock] = {}
         self.num_cached = 0
+        self.null_block = KVBlock(0, ref_count=1)
+        """Stands in a block table for one that no later token sees. It has no memory of its own, nothing is written to it."""
 
     @property
     def num_available(self) -> int:
@@ -57,6 +59,8 @@ class BlockPool:
     def touch(self, blocks: Iterable[KVBlock]) -> None:
         """Add a reference to each."""
         for block in blocks:
+            if block is self.null_block:
+                continue
             if block.ref_count == 0:
                 del self._free[block]
                 self.num_cached -= 1
@@ -66,6 +70,8 @@ class BlockPool:
         """Remove a reference from each block of a block table. The table's end is evicted before its beginning, since
         shorter prefixes are hit more often."""
         for block in reversed(blocks):
+            if block is self.null_block:
+                continue
             assert block.ref_count > 0, f"block {block.block_id} is released more often than taken"
             block.ref_count -= 1
             if block.ref_count > 0:

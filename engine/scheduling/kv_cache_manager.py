@@ -1,12 +1,14 @@
 """Block tables: the physical blocks of each request's tokens, in order.
 
-A table is append-only while its request runs. Its block ids are also a row of a numpy array, from which the model
+A table is append-only while its request runs, but for blocks that have left the sliding window of every layer: the null
+block takes their place. Its block ids are also a row of a numpy array, from which the model
 runner gathers the tables of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -18,34 +20,50 @@ class KVCacheManager:
     """Finds prefixes, allocates and frees blocks. Owned by the scheduler."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_model_len: int, max_num_seqs: int, enable_prefix_caching: bool
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        enable_prefix_caching: bool,
+        window: int | None = None,
     ) -> None:
+        """`window`: the widest of the layers, so that position p sees (p - window, p]; None: a layer has none."""
         self.pool = BlockPool(num_blocks)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._window = window
         self.block_tables = np.zeros((max_num_seqs, self.num_blocks_for(max_model_len)), np.int32)
         """int32 [max_num_seqs, max_blocks_per_request]; row `self.rows[request_id]` is that request's table."""
         self.rows: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._tables: dict[str, list[KVBlock]] = {}
         self._num_published: dict[str, int] = {}
+        self._num_dropped: dict[str, int] = {}
+        """Null blocks at the beginning of each table."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def find_prefix(self, request: Request, max_tokens: int) -> list[KVBlock]:
-        """The longest cached prefix of the request in full blocks, at most `max_tokens` tokens. Adds no references."""
+    def find_prefix(self, request: Request, max_tokens: int, *, is_whole: bool = False) -> list[KVBlock]:
+        """The longest cached prefix of the request in full blocks, at most `max_tokens` tokens. Adds no references.
+
+        With a window the null block is in the place of those that the next token does not see, unless `is_whole`."""
         if not self.enable_prefix_caching:
             return []
         request.update_block_hashes(self.block_size)
-        found: list[KVBlock] = []
-        for block_hash in request.block_hashes[: max_tokens // self.block_size]:
-            block = self.pool.find(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        hashes = request.block_hashes[: max_tokens // self.block_size]
+        if self._window is None or is_whole:
+            return list(takewhile(lambda block: block is not None, map(self.pool.find, hashes)))  # type: ignore[arg-type]
+        found, last, run = [self.pool.find(block_hash) for block_hash in hashes], 0, 0
+        for count, block in enumerate(found, 1):
+            run = 0 if block is None else run + 1
+            if run >= count - self._num_unseen(count * self.block_size):
+                last = count
+        unseen = self._num_unseen(last * self.block_size)
+        return [self.pool.null_block] * unseen + [block for block in found[unseen:last] if block is not None]
 
     def allocate(self, request: Request, num_tokens: int, prefix: Sequence[KVBlock] = ()) -> bool:
         """Extend the request's table to `num_tokens` tokens; `prefix` starts a new table. False, without effect, if
@@ -64,6 +82,24 @@ class KVCacheManager:
         self.block_tables[row, len(table) : len(table) + len(new_blocks)] = [block.block_id for block in new_blocks]
         table.extend(new_blocks)
         return True
+
+    def drop_unseen(self, request: Request) -> None:
+        """Release the blocks that no token after the computed ones sees. They stay cached until they are evicted."""
+        if self._window is None:
+            return
+        first, past = self._num_dropped[request.request_id], self._num_unseen(request.num_computed_tokens)
+        if past <= first:
+            return
+        table = self._tables[request.request_id]
+        self.pool.release(table[first:past])
+        table[first:past] = [self.pool.null_block] * (past - first)
+        self.block_tables[self.rows[request.request_id], first:past] = self.pool.null_block.block_id
+        self._num_dropped[request.request_id] = past
+
+    def _num_unseen(self, num_tokens: int) -> int:
+        """Blocks at the beginning that the token after `num_tokens` tokens does not see."""
+        assert self._window is not None
+        return max(0, num_tokens - self._window + 1) // self.block_size
 
     def publish(self, request: Request) -> None:
         """Make the request's full, computed blocks available to others."""
@@ -88,7 +124,7 @@ class KVCacheManager:
         table = self._tables.pop(request_id, None)
         if table is None:
             return []
-        del self._num_published[request_id]
+        del self._num_published[request_id], self._num_dropped[request_id]
         self._free_rows.append(self.rows.pop(request_id))
         return table
 
@@ -98,4 +134,5 @@ class KVCacheManager:
         row = self.rows[request_id] = self._free_rows.pop()
         self.block_tables[row, : len(table)] = [block.block_id for block in table]
         self._num_published[request_id] = len(table)
+        self._num_dropped[request_id] = sum(block is self.pool.null_block for block in table)
         return table

@@ -163,6 +163,8 @@ class Scheduler:
             self.counters.num_prefilled_tokens += 0 if is_decode else share.num_tokens
             self.kv.publish(request)
             self._offer(request)
+            if request.spec.hold_kv is None:  # its reader needs them all
+                self.kv.drop_unseen(request)
             if share.samples:
                 self._append_token(request, sampled)
 
@@ -176,7 +178,8 @@ class Scheduler:
     @property
     def num_held_blocks(self) -> int:
         """Distinct blocks held for finished requests."""
-        return len({block.block_id for blocks in self.held.values() for block in blocks})
+        null = self.kv.pool.null_block
+        return len({block.block_id for blocks in self.held.values() for block in blocks if block is not null})
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -282,7 +285,8 @@ class Scheduler:
     def _allocate_first(self, request: Request, budget: int) -> bool:
         """Allocate a waiting request's first blocks, prefix hits included. False, without effect: too few blocks."""
         max_hit = request.num_initial_tokens if request.awaits_kv else request.num_tokens - 1
-        prefix = self.kv.find_prefix(request, 0 if needs_prompt_logprobs(request) else max_hit)
+        is_whole = request.spec.hold_kv is not None
+        prefix = self.kv.find_prefix(request, 0 if needs_prompt_logprobs(request) else max_hit, is_whole=is_whole)
         num_hit = len(prefix) * self.kv.block_size
         if request.moves_kv or self._num_external_tokens(request, num_hit):
             num_tokens = request.num_initial_tokens

@@ -140,7 +140,7 @@ def test_reference_attention_gives_the_tokens_of_the_compiled_one(
 
 
 def test_a_float16_checkpoint_runs_in_float16_with_the_same_bits_on_every_path(tmp_path: Path) -> None:
-    folder = lively_checkpoint(tmp_path, "mistral", dtype=torch.float16)
+    folder = lively_checkpoint(tmp_path, "qwen2", dtype=torch.float16)
     prompts = random_prompts(5, longest=90, vocab_size=1000)
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
     llm = make_llm(folder, dtype="auto", max_num_batched_tokens=33, num_gpu_blocks_override=14)
