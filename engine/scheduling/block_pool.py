@@ -34,7 +34,7 @@ class BlockPool:
         self._by_hash: dict[bytes, KVBlock] = {}
         self.num_cached = 0
         self.null_block = KVBlock(0, ref_count=1)
-        """Stands in a block table for one that no later token sees. It has no memory of its own, nothing is written to it."""
+        """In a block table it stands for a block that no later token sees. It has no memory of its own."""
 
     @property
     def num_available(self) -> int:
