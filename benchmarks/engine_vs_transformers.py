@@ -2,9 +2,10 @@
 
     python -m benchmarks.engine_vs_transformers [--shape 0.6b] [--work 1x32->64] [--repeat 3]
 
-bf16, greedy, forced length. Both sides alternate, the median of the repeats counts, and what is compared is the ratio:
-absolute figures drift from machine to machine. The roof is the time to read every weight once per step at the memory
-bandwidth measured in the same run.
+Greedy, forced length. Both sides alternate, the median of the repeats counts, and what is compared is the ratio:
+absolute figures drift from machine to machine. Ratios above 1: the engine is faster, or takes less CPU time, which
+other work on the machine changes less. --model-impl transformers compares the backend of that name. The roof is the
+time to read every weight once per step at the memory bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -47,41 +48,59 @@ WORKS = [Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(1, 512, 1)]
 @click.option("--work", "only", multiple=True, type=click.Choice([str(work) for work in WORKS]), help="Only these.")
 @click.option("--repeat", default=3, show_default=True, help="Runs of each side; the median counts.")
 @click.option("--threads", default=2, show_default=True, help="Threads of both sides.")
-def main(shapes: tuple[str, ...], only: tuple[str, ...], repeat: int, threads: int) -> None:
+@click.option("--model-impl", type=click.Choice(["native", "transformers"]), default="native", show_default=True)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+def main(
+    shapes: tuple[str, ...], only: tuple[str, ...], repeat: int, threads: int, model_impl: str, dtype: str
+) -> None:
     bandwidth = measure_bandwidth(threads)
-    click.echo(f"memory read {bandwidth / 1e9:.0f} GB/s, {threads} threads, torch {torch.__version__}")
-    click.echo(f"{'shape':6} {'work':12} {'engine tok/s':>13} {'transformers':>13} {'ratio':>6} {'of roof':>8}")
+    click.echo(f"memory read {bandwidth / 1e9:.0f} GB/s, {threads} threads, torch {torch.__version__}, {dtype}")
+    click.echo(
+        f"{'shape':6} {'work':12} {'engine tok/s':>13} {'transformers':>13} {'ratio':>6} {'CPU ms/tok':>11} "
+        f"{'theirs':>7} {'ratio':>6} {'of roof':>8}"
+    )
     for shape in shapes:
         with tempfile.TemporaryDirectory() as folder:
             works = [work for work in WORKS if not only or str(work) in only]
-            run_shape(shape, write_config(Path(folder), shape), works, repeat, threads, bandwidth)
+            sides = Sides(write_config(Path(folder), shape), model_impl, dtype, threads)
+            for work in works:
+                click.echo(f"{shape:6} {sides.row(work, repeat, bandwidth)}")
 
 
-def run_shape(shape: str, folder: Path, works: list[Work], repeat: int, threads: int, bandwidth: float) -> None:
-    """One row per work."""
-    torch.manual_seed(0)
-    llm = LLM(
+class Sides:
+    """The engine and transformers with random weights of one shape."""
+
+    def __init__(self, folder: Path, model_impl: str, dtype: str, threads: int) -> None:
+        torch.manual_seed(0)
+        self.llm = make_llm(folder, model_impl, dtype, threads)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        torch.set_num_threads(threads)
+
+    def row(self, work: Work, repeat: int, bandwidth: float) -> str:
+        prompts = torch.randint(3, self.llm.core.info.vocab_size, (work.num_requests, work.input_len))
+        sides = partial(with_engine, self.llm, prompts, work), partial(with_peer, self.model, prompts, work)
+        ours, theirs = alternate(*sides, repeat)
+        num_tokens = work.num_requests * (work.output_len if work.output_len > 1 else work.input_len)
+        weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        roof = work.output_len * weight_bytes / bandwidth
+        of_roof = f"{roof / ours.wall:8.0%}" if work.num_requests == 1 and work.output_len > 1 else f"{'':8}"
+        speeds = f"{num_tokens / ours.wall:13.0f} {num_tokens / theirs.wall:13.0f} {theirs.wall / ours.wall:6.2f}"
+        cpu = f"{1e3 * ours.cpu / num_tokens:11.2f} {1e3 * theirs.cpu / num_tokens:7.2f} {theirs.cpu / ours.cpu:6.2f}"
+        return f"{work!s:12} {speeds} {cpu} {of_roof}"
+
+
+def make_llm(folder: Path, model_impl: str, dtype: str, threads: int) -> LLM:
+    return LLM(
         folder,
-        dtype="bfloat16",
+        model_impl=model_impl,
+        dtype=dtype,
         load_format="dummy",
         skip_tokenizer_init=True,
         num_threads=threads,
         kv_cache_bytes=1 << 30,
         enable_prefix_caching=False,
     )
-    config = transformers.AutoConfig.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    torch.set_num_threads(threads)
-    weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    for work in works:
-        prompts = torch.randint(3, config.vocab_size, (work.num_requests, work.input_len))
-        sides = partial(with_engine, llm, prompts, work), partial(with_peer, model, prompts, work)
-        ours, theirs = alternate(*sides, repeat)
-        num_tokens = work.num_requests * (work.output_len if work.output_len > 1 else work.input_len)
-        roof = work.output_len * weight_bytes / bandwidth
-        of_roof = f"{roof / ours:8.0%}" if work.num_requests == 1 and work.output_len > 1 else f"{'':8}"
-        speeds = f"{num_tokens / ours:13.0f} {num_tokens / theirs:13.0f}"
-        click.echo(f"{shape:6} {work!s:12} {speeds} {theirs / ours:6.2f} {of_roof}")
 
 
 def with_engine(llm: LLM, prompts: torch.Tensor, work: Work) -> None:
@@ -103,17 +122,30 @@ def with_peer(model: transformers.PreTrainedModel, prompts: torch.Tensor, work: 
     assert ids.shape[1] == work.input_len + work.output_len
 
 
-def alternate(ours: Callable[[], None], theirs: Callable[[], None], repeat: int) -> tuple[float, float]:
-    """Median seconds of each, run in turns after one warm-up of each."""
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of one side, or their medians."""
+
+    wall: float
+    cpu: float
+    """Of all threads."""
+
+
+def alternate(ours: Callable[[], None], theirs: Callable[[], None], repeat: int) -> tuple[Seconds, Seconds]:
+    """Medians of each, run in turns after one warm-up of each."""
     ours()
     theirs()
-    times: tuple[list[float], list[float]] = ([], [])
+    times: tuple[list[Seconds], list[Seconds]] = ([], [])
     for _ in range(repeat):
         for side, run in enumerate((ours, theirs)):
-            started = time.perf_counter()
+            started, started_cpu = time.perf_counter(), time.process_time()
             run()
-            times[side].append(time.perf_counter() - started)
-    return statistics.median(times[0]), statistics.median(times[1])
+            times[side].append(Seconds(time.perf_counter() - started, time.process_time() - started_cpu))
+    return _median(times[0]), _median(times[1])
+
+
+def _median(runs: list[Seconds]) -> Seconds:
+    return Seconds(statistics.median(run.wall for run in runs), statistics.median(run.cpu for run in runs))
 
 
 def measure_bandwidth(threads: int) -> float:
