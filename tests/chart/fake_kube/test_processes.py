@@ -16,6 +16,7 @@ import pytest
 from tests.chart.fake_kube.kinds import Object
 from tests.chart.fake_kube.process_kube import ProcessKube
 from tests.chart.fake_kube.workloads import is_ready
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -213,8 +214,8 @@ async def test_a_cluster_that_ends_leaves_no_process() -> None:
     async with ProcessKube() as kube:
         made = kube.store.create(pod("trap '' TERM; (sleep 99) & echo up; sleep 99"))
         await until_written(kube, made, "up")
+        await until(lambda: len(kube.processes.left) >= 2)
         left = kube.processes.left
-    assert len(left) >= 2
     assert not [pid for pid in left if _runs(pid)]
 
 
