@@ -36,7 +36,7 @@ HAND_OVER_S, HAND_OVER_TOKEN_S = 0.025, 25e-6
 TTFT_S, ITL_S = 1.0, 0.012
 CHUNKS = (128, 256, 512, 2048)
 SIZES = (2, 4, 8)
-LOADS = (0.3, 0.5, 0.7)
+LOADS = (0.4, 0.65, 0.9)
 """Of what the instances could do if their steps were all as long as the objective."""
 _WARM_UP_S = 5.0
 _SHARE_WINDOW_S = 5.0
@@ -74,6 +74,15 @@ class Request:
     """None: at the instance that prefills."""
 
     @property
+    def stays(self) -> bool:
+        """It becomes a stream where it is prefilled."""
+        return self.decodes_at is None
+
+    @property
+    def is_begun(self) -> bool:
+        return self.num_left < self.work.num_input
+
+    @property
     def is_good(self) -> bool:
         tpot_s = (self.last_s - self.first_s) / max(self.work.num_output - 1, 1)
         return self.first_s - self.arrived_s <= TTFT_S and tpot_s <= ITL_S
@@ -96,12 +105,12 @@ class Instance:
 
     @property
     def num_uncomputed(self) -> int:
-        return sum(request.num_left for request in self.prompts)
+        return sum(request.num_left for request in self.prompts if not request.is_late)
 
     @property
     def num_streams(self) -> int:
         """Those of the prompts that stay here, too."""
-        return len(self.streams) + self.num_coming + sum(one.decodes_at is None for one in self.prompts)
+        return len(self.streams) + self.num_coming + sum(one.stays for one in self.prompts)
 
     def assign(self, request: Request) -> None:
         request.num_left = request.work.num_input
@@ -131,9 +140,14 @@ class Instance:
             self.is_stepping = False
             return
         left, num_streams, shares = self._budget(), len(self.streams), []
+        num_becoming = num_streams + self.num_coming + sum(one.stays and one.is_begun for one in self.prompts)
         for request in self.prompts:
             if left == 0:
                 break
+            if request.stays and not request.is_begun:
+                if not self._may_begin(request, num_becoming):
+                    continue
+                num_becoming += 1
             num_tokens = min(request.num_left, left)
             shares.append((request, num_tokens))
             left -= num_tokens
@@ -142,13 +156,17 @@ class Instance:
         self.estimator.record(seconds, num_streams, num_tokens)
         self.simulation.later(seconds, self._end, shares, list(self.streams))
 
+    def _may_begin(self, request: Request, num_streams: int) -> bool:
+        cost = self.estimator.cost
+        return self.chunk is not None or step_budget.may_begin(cost, ITL_S, num_streams, is_late=request.is_late)
+
     def _budget(self) -> int:
         if self.chunk is not None:
             return max(self.chunk - len(self.streams), 0)
         now_s, cost = self.simulation.now_s, self.estimator.cost
         streams = [Stream(ITL_S, step_budget.slack_s(ITL_S, one.first_s, one.num_out, now_s)) for one in self.streams]
         planned = [
-            Prompt(one.num_left, one.arrived_s + TTFT_S - now_s, one.num_left < one.work.num_input)
+            Prompt(one.num_left, one.arrived_s + TTFT_S - now_s, one.is_begun)
             for one in self.prompts
             if not one.is_late
         ]
@@ -183,7 +201,7 @@ class Instance:
                 self.streams.remove(request)
 
     def _go_on(self, request: Request) -> None:
-        if request.decodes_at is None:
+        if request.stays:
             self.streams.append(request)
         else:
             self.simulation.later(_hand_over_s(request), request.decodes_at.join, request)
@@ -243,7 +261,8 @@ class Simulation:
     def _place(self, request: Request) -> None:
         instances = [*self._prefill, *self._decode]
         shares = [instance.share() for instance in instances]
-        goal = Goal(TTFT_S, ITL_S, fmean(self._lengths), fmean(shares))
+        short = sorted(self._lengths)[len(self._lengths) // 10]
+        goal = Goal(TTFT_S, ITL_S, fmean(self._lengths), fmean(shares), short)
         sites = [
             Site(
                 goal,

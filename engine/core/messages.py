@@ -241,7 +241,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_loading: int = 0
     num_waiting_tokens: int = 0
     num_uncomputed_tokens: int = 0
-    """Those, and what running prompts have left."""
+    """Those, without late prompts, and what running prompts have left."""
     num_prefilling: int = 0
     """Of num_running: prompts."""
     step_cost: StepCost | None = None

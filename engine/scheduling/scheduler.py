@@ -198,9 +198,11 @@ class Scheduler:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Prompt tokens that waiting and running requests have yet to compute, without regard to prefix hits."""
+        """Prompt tokens that waiting and running requests have yet to compute, without regard to prefix hits. Those of
+        late prompts delay no other."""
         running = sum(request.num_uncomputed_tokens for request in self.running if request.is_prompt)
-        return running + sum(request.num_uncomputed_tokens for request in self.waiting if not request.awaits_kv)
+        waiting = (request for request in self.waiting if not (request.awaits_kv or request.is_late))
+        return running + sum(request.num_uncomputed_tokens for request in waiting)
 
     # Internals
 
@@ -259,13 +261,17 @@ class Scheduler:
         insort(self.waiting, request, key=lambda other: other.order)
 
     def _admit(self, budget: int, scheduled: list[ScheduledRequest]) -> None:
-        while self.waiting and len(self.running) + len(self.loading) < self.config.max_num_seqs:
-            request = self.waiting[0]
+        num_held_back = 0
+        while len(self.waiting) > num_held_back and len(self.running) + len(self.loading) < self.config.max_num_seqs:
+            request = self.waiting[num_held_back]
+            if num_held_back < _MAX_PLANNED and not self._may_begin(request):
+                num_held_back += 1
+                continue
             if budget == 0 and not request.awaits_kv and not self._num_external_tokens(request, 0):
                 return
             if not self._allocate_first(request, budget):
                 return
-            self.waiting.pop(0)
+            self.waiting.pop(num_held_back)
             num_external = self._num_external_tokens(request, request.num_computed_tokens)
             if request.awaits_kv or num_external:
                 self._load(request, num_external)
@@ -275,6 +281,15 @@ class Scheduler:
             if num_tokens:
                 scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
                 budget -= num_tokens
+
+    def _may_begin(self, request: Request) -> bool:
+        """False: one more stream would leave too little of a step to prompts. What a client has begun to read, and what
+        is handed over in either direction, is never held back."""
+        itl_s, is_new = request.spec.itl_s, request.status is RequestStatus.WAITING and not request.num_output_tokens
+        if itl_s is None or request.spec.ttft_s is None or request.moves_kv or not is_new:
+            return True
+        num_streams = len(self.loading) + sum(other.spec.hold_kv is None for other in self.running)
+        return step_budget.may_begin(self.step_cost, itl_s, num_streams, is_late=request.is_late)
 
     def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens to load through the connector, past the first `num_computed_tokens`."""

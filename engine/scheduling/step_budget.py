@@ -4,14 +4,20 @@ A stream's tokens should come within its inter-token objective, a prompt's first
 
     step time allowed by streams = the least of min(4 S, max(S, slack)) over the streams
     tokens allowed by streams    = (that - base - per_stream * streams) / per_token
-    urgent tokens                = up to the last prompt that is on time only at full speed from now on
+    urgent tokens                = up to a prompt that is on time only at full speed from now on
     prompt tokens                = the larger of the two, within 16 … max_tokens
 
 The slack of a stream is the time until its next token is due, had all come at 0.95 S since its first. The third line is
 the guard against saturation: bounded by the streams alone, an engine computes fewer prompt tokens than arrive, and in
 the end no request meets its TTFT. It acts late and at once: until then the streams run undisturbed, and some end, and
-one long interruption costs fewer streams their objective than many that are somewhat too long. Prompts that not even
-full speed can save are computed last (`late`).
+one long interruption costs fewer streams their objective than many that are somewhat too long. It acts only where it
+saves at least as many prompts as it costs streams, or an engine with too much to do would lose both. Prompts that not
+even full speed can save are computed last (`late`).
+
+What a prompt becomes matters as much: each stream lengthens every step. Prompts begin while all streams together take
+at most half of what the objective leaves beside the base of a step (`may_begin`); the other half is the prompts', so
+that an engine with too much to do serves some requests well instead of all of them too slowly. Late prompts, which gain
+nothing any more, begin up to a quarter.
 """
 
 from __future__ import annotations
@@ -28,7 +34,9 @@ PACE = 0.95
 """Of the objective: where a stream's tokens are aimed."""
 _MAX_PACED = 4.0
 _LOST_S = 0.2
-"""A stream that is later than this no longer shortens steps."""
+"""A stream that is later than this no longer shortens steps, and an interruption does not cost it anything."""
+_STREAMS_PART, _STREAMS_PART_FOR_LATE = 0.5, 0.25
+"""Of the step time that the objective leaves beside the base: for streams, before and after a late prompt."""
 _URGENT = 0.8
 """Of the time that a prompt has left: when full speed takes more, it is urgent."""
 
@@ -64,7 +72,7 @@ def prompt_budget(
     if cost is None or not streams or cost.per_token_s <= 0:
         return max_tokens
     paced = (_paced_s(streams) - cost.seconds(num_streams)) / cost.per_token_s
-    urgent = _num_urgent(_token_s(cost, num_streams, max_tokens), prompts)
+    urgent = _num_urgent(_token_s(cost, num_streams, max_tokens), streams, prompts)
     return int(min(max(paced, urgent, MIN_TOKENS), max_tokens))
 
 
@@ -81,20 +89,32 @@ def late(cost: StepCost | None, num_streams: int, prompts: Iterable[Prompt], max
             ahead += num_tokens
 
 
+def may_begin(cost: StepCost | None, itl_s: float, num_streams: int, *, is_late: bool) -> bool:
+    """Whether a prompt that becomes a stream with this objective may begin beside `num_streams`, those included that
+    other prompts become. One can always begin alone, and all where no stream holds the objective anyway."""
+    if cost is None or num_streams == 0 or cost.seconds(1) > itl_s:
+        return True
+    part = _STREAMS_PART_FOR_LATE if is_late else _STREAMS_PART
+    return cost.per_stream_s * (num_streams + 1) <= part * (itl_s - cost.base_s)
+
+
 def _paced_s(streams: Sequence[Stream]) -> float:
     """The longest step in which no stream falls behind; those that are lost anyway count no more."""
     alive = [min(_MAX_PACED * itl_s, max(itl_s, slack)) for itl_s, slack in streams if slack >= -_LOST_S]
     return min(alive, default=_MAX_PACED * min(stream.itl_s for stream in streams))
 
 
-def _num_urgent(token_s: float, prompts: Iterable[Prompt]) -> int:
-    """Tokens of all prompts up to the last urgent one that can still be on time."""
-    ahead = urgent = 0
+def _num_urgent(token_s: float, streams: Sequence[Stream], prompts: Iterable[Prompt]) -> int:
+    """Tokens of all prompts up to the last urgent one that can still be on time, with no more streams lost than urgent
+    prompts saved."""
+    ahead = urgent = num_saved = 0
     for num_tokens, left_s, is_begun in prompts:
         needed_s = (ahead + num_tokens) * token_s
         is_on_time = needed_s <= left_s
         if is_on_time and needed_s > _URGENT * left_s:
-            urgent = ahead + num_tokens
+            num_saved += 1
+            num_lost = sum(-_LOST_S <= stream.slack_s < needed_s - _LOST_S for stream in streams)
+            urgent = ahead + num_tokens if num_lost <= num_saved else urgent
         if is_on_time or is_begun:
             ahead += num_tokens
     return urgent

@@ -20,7 +20,7 @@ import asyncio
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -35,6 +35,8 @@ from serving.errors import Overloaded, ServiceError, Unavailable
 from serving.histogram import Histogram
 
 _LENGTH_WEIGHT = 1 / 32
+_NUM_LATEST = 64
+"""Lengths that are remembered, for each power of two of `max_tokens`."""
 _REFRESH_S = 0.02
 """How old a snapshot of the pools may be."""
 _POLL_S = 0.05
@@ -59,14 +61,21 @@ class OutputLengths:
     def __init__(self, initial: int) -> None:
         self._initial = float(initial)
         self._observed: dict[int, tuple[int, float]] = {}  # number and mean, by the bit length of max_tokens
+        self._latest: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_LATEST))
 
     def expected(self, max_tokens: int) -> int:
         """Output tokens to expect of a choice that may have `max_tokens`: 1..max_tokens."""
         _, mean = self._observed.get(max_tokens.bit_length(), (0, self._initial))
         return max(1, min(max_tokens, round(mean)))
 
+    def short(self, max_tokens: int) -> int | None:
+        """Output tokens that nine of the last ten such choices exceeded; None: none has ended."""
+        latest = sorted(self._latest.get(max_tokens.bit_length(), ()))
+        return max(1, min(max_tokens, latest[len(latest) // 10])) if latest else None
+
     def observe(self, max_tokens: int, num_tokens: int) -> None:
         """A choice with this `max_tokens` has ended after `num_tokens`."""
+        self._latest[max_tokens.bit_length()].append(num_tokens)
         num_before, mean = self._observed.get(max_tokens.bit_length(), (0, 0.0))
         weight = max(_LENGTH_WEIGHT, 1 / (num_before + 1))
         self._observed[max_tokens.bit_length()] = num_before + 1, mean + weight * (num_tokens - mean)
@@ -281,6 +290,10 @@ class AdmissionController:
     def expected_tokens(self, max_tokens: int) -> int:
         """Output tokens to expect of a choice that may have `max_tokens`."""
         return self._lengths.expected(max_tokens)
+
+    def short_tokens(self, max_tokens: int) -> int | None:
+        """Output tokens that nine of ten such choices exceed; None: not known."""
+        return self._lengths.short(max_tokens)
 
     def _num_unexpected(self, ticket: Ticket) -> int:
         """Output tokens beyond what the ticket was charged for, or below."""

@@ -34,9 +34,12 @@ class AimSource:
     slo: SloSettings
     expected_tokens: Callable[[int], int] = lambda max_tokens: max_tokens
     """Output tokens to expect of a request with this `max_tokens`."""
+    short_tokens: Callable[[int], int | None] = lambda max_tokens: None
+    """Output tokens that nine of ten such requests exceed; None: not known."""
 
     def of(self, request: GenerationRequest, waited_s: float = 0.0) -> Aims:
-        return Aims(self.slo.objectives(waited_s), self.expected_tokens(request.max_tokens))
+        expected, short = self.expected_tokens(request.max_tokens), self.short_tokens(request.max_tokens)
+        return Aims(self.slo.objectives(waited_s), expected, short)
 
 
 class Placed(NamedTuple):
@@ -59,7 +62,8 @@ def place_by_objectives(
     itl_s = aims.objectives.itl_s or _WITHOUT_ITL * max(cost.base_s for cost in known)
     filled = [cost or known[0] for cost in costs]  # an instance that has just started is like another one
     shares = [_share(view, cost) for view, cost in zip(views, filled, strict=True)]
-    goal = Goal(aims.objectives.ttft_s or math.inf, itl_s, max(aims.num_expected, 1), fmean(shares))
+    ttft_s = aims.objectives.ttft_s or math.inf
+    goal = Goal(ttft_s, itl_s, max(aims.num_expected, 1), fmean(shares), aims.num_short)
     per_s = [view.throughput.hand_over_per_s for view in views if view.throughput.hand_over_per_s]
     mean_per_s = fmean(per_s) if per_s else None
     sites = [

@@ -12,7 +12,8 @@ the capacity that it takes from those that come later. All in seconds; F(x, o) =
 taken: the prefill speed that its stream takes from j; delayed: what the n streams of j miss more by one more stream;
 held: what the prompt itself delays streams where it is computed. The cheapest place alone wins. A split must be cheaper
 by a fifth (`margin`), since the estimate is rough and each hand-over costs more than is counted, and must hold every
-objective with a tenth to spare (`objective`). Where nothing holds them, the least loaded instance gets it (`overload`).
+objective with a tenth to spare (`objective`), with a short answer too, over whose few tokens the hand-over is spread.
+Where nothing holds them, the least loaded instance gets it (`overload`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Goal:
     """Output tokens, at least 1."""
     busy: float = 0.0
     """Mean share of both pools' time that goes to prompts."""
+    num_short: float | None = None
+    """Output tokens that nine answers of ten exceed; None: as expected. A hand-over is spread over so many."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Site:
     @cached_property
     def split_tpot_s(self) -> float:
         """With the hand-over, of a request that is decoded here."""
-        return self.tpot_s + self.hand_over_s / self.goal.num_expected
+        return self.tpot_s + self.hand_over_s / (self.goal.num_short or self.goal.num_expected)
 
     @cached_property
     def holds_alone(self) -> bool:

@@ -167,6 +167,8 @@ class Aims(NamedTuple):
     objectives: Objectives
     num_expected: int
     """Output tokens."""
+    num_short: int | None = None
+    """Output tokens that nine answers of ten exceed; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

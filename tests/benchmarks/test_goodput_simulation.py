@@ -9,14 +9,14 @@ import pytest
 from benchmarks.goodput_simulation import LOADS, MIXES, SIZES, measure
 
 
-@pytest.mark.parametrize(("mix", "load"), [("code", 0.5), ("long50", 0.5)])
+@pytest.mark.parametrize(("mix", "load"), [("code", 0.65), ("chat", 0.9)])
 def test_two_instances_lose_nothing_to_the_best_static_stack(mix: str, load: float) -> None:
     assert measure(2, mix, load, seconds=20.0, seed=1).ratio >= 0.97
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES[:2])
+@pytest.mark.parametrize("size", SIZES)
 def test_no_point_loses_much_and_all_together_gain(size: int) -> None:
-    ratios = [measure(size, mix, load, seconds=30.0, seed=1).ratio for mix in MIXES for load in LOADS]
-    assert min(ratios) >= 0.93, ratios
-    assert fmean(ratios) >= 1.0, ratios
+    ratios = [measure(size, mix, load, seconds=60.0, seed=101).ratio for mix in MIXES for load in LOADS]
+    assert min(ratios) >= 0.97, ratios
+    assert fmean(ratios) >= 1.15, ratios

@@ -308,7 +308,7 @@ class WatchLoadResponse(_message.Message):
     a reservation may take longer.
     """
     num_uncomputed_tokens: _builtins.int
-    """Prompt tokens that waiting and running requests have yet to compute."""
+    """Prompt tokens that waiting and running requests have yet to compute, without those of prompts that will miss their TTFT, which delay no other."""
     num_prefilling: _builtins.int
     """Of num_running: prompts that are not computed completely. The others are streams."""
     @_builtins.property

@@ -167,6 +167,31 @@ def test_a_prompt_that_will_miss_its_ttft_goes_behind_those_that_can_meet_theirs
     assert not short.is_late
 
 
+def test_a_new_prompt_waits_while_streams_fill_the_objective_and_others_pass_it() -> None:
+    scheduler = make_scheduler(num_blocks=64, budget=100)
+    scheduler.step_cost = StepCost(0.004, 0.002, 0.0001)  # room for one stream and a half of one at 10 ms
+    aims = {"itl_s": 0.01, "ttft_s": 50.0}
+    stream = add(scheduler, [1], max_tokens=4, **aims)
+    step(scheduler)
+    held = add(scheduler, [2] * 5, max_tokens=2, **aims)
+    moved = add(scheduler, [3] * 5, max_tokens=4, output_token_ids=[7], **aims)
+    free = add(scheduler, [4] * 5, max_tokens=2)
+    step(scheduler)
+    assert held in scheduler.waiting
+    assert moved not in scheduler.waiting, "its client reads already"
+    assert free not in scheduler.waiting, "it has no objective"
+    finish_all(scheduler)
+    assert [one.finish_reason for one in (stream, held, moved, free)] == ["length"] * 4
+
+
+def test_late_prompts_do_not_count_as_queued_work() -> None:
+    scheduler = make_scheduler(num_blocks=64, budget=50)
+    late, other = add(scheduler, [2] * 30, ttft_s=1.0), add(scheduler, [3] * 20, ttft_s=1.0)
+    assert scheduler.num_uncomputed_tokens == 50
+    late.is_late = True
+    assert scheduler.num_uncomputed_tokens == other.num_uncomputed_tokens
+
+
 def test_the_latest_request_is_preempted_and_comes_back() -> None:
     scheduler = make_scheduler(num_blocks=6, budget=100)
     first = add(scheduler, [1] * 11, max_tokens=12)

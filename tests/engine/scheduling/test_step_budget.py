@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.messages import StepCost
-from engine.scheduling.step_budget import MIN_TOKENS, PACE, Prompt, Stream, late, prompt_budget, slack_s
+from engine.scheduling.step_budget import MIN_TOKENS, PACE, Prompt, Stream, late, may_begin, prompt_budget, slack_s
 
 COST = StepCost(0.0035, 0.0006, 1 / 4500)
 ITL_S = 0.012
@@ -50,7 +50,7 @@ def test_a_stream_that_is_lost_does_not_shorten_steps() -> None:
 
 
 def test_a_prompt_waits_while_it_can_and_then_gets_all_that_it_needs() -> None:
-    running = [Stream(ITL_S, 0.0)] * 8
+    running = [Stream(ITL_S, 0.0)]
     calm = budget(running)
     assert budget(running, [Prompt(1500, 1.0)]) == calm
     assert budget(running, [Prompt(1500, 0.4)]) == 1500
@@ -59,12 +59,39 @@ def test_a_prompt_waits_while_it_can_and_then_gets_all_that_it_needs() -> None:
     assert budget(running, [Prompt(3000, 0.75)]) == MAX
 
 
+def test_full_speed_costs_no_more_streams_than_it_saves_prompts() -> None:
+    prompt, far_ahead, lost = Prompt(1500, 0.4), Stream(ITL_S, 1.0), Stream(ITL_S, -0.5)
+    two = [Stream(ITL_S, 0.0)] * 2
+    assert budget(two, [prompt]) == budget(two)
+    assert budget(two, [Prompt(700, 0.18), Prompt(800, 0.4)]) == 1500, "two prompts for two streams"
+    for spared in (far_ahead, lost):
+        assert budget([two[0], spared], [prompt]) == 1500
+
+
+def test_streams_take_half_of_what_the_objective_leaves_and_beside_late_prompts_a_quarter() -> None:
+    allowed = [n for n in range(40) if may_begin(COST, ITL_S, n, is_late=False)]
+    room_s = ITL_S - COST.base_s
+    assert allowed == list(range(int(room_s / 2 / COST.per_stream_s)))
+    assert [n for n in allowed if may_begin(COST, ITL_S, n, is_late=True)] == list(range(3))
+
+
+@given(costs, st.floats(0.001, 0.2), st.integers(0, 40), st.booleans())
+def test_a_prompt_begins_alone_and_where_no_stream_could_hold_the_objective(
+    cost: StepCost, itl_s: float, num_streams: int, is_late: bool
+) -> None:
+    assert may_begin(cost, itl_s, 0, is_late=is_late)
+    assert may_begin(None, itl_s, num_streams, is_late=is_late)
+    assert may_begin(cost, cost.seconds(1) / 2, num_streams, is_late=is_late)
+    if may_begin(cost, itl_s, num_streams + 1, is_late=is_late):
+        assert may_begin(cost, itl_s, num_streams, is_late=is_late), "more streams never let more begin"
+
+
 def test_on_time_at_full_speed_it_is_on_time_in_fact() -> None:
     left, left_s = 6000, 1.6
-    running = [Stream(ITL_S, 0.0)] * 8
+    running = [Stream(ITL_S, 0.0)]
     while left > 0:
         num_tokens = min(left, budget(running, [Prompt(left, left_s, True)]))
-        left, left_s = left - num_tokens, left_s - COST.seconds(8, num_tokens)
+        left, left_s = left - num_tokens, left_s - COST.seconds(1, num_tokens)
     assert left_s >= 0
 
 

@@ -163,6 +163,15 @@ def test_no_more_is_expected_than_allowed_and_no_less_than_one() -> None:
     assert lengths.expected(64) == 1
 
 
+def test_a_short_answer_is_one_that_nine_of_ten_exceed() -> None:
+    lengths = OutputLengths(256)
+    assert lengths.short(4000) is None
+    for length in range(1, 65):
+        lengths.observe(4000, length)
+    assert lengths.short(4000) == 7
+    assert lengths.short(5) is None, "nothing is known of those"
+
+
 # Rate
 
 

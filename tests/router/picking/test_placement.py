@@ -125,3 +125,11 @@ def test_equal_places_are_drawn_at_random() -> None:
 
 def test_what_is_cached_somewhere_draws_the_request_there() -> None:
     assert placed([site(), site(num_missing=10)]).site == 1
+
+
+def test_a_hand_over_is_spread_over_a_short_answer() -> None:
+    mean, short = replace(GOAL, num_expected=136), replace(GOAL, num_expected=136, num_short=16)
+    busy = {"num_uncomputed": 3000, "num_missing": 2000, "hand_over_s": 0.09}
+    for goal, is_split in ((mean, True), (short, False)):
+        sites = [site(goal=goal, num_missing=2000), site(goal=goal, num_streams=5, **busy)]
+        assert (sites[1].split_tpot_s <= AIM * goal.itl_s) == is_split
