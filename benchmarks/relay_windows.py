@@ -62,20 +62,26 @@ class _Relay:
     process: psutil.Process | None
 
     def cpu_s(self) -> float:
-        """User and system time of all its threads so far."""
+        """User and system time of all its threads so far, and of its workers."""
         if self.process is None:
             return 0.0
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+        every = [process.cpu_times() for process in (self.process, *self.process.children())]
+        return float(sum(times.user + times.system for times in every))
 
 
 class Windows:
     """Stub, relays and clients, ready for one window after the other. Made by `running`."""
 
     def __init__(
-        self, relays: dict[Way, _Relay], clients: list[Connection], pace: token_source.Pace, router_log: Path
+        self,
+        relays: dict[Way, _Relay],
+        clients: list[Connection],
+        pace: token_source.Pace,
+        router_log: Path,
+        num_connections: int,
     ) -> None:
         self._relays = relays
+        self._num_connections = num_connections
         self._clients = clients
         self._pace = pace
         self._router_log = router_log
@@ -88,7 +94,9 @@ class Windows:
         begin_s = time.monotonic() + warm_up_s
         for index, client in enumerate(self._clients):
             num_streams = len(range(index, load.num_streams, len(self._clients)))
-            window = token_load.Window(relay.address, num_streams, load.num_tokens, begin_s, begin_s + length_s)
+            window = token_load.Window(
+                relay.address, num_streams, load.num_tokens, begin_s, begin_s + length_s, self._num_connections
+            )
             client.send(window)
         time.sleep(max(begin_s - time.monotonic(), 0))
         before_s, began_s = relay.cpu_s(), time.monotonic()
@@ -118,21 +126,21 @@ class Windows:
 
 
 @contextmanager
-def running(num_clients: int) -> Iterator[Windows]:
-    """All processes, until the end of the block."""
+def running(clients: int, workers: int = 1, connections: int = 1) -> Iterator[Windows]:
+    """All processes, until the end of the block. Each client has that many connections."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         pace = token_source.Pace(_context.Value("d", 1.0), _context.Value("b", 0))
         _, source = _start(stack, token_source.run, pace)
         bare, bare_address = _start(stack, bare_relay.run, source)
-        router, router_address = _start_router(stack, folder, source)
-        clients = [_start_client(stack) for _ in range(num_clients)]
+        router, router_address = _start_router(stack, folder, source, workers)
+        clients = [_start_client(stack) for _ in range(clients)]
         relays: dict[Way, _Relay] = {
             "direct": _Relay(source, None),
             "bare": _Relay(bare_address, psutil.Process(bare)),
             "router": _Relay(router_address, psutil.Process(router)),
         }
-        yield Windows(relays, clients, pace, folder / "router.log")
+        yield Windows(relays, clients, pace, folder / "router.log", connections)
 
 
 def _start(stack: ExitStack, target: Callable[..., None], *arguments: Any) -> tuple[int, str]:
@@ -155,10 +163,11 @@ def _start_client(stack: ExitStack) -> Connection:
     return here
 
 
-def _start_router(stack: ExitStack, folder: Path, source: str) -> tuple[int, str]:
+def _start_router(stack: ExitStack, folder: Path, source: str, num_workers: int) -> tuple[int, str]:
     """`python -m router` in front of `source`, with a model's folder that has no weights."""
     model = write_model_folder(folder / "model")
     command = [sys.executable, "-m", "router", "--listen", "127.0.0.1:0", "--model", str(model), "--decode", source]
+    command += ["--workers", str(num_workers)]
     log = folder / "router.log"
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stack.enter_context(log.open("w")), text=True)
     stack.callback(process.wait)

@@ -40,6 +40,8 @@ Round = dict[Way, Sample]
 @click.option("--tokens", default=100_000, show_default=True, help="Tokens of one stream; a new one replaces it.")
 @click.option("--pattern", type=click.Choice(["steps", "spread", "both"]), default="both", show_default=True)
 @click.option("--clients", default=1, show_default=True, help="Client processes.")
+@click.option("--connections", default=1, show_default=True, help="Connections of each client process.")
+@click.option("--workers", default=1, show_default=True, help="Processes of the router.")
 @click.option("--rounds", default=5, show_default=True, help="Windows of each kind.")
 @click.option("--window", "window_s", default=4.0, show_default=True, help="Seconds of one window.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Writes every window there.")
@@ -48,13 +50,13 @@ def main(
     streams: int,
     tokens: int,
     pattern: str,
-    clients: int,
     rounds: int,
     window_s: float,
     json_file: Path | None,
+    **processes: int,
 ) -> None:
     every: list[Sample] = []
-    with running(clients) as windows:
+    with running(**processes) as windows:
         for in_steps in [name == "steps" for name in ("steps", "spread") if pattern in (name, "both")]:
             full, half = (Load(part * rate, streams, tokens, in_steps) for part in (1.0, 0.5))
             name = "steps" if in_steps else "spread"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,6 +26,8 @@ class Window:
     num_tokens: int
     begin_s: float
     end_s: float
+    num_connections: int = 1
+    """Over which the streams are spread."""
 
 
 @dataclass(slots=True)
@@ -51,11 +54,15 @@ async def _serve(orders: Connection) -> None:
 
 async def _read(window: Window) -> Seen:
     seen = Seen()
-    async with grpc.aio.insecure_channel(window.address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    async with AsyncExitStack() as stack:
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        channels = [grpc.aio.insecure_channel(window.address, options=own) for _ in range(window.num_connections)]
+        stubs = [
+            generation_pb2_grpc.GenerationServiceStub(await stack.enter_async_context(channel)) for channel in channels
+        ]
         spread_s = max(window.begin_s - time.monotonic(), 0) / 2 / window.num_streams
         readers = [
-            asyncio.create_task(_keep_reading(stub, window, seen, index * spread_s))
+            asyncio.create_task(_keep_reading(stubs[index % len(stubs)], window, seen, index * spread_s))
             for index in range(window.num_streams)
         ]
         done, _ = await asyncio.wait(readers, timeout=window.end_s - time.monotonic())

@@ -7,15 +7,19 @@ answers calls; whether requests can be served is reported by the health service,
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sys
+from collections.abc import Callable, Coroutine
+from contextlib import closing
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from engine.errors import UnsupportedModel
 from router.app import RouterApp
-from router.config import RouterSettings
+from router.config import RouterSection, RouterSettings
 from router.request.validation import ServedModel
+from router.workers import Workers, WorkersFailed
 from serving import logging as structured_logging
 from serving.lifecycle import (
     EXIT_CANNOT_START,
@@ -37,35 +41,64 @@ _log = logging.getLogger(__name__)
 @settings_options(RouterSettings)
 def main(settings: RouterSettings) -> None:
     """Tandem's router: dispatches requests to a pool of prefill and a pool of decode instances."""
+    _run(settings, _serve_workers if settings.router.workers > 1 else _serve)
+
+
+def work() -> None:
+    """One of several workers: its settings come on standard input, where it listens goes to standard output."""
+    _run(RouterSettings(**json.load(sys.stdin)), _serve)
+
+
+def _run(settings: RouterSettings, serve: Callable[[RouterSettings], Coroutine[Any, Any, bool]]) -> None:
     bind_to_parent()
     raise_open_files_limit()
     structured_logging.configure(settings.log)
     try:
-        model = ServedModel.from_folder(
-            settings.router.model,
-            settings.router.model_name,
-            tool_call_parser=settings.router.tool_call_parser,
-            reasoning_parser=settings.router.reasoning_parser,
-        )
-    except (UnsupportedModel, OSError, ValueError) as error:
-        _cannot_start(f"the model's folder: {error}")
-    try:
-        with exporting_spans(settings.tracing, "tandem-router"):
-            lost_nothing = asyncio.run(serve(settings, model))
+        lost_nothing = asyncio.run(serve(settings))
     except (OSError, SettingsError) as error:
         _cannot_start(str(error))
+    except WorkersFailed as error:
+        _log.error("%s", error)
+        sys.exit(error.status)
     sys.exit(EXIT_STOPPED if lost_nothing else EXIT_CUT_OFF)
 
 
-async def serve(settings: RouterSettings, model: ServedModel) -> bool:
+async def _serve(settings: RouterSettings) -> bool:
     """Runs a router until a signal stops it; returns whether no request was cut off."""
-    app = RouterApp(settings, model)
-    with stop_signals() as signals:
+    with exporting_spans(settings.tracing, "tandem-router"), stop_signals() as signals:
+        app = RouterApp(settings, _model(settings.router))
         await app.start()
         freeze_heap()
-        ready_file = settings.router.ready_file
-        announce_ready(f"ready address={app.address}\n", Path(ready_file) if ready_file is not None else None)
+        if settings.router.workers > 1:
+            announce_ready(json.dumps({"address": app.address, "metrics": app.metrics_address}) + "\n", None)
+        else:
+            _announce(settings, app.address)
         return await serve_until_stopped(app, signals)
+
+
+async def _serve_workers(settings: RouterSettings) -> bool:
+    """Runs the workers until a signal stops them; returns whether no request was cut off."""
+    with stop_signals() as signals, closing(Workers(settings)) as workers:
+        await workers.start()
+        _announce(settings, workers.address)
+        return await serve_until_stopped(workers, signals)
+
+
+def _model(section: RouterSection) -> ServedModel:
+    try:
+        return ServedModel.from_folder(
+            section.model,
+            section.model_name,
+            tool_call_parser=section.tool_call_parser,
+            reasoning_parser=section.reasoning_parser,
+        )
+    except (UnsupportedModel, OSError, ValueError) as error:
+        raise SettingsError(f"the model's folder: {error}") from None
+
+
+def _announce(settings: RouterSettings, address: str) -> None:
+    ready_file = settings.router.ready_file
+    announce_ready(f"ready address={address}\n", Path(ready_file) if ready_file is not None else None)
 
 
 def _cannot_start(why: str) -> NoReturn:

@@ -85,7 +85,7 @@ class RouterApp:
         rng: random.Random | None = None,
     ) -> None:
         self._settings = settings
-        security = Security(settings.tls, settings.auth)
+        security = Security(settings.tls, settings.auth, reuse_port=settings.router.workers > 1)
         self._server = security.clients_server(settings.effective_server, settings.health)
         self._admin = security.admin_server(settings.admin_server) if settings.admin_server else None
         self._signals = security.signals_server(settings.signals_server) if settings.signals_server else None
@@ -218,7 +218,8 @@ class RouterApp:
         app = api.app() if authorizer is None else self._page_app(api, limits, authorizer)
         required, names = settings.tls.require_client_cert, settings.tls.client_names
         tls = HttpTls(security.files, require_client_cert=required, client_names=names) if security.files else None
-        return HttpServer(app, settings.http, write_timeout_s=settings.server.write_timeout_s, tls=tls)
+        reuse_port, timeout_s = settings.router.workers > 1, settings.server.write_timeout_s
+        return HttpServer(app, settings.http, write_timeout_s=timeout_s, tls=tls, reuse_port=reuse_port)
 
     def _page_authorizer(self, security: Security) -> Authorizer | None:
         """Checks the calls of the live page; None: there is no page."""

@@ -38,6 +38,14 @@ class RouterSection(Section):
         "host:port for the operators' calls (tandem pools), apart from the clients'; none: they are not served.",
         flag="--admin-listen",
     )
+    workers: int = setting(
+        1,
+        "Processes that answer on the same ports and share the limits, so that one router uses several cores. Each "
+        "connection belongs to one of them: clients spread over as many connections.",
+        flag="--workers",
+        ge=1,
+        le=64,
+    )
     ready_file: str | None = setting(None, "File that gets the line `ready address=host:port`.", flag="--ready-file")
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = setting(
         "auto",

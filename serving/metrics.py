@@ -69,11 +69,13 @@ class MetricsSettings(Section):
 class MetricsServer:
     """Serves the collectors' metrics and the process's own, or nothing without an address in the settings."""
 
-    def __init__(self, settings: MetricsSettings, *collectors: Collector | None) -> None:
+    def __init__(self, settings: MetricsSettings, *collectors: Collector | None, of_process: bool = True) -> None:
+        """`of_process`: with memory, CPU time and open files of this process."""
         self._listen = settings.listen
         self.registry = CollectorRegistry(auto_describe=False)
         """What is served, for another port of this process; to be read off the event loop."""
-        ProcessCollector(registry=self.registry)
+        if of_process:
+            ProcessCollector(registry=self.registry)
         for collector in filter(None, collectors):
             self.registry.register(collector)
         self._server: _BoundedServer | None = None

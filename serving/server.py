@@ -78,10 +78,10 @@ class HealthSettings(Section):
     )
 
 
-def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
+def server_options(settings: ServerSettings, *, reuse_port: bool = False) -> list[tuple[str, int]]:
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
-        ("grpc.so_reuseport", 0),  # a second server on the port must fail to start
+        ("grpc.so_reuseport", int(reuse_port)),  # else a second server on the port must fail to start
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         # Soft = hard: between the two, gRPC rejects at random.
@@ -146,12 +146,14 @@ class Server:
         tls: ServerTls | None = None,
         authorizer: Authorizer | None = None,
         probes: HealthSettings | None = None,
+        reuse_port: bool = False,
     ) -> None:
-        """`tls` None is plaintext; `authorizer` None admits every caller."""
+        """`tls` None is plaintext; `authorizer` None admits every caller; `reuse_port`: other processes listen too."""
         self._settings = settings
+        self._reuse_port = reuse_port
         self._tls = tls
         self._probes = probes.listen if probes is not None else None
-        self._server = grpc.aio.server(options=server_options(settings))
+        self._server = grpc.aio.server(options=server_options(settings, reuse_port=reuse_port))
         self._probe_server: grpc.aio.Server | None = None
         self.probe_port: int | None = None
         """The plaintext port of the health service alone; None: not served, or not started."""
@@ -191,7 +193,7 @@ class Server:
         credentials = self._tls.credentials() if self._tls is not None else None
         self._port = _listen(self._server, format_address(self._settings.host, self._settings.port), credentials)
         if self._probes is not None:
-            self._probe_server = grpc.aio.server(options=server_options(_PROBES))
+            self._probe_server = grpc.aio.server(options=server_options(_PROBES, reuse_port=self._reuse_port))
             calls = OpenCalls(max_per_peer=_PROBES.max_calls_per_peer, max_in_all=_PROBES.max_calls)
             interceptor = CallInterceptor(self._limits, calls, self.abuse_limits)
             self._probe_server.add_generic_rpc_handlers((self._health_handlers(interceptor),))

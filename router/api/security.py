@@ -52,8 +52,10 @@ class AuthSettings(Section):
 class Security:
     """Servers and channels by the settings `tls` and `auth`. Raises SettingsError if a file cannot be used."""
 
-    def __init__(self, tls: RouterTlsSettings, auth: AuthSettings) -> None:
+    def __init__(self, tls: RouterTlsSettings, auth: AuthSettings, *, reuse_port: bool = False) -> None:
+        """`reuse_port`: other processes listen on the same ports."""
         self._tls = tls
+        self._reuse_port = reuse_port
         self.files = tls.files()
         self.tokens = BearerTokens(auth.tokens_file, "auth.tokens_file") if auth.tokens_file else None
         self._admin_tokens = (
@@ -127,7 +129,7 @@ class Security:
         if tls is not None and require_cert and self._tls.client_names:
             names = certificate_authorizer(self._tls.client_names)
         authorizer = all_authorizers(names, tokens.authorize if tokens is not None else None)
-        return Server(settings, tls=tls, authorizer=authorizer, probes=probes)
+        return Server(settings, tls=tls, authorizer=authorizer, probes=probes, reuse_port=self._reuse_port)
 
 
 def check_same_origin(metadata: Metadata) -> None:

@@ -132,6 +132,10 @@ _DEMO_TOKENS = 60
     "--pin/--no-pin", default=True, show_default=True, help="Give every instance its own cores, if there are enough."
 )
 @click.option(
+    "--router-workers", type=click.IntRange(1, 64), default=1, show_default=True,
+    help="Processes of the router, which share its ports and limits; one takes up to a core.",
+)  # fmt: skip
+@click.option(
     "--router-arg", "router_args", multiple=True, metavar="FLAG=VALUE",
     help="A further flag for the router (see python -m router --help).",
 )  # fmt: skip

@@ -61,6 +61,8 @@ class StackSettings:
     """How long a prefill instance holds KV without a sign of its reader."""
     start_timeout_s: float = 600.0
     """A large model takes minutes to load."""
+    router_workers: int = 1
+    """Processes of the router."""
     router_args: tuple[str, ...] = ()
     instance_args: tuple[str, ...] = ()
 

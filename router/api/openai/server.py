@@ -253,9 +253,17 @@ class HttpServer:
     """Serves one ASGI application. Belongs to one event loop and one composition root."""
 
     def __init__(
-        self, app: ASGIApp, settings: HttpSettings, *, write_timeout_s: float, tls: HttpTls | None = None
+        self,
+        app: ASGIApp,
+        settings: HttpSettings,
+        *,
+        write_timeout_s: float,
+        tls: HttpTls | None = None,
+        reuse_port: bool = False,
     ) -> None:
+        """`reuse_port`: other processes listen on the same port."""
         self._listen = settings.listen
+        self._reuse_port = reuse_port
         self._scheme = "http" if tls is None else "https"
         self._server = _Server(_Config(app, settings, write_timeout_s, tls))
         self._socket: socket.socket | None = None
@@ -273,7 +281,8 @@ class HttpServer:
         assert self._listen is not None, "made only where the settings have an address"
         host, port = parse_address(self._listen)
         try:
-            self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family, reuse_port=self._reuse_port)
         except OSError as error:
             raise OSError(f"cannot serve HTTP on {format_address(host, port)}: {error.strerror}") from error
         address = self.address

@@ -1,0 +1,255 @@
+"""`--workers N`: N router processes on one address, and the process that starts them, watches them and ends them.
+
+    supervisor ──starts, with its settings on stdin──▶ worker ──"ready" on stdout──▶ serving ──SIGTERM──▶ drained
+        │                                                ▲  └──dies──▶ another one, on the same ports
+        └──holds the ports, merges the metrics           └──later each time that it lives only briefly
+
+Each worker is a whole router, on one core. The kernel gives each new connection to one of them (SO_REUSEPORT). They
+know each other as routers of the same pools do (`signals`), so that together they keep the limits of one: of amounts
+that the pools report each is guaranteed a part and takes what the others leave, of fixed ones each has its part. The
+first worker alone resizes the pools and answers operators.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from router.config import RouterSettings
+from serving.lifecycle import EXIT_STOPPED, ParentBond
+from serving.metrics import MetricsServer
+from serving.settings import Section, SettingsError, format_address, parse_address
+
+_log = logging.getLogger(__name__)
+_WORK = "from router.__main__ import work; work()"
+_LOCAL = "127.0.0.1:0"
+_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 10.0
+_LONG_LIFE_S = 30.0
+_SCRAPE_S = 2.0
+S = TypeVar("S", bound=Section)
+
+
+class WorkersFailed(Exception):
+    """A worker has ended before it was ready. `status` is its exit status; its log says why."""
+
+    def __init__(self, index: int, status: int) -> None:
+        super().__init__(f"worker {index} ended with status {status} before it was ready")
+        self.status = status
+
+
+class Ports:
+    """Holds ports for the workers, which bind them too, as do those that replace them."""
+
+    def __init__(self) -> None:
+        self._sockets = ExitStack()
+
+    def reserve(self, address: str) -> str:
+        """`address` with its port, if that was 0. Raises OSError if another process has it."""
+        host, port = parse_address(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            with socket.socket(family) as alone:  # fails where others listen, be it with SO_REUSEPORT
+                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                alone.bind((host, port))
+            held = self._sockets.enter_context(socket.socket(family))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((host, port))
+        except OSError as error:
+            raise OSError(f"cannot listen on {format_address(host, port)}: {error.strerror}") from None
+        return format_address(host, held.getsockname()[1])
+
+    def close(self) -> None:
+        self._sockets.close()
+
+
+def worker_settings(settings: RouterSettings, ports: Ports) -> list[RouterSettings]:
+    """The settings of each worker. Raises SettingsError for what workers cannot do, OSError for a taken port."""
+    num_workers = settings.router.workers
+    for name, is_set in (
+        ("signals.listen and signals.routers", settings.signals.listen or settings.signals.routers),
+        ("endpoint_picker.listen", settings.endpoint_picker.listen),
+        ("admission.num_routers", settings.admission.num_routers > 1),
+    ):
+        if is_set:
+            raise SettingsError(
+                f"router.workers = {num_workers}: {name} is for several routers of one worker: leave one of both out"
+            )
+    server = settings.effective_server
+    listen = ports.reserve(format_address(server.host, server.port))
+    http, probes, admin = (
+        address and ports.reserve(address)
+        for address in (settings.http.listen, settings.health.listen, settings.router.admin_listen)
+    )
+    signals = [ports.reserve(_LOCAL) for _ in range(num_workers)]
+    shared = {
+        "server": _parts(server, num_workers, "max_calls", "max_connections"),
+        "http": _parts(settings.http, num_workers, "max_connections").model_copy(update={"listen": http}),
+        "health": settings.health.model_copy(update={"listen": probes}),
+        "metrics": settings.metrics.model_copy(update={"listen": settings.metrics.listen and _LOCAL}),
+        "admission": _parts(
+            settings.admission, num_workers, "max_requests", "max_tokens", "max_queued", "max_queued_tokens"
+        ),
+    }
+    return [
+        settings.model_copy(
+            update={
+                **shared,
+                "router": settings.router.model_copy(
+                    update={"listen": listen, "ready_file": None, "admin_listen": None if index else admin}
+                ),
+                "signals": settings.signals.model_copy(update={"listen": own, "routers": ",".join(signals)}),
+                "autoscaler": settings.autoscaler.model_copy(
+                    update={"enabled": settings.autoscaler.enabled and not index}
+                ),
+            }
+        )
+        for index, own in enumerate(signals)
+    ]
+
+
+def _parts(section: S, num_workers: int, *names: str) -> S:
+    """With an equal part of each amount."""
+    return section.model_copy(update={name: -(-getattr(section, name) // num_workers) for name in names})
+
+
+class Worker:
+    """One place among the workers: the process that has it, and those that follow."""
+
+    def __init__(self, index: int, settings: RouterSettings, bond: ParentBond) -> None:
+        self._index = index
+        self._settings = settings.model_dump_json().encode()
+        self._bond = bond
+        self._process: asyncio.subprocess.Process | None = None
+        self._ending = asyncio.Event()
+        self.ready = asyncio.Event()
+        """Set by the first process and never cleared."""
+        self.listens: dict[str, Any] = {}
+        """Of the last process: `address` and `metrics`."""
+
+    async def run(self) -> int:
+        """Keeps a process running until `end`; returns the last one's status. Raises WorkersFailed."""
+        delay_s = _MIN_BACKOFF_S
+        while True:
+            began_s = time.monotonic()
+            status = await self._run_one()
+            if self._ending.is_set():
+                return status
+            if not self.ready.is_set():
+                raise WorkersFailed(self._index, status)
+            delay_s = _MIN_BACKOFF_S if time.monotonic() - began_s > _LONG_LIFE_S else delay_s
+            _log.error("worker %d ended with status %d; another one starts in %g s", self._index, status, delay_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._ending.wait()
+                    return EXIT_STOPPED
+            delay_s = min(2 * delay_s, _MAX_BACKOFF_S)
+
+    def end(self) -> None:
+        """Drains the process; the second time it stops now."""
+        self._ending.set()
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    async def _run_one(self) -> int:
+        self._process = process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _WORK),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **self._bond.environment()},
+            pass_fds=self._bond.pass_fds,
+            start_new_session=True,  # a terminal's Ctrl-C goes to the supervisor alone
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if self._ending.is_set():
+            process.terminate()
+        process.stdin.write(self._settings)
+        process.stdin.close()
+        if line := await process.stdout.readline():
+            self.listens = json.loads(line)
+            self.ready.set()
+        return await process.wait()
+
+
+class Workers(Collector):
+    """The supervisor. Made, run and ended on one event loop; metrics are read on the metrics server's threads."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._ports = Ports()
+        self._bond = ParentBond()
+        each = worker_settings(settings, self._ports)
+        self._workers = [Worker(index, one, self._bond) for index, one in enumerate(each)]
+        self._metrics = MetricsServer(settings.metrics, self, of_process=False)
+        self._running: asyncio.Future[Any] | None = None
+
+    @property
+    def address(self) -> str:
+        return str(self._workers[0].listens["address"])
+
+    async def start(self) -> None:
+        """Returns when all workers listen. Raises WorkersFailed."""
+        self._running = asyncio.gather(*(worker.run() for worker in self._workers))
+        ready = asyncio.ensure_future(self._all_ready())
+        both: list[asyncio.Future[Any]] = [self._running, ready]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            ready.cancel()
+            self._running.result()
+        self._metrics.start()
+
+    async def _all_ready(self) -> None:
+        for worker in self._workers:
+            await worker.ready.wait()
+
+    async def drain(self) -> bool:
+        """Drains all workers; False if one cut a request off."""
+        return await self.stop()
+
+    async def stop(self) -> bool:
+        """Ends all workers, now if they drain already; False if one cut a request off."""
+        for worker in self._workers:
+            worker.end()
+        assert self._running is not None, "not started"
+        statuses = await asyncio.shield(self._running)
+        return not any(statuses)
+
+    def close(self) -> None:
+        """Ends what is left, at once."""
+        self._metrics.close()
+        self._bond.close()
+        self._ports.close()
+
+    def collect(self) -> Iterator[Metric]:
+        """Every worker's metrics, with the label `worker`; none of one that does not answer."""
+        merged: dict[str, Metric] = {}
+        for index, worker in enumerate(self._workers):
+            for family in _scraped(worker.listens.get("metrics")):
+                same = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    same.add_sample(sample.name, {**sample.labels, "worker": str(index)}, sample.value)
+        yield from merged.values()
+
+
+def _scraped(address: str | None) -> Iterable[Metric]:
+    if address is None:
+        return ()
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_SCRAPE_S) as answer:
+            return [*text_string_to_metric_families(answer.read().decode())]
+    except OSError as error:
+        _log.warning("no metrics of the worker at %s: %s", address, error)
+        return ()

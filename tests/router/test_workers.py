@@ -1,0 +1,172 @@
+"""Several processes on one address: one router to its clients, with its limits, whichever process dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from protos.tandem.v1 import generation_pb2_grpc, pools_pb2, pools_pb2_grpc
+from router.config import RouterSettings
+from router.workers import Ports, worker_settings
+from serving.settings import SettingsError
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.router.rig import Answer, request_of
+from tests.waiting import until
+
+NUM_WORKERS = 2
+
+
+def settings(**sections: Any) -> RouterSettings:
+    return RouterSettings(**{"router": {"model": "m", "workers": NUM_WORKERS}} | sections)
+
+
+def test_fixed_limits_are_divided_and_the_first_worker_alone_leads() -> None:
+    ports = Ports()
+    router = {"model": "m", "workers": 2, "admin_listen": "127.0.0.1:0", "ready_file": "r"}
+    whole = settings(router=router, http={"listen": "127.0.0.1:0"}, admission={"max_requests": 9})
+    first, second = worker_settings(whole, ports)
+    ports.close()
+    assert first.admission.max_requests == second.admission.max_requests == 5
+    assert first.router.listen == second.router.listen
+    assert first.http.listen == second.http.listen != "127.0.0.1:0"
+    assert first.router.admin_listen
+    assert second.router.admin_listen is None
+    assert first.signals.routers == f"{first.signals.listen},{second.signals.listen}"
+    assert RouterSettings(**first.model_dump(mode="json")) == first, "they are sent as JSON"
+
+
+def test_what_is_for_several_routers_is_refused_with_workers() -> None:
+    with pytest.raises(SettingsError, match=r"router\.workers = 2: admission\.num_routers is for several routers"):
+        worker_settings(settings(admission={"num_routers": 2}), Ports())
+
+
+def test_a_port_that_another_router_shares_among_its_workers_is_taken() -> None:
+    ports, others = Ports(), Ports()
+    address = ports.reserve("127.0.0.1:0")
+    with pytest.raises(OSError, match="cannot listen on"):
+        others.reserve(address)
+    ports.close()
+    others.reserve(address)
+    others.close()
+
+
+class Router:
+    """A supervisor with its workers, and channels to all of them."""
+
+    def __init__(self, process: asyncio.subprocess.Process, address: str, metrics: str, admin: str) -> None:
+        self.process, self.address, self._metrics, self.admin = process, address, metrics, admin
+        self.channels: list[grpc.aio.Channel] = []
+
+    def pids(self) -> set[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return {int(pid) for pid in children.split()}
+
+    async def received(self) -> dict[str, int]:
+        """Requests by worker, of one scrape."""
+
+        def scrape() -> str:
+            with urllib.request.urlopen(f"http://{self._metrics}/metrics") as answer:
+                return str(answer.read().decode())
+
+        pattern = r'tandem_router_requests_received_total\{worker="(\d)"\} (\d+)'
+        return {worker: int(number) for worker, number in re.findall(pattern, await asyncio.to_thread(scrape))}
+
+    def channel(self) -> grpc.aio.Channel:
+        """A connection of its own, which the kernel gives to any worker."""
+        self.channels.append(grpc.aio.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)]))
+        return self.channels[-1]
+
+    async def generate(self, channel: grpc.aio.Channel, num_tokens: int = 12) -> Answer:
+        answer, stub = Answer(), generation_pb2_grpc.GenerationServiceStub(channel)
+        async for response in stub.Generate(request_of(max_tokens=num_tokens), wait_for_ready=True, timeout=60):
+            answer.responses.append(response)
+        return answer
+
+
+@asynccontextmanager
+async def running(model_folder: Path, decode: FakeInstance) -> AsyncIterator[Router]:
+    ports = Ports()
+    metrics, admin = ports.reserve("127.0.0.1:0"), ports.reserve("127.0.0.1:0")
+    ports.close()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router", "--workers", str(NUM_WORKERS), "--listen", "127.0.0.1:0"),
+        *("--model", str(model_folder), "--model-name", "fake", "--decode", decode.address),
+        *("--metrics-listen", metrics, "--admin-listen", admin, "--server-drain-accept-s", "0"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    async with AsyncExitStack() as stack:
+        try:
+            line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+            assert line.startswith("ready address=127.0.0.1:")
+            router = Router(process, line.removeprefix("ready address=").strip(), metrics, admin)
+            yield router
+        finally:
+            for channel in router.channels:
+                await stack.enter_async_context(channel)
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+
+
+async def until_all_serve(router: Router) -> dict[str, grpc.aio.Channel]:
+    """A channel to each worker, which has answered a request."""
+    found: dict[str, grpc.aio.Channel] = {}
+    async with asyncio.timeout(60):
+        while len(found) < NUM_WORKERS:
+            before, channel = await router.received(), router.channel()
+            try:
+                await router.generate(channel)
+            except grpc.aio.AioRpcError:  # the pools are not yet known
+                await asyncio.sleep(0.02)
+                continue
+            after = await router.received()
+            (worker,) = [one for one in after if after[one] > before.get(one, 0)]
+            found.setdefault(worker, channel)
+    return found
+
+
+async def test_workers_share_an_address_a_death_ends_only_its_own_streams_and_a_drain_all(model_folder: Path) -> None:
+    async with (
+        FakeInstance("decode", behaviour=Behaviour(token_s=0.02)) as decode,
+        running(model_folder, decode) as router,
+    ):
+        channels = await until_all_serve(router)
+        async with grpc.aio.insecure_channel(router.admin) as operator:
+            pools = await pools_pb2_grpc.PoolsServiceStub(operator).ListPools(pools_pb2.ListPoolsRequest())
+        assert [pool.num_ready for pool in pools.pools] == [0, 1]
+
+        # A worker dies.
+        victim = max(router.pids())
+        num_begun = len(decode.recorded("decode"))
+        streams = [asyncio.create_task(router.generate(channel, 100)) for channel in channels.values()]
+        await decode.until("decode", num_begun + NUM_WORKERS, timeout_s=20)
+        os.kill(victim, signal.SIGKILL)
+        done = await asyncio.gather(*streams, return_exceptions=True)
+        (whole,) = [one for one in done if isinstance(one, Answer)]
+        assert whole.is_exactly(100)
+
+        # Another one takes its place.
+        await until(lambda: len(router.pids() - {victim}) == NUM_WORKERS)
+        channels = await until_all_serve(router)
+
+        # All drain.
+        num_begun = len(decode.recorded("decode"))
+        streams = [asyncio.create_task(router.generate(channel, 60)) for channel in channels.values()]
+        await decode.until("decode", num_begun + NUM_WORKERS, timeout_s=20)
+        router.process.send_signal(signal.SIGINT)
+        assert all([(await stream).is_exactly(60) for stream in streams])
+        assert await asyncio.wait_for(router.process.wait(), 30) == 0
