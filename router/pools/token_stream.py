@@ -36,9 +36,8 @@ class _Joined:
     """Chunks of one choice, one behind the other, as one answer."""
 
     def __init__(self, first: common_pb2.TokenChunk) -> None:
-        self._response = decode_pb2.DecodeResponse(
-            tokens=first
-        )  # a copy, since `first` may be part of a larger message
+        # A copy, since `first` may be part of a larger message.
+        self._response = decode_pb2.DecodeResponse(tokens=first)
         self._texts = [first.text]
         self._num_chars = len(first.text)
         self._num_added_bytes = 0
