@@ -107,7 +107,14 @@ class ProgressBar:
 
 
 def measure(
-    address: str, mix: Mix, rates: Sequence[float], observer: LoadObserver, *, vocab_size: int, objectives: Objectives
+    address: str,
+    mix: Mix,
+    rates: Sequence[float],
+    observer: LoadObserver,
+    *,
+    vocab_size: int,
+    objectives: Objectives,
+    seed: int = 0,
 ) -> list[Point]:
     """What the clients of the router at `address` see of `mix` at each of `rates` (requests a second)."""
 
@@ -117,7 +124,7 @@ def measure(
         try:
             return await run_sweep(
                 endpoint,
-                MixedWorkload(mix, vocab_size),
+                MixedWorkload(mix, vocab_size, seed),
                 sweep,
                 observer,
                 check=lambda requests: None,
@@ -127,6 +134,25 @@ def measure(
             await endpoint.close()
 
     return asyncio.run(run())
+
+
+def joined(runs: Sequence[Point], objectives: Objectives) -> Point:
+    """Runs at one rate as one, each behind the end of the one before it."""
+    records: list[RequestRecord] = []
+    for run in runs:
+        end_s = max((record.ended_s for record in records), default=0.0)
+        records += [_later(record, end_s) for record in run.records]
+    return Point(runs[0].rate, summarise(records, objectives), records)
+
+
+def _later(record: RequestRecord, by_s: float) -> RequestRecord:
+    return replace(
+        record,
+        due_s=record.due_s + by_s,
+        sent_s=record.sent_s + by_s,
+        token_s=[token_s + by_s for token_s in record.token_s],
+        ended_s=record.ended_s + by_s,
+    )
 
 
 def of_kind(point: Point, mix: Mix, *, long: bool) -> Report:

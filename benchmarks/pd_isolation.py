@@ -1,12 +1,13 @@
 """The same two cores as two aggregated instances and as one prefill and one decode instance, under the same load.
 
-    python -m benchmarks.pd_isolation [--quick] [--rate 2 --rate 3 …] [--chunk 64 …] [--write-docs] [--json FILE]
+    python -m benchmarks.pd_isolation [--quick] [--rate 2 --rate 3 …] [--chunk 64 …] [--seeds 3] [--write-docs]
 
 Long prompts arrive among running streams. Every instance has one core and one thread. The aggregated instances stand
 behind the same router (`--disaggregation never`, no prefill instance); their chunk budget (`max_num_batched_tokens`),
-which trades TTFT against ITL, is swept, and at each rate the budget with the best goodput is what the split stack is
-compared with: a choice that no operator has. The split stack runs with its default budget, with `always` and with
-`auto`. Stacks run one after the other, each rate with the same requests. Exit status 1: requests failed.
+which trades TTFT against ITL, is swept, and once the engine chooses it by the router's objectives; at each rate the
+one with the best goodput is what the split stack is compared with: a choice that no operator has. The split stack runs
+with its default budget, with `always`, with `auto`, and with `auto` and objectives. With each seed every stack runs,
+one after the other, with the same requests; the runs of a stack count together. Exit status 1: requests failed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import click
 
 from benchmarks import page
 from benchmarks.first_token import touch_free_memory
-from benchmarks.mixed_load import PATIENT, Mix, ProgressBar, failures, measure, num_bad, of_kind
+from benchmarks.mixed_load import PATIENT, Mix, ProgressBar, failures, joined, measure, num_bad, of_kind
 from benchmarks.shapes import SHAPES, write_config
 from tandem.bench.serve import plots
 from tandem.bench.serve.report import Objectives, Report
@@ -55,6 +56,8 @@ class Subject:
     name: str
     mode: Disaggregation
     chunk: int
+    objectives: Objectives | None = None
+    """The router's, in terms of the ITL what `tpot_ms` says."""
 
     @property
     def is_aggregated(self) -> bool:
@@ -72,9 +75,14 @@ class Subject:
             kv_cache_bytes=512 << 20,
             max_model_len=4096,
             threads=1,
-            router_args=PATIENT,
+            router_args=(*PATIENT, *self._objectives_args()),
             instance_args=("--load-format", "dummy", "--max-num-batched-tokens", str(self.chunk)),
         )
+
+    def _objectives_args(self) -> tuple[str, ...]:
+        if self.objectives is None:
+            return ()
+        return "--slo-ttft-ms", str(self.objectives.ttft_ms), "--slo-itl-ms", str(self.objectives.tpot_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +117,18 @@ def _merit(point: Point) -> tuple[float, ...]:
 @click.option("--chunk", "chunks", multiple=True, type=int, default=_CHUNKS, show_default=True, help="Budgets swept.")
 @click.option("--seconds", default=_MIX.duration_s, show_default=True, help="Of load at each rate.")
 @click.option("--long-share", default=_MIX.long_share, show_default=True, help="Long prompts among the requests.")
+@click.option("--seeds", default=1, show_default=True, help="Runs of each stack at each rate, with other requests.")
 @click.option("--ttft-ms", default=1000.0, show_default=True, help="Objective for goodput.")
 @click.option("--tpot-ms", default=12.0, show_default=True, help="Objective for goodput.")
 @click.option("--quick", is_flag=True, help="Everything once and short: whether it works, not how fast it is.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Writes every figure there.")
 @click.option("--plots", "folder", type=click.Path(path_type=Path), help="Writes the plots into this folder.")
 @click.option("--write-docs", is_flag=True, help="Fills docs/tuning.md, docs/plots and benchmarks/LOG.md.")
-def main(*, json_file: Path | None, folder: Path | None, write_docs: bool, **options: Any) -> None:
+def main(
+    *, json_file: Path | None, folder: Path | None, write_docs: bool, ttft_ms: float, tpot_ms: float, **options: Any
+) -> None:
     measured_on = page.origin()
-    done = run(**options)
+    done = run(objectives=Objectives(ttft_ms=ttft_ms, tpot_ms=tpot_ms), **options)
     text = report_text(done)
     click.echo(f"\n{text}")
     if json_file is not None:
@@ -141,8 +152,8 @@ def run(
     chunks: Sequence[int],
     seconds: float,
     long_share: float,
-    ttft_ms: float,
-    tpot_ms: float,
+    seeds: int,
+    objectives: Objectives,
     quick: bool,
 ) -> Experiment:
     """Measures every stack at every rate."""
@@ -151,26 +162,33 @@ def run(
         rates, chunks, mix = (4.0,), (128, _DEFAULT_CHUNK), replace(mix, duration_s=4.0)
     else:
         click.echo(f"fresh memory: {touch_free_memory():.1f} GB/s")
-    objectives = Objectives(ttft_ms=ttft_ms, tpot_ms=tpot_ms)
-    done = Experiment(shape, mix, objectives, {})
-    vocab_size = SHAPES[shape]["vocab_size"]
+    runs: dict[Subject, list[list[Point]]] = {subject: [] for subject in _subjects(chunks, objectives)}
     with tempfile.TemporaryDirectory() as name:
         model = write_config(Path(name), shape)
-        for subject in _subjects(chunks):
-            with LocalStack(subject.settings(model)) as stack:
-                view = ProgressBar(subject.name)
-                done.points[subject] = measure(
-                    stack.address, mix, sorted(rates), view, vocab_size=vocab_size, objectives=objectives
-                )
-            click.echo(f"{subject.name}: {', '.join(map(_short, done.points[subject]))}")
-    return done
+        for seed in range(seeds):
+            for subject, points in runs.items():
+                with LocalStack(subject.settings(model)) as stack:
+                    points.append(_measure(subject, stack.address, mix, sorted(rates), objectives, shape, seed))
+                click.echo(f"{subject.name}: {', '.join(map(_short, points[-1]))}")
+    by_rate = {subject: zip(*points, strict=True) for subject, points in runs.items()}
+    points = {subject: [joined(same, objectives) for same in rows] for subject, rows in by_rate.items()}
+    return Experiment(shape, mix, objectives, points)
 
 
-def _subjects(chunks: Sequence[int]) -> Iterator[Subject]:
+def _measure(
+    subject: Subject, address: str, mix: Mix, rates: Sequence[float], objectives: Objectives, shape: str, seed: int
+) -> list[Point]:
+    view, vocab_size = ProgressBar(subject.name), SHAPES[shape]["vocab_size"]
+    return measure(address, mix, rates, view, vocab_size=vocab_size, objectives=objectives, seed=100 * seed)
+
+
+def _subjects(chunks: Sequence[int], objectives: Objectives) -> Iterator[Subject]:
     for chunk in chunks:
         yield Subject(f"2 aggregated, chunks of {chunk}", "never", chunk)
+    yield Subject("2 aggregated, objectives", "never", _DEFAULT_CHUNK, objectives)
     yield Subject("1P1D always", "always", _DEFAULT_CHUNK)
     yield Subject("1P1D auto", "auto", _DEFAULT_CHUNK)
+    yield Subject("1P1D auto, objectives", "auto", _DEFAULT_CHUNK, objectives)
 
 
 def report_text(done: Experiment) -> str:

@@ -41,7 +41,8 @@ class Side:
 
     def seconds(self, work: Work, seed: int) -> float:
         """One run of the work."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         shape = {"num_requests": work.num_requests, "input_len": work.input_len, "output_len": work.output_len}
         self.process.stdin.write(json.dumps({**shape, "seed": seed}) + "\n")
         self.process.stdin.flush()
@@ -76,8 +77,9 @@ def main(vllm_python: Path, shapes: tuple[str, ...], only: tuple[str, ...], repe
 
 
 def _row(work: Work, ours: Side, theirs: Side, repeat: int) -> str:
-    ours.seconds(work, 0), theirs.seconds(work, 0)  # warm-up
-    pairs = [(ours.seconds(work, seed), theirs.seconds(work, seed)) for seed in range(1, repeat + 1)]
+    _, *pairs = [
+        (ours.seconds(work, seed), theirs.seconds(work, seed)) for seed in range(1 + repeat)
+    ]  # the first warms up
     mine, peer = (statistics.median(times) for times in zip(*pairs, strict=True))
     ratios = sorted(theirs / ours for ours, theirs in pairs)
     return f"{work!s:12} {mine:9.3f} {peer:9.3f} {peer / mine:6.2f}  {ratios[0]:6.2f} {ratios[-1]:6.2f}"

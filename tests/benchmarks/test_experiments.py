@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import stub_engines
 from benchmarks.live_resize import Live, Phase
-from benchmarks.mixed_load import Mix, MixedWorkload, failures, of_kind
+from benchmarks.mixed_load import Mix, MixedWorkload, failures, joined, of_kind
 from benchmarks.pd_isolation import Experiment, Subject
 from protos.tandem.v1 import decode_pb2
 from tandem.bench.serve.endpoint import RequestRecord
@@ -54,6 +54,14 @@ def test_of_stacks_that_meet_nothing_the_one_that_fails_least_is_the_best() -> N
     ((best, _),) = Experiment("33m", MIX, OBJECTIVES, points).best()
     assert best is slow
     assert failures({"64": [one_failed], "512": points[slow]}) == ["FAILED: 64, 1/s: 1 x UNAVAILABLE"]
+
+
+def test_joined_runs_count_as_one_behind_the_other() -> None:
+    whole = joined([point(2.0, 0.01, 0.01), point(2.0, 0.09)], OBJECTIVES)
+    assert [record.sent_s for record in whole.records] == [0, 1, pytest.approx(1.13)]
+    assert whole.report.num_requests == 3
+    assert whole.report.attainment == pytest.approx(2 / 3)
+    assert whole.report.itl.max == pytest.approx(90)
 
 
 def test_a_mix_has_both_kinds_in_their_shares_and_in_order() -> None:
