@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import UnsupportedModel, shown
 
@@ -10,6 +12,20 @@ if TYPE_CHECKING:
     import torch
 
     from engine.attention.backend import AttentionBackend
+
+
+def _import_numba() -> None:
+    """numba looks for a BLAS in scipy.linalg, where that is installed: half a second of CPU at each start. No kernel
+    here calls one, so to numba it is absent."""
+    modules: dict[str, Any] = sys.modules
+    if modules.setdefault("scipy.linalg", None) is None:
+        try:
+            importlib.import_module("numba.np.arraymath")
+        finally:
+            del modules["scipy.linalg"]
+
+
+_import_numba()
 
 BACKENDS = ("cpu", "triton", "reference")
 _AUTO = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
