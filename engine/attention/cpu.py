@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention import cpu_kernels
+from engine.attention import cpu_kernels, pair_kernels
 from engine.attention.backend import AttentionMetadata
 from engine.attention.openmp import launcher_for
-from engine.attention.simd import WIDTH, converts_float16
+from engine.attention.simd import WIDTH, converts_float16, multiplies_pairs
 
 TILE_TOKENS = 32
 """Query tokens that share a pass over the keys."""
@@ -145,6 +145,7 @@ def _attend_tiles(
     num_kv_heads, block_size = kv_cache.shape[3:5]
     group = num_heads // num_kv_heads
     query = _row_major(query)
+    in_pairs = query.dtype == torch.bfloat16 and head_dim % pair_kernels.ELEMENTS == 0 and multiplies_pairs()
     arguments = _AttentionArguments(
         0,
         plan.tiles.shape[0],
@@ -168,8 +169,8 @@ def _attend_tiles(
     )
     work = plan.num_visible * num_kv_heads * head_dim
     num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1
-    run = launcher_for(cpu_kernels.paged_attention_address, kv_cache.dtype)
-    run(num_threads, ctypes.addressof(arguments))
+    kernels = pair_kernels if in_pairs else cpu_kernels
+    launcher_for(kernels.paged_attention_address, kv_cache.dtype)(num_threads, ctypes.addressof(arguments))
 
 
 def _row_major(rows: torch.Tensor) -> torch.Tensor:

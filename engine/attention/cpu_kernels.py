@@ -10,6 +10,8 @@ prefetched, and while values are read, the keys of the next tile. Many rows (pre
 float32 once, its keys transposed, four rows at a time (`micro_kernels`). Both add the same numbers in the same order.
 
 A row's scratch, float32: query [head_dim], weighted values [head_dim], weights [TILE_KEYS], then maximum, sum, shrink.
+
+`pair_kernels` has other steps for the same loops, which multiply two numbers at a time.
 """
 
 # The compiled bodies are typed by numba, not by annotations.
@@ -86,7 +88,7 @@ def paged_attention_address(dtype: str) -> int:
 
     @kernel
     def compiled(a):
-        _paged_attention(a, kind)
+        _paged_attention(a, kind, 1)
 
     return int(compiled.address)
 
@@ -112,56 +114,7 @@ def _write_kv(a, kind):
 
 
 @njit
-def _paged_attention(a, kind):
-    num_kv_heads, group, head_dim, block_size = a[2], a[3], a[4], a[5]
-    num_tasks, query_stride, page_size, window = a[1] * num_kv_heads, a[7], a[13], a[15]
-    query, output, cache = pointer(a[6], kind), pointer(a[8], kind), pointer(a[12], kind)
-    tiles, tables = pointer(a[9], INT32), pointer(a[10], INT32)
-    scale, softcap = splat(np.float32(as_double(a[14]))), np.float32(as_double(a[17]))
-    stride = 2 * head_dim + TILE_KEYS + WIDTH
-    shape = (head_dim, stride, a[18])
-    num_scratch = (a[16] + NUM_ROWS - 1) * stride  # the last rows have neighbours
-    memory = np.zeros(num_scratch + 2 * TILE_KEYS * head_dim + WIDTH, np.float32)
-    places = np.zeros(2 * TILE_KEYS, np.int64)
-    rows_address = (np.int64(memory.ctypes.data) + 63) & ~63  # whole cache lines
-    keys_address = rows_address + 4 * num_scratch
-    rows, offsets = pointer(rows_address, FLOAT32), pointer(np.int64(places.ctypes.data), INT64)
-    tile_kv = pointer(keys_address, FLOAT32), pointer(keys_address + 4 * TILE_KEYS * head_dim, FLOAT32)
-    while True:
-        task = next_task(a)
-        if task >= num_tasks:
-            break
-        tile, head = 4 * (task // num_kv_heads), task % num_kv_heads
-        table, first_token = tiles[tile] * a[11], np.int64(tiles[tile + 1])
-        num_tokens, first_position = np.int64(tiles[tile + 2]), np.int64(tiles[tile + 3])
-        num_rows, end = num_tokens * group, first_position + num_tokens
-        source = first_token * query_stride + head * group * head_dim
-        for row in range(num_rows):
-            column = source + (row // group) * query_stride + (row % group) * head_dim
-            _start_row(rows, row * stride, head_dim, query, column, scale)
-        first = _visible(first_position, window, end)[0] // TILE_KEYS * TILE_KEYS
-        pages = (tables, table, page_size, head * block_size * head_dim, block_size, head_dim)
-        here, there = np.int64(0), np.int64(TILE_KEYS)
-        _find_keys(offsets, here, pages, first, end)
-        for start in range(first, end, TILE_KEYS):
-            _find_keys(offsets, there, pages, start + TILE_KEYS, end)
-            queries = (num_rows, group, first_position - start, window, softcap)
-            if num_rows >= PACKED_ROWS:
-                _pack(cache, offsets, here, shape, min(TILE_KEYS, end - start), tile_kv)
-                _attend_packed(rows, shape, tile_kv, queries)
-            else:
-                _attend_in_place(rows, shape, cache, (offsets, here, there), queries)
-            here, there = there, here
-        target = (first_token * num_kv_heads + head) * group * head_dim
-        for row in range(num_rows):
-            column = target + (row // group) * num_kv_heads * group * head_dim + (row % group) * head_dim
-            _finish_row(rows, row * stride, head_dim, output, column)
-    memory[0] = ZERO  # numba frees an array after the last line that names it, whatever points into it
-    places[0] = 0
-
-
-@njit
-def _visible(position, window, count):
+def visible(position, window, count):
     """The keys of `count` that a query sees whose own key is number `position`: [begin, stop)."""
     begin = max(0, position - window + 1) if window > 0 else 0
     return min(begin, count), max(0, min(count, position + 1))
@@ -170,12 +123,12 @@ def _visible(position, window, count):
 @njit
 def _attend_packed(rows, shape, tile_kv, queries):
     """All rows' scores, weights and weighted values of a packed tile, four rows at a time."""
-    head_dim, stride, _ = shape
-    num_rows, group, position, window, softcap = queries
+    head_dim, _, stride, _ = shape
+    num_rows, group, position, window, softcap, _ = queries
     keys, values = tile_kv
     for row in range(0, num_rows, NUM_ROWS):
         past = min(row + NUM_ROWS, num_rows)
-        low, high = _span(row, past, queries)
+        low, high = span(row, past, queries)
         if low >= high:
             continue
         at, weights = row * stride, row * stride + 2 * head_dim
@@ -184,8 +137,8 @@ def _attend_packed(rows, shape, tile_kv, queries):
             store_products(rows, places, keys, (token, TILE_KEYS, head_dim // WIDTH))
         for one in range(row, past):
             if softcap > ZERO:
-                _cap(rows, one * stride + 2 * head_dim, low, high, softcap)
-            seen = _visible(position + one // group, window, TILE_KEYS)
+                cap_scores(rows, one * stride + 2 * head_dim, low, high, softcap)
+            seen = visible(position + one // group, window, TILE_KEYS)
             _weigh(rows, one * stride, head_dim, (low, high), seen)
         whole = head_dim // 64 * 64
         for d in range(0, whole, 64):
@@ -199,28 +152,28 @@ def _attend_packed(rows, shape, tile_kv, queries):
 @njit
 def _attend_in_place(rows, shape, cache, offsets, queries):
     """The same with keys and values where they lie, two rows at a time."""
-    head_dim, stride, _ = shape
-    num_rows, group, position, window, softcap = queries
+    head_dim, _, stride, _ = shape
+    num_rows, group, position, window, softcap, _ = queries
     for row in range(0, num_rows, 2):
         past = min(row + 2, num_rows)
-        low, high = _span(row, past, queries)
+        low, high = span(row, past, queries)
         if low >= high:
             continue
         _score(rows, row * stride, shape, cache, offsets, low, high)
         for one in range(row, past):
             if softcap > ZERO:
-                _cap(rows, one * stride + 2 * head_dim, low, high, softcap)
-            seen = _visible(position + one // group, window, TILE_KEYS)
+                cap_scores(rows, one * stride + 2 * head_dim, low, high, softcap)
+            seen = visible(position + one // group, window, TILE_KEYS)
             _weigh(rows, one * stride, head_dim, (low, high), seen)
         _accumulate(rows, row * stride, shape, cache, offsets, low, high)
 
 
 @njit
-def _span(row, past, queries):
+def span(row, past, queries):
     """The keys of a tile that one of the rows [row, past) sees: [low, high)."""
-    _, group, position, window, _ = queries
-    low, _ = _visible(position + row // group, window, TILE_KEYS)
-    _, high = _visible(position + (past - 1) // group, window, TILE_KEYS)
+    _, group, position, window, _, _ = queries
+    low, _ = visible(position + row // group, window, TILE_KEYS)
+    _, high = visible(position + (past - 1) // group, window, TILE_KEYS)
     return low, high
 
 
@@ -246,7 +199,7 @@ def _find_keys(offsets, at, pages, start, end):
 @njit
 def _pack(cache, offsets, first, shape, count, tile_kv):
     """Keys of a tile as float32 [head_dim, TILE_KEYS], its values as [TILE_KEYS, head_dim]."""
-    head_dim, _, plane = shape
+    head_dim, _, _, plane = shape
     keys, values = tile_kv
     for token in range(0, count, WIDTH):
         for d in range(0, head_dim, WIDTH):
@@ -258,9 +211,17 @@ def _pack(cache, offsets, first, shape, count, tile_kv):
 
 
 @njit
-def _start_row(rows, at, head_dim, query, column, scale):
+def _start_row(rows, at, shape, query, column, scale):
+    head_dim = shape[0]
     for d in range(0, head_dim, WIDTH):
         store(rows, at + d, load(query, column + d) * scale)
+    start_sums(rows, at, head_dim)
+
+
+@njit
+def start_sums(rows, at, head_dim):
+    """Nothing has been added to a row yet."""
+    for d in range(0, head_dim, WIDTH):
         store(rows, at + head_dim + d, splat(ZERO))
     state = at + 2 * head_dim + TILE_KEYS
     rows[state + MAXIMUM] = UNSEEN
@@ -268,7 +229,8 @@ def _start_row(rows, at, head_dim, query, column, scale):
 
 
 @njit
-def _finish_row(rows, at, head_dim, output, column):
+def _finish_row(rows, at, shape, output, column):
+    head_dim = shape[0]
     inverse = splat(ONE / rows[at + 2 * head_dim + TILE_KEYS + SUM])
     for d in range(0, head_dim, WIDTH):
         store(output, column + d, load(rows, at + head_dim + d) * inverse)
@@ -278,7 +240,7 @@ def _finish_row(rows, at, head_dim, output, column):
 def _score(rows, at, shape, cache, offsets, low, high):
     """Two rows' products with keys [low, high), four keys at a time, into their weights. Up to three more keys of the
     same page are scored, and masked later."""
-    head_dim, stride, plane = shape
+    head_dim, _, stride, plane = shape
     found, here, _ = offsets
     first, second = at + 2 * head_dim, at + stride + 2 * head_dim
     for token in range(low // 4 * 4, high, 4):
@@ -302,7 +264,7 @@ def _score(rows, at, shape, cache, offsets, low, high):
 
 
 @njit
-def _cap(rows, scores, low, high, softcap):
+def cap_scores(rows, scores, low, high, softcap):
     """Scores [low, high) of one row -> softcap * tanh(score / softcap), where tanh(x) = 1 - 2 / (e**2x + 1)."""
     one, two, cap = splat(ONE), splat(np.float32(2)), splat(softcap)
     for token in range(low // WIDTH * WIDTH, high, WIDTH):
@@ -322,8 +284,8 @@ def _weigh(rows, at, head_dim, span, seen):
             store(rows, weights + token, splat(ZERO))
         rows[state + SHRINK] = ONE
         return
-    _fill(rows, weights + first, begin - first, UNSEEN)
-    _fill(rows, weights + stop, past - stop, UNSEEN)
+    fill(rows, weights + first, begin - first, UNSEEN)
+    fill(rows, weights + stop, past - stop, UNSEEN)
     old = rows[state + MAXIMUM]
     top = splat(old)
     for token in range(first, past, WIDTH):
@@ -334,8 +296,8 @@ def _weigh(rows, at, head_dim, span, seen):
         weight = exp(load(rows, weights + token) - splat(new))
         store(rows, weights + token, weight)
         weight_sum = weight_sum + weight
-    _fill(rows, weights + first, begin - first, ZERO)
-    _fill(rows, weights + stop, past - stop, ZERO)
+    fill(rows, weights + first, begin - first, ZERO)
+    fill(rows, weights + stop, past - stop, ZERO)
     shrink = largest(exp(splat(old - new)))
     rows[state + MAXIMUM] = new
     rows[state + SUM] = rows[state + SUM] * shrink + total(weight_sum)
@@ -343,7 +305,7 @@ def _weigh(rows, at, head_dim, span, seen):
 
 
 @njit
-def _fill(rows, at, count, number):
+def fill(rows, at, count, number):
     for token in range(count):
         rows[at + token] = number
 
@@ -351,7 +313,7 @@ def _fill(rows, at, count, number):
 @njit
 def _accumulate(rows, at, shape, cache, offsets, low, high):
     """Adds values [low, high), times the weights, to two rows' shrunken weighted values, 32 elements at a time."""
-    head_dim, stride, plane = shape
+    head_dim, _, stride, plane = shape
     found, here, there = offsets
     first, second = at + 2 * head_dim, at + stride + 2 * head_dim
     shrink_a, shrink_b = splat(rows[first + TILE_KEYS + SHRINK]), splat(rows[second + TILE_KEYS + SHRINK])
@@ -378,3 +340,62 @@ def _accumulate(rows, at, shape, cache, offsets, low, high):
             a0, b0 = fused(splat(rows[first + token]), v0, a0), fused(splat(rows[second + token]), v0, b0)
         store(rows, at + head_dim + d, a0)
         store(rows, at + stride + head_dim + d, b0)
+
+
+def attention_loops(start_row, pack, attend_packed, attend_in_place, finish_row):
+    """`run(arguments, kind, per_number)`: the loops over tiles and their keys with these steps. Queries, cache and
+    output are numbers of `kind`, each of which holds `per_number` elements of a head."""
+
+    @njit
+    def run(a, kind, per_number):
+        num_kv_heads, group, head_dim, block_size = a[2], a[3], a[4], a[5]
+        size = head_dim // per_number
+        num_tasks, query_stride, page_size, window = a[1] * num_kv_heads, a[7] // per_number, a[13] // per_number, a[15]
+        query, output, cache = pointer(a[6], kind), pointer(a[8], kind), pointer(a[12], kind)
+        tiles, tables = pointer(a[9], INT32), pointer(a[10], INT32)
+        scale, softcap = splat(np.float32(as_double(a[14]))), np.float32(as_double(a[17]))
+        stride = 2 * head_dim + TILE_KEYS + WIDTH
+        shape = (size, head_dim, stride, a[18] // per_number)
+        num_scratch = (a[16] + NUM_ROWS - 1) * stride  # the last rows have neighbours
+        memory = np.zeros(num_scratch + 2 * TILE_KEYS * head_dim + WIDTH, np.float32)
+        places = np.zeros(2 * TILE_KEYS, np.int64)
+        rows_address = (np.int64(memory.ctypes.data) + 63) & ~63  # whole cache lines
+        keys_address = rows_address + 4 * num_scratch
+        rows, offsets = pointer(rows_address, FLOAT32), pointer(np.int64(places.ctypes.data), INT64)
+        tile_kv = pointer(keys_address, FLOAT32), pointer(keys_address + 4 * TILE_KEYS * head_dim, FLOAT32)
+        while True:
+            task = next_task(a)
+            if task >= num_tasks:
+                break
+            tile, head = 4 * (task // num_kv_heads), task % num_kv_heads
+            table, first_token = tiles[tile] * a[11], np.int64(tiles[tile + 1])
+            num_tokens, first_position = np.int64(tiles[tile + 2]), np.int64(tiles[tile + 3])
+            num_rows, end = num_tokens * group, first_position + num_tokens
+            source = first_token * query_stride + head * group * size
+            for row in range(num_rows):
+                column = source + (row // group) * query_stride + (row % group) * size
+                start_row(rows, row * stride, shape, query, column, scale)
+            first = visible(first_position, window, end)[0] // TILE_KEYS * TILE_KEYS
+            pages = (tables, table, page_size, head * block_size * size, block_size, size)
+            here, there = np.int64(0), np.int64(TILE_KEYS)
+            _find_keys(offsets, here, pages, first, end)
+            for start in range(first, end, TILE_KEYS):
+                _find_keys(offsets, there, pages, start + TILE_KEYS, end)
+                queries = (num_rows, group, first_position - start, window, softcap, scale)
+                if num_rows >= PACKED_ROWS:
+                    pack(cache, offsets, here, shape, min(TILE_KEYS, end - start), tile_kv)
+                    attend_packed(rows, shape, tile_kv, queries)
+                else:
+                    attend_in_place(rows, shape, cache, (offsets, here, there), queries)
+                here, there = there, here
+            target = (first_token * num_kv_heads + head) * group * size
+            for row in range(num_rows):
+                column = target + (row // group) * num_kv_heads * group * size + (row % group) * size
+                finish_row(rows, row * stride, shape, output, column)
+        memory[0] = ZERO  # numba frees an array after the last line that names it, whatever points into it
+        places[0] = 0
+
+    return run
+
+
+_paged_attention = attention_loops(_start_row, _pack, _attend_packed, _attend_in_place, _finish_row)

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.attention.simd import WIDTH, as_floats, fused_product, repeated, vector_at
+from engine.attention.simd import WIDTH, as_floats, fused_product, pair_product, repeated, vector_at
 
 NUM_ROWS = 4
 _I64 = ir.IntType(64)
@@ -44,15 +44,7 @@ def _loop(builder, first, last, initial, body):
     return values
 
 
-@intrinsic
-def store_products(typingctx, rows, row_places, keys, key_places):
-    """Products of four rows with sixteen keys. Places: queries, stride, target; first_key, key_stride, num_groups.
-
-    rows[queries + row * stride:] has a row's 16 * num_groups numbers; keys[first_key + d * key_stride + i] is number d
-    of key i. rows[target + row * stride + i] gets the product of a row and key i: the partial sums of every sixteenth
-    number, then their sum in the tree of `store_totals`.
-    """
-
+def _store_products(product):
     def codegen(context, builder, sig, args):
         rows, row_places, keys, key_places = args
         queries, stride, target = cgutils.unpack_tuple(builder, row_places)
@@ -73,7 +65,7 @@ def store_products(typingctx, rows, row_places, keys, key_places):
                     for row in range(NUM_ROWS):
                         query = builder.load(builder.gep(rows, [builder.add(starts[row], number)]))
                         total = sums[half * NUM_ROWS + row]
-                        result.append(fused_product(builder, repeated(builder, query), key, total))
+                        result.append(product(builder, repeated(builder, query), key, total))
                 return result
 
             sums = _loop(builder, _I64(0), num_groups, [_ZERO] * (2 * NUM_ROWS), add_products)
@@ -91,10 +83,29 @@ def store_products(typingctx, rows, row_places, keys, key_places):
             builder.store(total, vector_at(builder, rows, at), align=4)
         return context.get_dummy_value()
 
-    return types.void(rows, types.UniTuple(types.int64, 3), keys, types.UniTuple(types.int64, 3)), codegen
+    return codegen
 
 
-def _add_weighted(num_vectors):
+@intrinsic
+def store_products(typingctx, rows, row_places, keys, key_places):
+    """Products of four rows with sixteen keys. Places: queries, stride, target; first_key, key_stride, num_groups.
+
+    rows[queries + row * stride:] has a row's 16 * num_groups numbers; keys[first_key + d * key_stride + i] is number d
+    of key i. rows[target + row * stride + i] gets the product of a row and key i: the partial sums of every sixteenth
+    number, then their sum in the tree of `store_totals`.
+    """
+    places = types.UniTuple(types.int64, 3)
+    return types.void(rows, places, keys, places), _store_products(fused_product)
+
+
+@intrinsic
+def store_pair_products(typingctx, rows, row_places, keys, key_places):
+    """`store_products` of numbers that are pairs of bfloat16."""
+    places = types.UniTuple(types.int64, 3)
+    return types.void(rows, places, keys, places), _store_products(pair_product)
+
+
+def _add_weighted(num_vectors, product):
     def codegen(context, builder, sig, args):
         rows, row_places, values, value_places = args
         sums, weights, shrinks, stride = cgutils.unpack_tuple(builder, row_places)
@@ -124,7 +135,7 @@ def _add_weighted(num_vectors):
                 place = builder.gep(rows, [builder.add(builder.add(weights, offset), token)])
                 weight = repeated(builder, builder.load(place))
                 result += [
-                    fused_product(builder, weight, value, sums[row * num_vectors + vector])
+                    product(builder, weight, value, sums[row * num_vectors + vector])
                     for vector, value in enumerate(loaded)
                 ]
             return result
@@ -144,13 +155,29 @@ def add_weighted_64(typingctx, rows, row_places, values, value_places):
     rows[sums + row * stride:] has a row's sums, rows[weights + row * stride:] its weights, rows[shrinks + row * stride]
     its shrink; values[first_value + token * value_stride:] the values.
     """
-    return types.void(rows, types.UniTuple(types.int64, 4), values, types.UniTuple(types.int64, 4)), _add_weighted(4)
+    places = types.UniTuple(types.int64, 4)
+    return types.void(rows, places, values, places), _add_weighted(4, fused_product)
 
 
 @intrinsic
 def add_weighted_16(typingctx, rows, row_places, values, value_places):
     """`add_weighted_64` for sixteen sums."""
-    return types.void(rows, types.UniTuple(types.int64, 4), values, types.UniTuple(types.int64, 4)), _add_weighted(1)
+    places = types.UniTuple(types.int64, 4)
+    return types.void(rows, places, values, places), _add_weighted(1, fused_product)
+
+
+@intrinsic
+def add_weighted_pairs_64(typingctx, rows, row_places, values, value_places):
+    """`add_weighted_64` where weights and values are pairs of bfloat16: of tokens 2 * i and 2 * i + 1."""
+    places = types.UniTuple(types.int64, 4)
+    return types.void(rows, places, values, places), _add_weighted(4, pair_product)
+
+
+@intrinsic
+def add_weighted_pairs_32(typingctx, rows, row_places, values, value_places):
+    """`add_weighted_pairs_64` for 32 sums."""
+    places = types.UniTuple(types.int64, 4)
+    return types.void(rows, places, values, places), _add_weighted(2, pair_product)
 
 
 @intrinsic

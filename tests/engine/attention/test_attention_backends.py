@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.attention import select_backend
+from engine.attention import cpu, select_backend
 from engine.attention.backend import AttentionMetadata
 from engine.attention.reference import ReferenceAttention
+from engine.attention.simd import multiplies_pairs
 from engine.errors import UnsupportedModel
 from tests.builders import paged_step
 from tests.engine.attention.paged_tensors import paged_tensors
 
 CPU = torch.device("cpu")
+BFLOAT16_STEP = 2**-7
+"""Between neighbours, relative to them: products of pairs round their weights too."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+BF16 = torch.bfloat16
 LAYER = 1
+EACH = list(range(1, 301))
 
 
 requests = st.lists(
@@ -42,6 +50,7 @@ requests = st.lists(
     window=st.one_of(st.none(), st.integers(1, 60)),
     softcap=st.sampled_from([None, 2.0, 50.0]),
     dtype=st.sampled_from([*TOLERANCE]),
+    in_pairs=st.booleans(),
 )
 def test_compiled_attention_equals_the_reference(
     requests: list[tuple[int, int]],
@@ -52,6 +61,7 @@ def test_compiled_attention_equals_the_reference(
     window: int | None,
     softcap: float | None,
     dtype: torch.dtype,
+    in_pairs: bool,
 ) -> None:
     metadata, _, num_blocks = paged_step(requests, block_size=block_size)
     query, key, value, cache = paged_tensors(
@@ -61,15 +71,24 @@ def test_compiled_attention_equals_the_reference(
     backend = select_backend("cpu", block_size=block_size, head_dim=head_dim, dtype=dtype, device=CPU, softcap=softcap)
     scale = head_dim**-0.5
 
-    output = backend.forward(
-        query, key, value, cache, layer=LAYER, metadata=metadata, scale=scale, sliding_window=window
-    )
+    with pairs(in_pairs):
+        output = backend.forward(
+            query, key, value, cache, layer=LAYER, metadata=metadata, scale=scale, sliding_window=window
+        )
     expected = ReferenceAttention(softcap).forward(
         query, key, value, expected_cache, layer=LAYER, metadata=metadata, scale=scale, sliding_window=window
     )
 
-    torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=0)
+    rtol = BFLOAT16_STEP if in_pairs and dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=rtol)
     torch.testing.assert_close(cache, expected_cache, atol=0, rtol=0, equal_nan=True)
+
+
+@contextmanager
+def pairs(are_multiplied: bool) -> Iterator[None]:
+    """As on a processor that multiplies pairs of bfloat16, where this is one, or on another one."""
+    with patch.object(cpu, "multiplies_pairs", lambda: are_multiplied and multiplies_pairs()):
+        yield
 
 
 def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
@@ -90,8 +109,9 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     torch.testing.assert_close(output, expected[0].transpose(0, 1), atol=1e-5, rtol=0)
 
 
-@example(ends=list(range(1, 301)), group=2, head_dim=64, window=None, dtype=torch.float32, neighbours=[])
-@example(ends=list(range(1, 301)), group=3, head_dim=80, window=100, dtype=torch.bfloat16, neighbours=[(40, 40)])
+@example(ends=EACH, group=2, head_dim=64, window=None, dtype=torch.float32, neighbours=[], in_pairs=False)
+@example(ends=EACH, group=3, head_dim=80, window=100, dtype=BF16, neighbours=[(40, 40)], in_pairs=False)
+@example(ends=EACH, group=3, head_dim=96, window=100, dtype=BF16, neighbours=[(40, 40)], in_pairs=True)
 @settings(max_examples=25)
 @given(
     ends=st.lists(st.integers(1, 300), max_size=8, unique=True).map(sorted),
@@ -99,6 +119,7 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     head_dim=st.sampled_from([16, 64, 80]),
     window=st.sampled_from([None, 1, 20, 100]),
     dtype=st.sampled_from([*TOLERANCE]),
+    in_pairs=st.booleans(),
     neighbours=st.lists(st.sampled_from([(1, 9), (3, 50), (40, 40)]), max_size=2),
 )
 def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
@@ -108,6 +129,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
     window: int | None,
     dtype: torch.dtype,
     neighbours: list[tuple[int, int]],
+    in_pairs: bool,
 ) -> None:
     """A prompt in one step beside other requests, then the same prompt alone, in chunks that end at `ends`."""
     num_tokens, kv_heads = 301, 2
@@ -118,9 +140,10 @@ def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
     backend = select_backend("cpu", block_size=16, head_dim=head_dim, dtype=dtype, device=CPU)
 
     def forward(rows: slice, of: AttentionMetadata, into: torch.Tensor) -> torch.Tensor:
-        return backend.forward(
-            query[rows], key[rows], value[rows], into, layer=LAYER, metadata=of, scale=0.2, sliding_window=window
-        )
+        with pairs(in_pairs):
+            return backend.forward(
+                query[rows], key[rows], value[rows], into, layer=LAYER, metadata=of, scale=0.2, sliding_window=window
+            )
 
     in_chunks = cache.clone()
     whole = forward(slice(None), metadata, cache)[:num_tokens]
