@@ -26,6 +26,7 @@ from router.autoscaler.router_signals import RecentLatencies
 from router.autoscaler.settings import AutoscalerSettings
 from router.autoscaler.status import collected
 from router.picking.disaggregation import Disaggregation
+from router.picking.weights_shares import SHOWN_DIGITS
 from router.pools.instance import State
 from router.pools.instance_info import Role
 from router.request.request_log import RequestLog
@@ -60,6 +61,8 @@ class RouterMetrics:
     """By outcome: finished, aborted, or the status of the answer in lower case."""
     decisions: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By decision and reason; one per attempt, planned or not."""
+    attempts: Counter[str] = field(default_factory=Counter)
+    """By the beginning of the weights' digest of the instances."""
     num_retried: int = 0
     num_resumed: int = 0
     num_prompt_tokens: int = 0
@@ -70,6 +73,9 @@ class RouterMetrics:
     recent: RecentLatencies = field(default_factory=lambda: RecentLatencies(AutoscalerSettings()))
     log: RequestLog | None = None
     """The requests themselves, for the live page; None: not kept."""
+
+    def picked(self, weights_digest: str) -> None:
+        self.attempts[weights_digest[:SHOWN_DIGITS]] += 1
 
     def decided(self, disaggregation: Disaggregation) -> None:
         self.decisions[disaggregation.decision.value, disaggregation.reason.value] += 1
@@ -155,6 +161,8 @@ def _requests(metrics: RouterMetrics) -> Iterator[Metric]:
     decisions = dict(metrics.decisions).items()
     what = "Attempts, by where they ran and why."
     yield counter("tandem_router_disaggregation_decisions", what, decisions, "decision", "reason")
+    what = "Attempts, by the beginning of the digest of the weights that computed them."
+    yield counter("tandem_router_attempts", what, dict(metrics.attempts), "weights")
     failovers = {"retried": metrics.num_retried, "resumed": metrics.num_resumed}
     yield counter("tandem_router_failovers", "Attempts that followed a failed one.", failovers, "kind")
 

@@ -41,6 +41,7 @@ def instance_of(role: Role, instance: UpstreamInstance, out: str | None) -> pool
         load=_load(view.load, view.info.num_blocks) if view else None,
         num_running_here=instance.calls.num_requests,
         num_blocks=instance.info.num_blocks if instance.info else 0,
+        weights_digest=instance.info.identity.weights_digest if instance.info else "",
     )
 
 

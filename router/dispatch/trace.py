@@ -92,6 +92,7 @@ class RequestTrace:
         if not self._decode:
             self._why = f"decode: {plan.decode.why}" + (f"; prefill: {plan.prefill.why}" if plan.prefill else "")
         self._decided(plan.disaggregation)
+        self._metrics.picked(plan.decode.instance.info.identity.weights_digest)
         self._is_warm = self._is_warm and self._metrics.recent.are_warm(plan)
         _add(self._decode, plan.decode.instance.instance_id)
         if plan.prefill is not None:

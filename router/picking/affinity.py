@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from engine.scheduling.block_hash import extend_block_hashes, root_hash
 from router.picking.scorers import Criteria, RequestFacts, Scoring
 from router.picking.settings import PickingSettings
+from router.picking.weights_shares import WeightsShares
 from router.pools.instance_info import InstanceKey, InstanceView, Role
 from router.request.generation_request import GenerationRequest
 
@@ -121,6 +122,7 @@ class Affinity:
         self.decode = Scoring.parse(settings.decode_scorers)
         self.prefill = Scoring.parse(settings.prefill_scorers)
         self.domain_weight = settings.domain_weight
+        self.weights_shares = WeightsShares.parse(settings.weights_shares)
         self.index = PrefixIndex(settings.max_prefix_blocks)
         self.sessions = Sessions(settings.max_sessions)
         self.tracks_prefixes = decides_by_prefix or any(
@@ -143,11 +145,13 @@ class RequestAffinity:
         return RequestFacts(num_tokens, session_at, self.num_cached_tokens)
 
     def criteria(self, num_tokens: int) -> Criteria:
+        shares = self.affinity.weights_shares
         return Criteria(
             self.affinity.decode.for_request(self.facts("decode", num_tokens)),
             self.affinity.prefill.for_request(self.facts("prefill", num_tokens)),
             self.num_cached_tokens,
             domain_weight=self.affinity.domain_weight,
+            drawn_weights=shares.filter_for(self.request) if shares.shares else None,
         )
 
     def num_cached_tokens(self, view: InstanceView) -> int:

@@ -3,7 +3,8 @@
 filter, score, pick a decode instance ─▶ a prefill instance that can pair with it ─▶ split or not ─▶ Plan | NoPlan
 
 Where every request is split (`always`), only decode instances with such a prefill instance are candidates, so that a
-pair is found whenever there is one. Elsewhere each decode instance can serve alone.
+pair is found whenever there is one. Elsewhere each decode instance can serve alone. Where weights have shares
+(weights_shares.py), a new request stays with those that it was drawn for as long as an instance of them has room.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def make_plan(
     filters = picker.default_filters(excluded, choice.required_identity)
     if (constraint := choice.request.params.constraint_name) is not None:
         filters.append(picker.supports_constraint(constraint))
+    filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if settings.mode == "auto":
         placed = _by_objectives(decode_views, prefill_views, choice, filters, rng, criteria)
         if placed is not None:
@@ -101,6 +103,22 @@ def make_plan(
         work = Work(num_to_prefill, situation.num_ahead_at_prefill, situation.num_uncached)
         return Plan(decode, prefill, disaggregation, work)
     return Plan(decode, None, disaggregation, Work(situation.num_uncached, situation.num_ahead_at_decode))
+
+
+def _drawn_weights(
+    decode_views: Sequence[InstanceView],
+    prefill_views: Sequence[InstanceView],
+    choice: Choice,
+    filters: Sequence[Filter],
+    settings: DisaggregationSettings,
+    criteria: Criteria,
+) -> list[Filter]:
+    """None for a stream that has begun, which stays with its weights, and where the drawn weights have no room."""
+    drawn = criteria.drawn_weights
+    if drawn is None or choice.required_identity is not None:
+        return []
+    candidates = servable(decode_views, prefill_views, settings, [*filters, drawn])
+    return [drawn] if any(_has_place(view, choice.num_tokens) for view in candidates) else []
 
 
 def _by_objectives(
@@ -245,6 +263,7 @@ def explain(
     criteria, choice = replace(known.criteria(num_tokens), aims=aims.of(request)), Choice(request, 0)
     plan = make_plan(decode_views, prefill_views, choice, frozenset(), settings, rng, criteria)
     filters = picker.default_filters()
+    filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if isinstance(plan, Plan):
         decode: InstanceView | None = plan.decode.instance
     else:

@@ -181,6 +181,8 @@ class Criteria:
     aims: Aims | None = None
     domain_weight: float = 0.0
     """Of `other_domain` in the score of a prefill instance."""
+    drawn_weights: Callable[[InstanceView], str | None] | None = None
+    """A filter that passes the weights that a new request was drawn for; None: any."""
 
     def prefill_for(self, decode: InstanceView) -> ViewScorer:
         """The scorer of the prefill instances that could hand over to `decode`."""

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from router.picking.scorers import Scoring
+from router.picking.weights_shares import WeightsShares
 from router.request.generation_request import Objectives
 from serving.settings import Section, setting
 
@@ -82,6 +83,12 @@ class PickingSettings(Section):
         "both report one; below 1 it only decides between equal queues. 0: domains are ignored.",
         ge=0,
     )
+    weights_shares: str = setting(
+        "",
+        "While instances with several weights run: fractions of the new requests by the beginning of a weights' digest "
+        "(`tandem pools --json`), as in 3f9a2c=0.95; other weights get the rest. Empty: by load alone.",
+        flag="--weights-shares",
+    )
     max_prefix_blocks: int = setting(
         100_000, "KV blocks whose instance is recorded, all instances together; 200 bytes each.", ge=1
     )
@@ -91,4 +98,10 @@ class PickingSettings(Section):
     @classmethod
     def _are_known_scorers(cls, text: str) -> str:
         Scoring.parse(text)
+        return text
+
+    @field_validator("weights_shares")
+    @classmethod
+    def _are_shares(cls, text: str) -> str:
+        WeightsShares.parse(text)
         return text

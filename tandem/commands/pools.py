@@ -329,6 +329,9 @@ def _pools_table(answer: pools_pb2.ListPoolsResponse) -> str:
         ("POOL", "INSTANCE", "STATE", "WAITING", "RUNNING", "LOADING", "KV USED", "OURS", "ADDRESS")
     ]
     rows += [instance_row(one) for one in answer.instances]
+    if len({one.weights_digest for one in answer.instances if one.weights_digest}) > 1:
+        weights = ["WEIGHTS", *(one.weights_digest[:12] or "-" for one in answer.instances)]
+        rows = [(*row, one) for row, one in zip(rows, weights, strict=True)]
     instances = "the pools are empty" if len(rows) == 1 else _aligned(rows, right={3, 4, 5, 6, 7})
     return "\n".join([instances, "", *(line for pool in answer.pools for line in pool_lines(pool))])
 
@@ -404,6 +407,7 @@ def _instance_as_dict(instance: pools_pb2.PoolInstance) -> dict[str, Any]:
         "instance": instance.instance_id,
         "address": instance.address,
         "out": instance.out or None,
+        "weights": instance.weights_digest or None,
         "num_running_here": instance.num_running_here,
         "load": report if instance.HasField("load") else None,
     }

@@ -250,7 +250,7 @@ def test_a_token_costs_the_metrics_nothing() -> None:
     methods = {
         name for name in vars(RouterMetrics) if not name.startswith("_") and callable(getattr(RouterMetrics, name))
     }
-    assert methods == {"decided", "request_ended"}
+    assert methods == {"decided", "picked", "request_ended"}
 
 
 def test_one_token_has_no_gap() -> None:

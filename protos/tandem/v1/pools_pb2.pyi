@@ -324,6 +324,7 @@ class PoolInstance(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     NUM_RUNNING_HERE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Stable name; empty before its first answer."""
     address: _builtins.str
@@ -336,6 +337,8 @@ class PoolInstance(_message.Message):
     """Requests of this router that run there now."""
     num_blocks: _builtins.int
     """KV blocks in all."""
+    weights_digest: _builtins.str
+    """Digest of its weights; empty before its first answer."""
     @_builtins.property
     def load(self) -> _instance_pb2.WatchLoadResponse:
         """Its last report; unset before the first."""
@@ -350,10 +353,11 @@ class PoolInstance(_message.Message):
         load: _instance_pb2.WatchLoadResponse | None = ...,
         num_running_here: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        weights_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "load", b"load", "num_blocks", b"num_blocks", "num_running_here", b"num_running_here", "out", b"out", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "load", b"load", "num_blocks", b"num_blocks", "num_running_here", b"num_running_here", "out", b"out", "role", b"role", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -252,6 +252,37 @@ async def test_a_rollout_without_progress_fails_at_its_deadline_and_a_finished_o
         runtime.unready.clear()
 
 
+async def test_a_paused_rollout_stays_where_it_is_and_goes_on_when_it_is_resumed() -> None:
+    runtime = PaperRuntime()
+
+    def pause(*, paused: bool) -> None:
+        kube.store.changed(kube.store.get("Deployment", "web"), lambda new: new["spec"].update(paused=paused))
+
+    def checksums() -> list[str]:
+        annotations = [pod["metadata"].get("annotations") or {} for pod in kube.pods("web")]
+        return sorted(one.get("checksum", "") for one in annotations)
+
+    async with FakeKube(runtime) as kube:
+        kube.store.create(created(progressDeadlineSeconds=1))
+        await kube.until(lambda store: progress(store) == "NewReplicaSetAvailable")
+        runtime.unready.add("web")
+        change = {"annotations": {"checksum": "2"}}
+        web = kube.store.get("Deployment", "web")
+        kube.store.changed(web, lambda new: new["spec"]["template"]["metadata"].update(change))
+        await kube.until(lambda _: len(kube.pods("web")) == 3)
+        pause(paused=True)
+        runtime.unready.clear()
+        await kube.until(lambda _: all(map(is_ready, kube.pods("web"))))
+        await kube.until(lambda store: progress(store) == "DeploymentPaused")
+        revision = kube.store.revision
+        kube.store.create({**DEPLOYMENT, "metadata": {"name": "other"}})  # the controllers have looked again
+        await kube.until(lambda _: len(kube.pods("other")) == 2)
+        assert checksums() == ["", "", "2"]
+        assert not [event for event in kube.store.since(revision) if event.object["metadata"]["name"] == "web"]
+        pause(paused=False)
+        await kube.until(lambda _: checksums() == ["2", "2"])
+
+
 async def test_a_job_tries_again_until_it_has_failed_too_often() -> None:
     class Failing(PaperRuntime):
         async def ended(self, pod: Object) -> bool:

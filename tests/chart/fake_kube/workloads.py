@@ -3,6 +3,7 @@
 Deployment ──one ReplicaSet per template──▶ ReplicaSet ──replicas──▶ Pods
    rollout: the new one grows to replicas + maxSurge in all, old ones shrink as new pods become available,
    never below replicas - maxUnavailable
+   paused: all ReplicaSets stay; where only one has pods, it still follows replicas
    Progressing: ReplicaSetUpdated ──all are updated and available──▶ NewReplicaSetAvailable
                        └── nothing has changed for progressDeadlineSeconds ──▶ ProgressDeadlineExceeded
 Job ──one pod at a time, until one succeeds or more than backoffLimit have failed──▶ Complete, Failed
@@ -81,6 +82,9 @@ def reconcile_deployment(store: Store, deployment: Object) -> None:
     sets = _owned(store, "ReplicaSet", deployment)
     template_hash = hash_of(deployment["spec"]["template"])
     current = next((one for one in sets if one["metadata"]["labels"][_HASH] == template_hash), None)
+    if deployment["spec"].get("paused"):
+        _pause(store, deployment, sets, current)
+        return
     if current is None:
         current = store.create(_replica_set(deployment, template_hash), namespace)
     old = [one for one in sets if one["metadata"]["uid"] != current["metadata"]["uid"]]
@@ -91,6 +95,16 @@ def reconcile_deployment(store: Store, deployment: Object) -> None:
     pods = [pod for one in (current, *old) for pod in _owned(store, "Pod", one) if not is_terminating(pod)]
     updated = [pod for pod in pods if is_owned_by(pod, current)]
     _tell(store, deployment, deployment["spec"]["replicas"], pods, len(updated))
+
+
+def _pause(store: Store, deployment: Object, sets: list[Object], current: Object | None) -> None:
+    replicas = deployment["spec"]["replicas"]
+    active = [one for one in sets if one["spec"]["replicas"]]
+    if len(active) == 1:
+        store.changed(active[0], lambda new: new["spec"].update(replicas=replicas))
+    pods = [pod for one in sets for pod in _owned(store, "Pod", one) if not is_terminating(pod)]
+    num_updated = 0 if current is None else sum(is_owned_by(pod, current) for pod in pods)
+    _tell(store, deployment, replicas, pods, num_updated)
 
 
 def _step(deployment: Object, current: Object, old: list[Object], ready: dict[str, int]) -> dict[str, int]:
@@ -181,11 +195,15 @@ def _progressing(found: Object, status: Object, wanted: int) -> Object:
     """The condition that follows the present one (kubernetes/pkg/controller/deployment/progress.go)."""
     before = found.get("status") or {}
     present = next((one for one in before.get("conditions") or () if one["type"] == "Progressing"), None)
+    was_paused = present is not None and present["reason"] == "DeploymentPaused"
+    if found["spec"].get("paused"):
+        return _condition("Unknown", "DeploymentPaused", present if was_paused else None)
     counts = [status[count] for count in ("updatedReplicas", "replicas", "availableReplicas")]
     is_done = present is not None and present["reason"] == "NewReplicaSetAvailable" and counts[0] == counts[1]
     if is_done or counts == [wanted] * 3:
         return _condition("True", "NewReplicaSetAvailable", present if is_done else None)
-    if present is None or any(before[count] != status[count] for count in status if count.endswith("Replicas")):
+    has_moved = any(before.get(count) != status[count] for count in status if count.endswith("Replicas"))
+    if present is None or was_paused or has_moved:
         return _condition("True", "ReplicaSetUpdated")
     deadline_s = found["spec"].get("progressDeadlineSeconds", 600)
     if datetime.now(UTC) - datetime.fromisoformat(present["lastUpdateTime"]) > timedelta(seconds=deadline_s):

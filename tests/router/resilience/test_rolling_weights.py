@@ -22,6 +22,8 @@ from tests.waiting import until
 
 NUM_TOKENS = 12
 NUM_CLIENTS = 8
+CANARY = "7e57ab1e"
+"""Digest of its weights."""
 OF_BOTH = [expected_ids(PROMPT, SEED + weights, NUM_TOKENS) for weights in (0, 1)]
 
 
@@ -74,9 +76,9 @@ async def test_a_rolling_change_of_weights_fails_and_mixes_no_request(
     assert {tuple(one) for one in answers} == {tuple(one) for one in OF_BOTH}
 
 
-def renewed(role: Role, name: str) -> FakeInstance:
+def renewed(role: Role, name: str, weights: str = "new") -> FakeInstance:
     """With the new weights from its start."""
-    return FakeInstance(role, name, behaviour=slow(0.0, weights=1), identity={"weights_digest": "new"})
+    return FakeInstance(role, name, behaviour=slow(0.0, weights=1), identity={"weights_digest": weights})
 
 
 async def test_one_new_pair_takes_its_part_of_the_requests_and_mixes_none(run: Run) -> None:
@@ -87,3 +89,41 @@ async def test_one_new_pair_takes_its_part_of_the_requests_and_mixes_none(run: R
         answers = [(await rig.generate(max_tokens=NUM_TOKENS)).ids() for _ in range(80)]
     assert [one for one in answers if one not in OF_BOTH] == []
     assert 5 <= sum(one == OF_BOTH[1] for one in answers) <= 40
+
+
+async def test_a_canary_gets_its_share_of_the_sessions_under_load_and_mixes_none(run: Run) -> None:
+    """Half of the instances are new; a fifth of the sessions is theirs, with every choice and every later request."""
+    decode = [
+        *decodes(slow(0.002), slow(0.002)),
+        renewed("decode", "new-0", CANARY),
+        renewed("decode", "new-1", CANARY),
+    ]
+    prefill = [*prefills(slow(0.0)), renewed("prefill", "prefill-new", CANARY)]
+    picking = {"weights_shares": f"{CANARY[:6]}=0.2"}
+
+    async def weights_of(session: str) -> set[int]:
+        found = []
+        for _ in range(2):
+            answer = await rig.generate(max_tokens=NUM_TOKENS, n=2, session=session)
+            of_choices = [[expected_ids(PROMPT, SEED + new, NUM_TOKENS, one) for one in (0, 1)] for new in (0, 1)]
+            found.append(of_choices.index([answer.ids(0), answer.ids(1)]))  # ValueError: a mixed answer
+        return set(found)
+
+    async with run(prefill=prefill, decode=decode, disaggregation={"mode": "always"}, picking=picking) as rig:
+        served = await asyncio.gather(*(weights_of(f"session-{number}") for number in range(40)))
+        attempts = rig.app.service.metrics.attempts
+    assert set(map(len, served)) == {1}
+    num_new = sum(one == {1} for one in served)
+    assert 2 <= num_new <= 14
+    assert attempts[CANARY] == 4 * num_new == sum(attempts.values()) - 4 * (40 - num_new)
+
+
+async def test_a_canary_that_fails_costs_no_request(run: Run) -> None:
+    broken = FakeInstance(
+        "decode", "new", behaviour=slow(0.0, fail_at=0, weights=1), identity={"weights_digest": CANARY}
+    )
+    picking = {"weights_shares": f"{CANARY}=1"}
+    async with run(prefill=0, decode=[*decodes(slow(0.0)), broken], picking=picking) as rig:
+        answers = [(await rig.generate(max_tokens=NUM_TOKENS)).ids() for _ in range(5)]
+    assert answers == [OF_BOTH[0]] * 5
+    assert broken.records

@@ -13,14 +13,17 @@ from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_model_folder
 from tests.router.rig import settings_of
 
+WEIGHTS = "3f9a2c" + "0" * 58
+
 
 class Background:
     """A router with an admin listener and its fakes, on a loop of its own: the command line blocks its thread."""
 
     def __init__(self, folder: Path) -> None:
         self.model_folder = write_model_folder(folder)
-        self.prefill = [FakeInstance("prefill", "prefill-0")]
-        self.decode = [FakeInstance("decode", "decode-0"), FakeInstance("decode", "decode-1")]
+        identity = {"weights_digest": WEIGHTS}
+        self.prefill = [FakeInstance("prefill", "prefill-0", identity=identity)]
+        self.decode = [FakeInstance("decode", f"decode-{number}", identity=identity) for number in (0, 1)]
         self.decode[1].behaviour.num_waiting, self.decode[1].behaviour.num_running = 1, 2
         self.address = self.admin_address = ""
         self._loop = asyncio.new_event_loop()

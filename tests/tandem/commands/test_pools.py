@@ -12,8 +12,8 @@ from protos.tandem.v1 import pools_pb2
 from tandem.cli import main
 from tandem.client import registry
 from tandem.client.registry import RunningStack, StackFolder
-from tandem.commands.pools import _pick_text
-from tests.tandem.commands.background import Background
+from tandem.commands.pools import _pick_text, _pools_table
+from tests.tandem.commands.background import WEIGHTS, Background
 
 pytestmark = pytest.mark.usefixtures("no_other_stack")
 
@@ -50,7 +50,15 @@ def test_programs_get_json(stack: Background) -> None:
     }
     last = answer["instances"][-1]
     assert (last["pool"], last["instance"], last["out"]) == ("decode", "decode-1", None)
+    assert last["weights"] == WEIGHTS
     assert (last["load"]["num_waiting"], last["load"]["draining"]) == (1, False)
+
+
+def test_instances_with_several_weights_show_them() -> None:
+    instances = [pools_pb2.PoolInstance(instance_id=name, weights_digest=name * 64) for name in ("a", "b", "")]
+    header, *rows = _pools_table(pools_pb2.ListPoolsResponse(instances=instances)).splitlines()[:4]
+    assert [line.split()[-1] for line in (header, *rows)] == ["WEIGHTS", "a" * 12, "b" * 12, "-"]
+    assert "WEIGHTS" not in _pools_table(pools_pb2.ListPoolsResponse(instances=instances[1:]))
 
 
 def test_it_finds_the_stack_that_runs_here(stack: Background) -> None:
