@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +18,9 @@ import yaml
 from helm_python import HelmError
 
 from helm.rendering import CHART, Manifest, read_values, render
+from tests.chart import kubectl
 from tests.chart.fake_kube.kinds import KINDS
-from tests.chart.rendered import EXAMPLES
+from tests.chart.rendered import EXAMPLES, deployment, of_kind
 from tests.test_docs import commands
 
 ROOT = CHART.parents[1]
@@ -103,16 +107,24 @@ def test_values_that_are_shown_render(number: int) -> None:
     assert render(shown()[number])
 
 
-def test_what_is_shown_and_is_no_values_file_is_the_overlay_of_kustomize() -> None:
+def test_what_is_shown_and_is_no_values_file_is_an_overlay_that_kubectl_builds(tmp_path: Path) -> None:
     (overlay,) = [one for one in blocks() if not one.keys() <= VALUES.keys()]
-    base = [one for path in (ROOT / "kustomize/base").glob("*.yaml") for one in yaml.safe_load_all(path.read_text())]
-    text = json.dumps(base)
-    for name in ("tandem-decode", "tandem-kv-key"):
-        assert json.dumps(name) in text
-    assert [one["name"] for one in (*overlay["replicas"], *overlay["secretGenerator"])] == [
-        "tandem-decode",
-        "tandem-kv-key",
-    ]
+    shutil.copytree(ROOT / "kustomize" / "base", tmp_path / "base")
+    folder = tmp_path / "overlays" / "llm"
+    folder.mkdir(parents=True)
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    (folder / "key").write_text("00")
+    command = [kubectl.program(), "kustomize", str(folder)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert built.returncode == 0, built.stderr
+    objects = list(yaml.safe_load_all(built.stdout))
+    assert {one["metadata"]["namespace"] for one in objects} == {"llm"}
+    decode = deployment(objects, "decode")["spec"]
+    assert decode["replicas"] == overlay["replicas"][0]["count"]
+    assert decode["template"]["spec"]["containers"][0]["image"] == "REGISTRY/tandem:0.1.0"
+    (secret,) = of_kind(objects, "Secret")
+    volumes = [one for one in decode["template"]["spec"]["volumes"] if "secret" in one]
+    assert [one["secret"]["secretName"] for one in volumes] == [secret["metadata"]["name"]]
 
 
 def test_values_that_are_named_are_there() -> None:

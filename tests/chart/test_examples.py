@@ -46,7 +46,7 @@ def needs(objects: Iterable[Manifest]) -> set[tuple[str, str]]:
     return found - made
 
 
-def told_needs(name: str) -> set[tuple[str, str]]:
+def documented_needs(name: str) -> set[tuple[str, str]]:
     """Of its header."""
     (line,) = re.findall(r"^# needs:(.*)$", EXAMPLES[name].read_text(), re.MULTILINE)
     return {(kind, its) for kind, _, its in (one.strip().partition("/") for one in line.split(",") if one.strip())}
@@ -61,7 +61,7 @@ def test_an_example_is_valid_and_needs_what_it_says(name: str) -> None:
     check_settings(objects)
     for policy_check in CHECKS:
         policy_check(name)
-    assert needs(objects) == told_needs(name)
+    assert needs(objects) == documented_needs(name)
 
 
 def given(kind: str, name: str) -> Object:
@@ -76,7 +76,7 @@ def given(kind: str, name: str) -> Object:
 def prepare(kube: FakeKube, name: str) -> None:
     """What the example needs is there, and what cert-manager makes of its Certificates."""
     issued = {("Secret", one["spec"]["secretName"]) for one in of_kind(manifests(name), "Certificate")}
-    for kind, needed in told_needs(name) | issued:
+    for kind, needed in documented_needs(name) | issued:
         kube.store.create(given(kind, needed))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -58,25 +57,3 @@ def test_kustomize_base_is_the_chart_without_helm() -> None:
     assert len(base) == len(released(chart))
     for role in ("prefill", "decode"):
         assert deployment(base, role)["spec"]["template"]["spec"] == deployment(chart, role)["spec"]["template"]["spec"]
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl builds the base; the tests above need none")
-def test_kubectl_builds_an_overlay_of_the_base(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "kustomize" / "base", tmp_path / "base")
-    overlay = tmp_path / "mine"
-    overlay.mkdir()
-    (overlay / "kustomization.yaml").write_text(
-        "namespace: llm\nresources: [../base]\n"
-        "images: [{name: tandem, newName: registry.example.com/tandem, newTag: 0.1.0}]\n"
-        "secretGenerator: [{name: tandem-kv-key, literals: [key=00], options: {disableNameSuffixHash: true}}]\n"
-        "replicas: [{name: tandem-decode, count: 3}]\n"
-    )
-    built = subprocess.run(
-        ["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert built.returncode == 0, built.stderr
-    objects = list(yaml.safe_load_all(built.stdout))
-    assert {one["metadata"]["namespace"] for one in objects} == {"llm"}
-    decode = deployment([one for one in objects if one["kind"] == "Deployment"], "decode")
-    assert decode["spec"]["replicas"] == 3
-    assert decode["spec"]["template"]["spec"]["containers"][0]["image"] == "registry.example.com/tandem:0.1.0"

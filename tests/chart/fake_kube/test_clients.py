@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ from tests.chart.fake_kube.helm_client import Helm
 from tests.chart.fake_kube.kinds import KINDS, Object
 from tests.chart.fake_kube.kubelet import PaperRuntime, named
 from tests.chart.fake_kube.workloads import is_ready
+from tests.chart.kubectl import program
 from tests.chart.rendered import NAMESPACE, manifests, pods
 
 DEPLOYMENT: Object = {
@@ -96,13 +94,6 @@ async def test_an_install_waits_for_pods_and_gives_up() -> None:
 # kubectl
 
 
-@asynccontextmanager
-async def kubectl_of(kube: FakeKube, folder: Path) -> AsyncIterator[Kubectl]:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed: https://kubernetes.io/docs/tasks/tools/")
-    yield Kubectl(kube, folder)
-
-
 class Kubectl:
     def __init__(self, kube: FakeKube, folder: Path) -> None:
         self._folder = folder
@@ -112,7 +103,7 @@ class Kubectl:
     async def __call__(self, *args: str, fails: bool = False) -> str:
         """What it writes."""
         process = await asyncio.create_subprocess_exec(
-            "kubectl",
+            program(),
             f"--kubeconfig={self._config}",
             *args,
             stdout=subprocess.PIPE,
@@ -130,12 +121,16 @@ class Kubectl:
 
 
 async def test_kubectl_applies_scales_waits_and_deletes(tmp_path: Path) -> None:
-    async with FakeKube() as kube, kubectl_of(kube, tmp_path) as kubectl:
+    async with FakeKube() as kube:
+        kubectl = Kubectl(kube, tmp_path)
         await kubectl.apply(DEPLOYMENT)
         await kubectl("rollout", "status", "deployment/web", "--timeout=30s")
         await kubectl("scale", "deployment/web", "--replicas=3")
         await kubectl("rollout", "status", "deployment/web", "--timeout=30s")
         assert len(kube.pods("web")) == 3
+        for verb, is_paused in (("pause", True), ("resume", False)):
+            await kubectl("rollout", verb, "deployment/web")
+            assert kube.store.get("Deployment", "web")["spec"].get("paused", False) is is_paused
         other = {**DEPLOYMENT, "spec": {**DEPLOYMENT["spec"], "minReadySeconds": 1}}
         await kubectl.apply(other)
         assert kube.store.get("Deployment", "web")["spec"]["replicas"] == 2
@@ -144,7 +139,8 @@ async def test_kubectl_applies_scales_waits_and_deletes(tmp_path: Path) -> None:
 
 
 async def test_kubectl_is_told_of_a_second_writer(tmp_path: Path) -> None:
-    async with FakeKube() as kube, kubectl_of(kube, tmp_path) as kubectl:
+    async with FakeKube() as kube:
+        kubectl = Kubectl(kube, tmp_path)
         await kubectl.apply(DEPLOYMENT, "--server-side")
         await kubectl("scale", "deployment/web", "--replicas=3")
         told = await kubectl.apply(DEPLOYMENT, "--server-side", fails=True)
@@ -154,7 +150,8 @@ async def test_kubectl_is_told_of_a_second_writer(tmp_path: Path) -> None:
 
 
 async def test_kubectl_is_told_of_a_field_that_there_is_not(tmp_path: Path) -> None:
-    async with FakeKube() as kube, kubectl_of(kube, tmp_path) as kubectl:
+    async with FakeKube() as kube:
+        kubectl = Kubectl(kube, tmp_path)
         wrong = {**DEPLOYMENT, "spec": {**DEPLOYMENT["spec"], "replica": 3}}
         assert "replica" in await kubectl.apply(wrong, fails=True)
         assert kube.store.find("Deployment", "web") is None
