@@ -26,9 +26,9 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
             monkeypatch.delenv(name)
         for name, value in process.environment.items():
             monkeypatch.setenv(name, value)
-        told: list[Settings] = []
-        settings_options(TREES[component])(told.append).main(process.args, standalone_mode=False)
-        (settings,) = told
+        parsed: list[Settings] = []
+        settings_options(TREES[component])(parsed.append).main(process.args, standalone_mode=False)
+        (settings,) = parsed
         return settings, process
 
     return read_one

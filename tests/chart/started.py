@@ -42,7 +42,7 @@ def started(spec: Manifest, objects: Sequence[Manifest], folder: Path, *, pod_ip
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     environment: dict[str, str] = {}
     for variable in container["env"]:
-        value = variable["value"] if "value" in variable else _told(variable["valueFrom"], container, pod_ip)
+        value = variable["value"] if "value" in variable else _by_downward_api(variable["valueFrom"], container, pod_ip)
         environment[variable["name"]] = _VARIABLE.sub(lambda found: environment[found[1]], value)
     args = list(container["args"])
     for path, volume in mounts.items():
@@ -51,8 +51,8 @@ def started(spec: Manifest, objects: Sequence[Manifest], folder: Path, *, pod_ip
     return Started(container["command"], args, environment, mounts)
 
 
-def _told(source: dict[str, Any], container: dict[str, Any], pod_ip: str) -> str:
-    """By the downward API."""
+def _by_downward_api(source: dict[str, Any], container: dict[str, Any], pod_ip: str) -> str:
+    """The value."""
     if "fieldRef" in source:
         return {"status.podIP": pod_ip, "metadata.name": "on-tandem-pod"}[source["fieldRef"]["fieldPath"]]
     reference = source["resourceFieldRef"]

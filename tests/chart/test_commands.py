@@ -63,11 +63,11 @@ def test_bundled_redis_asks_for_the_password_and_is_bounded(bundled: int) -> Non
 @pytest.mark.parametrize("component", ["router", "decode"])
 def test_download_brings_what_the_component_needs(component: str, tmp_path: Path) -> None:
     init = deployment(manifests("hub"), component)["spec"]["template"]["spec"]["initContainers"][0]
-    told = dict(arg.removeprefix("--").split("=") for arg in init["args"] if "include" not in arg)
+    options = dict(arg.removeprefix("--").split("=") for arg in init["args"] if "include" not in arg)
     files = {name: name.encode() for name in (*SMALL, "model.safetensors", "pytorch_model.bin", "README.md")}
     args = [arg.replace("--local-dir=", f"--local-dir={tmp_path}") for arg in init["args"]]
     program = Path(sys.executable).parent / init["command"][0]
-    with serving("Qwen/Qwen3-8B", told["revision"], files) as (address, fetched):
+    with serving("Qwen/Qwen3-8B", options["revision"], files) as (address, fetched):
         ended = subprocess.run(
             [str(program), *init["command"][1:], *args],
             env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_ENDPOINT": address},
@@ -78,5 +78,5 @@ def test_download_brings_what_the_component_needs(component: str, tmp_path: Path
         )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     wanted = {*SMALL, *([] if component == "router" else ["model.safetensors"])}
-    folder = Path(f"{tmp_path}{told['local-dir']}")
+    folder = Path(f"{tmp_path}{options['local-dir']}")
     assert set(fetched) == wanted == {path.name for path in folder.iterdir() if path.is_file()}

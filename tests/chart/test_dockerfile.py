@@ -78,7 +78,7 @@ def test_containers_commands_are_in_the_image(component: str, built: Build) -> N
 
 def test_image_generates_with_the_model_that_the_chart_names(built: Build) -> None:
     folder = built.root / "models" / "demo"
-    told = run(
+    printed = run(
         built,
         "python",
         "-c",
@@ -86,7 +86,7 @@ def test_image_generates_with_the_model_that_the_chart_names(built: Build) -> No
         f"print(LLM(model={str(folder)!r}, num_blocks=64)"
         ".generate(['Once upon a time'], SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0].text)",
     )
-    origin, _, text = told.partition("\n")
+    origin, _, text = printed.partition("\n")
     assert origin.startswith(str(built.root))
     assert len(text.split()) > 3
 

@@ -154,8 +154,8 @@ async def metric(found: Secured, component: str, name: str) -> float:
 async def test_only_those_who_are_known_are_served(tmp_path: Path) -> None:
     async with secured(tmp_path) as found:
         # `helm test`, by the router's Service, with the certificate and the token that the chart gives it.
-        told = await found.helm.test("on", timeout_s=WAIT_S)
-        assert "16 tokens" in told["logs"]
+        tested = await found.helm.test("on", timeout_s=WAIT_S)
+        assert "16 tokens" in tested["logs"]
         assert await metric(found, "decode", "tandem_kv_external_tokens_total") > 0
         assert await metric(found, "decode", "tandem_kv_recomputed_blocks_total") == 0
 

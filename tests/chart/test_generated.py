@@ -23,7 +23,7 @@ def test_schema_readme_dashboard_base_and_goldens_are_up_to_date() -> None:
     assert [str(path.relative_to(ROOT)) for path in generate.stale()] == [], HOW
 
 
-def test_a_stale_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = shutil.copytree(generate.GOLDEN, tmp_path / "golden")
     (copied / "default.yaml").write_text("changed")
     (copied / "gone.diff").write_text("of a values file that is no more")

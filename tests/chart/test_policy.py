@@ -97,7 +97,7 @@ def test_a_digest_pins_each_image() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_probes_tell_liveness_from_readiness(name: str) -> None:
+def test_probes_distinguish_liveness_from_readiness(name: str) -> None:
     for component in COMPONENTS:
         container = deployment(manifests(name), component)["spec"]["template"]["spec"]["containers"][0]
         ports = {one["name"]: one["containerPort"] for one in container["ports"]}
@@ -143,7 +143,7 @@ def test_sizes_are_written_where_values_name_them_and_no_autoscaler_does(name: s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nobody_holds_a_token_without_need(name: str) -> None:
+def test_no_pod_holds_a_token_without_need(name: str) -> None:
     for pod in pods(manifests(name)):
         component = component_of(pod.owner)
         needs_one = component == "sizes" or (name in ASKING and component == "router")

@@ -263,10 +263,10 @@ def test_pools_of_vllm_may_differ_in_what_is_no_part_of_the_identity() -> None:
 
 def test_every_value_has_a_line_above_it() -> None:
     text = (CHART / "values.yaml").read_text()
-    told = {value.path for value in documented(text)}
+    explained = {value.path for value in documented(text)}
     for path in _leaves(read_values(CHART / "values.yaml")):
         above = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
-        assert told & {path, *above}, path
+        assert explained & {path, *above}, path
 
 
 def test_numbers_of_bytes_stay_whole() -> None:

@@ -51,11 +51,11 @@ def project_tls(folder: Path, version: str, authority: StackCa) -> Issued:
 @pytest.mark.parametrize("name", NAMES)
 def test_files_are_mounted_where_the_settings_name_them(name: str, component: str, read: Read) -> None:
     settings, process = read(manifests(name), component)
-    told = [settings.tls.cert_file, settings.tls.key_file, settings.tls.ca_file]
-    assert all(told) is any(told) is (name in ENCRYPTED)
+    files = [settings.tls.cert_file, settings.tls.key_file, settings.tls.ca_file]
+    assert all(files) is any(files) is (name in ENCRYPTED)
     if component == "router" and name == "secure":
-        told += [settings.auth.tokens_file, settings.auth.admin_tokens_file]
-    assert all(process.has(str(path)) for path in told if path is not None)
+        files += [settings.auth.tokens_file, settings.auth.admin_tokens_file]
+    assert all(process.has(str(path)) for path in files if path is not None)
 
 
 @pytest.mark.parametrize("component", ["prefill", "decode"])
@@ -68,7 +68,7 @@ def test_instances_let_in_those_whom_the_certificates_name(component: str, read:
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_names_of_ones_own_are_told_to_everybody(component: str, read: Read) -> None:
+def test_names_of_ones_own_reach_every_component(component: str, read: Read) -> None:
     settings, _ = read(manifests("tls"), component)
     assert settings.tls.peer_name == "tandem-instance"
     assert settings.tls.client_names == (() if component == "router" else ("tandem-router", "tandem-instance"))
@@ -125,9 +125,9 @@ def test_kubelet_finds_plaintext_health_in_both_families(component: str, pod_ip:
 def test_each_file_of_tokens_may_be_alone(admin: str, read: Read) -> None:
     auth: dict[str, Any] = {"existingSecret": "tenants", "existingSecretAdminTokensKey": admin}
     settings, process = read(render({"auth": {**auth, **({"existingSecretTokensKey": ""} if admin else {})}}), "router")
-    told = [path for path in (settings.auth.tokens_file, settings.auth.admin_tokens_file) if path is not None]
-    assert [path.name for path in told] == ["admin-tokens" if admin else "tokens"]
-    assert process.has(str(told[0]))
+    files = [path for path in (settings.auth.tokens_file, settings.auth.admin_tokens_file) if path is not None]
+    assert [path.name for path in files] == ["admin-tokens" if admin else "tokens"]
+    assert process.has(str(files[0]))
 
 
 def test_a_renewed_certificate_is_taken_from_a_mounted_secret(tmp_path: Path) -> None:

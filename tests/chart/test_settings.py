@@ -123,7 +123,7 @@ def test_autoscaler_owns_the_workloads_that_the_chart_makes(name: str, read: Rea
     assert settings.kubernetes.workloads == (made if name in SCALING else {})
 
 
-def test_autoscaler_is_told_its_bounds_and_objectives(read: Read) -> None:
+def test_autoscaler_gets_its_bounds_and_objectives(read: Read) -> None:
     settings, _ = read(manifests("autoscaling"), "router")
     prefill, decode = settings.autoscaler.prefill, settings.autoscaler.decode
     assert (prefill.min_size, prefill.max_size, prefill.ttft_objective_s) == (1, 4, 0.5)
@@ -136,7 +136,7 @@ def test_autoscaler_is_told_its_bounds_and_objectives(read: Read) -> None:
 
 
 @pytest.mark.parametrize("name", ["redis", "nixl-redis"])
-def test_bundled_redis_is_at_the_address_that_is_told(name: str, read: Read) -> None:
+def test_bundled_redis_is_at_the_address_of_the_settings(name: str, read: Read) -> None:
     settings, _ = read(manifests(name), "decode")
     address = RedisAddress.parse(settings.transfer.url)
     ((host, port),) = address.hosts
@@ -246,7 +246,7 @@ def test_vllm_without_a_gpu_gets_blocks_and_memory_that_its_kernels_take(read: R
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_memory_is_measured_on_gpus_and_told_on_cpus(name: str, read: Read) -> None:
+def test_memory_is_measured_on_gpus_and_set_on_cpus(name: str, read: Read) -> None:
     """An instance measures its node's memory, not its pod's limit."""
     for role in ("prefill", "decode"):
         engine = read(manifests(name), role)[0].engine

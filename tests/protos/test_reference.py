@@ -78,8 +78,8 @@ def test_everything_on_the_wire_is_on_the_page(file: FileDescriptor) -> None:
 
 def test_types_are_told_as_a_reader_needs_them() -> None:
     def type_of(message: str, field: str) -> str:
-        [told] = re.findall(rf"^\| `{field}` \| \d+ \| (.*?) \| ", section(message), re.MULTILINE)
-        return str(told)
+        [documented] = re.findall(rf"^\| `{field}` \| \d+ \| (.*?) \| ", section(message), re.MULTILINE)
+        return str(documented)
 
     assert type_of("tandem.v1.SamplingParams", "logit_bias") == "map of int64 to double"
     assert type_of("tandem.v1.SamplingParams", "temperature") == "optional double"
@@ -105,8 +105,8 @@ def codes(error: type[ServiceError]) -> set[str]:
 
 def test_statuses_are_those_that_services_answer() -> None:
     """Written as `- STATUS: when`; a list may share one line's reason."""
-    told = re.findall(r"^- ((?:[A-Z_]+(?:, )?)+): \S", PAGE, re.MULTILINE)
-    named = {name for names in told for name in names.split(", ")}
+    documented = re.findall(r"^- ((?:[A-Z_]+(?:, )?)+): \S", PAGE, re.MULTILINE)
+    named = {name for names in documented for name in names.split(", ")}
     assert named <= codes(ServiceError)
     assert named <= {code.name for code in grpc.StatusCode}
     common = PAGE.partition("\n## tandem/v1/common.proto\n")[2].partition('<a id="')[0]

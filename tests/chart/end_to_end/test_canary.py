@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NUM_TOKENS = 24
 NUM_CLIENTS = 2
 """Of up to two streams: the one new instance has room for all."""
-NUM_SHARED = 60
+NUM_SHARED = 40
 OF_OLD = 0.2
 POOLS = ("prefill", "decode")
 

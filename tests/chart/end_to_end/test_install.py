@@ -43,8 +43,8 @@ async def test_a_release_generates_and_leaves_nothing(checkpoint: Path) -> None:
         assert [is_ready(pod) for pod in release.pods()] == [True] * 3
         assert len(release.kube.processes.left) >= 3
         await assert_probed_with_its_connections_used_up(release)
-        told = await release.helm.test(RELEASE, timeout_s=WAIT_S)
-        assert expected.outputs[0].text in told["logs"]
+        tested = await release.helm.test(RELEASE, timeout_s=WAIT_S)
+        assert expected.outputs[0].text in tested["logs"]
         await release.helm.uninstall(RELEASE, timeout_s=WAIT_S)
         await release.assert_nothing_is_left()
         assert len(release.kube.processes.ends) == 3

@@ -31,8 +31,8 @@ def document(path: str, minor: str) -> Any | None:
 
 
 def _version(minor: str) -> dict[str, str]:
-    told = {"major": "1", "minor": minor, "gitVersion": f"v1.{minor}.0", "platform": "linux/amd64"}
-    return {**told, "gitCommit": "", "gitTreeState": "clean", "buildDate": "", "goVersion": "", "compiler": ""}
+    fields = {"major": "1", "minor": minor, "gitVersion": f"v1.{minor}.0", "platform": "linux/amd64"}
+    return {**fields, "gitCommit": "", "gitTreeState": "clean", "buildDate": "", "goVersion": "", "compiler": ""}
 
 
 def _root(kind: Kind) -> str:
@@ -63,12 +63,12 @@ def _resources(kinds: list[Kind]) -> dict[str, Any]:
     resources: list[dict[str, Any]] = []
     for kind in kinds:
         named = {"singularName": kind.kind.lower(), "shortNames": _SHORT.get(kind.plural, [])}
-        told = {"name": kind.plural, "namespaced": kind.namespaced, "kind": kind.kind, "verbs": _VERBS}
-        resources.append({**told, **named})
+        fields = {"name": kind.plural, "namespaced": kind.namespaced, "kind": kind.kind, "verbs": _VERBS}
+        resources.append({**fields, **named})
         for subresource in kind.subresources:
             scale = {"group": "autoscaling", "version": "v1", "kind": "Scale"} if subresource == "scale" else {}
             below = {"name": f"{kind.plural}/{subresource}", "singularName": "", "verbs": ["get", "patch", "update"]}
-            resources.append({**told, **below, **scale})
+            resources.append({**fields, **below, **scale})
     version = kinds[0].group_version
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
 

@@ -48,8 +48,8 @@ def _write(store: Store, service: Object, number: int, endpoints: list[Any], fou
         "labels": {SERVICE_NAME: service["metadata"]["name"]},
         "ownerReferences": owned_by(service),
     }
-    told = {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "metadata": metadata, "addressType": "IPv4"}
-    store.create({**told, **content}, service["metadata"]["namespace"])
+    head = {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "metadata": metadata, "addressType": "IPv4"}
+    store.create({**head, **content}, service["metadata"]["namespace"])
 
 
 def _port(port: Object) -> Object:

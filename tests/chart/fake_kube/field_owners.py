@@ -79,13 +79,15 @@ class Owners:
 
 
 def _conflict(manifest: Object, conflicts: dict[Path, Manager]) -> Refused:
-    told = [f"conflict with {owner} using {manifest['apiVersion']}: {_text(path)}" for path, owner in conflicts.items()]
+    messages = [
+        f"conflict with {owner} using {manifest['apiVersion']}: {_text(path)}" for path, owner in conflicts.items()
+    ]
     causes = [
         {"reason": "FieldManagerConflict", "message": f"conflict with {owner}", "field": _text(path)}
         for path, owner in conflicts.items()
     ]
-    plural = "conflict" if len(told) == 1 else "conflicts"
-    return Refused(409, "Conflict", f"Apply failed with {len(told)} {plural}: {'; '.join(told)}", causes=causes)
+    plural = "conflict" if len(messages) == 1 else "conflicts"
+    return Refused(409, "Conflict", f"Apply failed with {len(messages)} {plural}: {'; '.join(messages)}", causes=causes)
 
 
 def leaves(found: Object) -> dict[Path, Any]:

@@ -124,8 +124,8 @@ class Kubelet:
         if self._now(pod) is not None:
             conditions = [{"type": kind, "status": str(ready)} for kind in ("Ready", "ContainersReady")]
             names = [container["name"] for container in pod["spec"]["containers"]]
-            told = {"ready": ready, "restartCount": num_restarts, "image": "", "imageID": ""}
-            containers = [{"name": name, **told} for name in names]
+            status = {"ready": ready, "restartCount": num_restarts, "image": "", "imageID": ""}
+            containers = [{"name": name, **status} for name in names]
             self._tell(pod, conditions=conditions, containerStatuses=containers)
 
     def _tell(self, pod: Object, **status: object) -> Object:

@@ -84,9 +84,9 @@ class ApiServer:
         user = self._users.get(token) if scheme.lower() == "bearer" else None
         if user is None:
             raise Refused(401, "Unauthorized", "Unauthorized")
-        told = discovery.document(request.path, self._minor)
-        if told is not None:
-            return web.json_response(told)
+        answer = discovery.document(request.path, self._minor)
+        if answer is not None:
+            return web.json_response(answer)
         place = place_of(request.path)
         verb = _verb(request, place)
         rights.check(self._store, user, verb, place)
@@ -126,9 +126,9 @@ class ApiServer:
 
     def _list(self, interest: Interest) -> Object:
         kind = interest.kind
-        told = {"kind": f"{kind.kind}List", "apiVersion": kind.group_version}
+        answer = {"kind": f"{kind.kind}List", "apiVersion": kind.group_version}
         metadata = {"resourceVersion": str(self._store.revision)}
-        return {**told, "metadata": metadata, "items": interest.listed(self._store)}
+        return {**answer, "metadata": metadata, "items": interest.listed(self._store)}
 
     def _deleted(self, request: web.Request, place: Place, body: Object) -> Object:
         grace = body.get("gracePeriodSeconds", request.query.get("gracePeriodSeconds"))
@@ -162,8 +162,8 @@ class ApiServer:
     async def _tell(
         self, response: web.StreamResponse, interest: Interest, query: dict[str, str], *, from_list: bool
     ) -> None:
-        async for told in watched(self._store, interest, query, from_list=from_list):
-            await response.write(json.dumps(told).encode() + b"\n")
+        async for answer in watched(self._store, interest, query, from_list=from_list):
+            await response.write(json.dumps(answer).encode() + b"\n")
 
 
 def _verb(request: web.Request, place: Place) -> str:

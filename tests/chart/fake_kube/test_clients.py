@@ -138,18 +138,18 @@ async def test_kubectl_applies_scales_waits_and_deletes(tmp_path: Path) -> None:
         await kube.until(lambda store: not store.all("Pod"))
 
 
-async def test_kubectl_is_told_of_a_second_writer(tmp_path: Path) -> None:
+async def test_kubectl_shows_a_second_writer(tmp_path: Path) -> None:
     async with FakeKube() as kube:
         kubectl = Kubectl(kube, tmp_path)
         await kubectl.apply(DEPLOYMENT, "--server-side")
         await kubectl("scale", "deployment/web", "--replicas=3")
-        told = await kubectl.apply(DEPLOYMENT, "--server-side", fails=True)
-        assert 'conflict with "kubectl" with subresource "scale" using apps/v1: .spec.replicas' in told
+        output = await kubectl.apply(DEPLOYMENT, "--server-side", fails=True)
+        assert 'conflict with "kubectl" with subresource "scale" using apps/v1: .spec.replicas' in output
         await kubectl.apply(DEPLOYMENT, "--server-side", "--force-conflicts")
         assert kube.store.get("Deployment", "web")["spec"]["replicas"] == 2
 
 
-async def test_kubectl_is_told_of_a_field_that_there_is_not(tmp_path: Path) -> None:
+async def test_kubectl_shows_a_field_that_does_not_exist(tmp_path: Path) -> None:
     async with FakeKube() as kube:
         kubectl = Kubectl(kube, tmp_path)
         wrong = {**DEPLOYMENT, "spec": {**DEPLOYMENT["spec"], "replica": 3}}

@@ -102,9 +102,9 @@ async def known_instances(app: RouterApp, session: str) -> set[str]:
     """Instances that `pools explain` prefers at this router for the session."""
     async with open_channel(str(app.admin_address)) as channel:
         stub = pools_pb2_grpc.PoolsServiceStub(channel)
-        told = await stub.ExplainPick(pools_pb2.ExplainPickRequest(session=session), timeout=TIMEOUT_S)
-    known = [(one, part.value) for one in told.decode for part in one.parts if part.scorer == "session"]
-    assert len(known) == len(told.decode)
+        explained = await stub.ExplainPick(pools_pb2.ExplainPickRequest(session=session), timeout=TIMEOUT_S)
+    known = [(one, part.value) for one in explained.decode for part in one.parts if part.scorer == "session"]
+    assert len(known) == len(explained.decode)
     is_known = len({value for _, value in known}) > 1
     return {one.instance_id for one, value in known if is_known and value == 0.0 and one.picked}
 
