@@ -23,6 +23,14 @@ WARNINGS: dict[str, tuple[dict[str, Any], str]] = {
     "who sizes": ({"autoscaling": {"mode": "builtin", "decode": {"maxReplicas": 6}}}, "decode 1 to 6"),
     "readable tokens": ({"auth": {"existingSecret": "tenants"}}, "tokens are sent in plaintext"),
     "a test without a token": ({"auth": {"existingSecret": "tenants"}}, "test.existingSecret"),
+    "a hub out of reach": (
+        {"model": {"source": "hub", "hub": {"id": "a/b"}}, "networkPolicy": {"restrictEgress": True}},
+        "blocks the hub",
+    ),
+    "a collector out of reach": (
+        {"tracing": {"otlp": "otel:4317"}, "networkPolicy": {"restrictEgress": True}},
+        "blocks the collector otel:4317. Name its pods in tracing.peers",
+    ),
     "an API server out of reach": (
         {"discovery": "endpoints", "networkPolicy": {"restrictEgress": True}},
         "blocks the API server",

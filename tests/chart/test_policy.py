@@ -13,7 +13,9 @@ import pytest
 
 from helm.golden import ci_files
 from helm.rendering import CHART, read_values, render
+from kv_transfer.stores.redis.address import RedisAddress
 from protos.tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
+from router.pools.discovery import parse_targets
 from tests.chart.rendered import (
     ASKING,
     COMPONENTS,
@@ -26,6 +28,7 @@ from tests.chart.rendered import (
     pods,
     released,
 )
+from tests.chart.started import Read
 
 ADDED_CAPABILITIES = {"nixl-redis": {"IPC_LOCK"}, "everything": {"IPC_LOCK"}, "rdma": {"IPC_LOCK"}}
 """By ci/ file or example: what it asks for beside the restricted profile."""
@@ -286,6 +289,55 @@ def test_a_key_that_is_there_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("helm.rendering.render_text", lambda *_, **__: {"a.yaml": "a: 1\nb: 2\na: 3\n"})
     with pytest.raises(ValueError, match=r"\['a'\] twice"):
         render({})
+
+
+COLLECTOR = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "observability"}}}]
+RESTRICTED = {
+    "connector": {"name": "nixl,redis"},
+    "discovery": "endpoints",
+    "networkPolicy": {
+        "restrictEgress": True,
+        "egress": [{"to": [{"ipBlock": {"cidr": "10.0.0.1/32"}}], "ports": [{"protocol": "TCP", "port": 6443}]}],
+    },
+    "tracing": {"otlp": "otel-collector.observability:4317", "peers": COLLECTOR},
+}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_restricted_pod_reaches_what_its_settings_name_and_nothing_else(component: str, read: Read) -> None:
+    """The names that its settings have are those of Services; rules have the pods behind these."""
+    objects = render(RESTRICTED, release="on")
+    settings, _ = read(objects, component)
+    (policy,) = (one for one in of_kind(objects, "NetworkPolicy") if component_of(one) == component)
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    rules = policy["spec"]["egress"]
+    dns, *others = rules
+    assert {(one["protocol"], one["port"]) for one in dns["ports"]} == {
+        (protocol, port) for protocol in ("UDP", "TCP") for port in (53, 5353)
+    }
+    if component == "router":
+        targets = [settings.pools.prefill, settings.pools.decode, settings.signals.routers]
+        named = {(one.host, one.port) for target in targets for one in parse_targets(target)}
+    else:
+        store = RedisAddress.parse(settings.transfer.url).hosts
+        named = {*store, *((f"on-tandem-{pool}", settings.server.port) for pool in ("prefill", "decode"))}
+    services = {one["metadata"]["name"]: one for one in of_kind(objects, "Service")}
+    called = {(component_of(services[name]), port) for name, port in named}
+    reached = set()
+    for rule in others:
+        peers = [one["podSelector"]["matchLabels"] for one in rule["to"] if "podSelector" in one]
+        ports = {one["port"] for one in rule.get("ports", ())}
+        for service in services.values():
+            if service["spec"]["selector"] in peers:
+                offered = {port["port"] for port in service["spec"]["ports"]}
+                reached |= {(component_of(service), port) for port in ports or offered}
+    assert called <= reached
+    assert {peer for peer, _ in reached} == {"prefill", "decode", "router" if component == "router" else "redis"}
+    beyond = [one for one in others if not any("podSelector" in peer for peer in one["to"])]
+    assert beyond == [
+        {"to": COLLECTOR, "ports": [{"protocol": "TCP", "port": 4317}]},
+        *RESTRICTED["networkPolicy"]["egress"],
+    ]
 
 
 def test_operators_reach_an_admin_listener_that_is_no_loopback_and_others_do_not() -> None:

@@ -285,6 +285,17 @@ def test_prompt_of_helm_test_crosses_both_pools(read: Read) -> None:
     assert len(tokenizer.encode(pod["spec"]["containers"][0]["args"][0])) > router.disaggregation.min_tokens
 
 
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_collector_gets_the_spans_of_every_component(component: str, read: Read) -> None:
+    otlp = {"tracing": {"otlp": "otel-collector.observability:4317"}}
+    assert str(read(render(otlp), component)[0].tracing.otlp) == otlp["tracing"]["otlp"]
+    assert read(manifests("default"), component)[0].tracing.otlp is None
+    owner = "router" if component == "router" else "instance"
+    own = {owner: {"settings": {"tracing": {"otlp": "127.0.0.1:4317", "sample": 0.1}}}}
+    tracing = read(render({**otlp, **own}), component)[0].tracing
+    assert (str(tracing.otlp), tracing.sample) == ("127.0.0.1:4317", 0.1)
+
+
 def test_a_wrong_setting_is_seen(read: Read) -> None:
     """Or the tests above prove nothing: one that got past the schema is refused by the parser."""
     objects = render({})

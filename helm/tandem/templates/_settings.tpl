@@ -37,6 +37,7 @@ ipFamilies: {{ toJson . }}
   "server" (dict "port" (include "tandem.grpcPort" $root | int))
   "transfer" (include "tandem.transferSettings" $root | fromYaml)
   "log" (dict "format" "json") -}}
+{{- with $root.Values.tracing.otlp }}{{ $_ := set $decided "tracing" (dict "otlp" .) }}{{ end -}}
 {{- $decided = mustMergeOverwrite $decided (include "tandem.securitySettings" . | fromYaml) -}}
 {{- $device := dig "engine" "device" (ternary "cuda" "cpu" (gt (.spec.gpu.count | int) 0)) .spec.settings -}}
 {{- $_ := set $decided "engine" (mustMerge (dict "device" $device) (include "tandem.engineSettings" . | fromYaml)) -}}
@@ -58,6 +59,7 @@ ipFamilies: {{ toJson . }}
   "pools" (dict "prefill" (printf $target "prefill") "decode" (printf $target "decode"))
   "signals" (dict "routers" (printf "%s:%s-routers:%s" $scheme (include "tandem.fullname" $root) (include "tandem.signalsPort" $root)))
   "log" (dict "format" "json") -}}
+{{- with $root.Values.tracing.otlp }}{{ $_ := set $decided "tracing" (dict "otlp" .) }}{{ end -}}
 {{- $decided = mustMergeOverwrite $decided (include "tandem.securitySettings" . | fromYaml) -}}
 {{- if $root.Values.tls.enabled }}{{ $_ := set $decided.signals "router_name" (include "tandem.routerName" $root) }}{{ end -}}
 {{- if eq $root.Values.autoscaling.mode "builtin" -}}
