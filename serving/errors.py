@@ -23,6 +23,7 @@ traceback goes to the log, and none of it to the client. `from_rpc_error` turns 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -39,6 +40,8 @@ _MAX_VIOLATION_BYTES = 256
 _DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _CRASHED_KEY = "tandem-crashed"
+_REQUEST_ID = re.compile(r" \(request id [^()]*\)$")
+"""As `status_text` adds it."""
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 
@@ -180,9 +183,10 @@ _BY_CODE = {kind.code: kind for kind in (*_PLAIN, Unsupported, DeadlineExceeded,
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
-    """A peer's status as a ServiceError, to be raised `from error`. The texts of UNAVAILABLE and INTERNAL are dropped:
+    """A peer's status as a ServiceError, to be raised `from error`, without the request's id, which this process adds
+    to its own answer. The texts of UNAVAILABLE and INTERNAL are dropped:
     gRPC writes addresses into them."""
-    message = error.details() or error.code().name.lower()
+    message = _REQUEST_ID.sub("", error.details() or error.code().name.lower())
     violations: list[FieldViolation] = []
     retry_after_s: float | None = None
     for key, value in error.trailing_metadata() or ():

@@ -54,6 +54,13 @@ async def test_a_request_without_an_id_gets_one(rigs: Rigs) -> None:
     assert len(minted) == 32
 
 
+async def test_a_peers_error_that_is_passed_on_has_one_request_id(rigs: Rigs) -> None:
+    """The peer's own goes with it: the process that passes the error on names the request as its caller does."""
+    rig = await rigs.start()
+    back = from_rpc_error(await rig.refusal("invalid", metadata=((REQUEST_ID_KEY, "req-7"),)))
+    assert status_text(back, "mine") == "sampling.temperature: nan is not finite; allowed: 0..2 (request id mine)"
+
+
 async def test_a_full_house_says_when_to_come_back(rigs: Rigs) -> None:
     rig = await rigs.start()
     error = await rig.refusal("full")
