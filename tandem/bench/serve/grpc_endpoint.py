@@ -56,6 +56,10 @@ class GrpcEndpoint:
             info = await next(self._stubs).GetModelInfo(request, timeout=_SERVED_TIMEOUT_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
             raise _failed(error, await asyncio.to_thread(explain, error, self._address, self._credentials)) from None
+        if self._model not in ("", info.model):
+            raise RequestFailed(
+                "NOT_FOUND", f"--model {self._model}: {self.name} serves {info.model}; omit --model, or give this name"
+            )
         return ServedModel(info.model, info.max_model_len, info.vocab_size, frozenset(info.eos_token_ids))
 
     async def generate(self, request: PlannedRequest, on_tokens: OnTokens) -> Answer:

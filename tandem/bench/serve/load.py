@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,6 +31,8 @@ from tandem.bench.serve.workload import Workload
 DEFAULT_TIMEOUT_S = 600.0
 _LAG_INTERVAL_S = 0.01
 _WARM_UP_CONCURRENCY = 4
+_REQUEST_ID = re.compile(r" \(request id [^()]*\)")
+"""In errors, which are otherwise equal."""
 
 
 @dataclass(slots=True)
@@ -230,7 +233,7 @@ async def run_sweep(
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), sweep.pause_s)
         if tried and not stop.is_set() and not any(record.succeeded for record in tried):
-            errors = "; ".join(dict.fromkeys(record.error for record in tried))
+            errors = "; ".join(dict.fromkeys(_REQUEST_ID.sub("", record.error) for record in tried))
             raise WarmUpFailed(f"none of the {len(tried)} requests of the warm-up succeeded: {errors}", points)
         if stop.is_set():
             break

@@ -114,7 +114,8 @@ class FakeTandem(_Server, generation_pb2_grpc.GenerationServiceServicer):
         assert request.sampling.ignore_eos
         try:
             if behaviour.refuse:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the house is full")
+                details = f"the house is full (request id {self.num_requests})"
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
             async for begin, count in self._paced(behaviour, num_tokens):
                 if behaviour.fail_at is not None and begin >= behaviour.fail_at:
                     await context.abort(grpc.StatusCode.INTERNAL, "the engine is gone")

@@ -143,8 +143,16 @@ async def test_when_nothing_answers_the_warm_up_no_load_is_sent() -> None:
     async with FakeTandem(Behaviour(refuse=True)) as server:
         status, _, errors = await bench("--address", server.address)
     assert status == 1
-    assert "none of the 4 requests of the warm-up succeeded: RESOURCE_EXHAUSTED: the house is full" in errors
+    assert "none of the 4 requests of the warm-up succeeded: RESOURCE_EXHAUSTED: the house is full\n" in errors
     assert server.num_requests == 4
+
+
+async def test_another_model_is_refused_once_and_before_any_request() -> None:
+    async with FakeTandem() as server:
+        status, _, errors = await bench("--address", server.address, "--model", "x")
+    assert (status, server.num_requests) == (1, 0)
+    refusal = f"Error: --model x: Tandem at {server.address} (gRPC) serves fake; omit --model, or give this name"
+    assert errors.strip().splitlines() == [refusal]
 
 
 async def test_an_endpoint_that_stops_between_two_rates_leaves_the_figures_of_the_first(tmp_path: Path) -> None:
