@@ -47,6 +47,11 @@ def test_links_and_anchors_resolve(name: str) -> None:
         assert not anchor or anchor in anchors(target), f"{name}: {target.name} has no heading #{anchor}"
 
 
+def test_examples_in_python_find_the_stack_of_this_machine_by_themselves() -> None:
+    """`tandem up` chooses a port that is free."""
+    assert not [name for name, page in PAGES.items() if re.search(r"Client\(\"(127|localhost)", page.read_text())]
+
+
 def commands(text: str, wanted: re.Pattern[str] = _OURS) -> Iterator[list[str]]:
     """The words of each shell command in a page's console blocks, of lines with `wanted`; where a block has prompts,
     the rest is output. Two spaces begin an explanation, as in the commands' help."""

@@ -164,7 +164,7 @@ def test_errors_name_what_is_wrong(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize(("language", "code"), EXAMPLES, ids=[f"{kind}-{i}" for i, (kind, _) in enumerate(EXAMPLES)])
 def test_the_pages_examples_run(rig: Rig, language: str, code: str) -> None:
-    code = code.replace("127.0.0.1:8000", str(rig.stack.http_address)).replace("127.0.0.1:50051", rig.address)
+    code = code.replace("127.0.0.1:8000", str(rig.stack.http_address)).replace("Client()", f"Client({rig.address!r})")
     command = [sys.executable, "-c", code] if language == "python" else ["bash", "-euo", "pipefail", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "NO_PROXY": "*"})
     assert done.returncode == 0, done.stderr
