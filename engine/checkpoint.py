@@ -81,7 +81,7 @@ def _download(model: str, revision: str | None) -> Path:
     except ImportError:
         raise ModelNotFound(
             f"model {model!r}: there is no such folder here, and fetching it from the hub needs a package: "
-            "pip install '.[hub]'"
+            "pip install -c constraints.txt -e '.[hub]' in the checkout"
         ) from None
     try:
         return Path(hub.snapshot_download(model, revision=revision, allow_patterns=_NEEDED))

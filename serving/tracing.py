@@ -197,6 +197,7 @@ class StageSpans(Stages):
 
 _log = logging.getLogger(__name__)
 _OTLP_TIMEOUT_S = 2  # per batch
+_INSTALL = "pip install -c constraints.txt -e '.[tracing]' in the checkout"
 
 
 class TracingSettings(Section):
@@ -221,7 +222,7 @@ def exporting_spans(settings: TracingSettings, service: str) -> Iterator[None]:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
     except ModuleNotFoundError:
-        raise SettingsError("tracing: needs OpenTelemetry's SDK: pip install '.[tracing]'") from None
+        raise SettingsError(f"tracing: needs OpenTelemetry's SDK: {_INSTALL}") from None
     provider = TracerProvider(
         resource=Resource.create({"service.name": service}),
         sampler=ParentBasedTraceIdRatio(settings.sample),
@@ -256,6 +257,6 @@ def _otlp_exporter(address: str) -> SpanExporter:
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ModuleNotFoundError:
-        raise SettingsError("tracing.otlp needs OpenTelemetry's exporter: pip install '.[tracing]'") from None
+        raise SettingsError(f"tracing.otlp needs OpenTelemetry's exporter: {_INSTALL}") from None
     _log.info("spans go to %s", address)
     return OTLPSpanExporter(endpoint=f"http://{address}", insecure=True, timeout=_OTLP_TIMEOUT_S)

@@ -35,7 +35,8 @@ def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
         import engine.models.transformers_backend as transformers_backend
     except ImportError:
         raise UnsupportedModel(
-            f"{native_error}the transformers backend is not installed; it runs most decoders: pip install '.[models]'"
+            f"{native_error}the transformers backend is not installed; it runs most decoders: "
+            "pip install -c constraints.txt -e '.[models]' in the checkout"
         ) from None
     return transformers_backend.read_config(folder)
 

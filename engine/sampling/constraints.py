@@ -30,7 +30,7 @@ _MAX_GROUPS = 100
 MAX_WHITESPACE = 16
 """Between two elements of JSON: a model that may write spaces for ever sometimes does."""
 
-INSTALL_XGRAMMAR = "pip install -c constraints.txt '.[structured-output]' in the checkout"
+INSTALL_XGRAMMAR = "pip install -c constraints.txt -e '.[structured-output]' in the checkout"
 
 CONSTRAINTS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag")
 """The fields of SamplingParams of which at most one may be set."""

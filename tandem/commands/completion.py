@@ -5,9 +5,11 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from tandem.commands.options import Choice
+
 
 @click.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(context: click.Context, shell: str) -> None:
     """Print the script that completes `tandem` in a SHELL.

@@ -155,7 +155,7 @@ def check_packages() -> Iterator[Finding]:
 def check_extras() -> Iterator[Finding]:
     for module, purpose, extra in _EXTRAS:
         if importlib.util.find_spec(module) is None:
-            install = f"pip install -c constraints.txt '.[{extra}]' in the checkout"
+            install = f"pip install -c constraints.txt -e '.[{extra}]' in the checkout"
             yield Finding("warn", module, f"not installed; only needed for {purpose}", install)
         else:
             yield Finding("ok", module, f"{_version(module.replace('_', '-')) or 'installed'}, for {purpose}")

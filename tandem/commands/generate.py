@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tandem.commands.options import credential_options, given_credentials
+from tandem.commands.options import FloatRange, IntRange, credential_options, given_credentials
 
 if TYPE_CHECKING:
     from tandem.client.client import Client
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 @click.argument("prompt")
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message, rendered with the chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: a system message before it.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy; absent: the model's default.")
-@click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the most likely tokens up to this probability.")
-@click.option("--seed", type=click.IntRange(min=0), help="Equal seed and prompt give equal tokens.")
+@click.option("--max-tokens", type=IntRange(min=1), default=128, show_default=True, help="Most tokens.")
+@click.option("--temperature", type=FloatRange(0, 2), help="0 is greedy; absent: the model's default.")
+@click.option("--top-p", type=FloatRange(0, 1), help="Sample from the most likely tokens up to this probability.")
+@click.option("--seed", type=IntRange(min=0), help="Equal seed and prompt give equal tokens.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this string; may be given several times.")
 @click.option("--json-schema", metavar="FILE|TEXT", help="The answer is JSON that satisfies this JSON schema.")
 @click.option("--regex", metavar="PATTERN", help="The whole answer matches this regular expression.")
 @click.option("--choice", multiple=True, metavar="TEXT", help="The answer is this text; give several to choose from.")
 @click.option(
-    "--logprobs", type=click.IntRange(0, 20), metavar="N",
+    "--logprobs", type=IntRange(0, 20), metavar="N",
     help="Afterwards list, on standard error, every token's log-probability and the N best tokens at its position.",
 )  # fmt: skip
 @click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
+    "--timeout", "timeout_s", type=FloatRange(min=0, min_open=True), default=600.0, show_default=True,
     help="Seconds for the whole request.",
 )  # fmt: skip
 @credential_options

@@ -24,6 +24,46 @@ _CREDENTIALS = {
 }
 
 
+def _allowed(kind: click.IntRange | click.FloatRange) -> str:
+    noun = "an integer" if isinstance(kind, click.IntRange) else "a number"
+    if kind.min is None:
+        return noun
+    if kind.max is None:
+        return f"{noun}, {'above' if kind.min_open else 'at least'} {kind.min:g}"
+    return f"{noun}, {kind.min:g} to {kind.max:g}"
+
+
+class IntRange(click.IntRange):
+    """click's; its error has the value and what is allowed."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{str(value)!r}; allowed: {_allowed(self)}", param, ctx)
+
+
+class FloatRange(click.FloatRange):
+    """click's; its error has the value and what is allowed."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{str(value)!r}; allowed: {_allowed(self)}", param, ctx)
+
+
+class Choice(click.Choice[str]):
+    """click's; its error has the value and what is allowed."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        return f"{str(value)!r}; allowed: {', '.join(self.choices)}"
+
+
 def option_group(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one decorator; --help lists them in this order."""
 

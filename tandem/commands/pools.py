@@ -15,6 +15,7 @@ import click
 
 from protos.tandem.v1 import common_pb2, pools_pb2
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
+from tandem.commands.options import FloatRange, IntRange
 from tandem.local_stack.settings import unknown_pool
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,7 +25,7 @@ _INTERRUPTED = 130
 """A shell's exit status for Ctrl-C."""
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 _timeout_option = click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=CALL_TIMEOUT_S, show_default=True,
+    "--timeout", "timeout_s", type=FloatRange(min=0, min_open=True), default=CALL_TIMEOUT_S, show_default=True,
     help="Seconds to wait for the answer.",
 )  # fmt: skip
 
@@ -37,7 +38,7 @@ def _call_options(function: F) -> F:
 @click.group("pools", invoke_without_command=True)
 @click.option("--watch", is_flag=True, help="Show them repeatedly, until Ctrl-C.")
 @click.option(
-    "--interval", "interval_s", type=click.FloatRange(0.1, 60.0), default=1.0, show_default=True,
+    "--interval", "interval_s", type=FloatRange(0.1, 60.0), default=1.0, show_default=True,
     help="With --watch: seconds between two updates.",
 )  # fmt: skip
 @_call_options
@@ -83,7 +84,7 @@ def _watch(call: Callable[..., Any], interval_s: float, as_json: bool) -> None:
 @click.argument("sizes", metavar="POOL=SIZE...", nargs=-1, required=True)
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Return when the pools have these sizes.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
+    "--timeout", "timeout_s", type=FloatRange(min=0, min_open=True), default=600.0, show_default=True,
     help="Seconds to wait for that. The resize continues in any case.",
 )  # fmt: skip
 @admin_options
@@ -203,9 +204,7 @@ def _is_resized(answer: pools_pb2.ListPoolsResponse, desired: Mapping[str, int])
 
 @command.command("explain")
 @click.argument("prompt", required=False)
-@click.option(
-    "--tokens", "num_tokens", type=click.IntRange(min=1), help="Instead of PROMPT: a prompt of so many tokens."
-)
+@click.option("--tokens", "num_tokens", type=IntRange(min=1), help="Instead of PROMPT: a prompt of so many tokens.")
 @click.option("--session", default="", metavar="NAME", help="As if it belonged to this session.")
 @click.option("--cache-salt", default="", metavar="TEXT", help="As if it were sent with this salt.")
 @_call_options
@@ -285,7 +284,7 @@ def _pick_as_dict(answer: pools_pb2.ExplainPickResponse) -> dict[str, Any]:
 @command.command("drain")
 @click.argument("name")
 @click.option(
-    "--grace-s", type=click.FloatRange(min=0), default=0.0,
+    "--grace-s", type=FloatRange(min=0), default=0.0,
     help="Seconds that its running requests may take; 0: the instance's own setting.  [default: 0]",
 )  # fmt: skip
 @_call_options
@@ -356,14 +355,18 @@ def pool_lines(pool: pools_pb2.PoolStatus) -> list[str]:
     size = f" of {pool.size}" if pool.HasField("size") else ""
     lines = [f"{pool_name(pool.role)}: {pool.num_ready}{size} ready"]
     if pool.HasField("last_change"):
-        change = pool.last_change
-        sizes = f"{change.previous_size} → {change.size}"
-        lines[0] += f"; {sizes} by the {change.cause}, {format_age(change.age_s)} ago: {change.reason}"
+        lines[0] += f"; {change_text(pool.last_change, f', {format_age(pool.last_change.age_s)} ago')}"
     if pool.HasField("autoscaler"):
         status = pool.autoscaler
         decision = f"desired size {status.desired_size}" if status.leads else "another router leads"
         lines.append(f"  autoscaler {status.min_size}..{status.max_size}: {decision}; {status.reason}")
     return lines
+
+
+def change_text(change: pools_pb2.PoolChange, ago: str = "") -> str:
+    """A resize: its sizes, who made it and, of the autoscaler, why."""
+    reason = f": {change.reason}" if change.reason else ""
+    return f"{change.previous_size} → {change.size} by the {change.cause}{ago}{reason}"
 
 
 def format_age(seconds: float) -> str:

@@ -23,6 +23,7 @@ import click
 
 from engine.checkpoint import check_checkpoint, display_name, resolve
 from tandem.client.registry import state_dir
+from tandem.commands.options import Choice, FloatRange, IntRange
 from tandem.connectors import CONNECTORS
 from tandem.local_stack.settings import Disaggregation, StackSettings, autoscaled, parse_bounds
 from tandem.local_stack.stack import LocalStack, StartCancelled
@@ -54,12 +55,10 @@ _DEMO_TOKENS = 60
     help="YAML file with these options, `decode: 2`; those of the command line win.",
 )  # fmt: skip
 @click.option(
-    "--prefill", "num_prefill", type=click.IntRange(0, 64), default=1, show_default=True,
+    "--prefill", "num_prefill", type=IntRange(0, 64), default=1, show_default=True,
     help="Prefill instances; 0 serves without disaggregation.",
 )  # fmt: skip
-@click.option(
-    "--decode", "num_decode", type=click.IntRange(1, 64), default=1, show_default=True, help="Decode instances."
-)
+@click.option("--decode", "num_decode", type=IntRange(1, 64), default=1, show_default=True, help="Decode instances.")
 @click.option(
     "--autoscale", multiple=True, metavar="POOL=MIN..MAX",
     help="Let this pool grow and shrink with the load, as in decode=1..3; may be given for both pools.",
@@ -69,7 +68,7 @@ _DEMO_TOKENS = 60
     help="demo, a checkpoint's folder, or owner/name on the Hugging Face hub.",
 )  # fmt: skip
 @click.option(
-    "--engine", type=click.Choice(["tandem", "vllm"]), default="tandem", show_default=True,
+    "--engine", type=Choice(["tandem", "vllm"]), default="tandem", show_default=True,
     help="Engine of the instances. vllm runs more models, and on GPUs: docs/vllm.md.",
 )  # fmt: skip
 @click.option(
@@ -91,37 +90,35 @@ _DEMO_TOKENS = 60
     help="Server of redis: redis://host:port/0. Of lmcache: tcp://host:port; absent, lmcache is on disk.",
 )  # fmt: skip
 @click.option(
-    "--disaggregation", type=click.Choice(["always", "auto", "never"]), default="auto", show_default=True,
+    "--disaggregation", type=Choice(["always", "auto", "never"]), default="auto", show_default=True,
     help="auto: prompts with few uncached tokens are prefilled on the decode instance.",
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=IntRange(0, 65535),
     default=0,
     help="Port of the router; 0 chooses one, the same at each start while it is free.  [default: 0]",
 )
 @click.option(
-    "--http-port", type=click.IntRange(0, 65535), default=0,
+    "--http-port", type=IntRange(0, 65535), default=0,
     help="Port of the router's OpenAI API; 0 chooses one in the same way.  [default: 0]",
 )  # fmt: skip
 @click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    "--dtype", type=Choice(["auto", "float32", "bfloat16", "float16"]),
     help="Of weights and KV; absent: the checkpoint's own.",
 )  # fmt: skip
 @click.option(
-    "--model-impl", type=click.Choice(["auto", "native", "transformers"]), default="auto", show_default=True,
+    "--model-impl", type=Choice(["auto", "native", "transformers"]), default="auto", show_default=True,
     help="What computes the model: the built-in decoder, transformers, or auto: transformers where there is no "
     "native decoder.",
 )  # fmt: skip
-@click.option("--max-model-len", type=click.IntRange(min=2), help="Longest prompt + output in tokens.")
+@click.option("--max-model-len", type=IntRange(min=2), help="Longest prompt + output in tokens.")
 @click.option(
-    "--kv-memory", type=click.FloatRange(min=0, min_open=True), metavar="GIB",
+    "--kv-memory", type=FloatRange(min=0, min_open=True), metavar="GIB",
     help="KV memory of each instance; absent: a part of the free memory, at most 2.",
 )  # fmt: skip
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="Threads of each instance; absent: one for each of its cores."
-)
+@click.option("--threads", type=IntRange(min=1), help="Threads of each instance; absent: one for each of its cores.")
 @click.option(
     "--api-key", metavar="KEY", envvar="TANDEM_API_KEY", show_envvar=True,
     help="Clients must send it as bearer token; commands of this user on this machine do. Absent: no token is "
@@ -132,7 +129,7 @@ _DEMO_TOKENS = 60
     "--pin/--no-pin", default=True, show_default=True, help="Give every instance its own cores, if there are enough."
 )
 @click.option(
-    "--router-workers", type=click.IntRange(1, 64), default=1, show_default=True,
+    "--router-workers", type=IntRange(1, 64), default=1, show_default=True,
     help="Processes of the router, which share its ports and limits; one takes up to a core.",
 )  # fmt: skip
 @click.option(

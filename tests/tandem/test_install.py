@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,14 @@ def test_run_installs_what_serving_needs_and_the_other_targets_the_rest() -> Non
     assert ".[dev]" not in steps("run")
     for target in ("install", "test", "check", "chart"):
         assert steps(target).index(".[hub,top]") < steps(target).index(".[dev]"), target
+
+
+def test_an_extra_is_added_to_a_checkout_without_replacing_its_editable_install() -> None:
+    """As every message of the packages says it, and with the pins."""
+    sources = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    found = [line for file in sources for line in re.findall(r".*'\.\[.*", file.read_text())]
+    assert len(found) >= 8
+    assert not [line for line in found if "-c constraints.txt -e '.[" not in line]
 
 
 def test_a_checkout_is_imported_beside_its_own_folder(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def import_lmcache(module: str) -> Any:
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] == "lmcache":
             raise EngineError(
-                f"lmcache on a disk needs LMCache 0.5.6 or later, below 0.6: pip install '.[lmcache]' ({error})"
+                "lmcache on a disk needs LMCache 0.5.6 or later, below 0.6: "
+                f"pip install -c constraints.txt -e '.[lmcache]' in the checkout ({error})"
             ) from error
         raise EngineError(f"LMCache cannot be imported: {error}") from error

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tandem.commands.options import option_group
+from tandem.commands.options import Choice, FloatRange, IntRange, option_group
 
 if TYPE_CHECKING:
     from engine import LLM
     from tandem.bench.offline import LatencyResult, ThroughputResult
 
-_COUNT = click.IntRange(min=1)
+_COUNT = IntRange(min=1)
 _GIB = 1 << 30
 
 
@@ -26,28 +26,28 @@ _engine_options = option_group(
         help="demo, a checkpoint's folder, or owner/name on the Hugging Face hub.",
     ),
     click.option(
-        "--load-format", type=click.Choice(["auto", "dummy"]), default="auto", show_default=True,
+        "--load-format", type=Choice(["auto", "dummy"]), default="auto", show_default=True,
         help="dummy: random weights of the shape in config.json, the only file that the folder must then have.",
     ),
     click.option(
-        "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
+        "--dtype", type=Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
         help="Of weights and KV; auto: the checkpoint's own.",
     ),
     click.option(
-        "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Device of the engine."
+        "--device", type=Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Device of the engine."
     ),
     click.option("--threads", type=_COUNT, help="Threads; absent: one for each core."),
-    click.option("--max-model-len", type=click.IntRange(min=2), help="Longest prompt + output, tokens."),
+    click.option("--max-model-len", type=IntRange(min=2), help="Longest prompt + output, tokens."),
     click.option("--max-num-seqs", type=_COUNT, default=64, show_default=True, help="Most requests in one step."),
     click.option(
         "--max-num-batched-tokens", type=_COUNT, default=512, show_default=True,
         help="Most tokens in one step: the chunk of chunked prefill.",
     ),
     click.option(
-        "--kv-memory", type=click.FloatRange(min=0, min_open=True), metavar="GIB",
+        "--kv-memory", type=FloatRange(min=0, min_open=True), metavar="GIB",
         help="KV memory; absent: a part of the free memory.",
     ),
-    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the prompts."),
+    click.option("--seed", type=IntRange(min=0), default=0, show_default=True, help="Seed of the prompts."),
     click.option(
         "--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path),
         help="Also write all figures there, with options and machine.",
@@ -74,15 +74,15 @@ def _make_engine(model: str, *, threads: int | None, kv_memory: float | None, **
 
 
 @click.command("latency", short_help="One batch on the engine alone: prefill and time per token.")
-@click.option("--batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Requests of the batch.")
+@click.option("--batch-size", type=IntRange(1, 4096), default=8, show_default=True, help="Requests of the batch.")
 @click.option("--input-len", type=_COUNT, default=128, show_default=True, help="Tokens of each prompt.")
 @click.option("--output-len", type=_COUNT, default=64, show_default=True, help="Tokens of each answer.")
 @click.option(
-    "--num-iters", "--iterations", "iterations", type=click.IntRange(1, 10_000), default=10, show_default=True,
+    "--num-iters", "--iterations", "iterations", type=IntRange(1, 10_000), default=10, show_default=True,
     help="Measured batches.",
 )  # fmt: skip
 @click.option(
-    "--num-iters-warmup", "--warm-up", "warm_up", type=click.IntRange(0, 1000), default=2, show_default=True,
+    "--num-iters-warmup", "--warm-up", "warm_up", type=IntRange(0, 1000), default=2, show_default=True,
     help="Batches before, not measured.",
 )  # fmt: skip
 @_engine_options
@@ -152,7 +152,7 @@ def _latency_table(result: LatencyResult) -> list[str]:
     "--num-prompts",
     "--requests",
     "requests",
-    type=click.IntRange(1, 1_000_000),
+    type=IntRange(1, 1_000_000),
     default=64,
     show_default=True,
     help="Number of requests.",
@@ -160,12 +160,10 @@ def _latency_table(result: LatencyResult) -> list[str]:
 @click.option("--input-len", type=_COUNT, default=128, show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len", type=_COUNT, default=64, show_default=True, help="Tokens of an answer.")
 @click.option(
-    "--spread", type=click.FloatRange(0, 1), default=0.0, show_default=True,
+    "--spread", type=FloatRange(0, 1), default=0.0, show_default=True,
     help="Lengths are uniform within ± this share of their mean; 0.5: from half to one and a half.",
 )  # fmt: skip
-@click.option(
-    "--warm-up", type=click.IntRange(0, 1000), default=2, show_default=True, help="Requests before, not measured."
-)
+@click.option("--warm-up", type=IntRange(0, 1000), default=2, show_default=True, help="Requests before, not measured.")
 @_engine_options
 def throughput(
     *,

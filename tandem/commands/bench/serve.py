@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Never
 import click
 
 from tandem.bench.serve.results import Point, Results, format_rate, late_warning, page, sweep_table, write_json
-from tandem.commands.options import credential_options, given_credentials, option_group
+from tandem.commands.options import Choice, FloatRange, IntRange, credential_options, given_credentials, option_group
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tandem.bench.serve.report import Objectives
     from tandem.client.credentials import Credentials
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
-_COUNT = click.IntRange(min=1)
+_POSITIVE = FloatRange(min=0, min_open=True)
+_COUNT = IntRange(min=1)
 
 
 def _parse_rates(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...]:
@@ -48,11 +48,11 @@ _endpoint_options = option_group(
     click.option("--url", metavar="URL", help="An OpenAI endpoint instead, such as http://127.0.0.1:8000."),
     click.option("--model", default="", metavar="NAME", help="Model to request.  [default: the served one]"),
     click.option(
-        "--connections", type=click.IntRange(1, 256), default=4, show_default=True,
+        "--connections", type=IntRange(1, 256), default=4, show_default=True,
         help="gRPC connections; each carries many requests at a time.",
     ),
     click.option(
-        "--prompt-as", type=click.Choice(["ids", "text"]), default="ids", show_default=True,
+        "--prompt-as", type=Choice(["ids", "text"]), default="ids", show_default=True,
         help="Form of the prompts for --url; text requires --tokenizer; the server's usage then gives their lengths.",
     ),
     click.option(
@@ -67,7 +67,7 @@ _arrival_options = option_group(
         help="Requests per second; several run one after another; inf: all at once.  [default: 2, or the trace's]",
     ),
     click.option(
-        "--arrivals", type=click.Choice(["poisson", "gamma", "even"]), default="poisson", show_default=True,
+        "--arrivals", type=Choice(["poisson", "gamma", "even"]), default="poisson", show_default=True,
         help="The arrival process at that rate.",
     ),
     click.option(
@@ -86,14 +86,14 @@ _arrival_options = option_group(
         "--timeout", "timeout_s", type=_POSITIVE, default=600.0, show_default=True, help="Seconds for each request."
     ),
     click.option(
-        "--warm-up", type=click.IntRange(min=0), metavar="N",
+        "--warm-up", type=IntRange(min=0), metavar="N",
         help="Requests before each rate that are not measured.  [default: 4, or one for each shared prefix]",
     ),
     click.option(
-        "--pause", "pause_s", type=click.FloatRange(min=0), default=1.0, show_default=True,
+        "--pause", "pause_s", type=FloatRange(min=0), default=1.0, show_default=True,
         help="Idle seconds before each rate.",
     ),
-    click.option("--seed", type=click.IntRange(min=0), help="Equal seeds send equal requests.  [default: a new one]"),
+    click.option("--seed", type=IntRange(min=0), help="Equal seeds send equal requests.  [default: a new one]"),
 )  # fmt: skip
 _workload_options = option_group(
     click.option(
@@ -104,7 +104,7 @@ _workload_options = option_group(
         help="Tokens of an answer, which continues past end-of-sequence.",
     ),
     click.option(
-        "--prefix-len", type=click.IntRange(min=0), default=0, show_default=True,
+        "--prefix-len", type=IntRange(min=0), default=0, show_default=True,
         help="Shared tokens in front of the prompt.",
     ),
     click.option("--num-prefixes", type=_COUNT, default=1, show_default=True, help="Different shared prefixes."),
@@ -119,7 +119,7 @@ _workload_options = option_group(
     ),
     click.option("--speed", type=_POSITIVE, default=1.0, show_default=True, help="Speed of the replay of a trace."),
     click.option(
-        "--trace-from", "trace_from_s", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
+        "--trace-from", "trace_from_s", type=FloatRange(min=0), default=0.0, metavar="SECONDS",
         help="Start within the trace.  [default: 0]",
     ),
     click.option(
@@ -130,7 +130,7 @@ _workload_options = option_group(
     click.option("--max-prompt-len", type=_COUNT, help="Cap on a trace's prompts."),
     click.option("--max-output-len", type=_COUNT, help="Cap on a trace's answers."),
     click.option(
-        "--too-long", type=click.Choice(["cut", "skip"]), default="cut", show_default=True,
+        "--too-long", type=Choice(["cut", "skip"]), default="cut", show_default=True,
         help="What to do with requests of a trace above a cap.",
     ),
 )  # fmt: skip
@@ -189,7 +189,10 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
     if save_requests and json_file is None:
         raise click.UsageError("--save-requests goes with --json FILE")
     if plots_folder is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError("--plots needs matplotlib, which is not installed: pip install '.[plots]'")
+        raise click.UsageError(
+            "--plots needs matplotlib, which is not installed: "
+            "pip install -c constraints.txt -e '.[plots]' in the checkout"
+        )
     try:
         results = asyncio.run(_bench(ServeOptions(**options), given_credentials(options["address"])))
     except InvalidOption as error:

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tandem.commands.options import kv_options
+from tandem.commands.options import Choice, IntRange, kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options
 
 if TYPE_CHECKING:
     from tandem.bench.transfer.measure import Result
 
 _MULTIPLE_OF = 64
-_NEEDS = {"nixl": ("nixl", "pip install '.[nixl]'"), "lmcache": ("lmcache", "pip install '.[lmcache]'")}
+_EXTRAS = ("nixl", "lmcache")
+"""Connectors whose library is an extra of the same name."""
 
 
 @click.command("transfer", short_help="The speed of KV transfers, by connector.")
@@ -30,27 +31,27 @@ _NEEDS = {"nixl": ("nixl", "pip install '.[nixl]'"), "lmcache": ("lmcache", "pip
     help=f"One of {', '.join(CONNECTORS)}, or module:Class; may be given several times.  [default: all installed ones]",
 )  # fmt: skip
 @click.option(
-    "--blocks", "block_counts", type=click.IntRange(1, 65536), multiple=True, default=[64], show_default=True,
+    "--blocks", "block_counts", type=IntRange(1, 65536), multiple=True, default=[64], show_default=True,
     help="Blocks moved at once; may be given several times.",
 )  # fmt: skip
 @click.option(
     "--block-bytes",
     "block_sizes",
-    type=click.IntRange(64, 1 << 30),
+    type=IntRange(64, 1 << 30),
     multiple=True,
     default=[1_843_200],
     show_default=True,
     help="Size of a block, a multiple of 64; may be given several times.",
 )
 @click.option(
-    "--digest", type=click.Choice(["both", "on", "off"]), default="both", show_default=True,
+    "--digest", type=Choice(["both", "on", "off"]), default="both", show_default=True,
     help="Whether pages carry a keyed BLAKE3 digest that the reader verifies.",
 )  # fmt: skip
 @click.option(
     "--tls", "transports", multiple=True, metavar="UCX_TLS", default=["auto", "tcp"], show_default=True,
     help="Transports for nixl; auto is UCX's own choice. May be given several times.",
 )  # fmt: skip
-@click.option("--rounds", type=click.IntRange(1, 1000), default=9, show_default=True, help="Measured rounds.")
+@click.option("--rounds", type=IntRange(1, 1000), default=9, show_default=True, help="Measured rounds.")
 @click.option("--kv-url", metavar="URL", help="Redis to use: redis://host:port/0.  [default: a private one]")
 @click.option("--kv-folder", type=click.Path(path_type=Path), help="Folder for shared_storage.  [default: /dev/shm]")
 @kv_options
@@ -121,8 +122,8 @@ def _choice(name: str, *, named: bool, kv_url: str | None, kv_folder: Path | Non
 
 def _is_installed(choice: ConnectorChoice) -> bool:
     """Whether the connector can be measured; if not, prints what to install."""
-    module, install = _NEEDS.get(choice.name, ("", ""))
-    if module and importlib.util.find_spec(module) is None:
+    if choice.name in _EXTRAS and importlib.util.find_spec(choice.name) is None:
+        install = f"pip install -c constraints.txt -e '.[{choice.name}]' in the checkout"
         click.echo(f"{choice.name}: skipped, not installed: {install}")
         return False
     if choice.name == "redis" and choice.kv_url is None:

@@ -8,11 +8,12 @@ import sys
 import click
 
 from tandem.commands.admin import CALL_TIMEOUT_S, admin_calls, admin_options, admin_target
+from tandem.commands.options import FloatRange
 
 
 @click.command("top")
 @click.option(
-    "--interval", "interval_s", type=click.FloatRange(0.1, 60.0), default=1.0, show_default=True,
+    "--interval", "interval_s", type=FloatRange(0.1, 60.0), default=1.0, show_default=True,
     help="Seconds between two updates.",
 )  # fmt: skip
 @click.option(
@@ -24,7 +25,7 @@ def command(interval_s: float, metrics: str | None) -> None:
     """Show pools, instances, load and tokens per second on a full screen; resize and drain by key.
 
     + and - change the size of the selected instance's pool by one, d drains the instance; each asks before it acts.
-    Requires textual: pip install 'tandem-llm[top]'. `tandem pools --watch` shows a plain table without it.
+    Requires textual, the extra `top`, which `make run` installs. `tandem pools --watch` shows a plain table without it.
 
     \b
     Examples:
@@ -34,8 +35,8 @@ def command(interval_s: float, metrics: str | None) -> None:
     """
     if importlib.util.find_spec("textual") is None:
         raise click.ClickException(
-            "tandem top requires textual: pip install 'tandem-llm[top]', in a checkout pip install -c constraints.txt "
-            "'.[top]'; `tandem pools --watch` needs nothing more"
+            "tandem top requires textual: pip install -c constraints.txt -e '.[top]' in the checkout; "
+            "`tandem pools --watch` needs nothing more"
         )
     from protos.tandem.v1 import pools_pb2
     from tandem.client.registry import metrics_address_of

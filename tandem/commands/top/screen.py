@@ -28,7 +28,7 @@ from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
 from tandem.client.channel import open_async_channel
 from tandem.client.errors import explain
 from tandem.commands.admin import CALL_TIMEOUT_S, OPTIONS, admin_problem, pool_name
-from tandem.commands.pools import InstanceChanges, instance_row, pool_lines, restart_hint
+from tandem.commands.pools import InstanceChanges, change_text, instance_row, pool_lines, restart_hint
 from tandem.commands.top.rates import TPOT, TTFT, Latencies, TokenRates
 
 if TYPE_CHECKING:
@@ -207,8 +207,7 @@ class TopApp(App[None]):
 
     def _log_decision(self, pool: pools_pb2.PoolStatus) -> None:
         """A resize, once."""
-        change = pool.last_change
-        text = f"{pool_name(pool.role)}: {change.previous_size} → {change.size} by the {change.cause}: {change.reason}"
+        text = f"{pool_name(pool.role)}: {change_text(pool.last_change)}"
         if pool.HasField("last_change") and self._shown_changes.get(pool.role) != text:
             self._shown_changes[pool.role] = text
             self._event(text)

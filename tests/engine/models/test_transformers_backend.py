@@ -140,5 +140,5 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 def test_without_transformers_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     monkeypatch.setitem(sys.modules, "engine.models.transformers_backend", None)
-    with pytest.raises(UnsupportedModel, match=r"'GPT2LMHeadModel' is not supported.*pip install '\.\[models\]'"):
+    with pytest.raises(UnsupportedModel, match=r"'GPT2LMHeadModel' is not supported.*pip install .* -e '\.\[models\]'"):
         read_config(tmp_path)

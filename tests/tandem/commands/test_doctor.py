@@ -36,7 +36,7 @@ def test_a_missing_extra_is_a_warning_with_the_command_that_installs_it(monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = {finding.subject: finding for finding in doctor.check_extras()}
     assert {finding.verdict for finding in found.values()} == {"warn"}
-    assert found["nixl"].remedy == "pip install -c constraints.txt '.[nixl]' in the checkout"
+    assert found["nixl"].remedy == "pip install -c constraints.txt -e '.[nixl]' in the checkout"
     assert "'.[structured-output]'" in found["xgrammar"].remedy
 
 

@@ -191,4 +191,4 @@ def test_without_textual_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = CliRunner().invoke(main, ("top",))
     assert result.exit_code != 0
-    assert "'tandem-llm[top]'" in result.output
+    assert "-e '.[top]'" in result.output

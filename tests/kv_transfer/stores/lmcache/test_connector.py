@@ -137,7 +137,7 @@ from kv_transfer.stores.lmcache.connector import LMCacheOptions, make_store
 try:
     make_store(LMCacheOptions(path=sys.argv[1]))
 except EngineError as error:
-    assert "pip install '.[lmcache]'" in str(error), error
+    assert "-e '.[lmcache]'" in str(error), error
     print("raised")
 make_store(LMCacheOptions(url="tcp://127.0.0.1:1")).close()
 """

@@ -52,7 +52,7 @@ def test_a_mistake_is_answered_with_what_to_type(
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install '.[plots]'" in refused("--plots", "there")
+    assert "-e '.[plots]'" in refused("--plots", "there")
 
 
 def test_help_teaches() -> None:
