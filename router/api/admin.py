@@ -160,7 +160,7 @@ class PoolsService:
         if not sizes:
             raise invalid_argument("sizes", "is empty", "the size of one pool or of both")
         try:
-            return await self.resizer.resize(sizes, cause="operator", reason="requested by an operator")
+            return await self.resizer.resize(sizes, cause="operator", reason="")
         except SizeRefused as error:
             raise invalid_argument("sizes", str(error)) from error
         except ActuatorError as error:

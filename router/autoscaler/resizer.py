@@ -45,6 +45,7 @@ class Change:
     size: int
     cause: Cause
     reason: str
+    """Empty: an operator's, of which none is known."""
     at_s: float
     """time.monotonic() of this process."""
 
@@ -105,12 +106,12 @@ class Resizer:
             self.last_changes[change.role] = change
             self.recent.append(change)
             _log.info(
-                "%s pool: %d → %d instances, by the %s: %s",
+                "%s pool: %d → %d instances, by the %s%s",
                 change.role,
                 change.previous_size,
                 change.size,
                 change.cause,
-                change.reason,
+                f": {change.reason}" if change.reason else "",
             )
 
 

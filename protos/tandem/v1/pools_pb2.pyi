@@ -171,7 +171,7 @@ class PoolChange(_message.Message):
     cause: _builtins.str
     """autoscaler, or operator."""
     reason: _builtins.str
-    """The reason, as text."""
+    """The reason, as text; of an operator's resize none is known."""
     age_s: _builtins.float
     """Seconds since then."""
     def __init__(

@@ -76,7 +76,7 @@ const decisions = table([["at", "num"], ["pool", ""], ["size", "num"], ["why", "
 byId("decisions").append(decisions.node);
 const decisionRows = new Views(decisions.node, (key, one) => {
   const size = one.from === one.to ? `${one.to}` : `${one.from} → ${one.to}`;
-  const why = [one.hold.replaceAll("_", " "), one.reason].filter(Boolean).join(": ");
+  const why = [one.hold.replaceAll("_", " "), one.reason].filter(Boolean).join(": ") || `by the ${one.cause}`;
   const cells = [el("td", { class: "num" }, clock(one.at)), el("td", {}, one.pool), el("td", { class: "num" }, size), el("td", { class: "why" }, why)];
   return { node: el("tbody", { class: one.from === one.to ? "held" : "" }, el("tr", {}, ...cells)), update: () => {} };
 });

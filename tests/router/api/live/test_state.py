@@ -146,7 +146,7 @@ def test_decisions_and_operators_resizes_are_listed_in_order() -> None:
     status = PoolStatus(DecodePolicy())
     for at_s, new_size, hold in ((1.0, 1, "steady"), (2.0, 1, "steady"), (3.0, 2, None)):
         status.decided(ScaleDecision("decode", at_s, 1, 2, new_size, hold, f"why {at_s}"), leads=True)  # type: ignore[arg-type]
-    change = Change("prefill", 1, 3, "operator", "requested by an operator", 2.5)
+    change = Change("prefill", 1, 3, "operator", "", 2.5)
     pools = {"prefill": PoolReading(1, 3, None), "decode": PoolReading(1, 2, status)}
     state = LiveState().next(reading(10.0, pools=pools, changes=[change]))
     shown = [
