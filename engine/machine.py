@@ -16,6 +16,8 @@ import psutil
 from engine.config import EngineConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
+START_UP = "start-up: "
+"""Begins the log messages of what a start waits for, which `tandem up` shows."""
 
 
 def usable_cores() -> list[int]:

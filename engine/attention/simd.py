@@ -20,16 +20,19 @@ import functools
 import logging
 import operator
 import platform
+import time
 
 import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, types
-from numba.core import cgutils
+from numba.core import cgutils, event
 from numba.core.datamodel import models, register_default
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic
+
+from engine.machine import START_UP
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,35 @@ _HALVES = ir.VectorType(_I16, WIDTH)
 _FLOAT16S = ir.VectorType(ir.HalfType(), WIDTH)
 
 
+@functools.cache
+def _announce_compilation(how_often: str) -> None:
+    logger.info("%scompiling the CPU kernels, %s: 10 to 25 s", START_UP, how_often)
+
+
+class _Compilation(event.Listener):
+    """Announces, once in a process, that numba compiles, which it does not where it loads from its cache."""
+
+    def __init__(self, how_often: str) -> None:
+        self._how_often = how_often
+
+    def on_start(self, event):
+        _announce_compilation(self._how_often)
+
+    def on_end(self, event):
+        pass
+
+
+def _compiled(body, *, cache: bool):
+    started_s = time.monotonic()
+    how_often = "once for this installation" if cache else "at every start"
+    with event.install_listener("numba:run_pass", _Compilation(how_often)):
+        compiled = cfunc(SIGNATURE, cache=cache)(body)
+    if not compiled.cache_hits:
+        name = body.__qualname__.partition("_address.")[0]
+        logger.info("%scompiled %s in %.1f s", START_UP, name, time.monotonic() - started_s)
+    return compiled
+
+
 def kernel(body):
     """Compiles `void body(int64 *arguments)`, or loads it from numba's cache beside the source, in NUMBA_CACHE_DIR or
     in the home folder. Of several processes that start together, one compiles and the others load. Without a writable
@@ -60,10 +92,10 @@ def kernel(body):
         with contextlib.suppress(OSError):  # no file, or a file system without locks
             fcntl.flock(lock.enter_context(open(body.__code__.co_filename, "rb")), fcntl.LOCK_EX)
         try:
-            return cfunc(SIGNATURE, cache=True)(body)
+            return _compiled(body, cache=True)
         except RuntimeError as error:
             logger.warning("%s is compiled at every start: %s; set NUMBA_CACHE_DIR", body.__qualname__, error)
-            return cfunc(SIGNATURE)(body)
+            return _compiled(body, cache=False)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ and one signal to the group ends a service together with its engine core.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.machine import START_UP
 from serving.lifecycle import ParentBond
 
 _TAIL_BYTES = 16_384
@@ -125,6 +127,10 @@ class ManagedProcess:
             return "is still running"
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
+    def start_up_texts(self) -> list[str]:
+        """What it logged about its start, the last ones."""
+        return [text for line in self.last_lines(50) if (text := _message(line).partition(START_UP)[2])]
+
     def last_lines(self, count: int = 15) -> list[str]:
         try:
             with self.spec.log_file.open("rb") as log:
@@ -132,6 +138,13 @@ class ManagedProcess:
                 return log.read().decode(errors="replace").splitlines()[-count:]
         except OSError:
             return []
+
+
+def _message(line: str) -> str:
+    """Of a line of a log, in either format, with or without what stands before it."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(line)["message"])
+    return line
 
 
 def stop_all(processes: list[ManagedProcess], grace_s: float) -> None:

@@ -36,6 +36,8 @@ from tandem.local_stack.topology import TOKENS_FILE, LocalProcesses
 
 _POLL_S = 0.01
 _CHECK_INTERVAL_S = 0.05
+_LOOK_INTERVAL_S = 0.2
+"""Between two looks into the logs of processes that start."""
 _SERVING_TIMEOUT_S = 60.0
 STOP_GRACE_S = 1.0
 
@@ -44,6 +46,24 @@ Progress = Callable[[str], None]
 
 class StartCancelled(Exception):
     """The stack was to stop before it was ready."""
+
+
+class _StartUp:
+    """Passes on what starting processes log about their start; what several of them say, once."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._shown: set[str] = set()
+        self._next_look_s = 0.0
+
+    def show(self, processes: Sequence[ManagedProcess]) -> None:
+        if time.monotonic() < self._next_look_s:
+            return
+        self._next_look_s = time.monotonic() + _LOOK_INTERVAL_S
+        for text in dict.fromkeys(text for process in processes for text in process.start_up_texts()):
+            if text not in self._shown:
+                self._shown.add(text)
+                self._progress(text)
 
 
 class LocalStack:
@@ -137,7 +157,9 @@ class LocalStack:
         """Waits until the named processes, or all, are ready; raises StackFailed if one exits or takes too long."""
         waiting = [self.processes[name] for name in names or self.processes]
         deadline_s = time.monotonic() + self.settings.start_timeout_s
+        start_up = _StartUp(progress)
         while waiting:
+            start_up.show(waiting)
             still_waiting = []
             for process in waiting:
                 if process.ready:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from numba import cfunc
 
+from engine.attention import simd
 from engine.attention.simd import (
     FLOAT32,
     KINDS,
@@ -99,6 +101,22 @@ def test_a_kernel_that_numba_has_no_place_to_cache_is_compiled_all_the_same(capl
     _run(kernel(names["body"]), target.data_ptr())
     assert target.item() == 7
     assert "NUMBA_CACHE_DIR" in caplog.text
+
+
+def test_compiling_is_announced_and_loading_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The file is new in numba's cache, and a second time it is in it."""
+    file = tmp_path / "kernels.py"
+    file.write_text("def body(a):\n    pointer(a[0], FLOAT32)[0] = 7")
+    names: dict[str, Any] = {"pointer": pointer, "FLOAT32": FLOAT32}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    simd._announce_compilation.cache_clear()
+    caplog.set_level("INFO", "engine")
+    kernel(names["body"])
+    announced, done = (record.getMessage() for record in caplog.records)
+    assert announced == "start-up: compiling the CPU kernels, once for this installation: 10 to 25 s"
+    assert re.fullmatch(r"start-up: compiled body in \d+\.\d s", done)
+    kernel(names["body"])
+    assert len(caplog.records) == 2
 
 
 def _waits_for_a_lock_of(file: str) -> bool:

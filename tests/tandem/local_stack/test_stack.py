@@ -70,6 +70,20 @@ def test_processes_start_together_and_nothing_is_left(monkeypatch: pytest.Monkey
     stack.stop()
 
 
+def test_what_processes_log_about_their_start_is_shown_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = "import logging, os, sys\nfrom serving.logging import LogSettings, configure\n"
+    log += "configure(LogSettings(format='json' if sys.argv[1] == 'prefill-0' else 'human'))\n"
+    log += "logging.info('start-up: compiling, about \"9 s\"')\nlogging.info('start-up: compiled %s', sys.argv[1])\n"
+    scripted(monkeypatch, {"router": BECOMES_READY}, log + "import time; time.sleep(0.5)\n" + BECOMES_READY)
+    lines: list[str] = []
+    stack = LocalStack(settings(num_prefill=1))
+    stack.start(lines.append)
+    stack.stop()
+    shown = [line for line in lines if "is ready" not in line]
+    assert shown[0] == 'compiling, about "9 s"'
+    assert sorted(shown[1:]) == ["compiled decode-0", "compiled prefill-0"]
+
+
 def test_the_api_key_reaches_the_router_as_a_digest_and_this_users_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {})
     with LocalStack(settings(api_key="k" * 32)) as stack:
