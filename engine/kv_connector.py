@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from engine.config import KVConnectorConfig
-from engine.core.messages import Event, KVProgress, LeaseCommand
+from engine.core.messages import Event, KVProgress, KVTotals, LeaseCommand
 from engine.errors import EngineError
 from engine.kv_layout import PageLayout
 
@@ -164,6 +164,21 @@ def make_connector(config: KVConnectorConfig, wake: Callable[[], None]) -> KVCon
         raise EngineError(f"kv_connector: cannot import {config.class_path!r}: {error}") from error
     connector: KVConnector = connector_class(wake=wake, **config.options)
     return connector
+
+
+def start_io(connector: KVConnector) -> None:
+    """Start what the scheduler half has decided since the last call."""
+    meta = connector.build_connector_meta()
+    if meta.loads:
+        connector.start_load_kv(meta)
+    if meta.saves:
+        connector.save_kv(meta)
+
+
+def kv_totals(connector: KVConnector) -> list[KVTotals]:
+    """The counters of a connector, if it has any, or of each one in a list."""
+    members: Sequence[KVConnector] = getattr(connector, "connectors", [connector])
+    return [member.totals for member in members if hasattr(member, "totals")]
 
 
 def self_test(connector: KVConnector) -> str | None:

@@ -23,7 +23,15 @@ import zmq
 
 from engine.core.messages import Event, KVProgress, LeaseCommand, LoadedEvent, ReservedEvent, Seed
 from engine.errors import EngineError
-from engine.kv_connector import KVConnector, KVConnectorOutput, KVLoadResult, make_connector, self_test
+from engine.kv_connector import (
+    KVConnector,
+    KVConnectorOutput,
+    KVLoadResult,
+    kv_totals,
+    make_connector,
+    self_test,
+    start_io,
+)
 from engine.machine import set_up_process
 from engine.scheduling.request import Request
 from vllm_engine.kv_messages import (
@@ -43,7 +51,6 @@ if TYPE_CHECKING:
 
 _IDLE_WAIT_S = 0.005
 """A step that computes nothing waits this long for something to happen: vLLM repeats it without a pause."""
-_PREEMPTION_WAIT_S = 5.0
 _TICK_S = 0.25
 
 
@@ -94,8 +101,6 @@ class WorkerHalf:
         self._connector.register_kv_cache(layers, setup, bytes.fromhex(setup.fingerprint))
         self_test(self._connector)
         self.name = self._connector.name
-        members = getattr(self._connector, "connectors", [self._connector])
-        self._counting = [member for member in members if hasattr(member, "totals")]
         self._is_on_device = layers[0].device.type != "cpu"
         self._changed = threading.Condition()
         """Guards everything below."""
@@ -127,19 +132,20 @@ class WorkerHalf:
                 self._reserve(reservation)
             for finished in step.finished:
                 self._finish(finished)
-            self._start_io()
+            start_io(self._connector)
         self._wake()
 
     def flush_preempted(self, step: KVStep) -> None:
-        """Before the blocks of preempted requests are overwritten: nothing may read them any more."""
-        for request_id in step.preempted:
-            with self._changed:
-                transfer = self._transfers.get(request_id)
-                if transfer is None:
-                    continue
-                self._finish(Finished(request_id, transfer.block_ids, "abort", keeps_blocks=False))
-                self._wake()
-                self._changed.wait_for(lambda: not transfer.num_users, _PREEMPTION_WAIT_S)  # noqa: B023  # it is used here alone
+        """Before the blocks of preempted requests are overwritten. A save that has begun may still read one: it is
+        cancelled here, and is not stored if that was before its copy of the block was complete (PageIO). Peers read
+        blocks in memory (nixl) only once the last chunk was scheduled, after which a request is not preempted."""
+        if not step.preempted:
+            return
+        with self._changed:
+            for request_id in step.preempted:
+                if (transfer := self._transfers.get(request_id)) is not None:
+                    self._finish(Finished(request_id, transfer.block_ids, "abort", keeps_blocks=False))
+        self._wake()
 
     def end_step(self, step: KVStep) -> None:
         """After the model has computed."""
@@ -152,7 +158,7 @@ class WorkerHalf:
         with self._changed:
             for progress in step.progressed:
                 self._progress(progress)
-            self._start_io()
+            start_io(self._connector)
         self._wake()
 
     def take_results(self, step: KVStep) -> StepResults:
@@ -210,7 +216,7 @@ class WorkerHalf:
             for command in commands:
                 self._handle(command)
             self._apply(self._connector.poll())
-            self._start_io()
+            start_io(self._connector)
             self._changed.notify_all()
             load = self._current_load()
             if not (self._events or self._to_resubmit) and load == self._reported:
@@ -249,7 +255,7 @@ class WorkerHalf:
             return
         transfer.block_ids = progress.block_ids
         num_pages = -(-transfer.request.num_initial_tokens // self._block_size)
-        if len(progress.block_ids) >= num_pages or not getattr(self._connector, "needs_all_blocks", False):
+        if len(progress.block_ids) >= num_pages or not self._connector.needs_all_blocks:
             self._connector.request_progressed(transfer.request, progress.block_ids, progress.num_computed_tokens)
 
     def _finish(self, finished: Finished) -> None:
@@ -332,13 +338,6 @@ class WorkerHalf:
         if self._by_name.get(transfer.name) is transfer:
             del self._by_name[transfer.name]
 
-    def _start_io(self) -> None:
-        meta = self._connector.build_connector_meta()
-        if meta.loads:
-            self._connector.start_load_kv(meta)
-        if meta.saves:
-            self._connector.save_kv(meta)
-
     def _current_load(self) -> KVLoad:
         ended = [transfer for transfer in self._transfers.values() if transfer.finished is not None]
         held = {block_id for transfer in ended for block_id in transfer.block_ids}
@@ -348,7 +347,7 @@ class WorkerHalf:
             held_blocks=max(0, len(held) - quarantined),
             quarantined_blocks=quarantined,
             num_transfers=self._connector.num_transfers,
-            kv_totals=[member.totals for member in self._counting],
+            kv_totals=kv_totals(self._connector),
         )
 
     def _count(self, **more: int) -> None:

@@ -30,7 +30,7 @@ from engine.core.messages import (
 from engine.errors import CapacityError
 from engine.executor.multiprocess import make_executor
 from engine.identity import compute_identity
-from engine.kv_connector import KVLoadResult, make_connector, self_test
+from engine.kv_connector import KVLoadResult, kv_totals, make_connector, self_test, start_io
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes
 from engine.model_runner import ModelRunner
@@ -106,8 +106,6 @@ class EngineCore:
         self._connector = make_connector(config.kv_connector, wake)
         self._connector.register_kv_cache(kv_cache, layout, bytes.fromhex(self._fingerprint))
         self_test(self._connector)
-        connectors = getattr(self._connector, "connectors", [self._connector])  # of a list each counts separately
-        self._counting = [connector for connector in connectors if hasattr(connector, "totals")]
         self.scheduler = Scheduler(config, kv, self._connector, max_model_len)
         self._grammars = GrammarCompiler(Path(config.model), model_config.vocab_size, wake)
         self._runner = ModelRunner(self._executor, kv)
@@ -180,7 +178,7 @@ class EngineCore:
         self.scheduler.take_compiled(self._started)
         self.scheduler.expire(self._started)
         self._output = self.scheduler.schedule()
-        self._start_io()
+        start_io(self._connector)
         self.idle = not self._output.scheduled
         self.step_time.predict(self._output.num_tokens)
         return not self.idle
@@ -194,7 +192,7 @@ class EngineCore:
     def finish_step(self) -> None:
         """Apply the result of `compute`."""
         self.scheduler.update_from_output(self._output, self._sampled)
-        self._start_io()
+        start_io(self._connector)
         self._num_steps += 1
         seconds, output = time.monotonic() - self._started, self._output
         self.step_time.record(seconds, output.num_tokens)
@@ -208,7 +206,7 @@ class EngineCore:
         self._freed_request_ids += output.freed_request_ids
         self._events += output.events
         self._num_expired_leases += output.num_expired_leases
-        self._start_io()
+        start_io(self._connector)
 
     def take_events(self) -> list[Event]:
         """The events since the last call."""
@@ -250,7 +248,7 @@ class EngineCore:
             num_recomputed_blocks=counters.num_recomputed_blocks,
             num_expired_leases=self._num_expired_leases,
             num_preemptions=counters.num_preemptions,
-            kv_totals=[connector.totals for connector in self._counting],
+            kv_totals=kv_totals(self._connector),
         )
 
     def shutdown(self) -> None:
@@ -266,13 +264,6 @@ class EngineCore:
         for request_id in self._freed_request_ids:
             self.scheduler.free_held(request_id)
         self._loaded, self._freed_request_ids = [], []
-
-    def _start_io(self) -> None:
-        meta = self._connector.build_connector_meta()
-        if meta.loads:
-            self._connector.start_load_kv(meta)
-        if meta.saves:
-            self._connector.save_kv(meta)
 
 
 def _widest_window(windows: Sequence[int | None]) -> int | None:

@@ -1,8 +1,8 @@
 """KV memory as bytes, page by page, for threads that read and write pages outside the step loop.
 
-On a CPU a page of a single array is a view of the KV memory: nothing is copied. From one array for each layer its spans
-are gathered into memory of its own, and scattered again. On a GPU it is copied through host memory, on a stream of its
-own.
+On a CPU a page of a single array is a view of the KV memory: nothing is copied. From one array for each layer, even if
+there is only one, its spans are gathered into memory of its own, and scattered again. On a GPU it is copied through
+host memory, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def make_page_memory(kv_cache: KVMemory) -> PageMemory:
     layers = layers_of(kv_cache)
     if layers[0].device.type != "cpu":
         return DevicePages(layers)
-    return HostPages(layers[0]) if len(layers) == 1 else LayeredHostPages(layers)
+    return LayeredHostPages(layers) if isinstance(kv_cache, Sequence) else HostPages(kv_cache)
 
 
 def write_page(memory: PageMemory, block_id: int, content: bytes | bytearray) -> None:

@@ -102,7 +102,8 @@ class PageIO:
             self.breaker.record(ok=False)
             return OpResult(op, _reason(error), duration_s=time.perf_counter() - started)
         self.breaker.record(ok=True)
-        failure = "missing" if num_bytes is None else None
+        missing = SKIPPED if isinstance(op, SaveOp) else "missing"
+        failure = missing if num_bytes is None else None
         return OpResult(op, failure, num_bytes or 0, time.perf_counter() - started)
 
     def inspect(self, name: PageName) -> None:
@@ -133,7 +134,7 @@ class PageIO:
         the store raises."""
         header, page = bytearray(HEADER_BYTES), bytearray(name.spec.payload_bytes)
         try:
-            self._write(name, block_id)
+            self.store.put(name.key, self._sealed(name, block_id))
             found = self._read(name, header, page)
             self.store.delete(name.key)
         except Exception:
@@ -141,13 +142,18 @@ class PageIO:
             raise
         return page if found else None
 
-    def _save(self, op: SaveOp) -> int:
+    def _save(self, op: SaveOp) -> int | None:
+        """None: it was cancelled. Blocks of cancelled saves may be written to while they are copied."""
         failpoints.hit("kv.save")
         name = op.name
         if not name.spec.is_tail and self.store.contains(name.key, HEADER_BYTES + name.spec.payload_bytes):
             return 0
         failpoints.hit("kv.store.put")
-        return self._write(name, op.block_id)
+        header, page = self._sealed(name, op.block_id)
+        if op.is_cancelled:
+            return None
+        self.store.put(name.key, (header, page))
+        return HEADER_BYTES + len(page)
 
     def _load(self, op: LoadOp) -> int | None:
         failpoints.hit("kv.load")
@@ -158,11 +164,9 @@ class PageIO:
         self.memory.commit(op.block_id, page)
         return HEADER_BYTES + len(page)
 
-    def _write(self, name: PageName, block_id: int) -> int:
+    def _sealed(self, name: PageName, block_id: int) -> tuple[bytes, memoryview]:
         page = self.memory.page_out(block_id)
-        header = seal(name.spec, page, key=self.key, writer_epoch=self.writer_epoch)
-        self.store.put(name.key, (header, page))
-        return HEADER_BYTES + len(page)
+        return seal(name.spec, page, key=self.key, writer_epoch=self.writer_epoch), page
 
     def _read(self, name: PageName, header: bytearray, page: Buffer) -> bool:
         """Fill both buffers and verify them; False: there is no such page."""

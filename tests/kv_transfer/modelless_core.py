@@ -14,6 +14,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import EngineLoad, TokensEvent, TransferEvent
+from engine.kv_connector import start_io
 from engine.scheduling.block_pool import KVBlock
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
@@ -80,27 +81,22 @@ class ModellessCore:
         for event in output.events:
             assert isinstance(event, TransferEvent)
             self._heard(event)
-        self._start_io()
+        start_io(self.connector)
         for result in output.loaded:
             self.scheduler.load_finished(result)
         for request_id in output.freed_request_ids:
             self.scheduler.free_held(request_id)
         self.scheduler.expire(self._clock())
         scheduled = self.scheduler.schedule()
-        self._start_io()
+        start_io(self.connector)
         self.check()
         self._compute(scheduled)
         tokens = {share.request.request_id: 5 for share in scheduled.scheduled if share.samples}
         self.scheduler.update_from_output(scheduled, Sampled(tokens))
-        self._start_io()
+        start_io(self.connector)
         for event in self.scheduler.take_events():
             if isinstance(event, TokensEvent) and event.finish_reason is not None:
                 self.requests.pop(event.request_id, None)
-
-    def _start_io(self) -> None:
-        meta = self.connector.build_connector_meta()
-        self.connector.start_load_kv(meta)
-        self.connector.save_kv(meta)
 
     def _compute(self, scheduled: SchedulerOutput) -> None:
         """A step writes to the blocks of the tokens that it computes, and to no others'."""

@@ -81,7 +81,7 @@ class EnginePair:
     def __init__(self, prefill: AsyncEngine, decode: AsyncEngine) -> None:
         self.prefill, self.decode = prefill, decode
         self.before_loading: Callable[[], Awaitable[None]] | None = None
-        """Called once, when all KV of a transfer is ready and the reader has not been told."""
+        """Called once, when all KV of a transfer is ready and before the reader is notified."""
         self._ready: set[str] = set()
         self._transfers: dict[str, asyncio.Queue[TransferEvent]] = {}
         prefill.on_transfer_event = self._route

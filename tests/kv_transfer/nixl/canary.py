@@ -29,6 +29,7 @@ from engine.core.messages import (
     RemoteKV,
     TransferEvent,
 )
+from engine.kv_connector import start_io
 from engine.kv_layout import KVLayout
 from engine.sampling.params import SamplingParams
 from engine.scheduling.kv_cache_manager import KVCacheManager
@@ -136,18 +137,18 @@ class CanaryReader:
     def step(self) -> None:
         """What EngineCore.step does. Pinned blocks are under their cap, or are being freed."""
         output = self.connector.poll()
-        self._start_io()
+        start_io(self.connector)
         for result in output.loaded:
             self.scheduler.load_finished(result)
         for request_id in output.freed_request_ids:
             self.scheduler.free_held(request_id)
         scheduled = self.scheduler.schedule()
-        self._start_io()
+        start_io(self.connector)
         self._compute(scheduled)
         self.scheduler.update_from_output(
             scheduled, Sampled({share.request.request_id: 5 for share in scheduled.scheduled if share.samples})
         )
-        self._start_io()
+        start_io(self.connector)
         for event in self.scheduler.take_events():
             if isinstance(event, LoadedEvent):
                 self.loaded[event.request_id] = event
@@ -162,11 +163,6 @@ class CanaryReader:
             assert time.monotonic() < deadline, "it did not happen in time"
             self.step()
             time.sleep(0.002)
-
-    def _start_io(self) -> None:
-        meta = self.connector.build_connector_meta()
-        self.connector.start_load_kv(meta)
-        self.connector.save_kv(meta)
 
     def _compute(self, scheduled: SchedulerOutput) -> None:
         for share in scheduled.scheduled:

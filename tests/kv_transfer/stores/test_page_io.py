@@ -1,8 +1,17 @@
-"""A dead store costs one try now and then."""
+"""A dead store costs one try now and then; what is cancelled while it is copied is not stored."""
 
 from __future__ import annotations
 
-from kv_transfer.stores.page_io import CircuitBreaker
+import pytest
+import torch
+
+from kv_transfer.page.memory import PageMemory, make_page_memory
+from kv_transfer.page.naming import PageNaming
+from kv_transfer.stores.base import MemoryStore
+from kv_transfer.stores.page_io import CircuitBreaker, PageIO
+from kv_transfer.transfer.connector import SKIPPED
+from kv_transfer.transfer.producer import ProducedTransfer, SaveOp
+from tests.kv_transfer.harness import FINGERPRINT, LAYOUT
 
 
 def test_breaker_opens_tries_again_and_closes() -> None:
@@ -33,3 +42,40 @@ def test_failures_must_follow_each_other() -> None:
     for good in (False, True, False, True):
         breaker.record(ok=good)
     assert not breaker.is_open
+
+
+class _OverwrittenPages:
+    """A block is written to right after it was copied; before that, or later, its transfer is cancelled."""
+
+    def __init__(self, layer: torch.Tensor, transfer: ProducedTransfer, *, before_the_copy_ends: bool) -> None:
+        self._pages: PageMemory = make_page_memory([layer])
+        self._layer = layer
+        self._transfer = transfer
+        self._before = before_the_copy_ends
+
+    def page_out(self, block_id: int) -> memoryview:
+        page = self._pages.page_out(block_id)
+        if self._before:
+            self._transfer.cancelled = True
+        self._layer[block_id] = 7
+        return page
+
+    def page_in(self, block_id: int) -> memoryview:
+        return self._pages.page_in(block_id)
+
+    def commit(self, block_id: int, page: memoryview) -> None:
+        self._pages.commit(block_id, page)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_save_that_is_cancelled_while_its_block_is_copied_stores_nothing(is_cancelled: bool) -> None:
+    transfer = ProducedTransfer("request", "transfer", num_pages=1, num_full_blocks=1, num_tokens=4)
+    layer = torch.zeros((2, *LAYOUT.page_shape))
+    memory = _OverwrittenPages(layer, transfer, before_the_copy_ends=is_cancelled)
+    store = MemoryStore()
+    io = PageIO(store, memory, None, bytes(16), CircuitBreaker())
+    name = PageNaming.of(FINGERPRINT, LAYOUT).private_page()
+    result = io.execute(SaveOp(0, 1, name, transfer))
+    assert result.failure == (SKIPPED if is_cancelled else None)
+    page = LAYOUT.bytes_per_block
+    assert [value[-page:] for value in store.values.values()] == ([] if is_cancelled else [bytes(page)])
