@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never
 
@@ -108,6 +108,8 @@ class _Load:
     seed: list[int] | None = None
     is_given_up: bool = False
     """It is computed here instead."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """It was loaded or given up. The worker reports it on a way of its own: vLLM's first token may come before."""
 
 
 @dataclass(slots=True)
@@ -195,7 +197,18 @@ class Host:
         running = self._running[request.request_id] = _Running(request)
         if request.remote_kv is not None:
             running.load = _Load(self._expire_in(request.remote_kv.reservation_s, running))
-        running.task = asyncio.create_task(self._run(running, request))
+        self._start(running)
+
+    def _start(self, running: _Running) -> None:
+        running.task = asyncio.create_task(self._run(running, running.request))
+        running.task.add_done_callback(lambda task: self._ended(running, task))
+
+    def _ended(self, running: _Running, task: asyncio.Task[None]) -> None:
+        """An unexpected error ends the host, so that its streams continue elsewhere."""
+        if task.cancelled():
+            self._forget_unless_resubmitted(running, task)  # if that was before its first step, it has run nothing
+        elif (error := task.exception()) is not None and not self._dead.done():
+            self._dead.set_exception(error)
 
     def _cancel(self, request_id: str) -> None:
         running = self._running.get(request_id)
@@ -214,14 +227,12 @@ class Host:
             self._fail(request, f"vLLM rejects the request: {error}", "invalid_constraint")
         except EngineGenerateError as error:
             self._fail(request, f"vLLM gave up the request: {error.__cause__ or error}", None)
-        except EngineDeadError as error:
-            if not self._dead.done():
-                self._dead.set_exception(error)
         finally:
-            if running.task is asyncio.current_task():  # it was not submitted anew
-                self._forget(running)
+            self._forget_unless_resubmitted(running, asyncio.current_task())
 
-    def _forget(self, running: _Running) -> None:
+    def _forget_unless_resubmitted(self, running: _Running, task: asyncio.Task[None] | None) -> None:
+        if running.task is not task:
+            return
         request_id = running.request.request_id
         if running.load is not None:
             running.load.expires.cancel()
@@ -240,6 +251,8 @@ class Host:
                 if self._failed.take(request.request_id):
                     what = "its parameters exclude every token, or the model's logits are not finite"
                     return self._fail(request, what, "nothing_allowed")
+                if running.load is not None:
+                    await running.load.ended.wait()
                 event = tokens_event(
                     request, output, is_first=not running.has_token, max_model_len=self._info.max_model_len
                 )
@@ -258,6 +271,7 @@ class Host:
                 running = self._running.get(request_id)
                 if running is not None and running.load is not None:
                     running.load.is_given_up = True
+                    running.load.ended.set()
                     self._pass_seed(running)
             self._flush()
 
@@ -270,6 +284,7 @@ class Host:
                 self._reserved(running, running.load, event)
             else:
                 running.load.loaded = event
+                running.load.ended.set()
                 self._stop_waiting_if_complete(running.load)
         self._emit(event)
 
@@ -296,10 +311,11 @@ class Host:
             return
         if load.is_given_up or len(load.seed) > 1:
             load.is_given_up = True
+            load.ended.set()
             emitted = [*request.output_token_ids, *load.seed]
             running.request = msgspec.structs.replace(request, output_token_ids=emitted, remote_kv=None)
             self._cancel(request.request_id)
-            running.task = asyncio.create_task(self._run(running, running.request))
+            self._start(running)
         elif load.reserved is not None:
             self._link.send(Seed(request.request_id, load.seed))
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from engine import failpoints
 from engine.core.messages import Event, KVProgress, LeaseCommand, LoadedEvent, ReservedEvent, Seed
 from engine.errors import EngineError
 from engine.kv_connector import (
@@ -202,6 +203,7 @@ class WorkerHalf:
             while socket.poll(0):
                 commands.append(decoder.decode(socket.recv()))
             if (report := self._turn(commands)) is not None:
+                failpoints.hit("kv.report")
                 socket.send(encoder.encode(report))
         socket.close()
 

@@ -175,6 +175,12 @@ async def test_aborted_requests_hold_no_block(vllm: AsyncEngine) -> None:
     assert len(tokens(await events(vllm, request()))) == NUM_TOKENS
 
 
+async def test_a_request_that_is_aborted_before_it_begins_is_forgotten(vllm: AsyncEngine) -> None:
+    for _ in range(50):
+        await vllm.add_request(request()).aclose()
+    await until(lambda: vllm.load.num_running + vllm.load.num_waiting == 0, 60)
+
+
 async def test_load_counts_waiting_requests_and_their_tokens(vllm: AsyncEngine) -> None:
     streams = [vllm.add_request(request(seed=number)) for number in range(vllm.info.max_num_seqs + 4)]
     await until(lambda: vllm.load.num_running == vllm.info.max_num_seqs and vllm.load.num_waiting == 4, 60)

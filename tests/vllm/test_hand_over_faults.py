@@ -39,7 +39,8 @@ async def pair(vllm_config: EngineConfig, folder: Path) -> AsyncIterator[EngineP
     await asyncio.sleep(1.0)  # it has taken the environment
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TANDEM_ENABLE_FAILPOINTS", "1")
-        environment.setenv("TANDEM_FAILPOINTS", f"kv.store.get=park@{PARKED_PAGE}")
+        # Reports of what was loaded come after the tokens that are computed with it.
+        environment.setenv("TANDEM_FAILPOINTS", f"kv.store.get=park@{PARKED_PAGE};kv.report=sleep:0.2")
         environment.setenv("TANDEM_FAILPOINT_FILE", str(folder / "failpoint"))
         decode = await AsyncEngine.start(config)
     async with EnginePair(await starting, decode) as running:
