@@ -1,6 +1,7 @@
 """Exceptions in the logs of the processes that tests start: each is a bug, but where a failpoint raised it on purpose.
 
-Every local stack's logs are read before its folder is removed, and those of a removed instance before that. The test
+Every local stack's logs are read before its folder is removed, and those of a removed instance before that. Where a
+test starts a service, or `tandem up`, as a process of its own, it gives the log to `LOGS` when that has ended. The test
 run fails where one has a traceback, or an exception that asyncio or the garbage collector found. A test that makes such
 an exception on purpose says so with `expected`.
 """
@@ -70,11 +71,14 @@ class ProcessLogs:
 
     def read(self, file: Path) -> None:
         """Searches one log; a file that is missing has none."""
-        if not file.exists():
-            return
-        for text in exceptions_in(file.read_text(errors="replace")):
+        if file.exists():
+            self.search(file.name, file.read_text(errors="replace"))
+
+    def search(self, name: str, log: str) -> None:
+        """The same for a log that is no file."""
+        for text in exceptions_in(log):
             if not any(pattern.search(text) for pattern in self._expected):
-                self._found.append(f"{file.name}:\n{text[:_MAX_CHARS]}")
+                self._found.append(f"{name}:\n{text[:_MAX_CHARS]}")
 
     def take_found(self) -> list[str]:
         """What was found since the last call."""

@@ -376,6 +376,8 @@ def test_everything_that_runs_is_placed_and_a_download_gets_through_a_proxy() ->
     spec = deployment(objects, "decode")["spec"]["template"]["spec"]
     assert spec["schedulerName"] == "volcano"
     assert [one["name"] for one in spec["initContainers"]] == ["model", "prepare"]
+    assert spec["initContainers"][0]["resources"]["limits"] == {"memory": "4Gi"}
+    assert deployment(objects, "redis")["spec"]["template"]["spec"]["priorityClassName"] == "high"
     assert [one["name"] for one in spec["containers"]] == ["decode", "logs"]
     download = {one["name"]: one["value"] for one in spec["initContainers"][0]["env"]}
     assert download["HTTPS_PROXY"] == "http://proxy.example.com:3128"
@@ -410,13 +412,14 @@ def test_times_of_probes_are_the_users_where_given_and_a_start_takes_as_long_as_
     assert router["livenessProbe"]["failureThreshold"] == 3
 
 
-def test_an_instance_reports_the_domain_of_its_pod_or_of_its_pool() -> None:
+def test_an_instance_reports_the_domain_of_its_pod_or_of_its_pool(read: Read) -> None:
     label = {"instance": {"domainLabel": "topology.kubernetes.io/zone"}, "pools": {"decode": {"domain": "rack-1"}}}
     found = {}
     for role in ("prefill", "decode"):
         container = deployment(render(label), role)["spec"]["template"]["spec"]["containers"][0]
         (found[role],) = (one for one in container["env"] if one["name"] == "TANDEM_INSTANCE__DOMAIN")
     assert found["decode"]["value"] == "rack-1"
+    assert read(render(label), "decode")[0].instance.domain == "rack-1"
     path = "metadata.labels['topology.kubernetes.io/zone']"
     assert found["prefill"]["valueFrom"] == {"fieldRef": {"fieldPath": path}}
 

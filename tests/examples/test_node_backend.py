@@ -44,7 +44,7 @@ async def backend(rig: Rig, **env: str) -> AsyncIterator[httpx.AsyncClient]:
             await process.wait()
 
 
-def told(fake: FakeInstance, num_tokens: int) -> str:
+def expected_text(fake: FakeInstance, num_tokens: int) -> str:
     """What a fault-free run answers to the request that `fake` got last."""
     wanted = fake.recorded("decode")[-1].detail.request
     ids = [token_at(wanted.prompt_token_ids, wanted.sampling.seed, 0, position) for position in range(num_tokens)]
@@ -58,7 +58,7 @@ async def test_an_answer_is_passed_on_as_it_is_written(run: Run) -> None:
             assert response.status_code == 200
             pieces = [piece async for piece in response.aiter_text()]
         assert len(pieces) > 20, "it came at once"
-        assert "".join(pieces) == told(decode, 256) + "\n"
+        assert "".join(pieces) == expected_text(decode, 256) + "\n"
         await rig.until_idle()
 
 
@@ -94,7 +94,7 @@ async def test_it_comes_again_when_nobody_was_there(run: Run) -> None:
         await decode.restart()
         response = await asking
         assert response.status_code == 200
-        assert response.text == told(decode, 256) + "\n"
+        assert response.text == expected_text(decode, 256) + "\n"
         assert rig.app.service.metrics.num_received > 1
 
 

@@ -23,6 +23,7 @@ from protos.tandem.v1.instance_pb2_grpc import InstanceServiceStub
 from protos.tandem.v1.prefill_pb2_grpc import PrefillServiceStub
 from serving.channel import open_channel
 from tests.instance.rig import instance_request, refusal
+from tests.process_logs import LOGS
 
 PROMPT = [3 + (7 * i * i) % 500 for i in range(70)]
 
@@ -69,12 +70,14 @@ class Process:
         if connector != "null":
             argv += ["--kv-folder", str(folder / "kv"), "--kv-secret-file", str(folder / "secret")]
         argv += ["--server-drain-accept-s", "0", "--server-drain-grace-s", "5", "--lease-s", "2", *flags]
-        self.popen = subprocess.Popen(argv, stdout=subprocess.PIPE)
+        self._log = folder / f"{role}-{secrets.token_hex(4)}.log"
+        with self._log.open("w") as log:
+            self.popen = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log)
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + 60
         while not self._ready.exists():
-            assert self.popen.poll() is None, f"{self.role} ended with {self.popen.returncode}"
+            assert self.popen.poll() is None, f"{self.role}: {self.popen.returncode}\n{self._log.read_text()}"
             assert time.monotonic() < deadline
             time.sleep(0.02)
         fields = dict(field.split("=") for field in self._ready.read_text().split()[1:])
@@ -84,7 +87,9 @@ class Process:
         """Waits for its end and returns its exit status."""
         assert self.popen.stdout is not None
         self.popen.stdout.close()
-        return self.popen.wait(20)
+        status = self.popen.wait(20)
+        LOGS.read(self._log)
+        return status
 
 
 @pytest.fixture(scope="module")

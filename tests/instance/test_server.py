@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def rig(folder: Path) -> AsyncIterator[Rig]:
-    async with running(folder, ROLE, transfer={"lease_s": 2.0}) as rig:
+    async with running(folder, ROLE, transfer={"lease_s": 2.0}, instance={"domain": "rack-1"}) as rig:
         yield rig
 
 
@@ -60,7 +60,7 @@ async def test_an_instance_says_who_it_is(rig: Rig) -> None:
     assert info.address == rig.server.address
     assert info.instance_id == f"prefill-{rig.server.grpc_server.port}"
     assert info.instance_epoch == rig.server.instance_epoch
-    assert info.model == "demo"
+    assert (info.model, info.domain) == ("demo", "rack-1")
     assert info.identity.fingerprint == INFO.model_identity.fingerprint
     assert info.block_size == INFO.model_identity.block_size
     for name in ("max_model_len", "vocab_size", "num_blocks", "bytes_per_block", "kv_connector"):

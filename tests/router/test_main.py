@@ -16,6 +16,7 @@ import pytest
 from protos.tandem.v1 import generation_pb2_grpc
 from router.config import RouterSection, RouterSettings
 from tests.fakes.instance import FakeInstance
+from tests.process_logs import LOGS
 from tests.router.rig import request_of
 
 
@@ -57,6 +58,7 @@ async def test_a_process_announces_itself_serves_and_drains(model_folder: Path, 
         process.send_signal(signal.SIGTERM)
         _, errors = await asyncio.wait_for(process.communicate(), 10)
         assert process.returncode == 0
+    LOGS.search("router", errors.decode())
     lines = [json.loads(line) for line in errors.decode().splitlines()]
     finished = [line["fields"] for line in lines if line.get("event") == "finished"]
     assert len(finished) == 1

@@ -22,6 +22,7 @@ from router.workers import Ports, worker_settings
 from serving.settings import SettingsError
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
+from tests.process_logs import LOGS
 from tests.router.rig import Answer, request_of
 from tests.waiting import until
 
@@ -119,7 +120,8 @@ async def running(model_folder: Path, decode: FakeInstance) -> AsyncIterator[Rou
                 await stack.enter_async_context(channel)
             if process.returncode is None:
                 process.kill()
-            await process.communicate()
+            _, errors = await process.communicate()
+            LOGS.search("router", errors.decode())
 
 
 async def until_all_serve(router: Router) -> dict[str, grpc.aio.Channel]:

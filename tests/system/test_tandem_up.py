@@ -17,6 +17,7 @@ import pytest
 from tandem import Client, TandemError
 from tandem.client.credentials import PLAINTEXT
 from tandem.client.registry import running_stacks, sweep
+from tests.process_logs import LOGS
 from tests.waiting import wait_until
 
 END_WITHIN_S = 10.0
@@ -28,6 +29,8 @@ class Up:
 
     def __init__(self, folder: Path, *args: str) -> None:
         self.lines: list[str] = []
+        self.logs: list[Path] = []
+        self._folder = folder
         self.env = {**os.environ, "TMPDIR": str(folder / "tmp"), "XDG_RUNTIME_DIR": str(folder / "run")}
         for name in ("tmp", "run"):
             (folder / name).mkdir(exist_ok=True)
@@ -56,13 +59,25 @@ class Up:
         return subprocess.run(command, capture_output=True, text=True, env=self.env, timeout=60)
 
     def end(self, signum: int) -> float:
-        """Signals it; returns the seconds until it has ended."""
+        """Signals it; returns the seconds until it has ended. Then the logs of its processes are read."""
+        self._keep_logs()
         started_s = time.monotonic()
         self.process.send_signal(signum)
         assert self.process.stdout is not None
         self.lines += self.process.stdout.read().splitlines()
         self.process.wait(30)
-        return time.monotonic() - started_s
+        took_s = time.monotonic() - started_s
+        for log in self.logs:
+            LOGS.read(log)
+        LOGS.search("tandem up", "\n".join(self.lines))
+        return took_s
+
+    def _keep_logs(self) -> None:
+        """Gives each log a second name: the first one goes with the stack."""
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        for log in self._folder.glob("tmp/*/logs/*.log"):
+            os.link(log, folder / log.name)
+            self.logs.append(folder / log.name)
 
 
 @pytest.fixture
@@ -126,6 +141,7 @@ def test_up_shows_text_answers_generate_and_leaves_nothing(up: Up, folder: Path)
     print(f"Ctrl-C: {took_s:.2f} s")
     assert took_s < END_WITHIN_S
     assert up.process.returncode == 0
+    assert {"router.log", "prefill-0.log", "decode-0.log"} <= {log.name for log in up.logs}
     wait_gone(processes)
     assert list((folder / "tmp").iterdir()) == []
     assert running_stacks() == []
