@@ -55,12 +55,13 @@ class StreamError(TandemError):
 
 
 class NotRunning(TandemError):
-    """No local stack runs; the message says what to type."""
+    """No local stack is ready; the message says what to type."""
 
-    def __init__(self, flag: str = "--address") -> None:
-        super().__init__(
-            "UNAVAILABLE", f"no local stack is running. Start one with `tandem up`, or give {flag} host:port"
-        )
+    def __init__(self, flag: str = "--address", *, is_starting: bool = False) -> None:
+        problem = "no local stack is running. Start one with `tandem up`"
+        if is_starting:
+            problem = "the stack of `tandem up` is still starting, or has another XDG_RUNTIME_DIR. Try again"
+        super().__init__("UNAVAILABLE", f"{problem}, or give {flag} host:port")
 
 
 def from_rpc(error: grpc.RpcError, address: str) -> TandemError:

@@ -102,7 +102,7 @@ def running_address() -> str:
     """The router's address of the newest running stack; raises NotRunning."""
     stacks = running_stacks()
     if not stacks:
-        raise NotRunning
+        raise NotRunning(is_starting=any(_locked_folders()))
     return stacks[0].address
 
 
@@ -110,7 +110,7 @@ def running_admin_address() -> str:
     """The admin address of the newest running stack; raises NotRunning."""
     stacks = [stack for stack in running_stacks() if stack.admin_address]
     if not stacks:
-        raise NotRunning("--admin")
+        raise NotRunning("--admin", is_starting=any(_locked_folders()))
     return stacks[0].admin_address
 
 
@@ -147,6 +147,11 @@ def sweep() -> int:
         if not _is_locked(Path(stack.folder)):
             path.unlink(missing_ok=True)
     return num_removed
+
+
+def _locked_folders() -> Iterator[Path]:
+    """Of this user's stacks that start or run."""
+    return filter(_is_locked, filter(_is_ours, temporary_folder().glob(_folder_prefix() + "*")))
 
 
 def _folder_prefix() -> str:

@@ -85,7 +85,6 @@ def command(
     except ValueError as error:  # an invalid address, an unusable file of the credentials
         raise click.ClickException(str(error)) from None
     except TandemError as error:
-        click.echo(err=True)
         is_late = error.status == "DEADLINE_EXCEEDED"
         hint = f" (--timeout {timeout_s:g}: seconds for the whole request)" if is_late else ""
         raise click.ClickException(error.message + hint) from None
@@ -112,12 +111,15 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
     first_s: float | None = None
     num_tokens = 0
     positions: list[tuple[TokenLogprob, ...]] = []
-    for piece in client.stream(prompt, **sampling):  # type: ignore[arg-type]  # tandem.client.request checks names and kinds
-        first_s = first_s or time.monotonic()
-        num_tokens += len(piece.token_ids)
-        positions += piece.logprobs
-        click.echo(piece.text, nl=False)
-    click.echo()
+    try:
+        for piece in client.stream(prompt, **sampling):  # type: ignore[arg-type]  # tandem.client.request checks names and kinds
+            first_s = first_s or time.monotonic()
+            num_tokens += len(piece.token_ids)
+            positions += piece.logprobs
+            click.echo(piece.text, nl=False)
+    finally:
+        if first_s is not None:
+            click.echo()
     text_of = _texts_of_ids(client.address) if positions else None
     for index, candidates in enumerate(positions):
         click.echo(_logprobs_line(index, candidates, text_of), err=True)

@@ -29,7 +29,7 @@ def announced(folder: Path, address: str = "127.0.0.1:1", started_s: float = 1.0
 
 
 def test_a_running_stack_is_found_and_the_newest_wins() -> None:
-    with pytest.raises(NotRunning):
+    with pytest.raises(NotRunning, match="Start one with `tandem up`"):
         registry.running_address()
     older, newer = StackFolder(), StackFolder()
     announced(older.path, "older:1", 1.0)
@@ -40,6 +40,14 @@ def test_a_running_stack_is_found_and_the_newest_wins() -> None:
     older.remove()
     with pytest.raises(NotRunning):
         registry.running_address()
+
+
+def test_a_stack_that_is_not_ready_yet_is_said_to_be_starting() -> None:
+    folder = StackFolder()
+    for find in (registry.running_address, registry.running_admin_address):
+        with pytest.raises(NotRunning, match=r"is still starting.*Try again, or give --a[a-z]* host:port"):
+            find()
+    folder.remove()
 
 
 def test_metrics_are_those_of_the_stack_with_that_admin_address_unless_they_need_credentials() -> None:
