@@ -25,6 +25,10 @@ FOLDER = "TANDEM_VLLM_FOLDER"
 MAX_HELD_FRACTION = "max_held_fraction"
 """Option of vllm_engine/connector.py: fraction of the blocks that transfers may hold."""
 
+_SOCKET_NAME_LEN = 36
+"""vLLM's names are UUIDs."""
+_MAX_SOCKET_PATH_LEN = 107
+"""Of Linux."""
 _UNTESTED = ("kv_transfer.stores.lmcache", "kv_transfer.multi_connector")
 """Connectors that have not been run with vLLM."""
 
@@ -71,16 +75,25 @@ def set_environment(config: EngineConfig, folder: Path) -> None:
     """For this process and those that vLLM starts. What the user has set stays."""
     cores = ",".join(map(str, config.cpu_cores)) or "nobind"
     defaults = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if current_platform.is_cpu() and config.vllm_args.get("enforce_eager", True):
+        defaults["TORCH_COMPILE_DISABLE"] = "1"  # it would compile its log-probabilities all the same
     if config.num_threads is not None:
         defaults["OMP_NUM_THREADS"] = str(config.num_threads)
     os.environ.update({name: value for name, value in defaults.items() if name not in os.environ})
     os.environ |= {
         FOLDER: str(folder),
-        "VLLM_RPC_BASE_PATH": str(folder),
+        "VLLM_RPC_BASE_PATH": _for_sockets(folder),
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has no logits processors
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see process.py
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
+
+
+def _for_sockets(folder: Path) -> str:
+    """The folder by a path that leaves room for the names of vLLM's sockets, as long as this process lives."""
+    if len(os.fsencode(folder)) + 1 + _SOCKET_NAME_LEN <= _MAX_SOCKET_PATH_LEN:
+        return str(folder)
+    return f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}"
 
 
 def _kv_transfer_config(config: EngineConfig) -> KVTransferConfig | None:

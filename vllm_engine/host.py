@@ -50,6 +50,7 @@ from engine.core.messages import (
 from engine.errors import EngineError, InvalidRequest
 from engine.identity import compute_identity
 from engine.sampling.grammar import GrammarCompiler
+from engine.sampling.params import SamplingParams
 from vllm_engine.argument_rules import WITHOUT_EFFECT
 from vllm_engine.arguments import engine_arguments, has_connector, set_environment
 from vllm_engine.failures import FailedRequests
@@ -74,6 +75,7 @@ async def serve(config: EngineConfig, address: str) -> None:
         link = KVLink(folder)
         if has_connector(config):
             info = await _connect(config, engine, info, link.address)
+        await _warm_up(engine, info)
         meter.num_blocks = info.num_blocks
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 1000)
@@ -95,6 +97,21 @@ def _start(config: EngineConfig, meter: LoadMeter) -> AsyncLLM:
         return AsyncLLM.from_engine_args(engine_arguments(config), stat_loggers=[lambda *_: meter])
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(f"vLLM does not start: {error}") from error
+
+
+async def _warm_up(engine: AsyncLLM, info: EngineInfo) -> None:
+    """On a GPU vLLM compiles its log-probabilities when they are first used, for one row and for several: for seconds,
+    in which a core that has requests would seem to hang."""
+    params = SamplingParams(max_tokens=1, logprobs=1, ignore_eos=True)
+    for num_rows in (1, 2):
+        requests = [EngineRequest(request_id=f"warm-up-{num_rows}-{row}", prompt_token_ids=[info.vocab_size - 1],
+                                  params=params) for row in range(num_rows)]  # fmt: skip
+        await asyncio.gather(*(_generated(engine, request) for request in requests))
+
+
+async def _generated(engine: AsyncLLM, request: EngineRequest) -> None:
+    async for _ in engine.generate(vllm_input(request), vllm_params(request), request.request_id):
+        pass
 
 
 @dataclass(slots=True)

@@ -54,6 +54,8 @@ class LoadMeter(StatLoggerBase):
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *others: Any, **more: Any) -> None:
         del others, more
+        if not self.num_blocks:
+            return  # the host does not serve yet: vLLM warms up
         self._stats = scheduler_stats or self._stats
         if iteration_stats is None:
             return

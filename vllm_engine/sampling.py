@@ -20,6 +20,7 @@ import msgspec
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
+from engine import failpoints
 from engine.sampling.grammar import GrammarCompiler
 from engine.sampling.token_sampler import TokenSampler
 from engine.scheduling.request import Request
@@ -62,6 +63,7 @@ class PositionSampling(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """`logits`: [requests in the batch, vocab], float32."""
+        failpoints.hit("engine.step")
         rows = [row for row in sorted(self._rows) if row < len(logits)]
         if not rows:
             return logits
