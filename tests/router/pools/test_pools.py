@@ -267,6 +267,29 @@ async def test_incompatible_instances_are_named_and_never_paired(run: Run, caplo
     ]
 
 
+VLLM = "vllm 0.32.0, CPUModelRunner, CPU_ATTN, KV float32"
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("tandem", VLLM), (VLLM, "tandem"), (VLLM, VLLM.replace("32", "33"))])
+async def test_pools_of_different_engines_or_versions_are_named_and_never_paired(
+    run: Run, caplog: pytest.LogCaptureFixture, ours: str, theirs: str
+) -> None:
+    decode = FakeInstance("decode", "decode-0", identity={"engine": ours, "fingerprint": "f0"})
+    prefill = FakeInstance("prefill", "prefill-0", identity={"engine": theirs, "fingerprint": "f1"})
+    always = {"mode": "always"}
+    with caplog.at_level(logging.WARNING, "router"):
+        async with run(prefill=[prefill], decode=[decode], disaggregation=always) as rig:
+            with pytest.raises(grpc.aio.AioRpcError, match="no prefill instance is available"):
+                await rig.generate()
+    assert not prefill.recorded("prefill")
+    assert not decode.recorded("decode")
+    logged = [record.getMessage() for record in caplog.records]
+    assert (
+        f"engine differs between decode decode-0 ({ours}) and prefill prefill-0 ({theirs}): they will not be paired"
+        in logged
+    )
+
+
 async def test_requests_that_find_no_partner_log_it_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     odd = FakeInstance("prefill", "odd", identity={"layout_digest": "l1", "fingerprint": "f1"})
     with caplog.at_level(logging.WARNING, "router"):
