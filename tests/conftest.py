@@ -21,6 +21,7 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.engine_under_test import PATIENCE, expected_exceptions
 from tests.process_logs import LOGS, ProcessLogs
 
 # Before torch is imported: on tiny models a second thread only spins, and other tests' processes need the cores.
@@ -84,6 +85,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         other_parts = {item for index, item in enumerate(slow) if index % count != number - 1}
         config.hook.pytest_deselected(items=[item for item in items if item in other_parts])
         items[:] = [item for item in items if item not in other_parts]
+    if PATIENCE > 1:
+        for item in items:
+            marker = item.get_closest_marker("timeout")
+            seconds = marker.args[0] if marker is not None else 120.0
+            item.add_marker(pytest.mark.timeout(PATIENCE * seconds), append=False)
     items.sort(key=_stack)  # each starts once, without `-n` too
     if hasattr(config, "workerinput"):
         items.sort(key=_rank)
@@ -145,7 +151,7 @@ def _own_ports(worker_id: str) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def process_logs() -> Iterator[ProcessLogs]:
     """Fails the run if a stack that a test or a shared fixture has stopped left an exception in a log."""
-    with LOGS.watched():
+    with LOGS.watched(), expected_exceptions(LOGS):
         yield LOGS
     assert not (found := LOGS.take_found()), "exceptions in logs of processes:\n" + "\n".join(found)
 

@@ -10,10 +10,10 @@ import pytest
 
 from tandem.local_stack.settings import StackSettings
 from tests.builders import lively_checkpoint
+from tests.engine_under_test import BLOCK_SIZE, engine_fields
 from tests.system.reference import Reference
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
-BLOCK_SIZE = 16
 CHUNK = 64
 """Tokens that one step computes at the most, so that a prompt of a few hundred takes several."""
 
@@ -56,7 +56,7 @@ def rig_settings(
         "router_args": (*PATIENT_POOLS, *router_args),
         "instance_args": (*_SMALL_STEPS, *PATIENT_PEERS, *instance_args),
     }
-    return StackSettings(model=checkpoint, model_name="lively", **{**defaults, **fields})  # type: ignore[arg-type]
+    return StackSettings(model=checkpoint, model_name="lively", **{**defaults, **fields, **engine_fields()})  # type: ignore[arg-type]
 
 
 @pytest.fixture

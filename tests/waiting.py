@@ -8,16 +8,19 @@ import time
 import weakref
 from collections.abc import Callable
 
+from tests.engine_under_test import PATIENCE
+
 
 async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
     """Returns when `condition` holds. Raises TimeoutError after a time that a busy machine does not need either."""
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(within_s * PATIENCE):
         while not condition():
             await asyncio.sleep(0.005)
 
 
 def wait_until(condition: Callable[[], object], problem: str | Callable[[], str] = "", within_s: float = 60.0) -> None:
     """As `until`, without an event loop. Raises AssertionError with `problem`."""
+    within_s *= PATIENCE
     deadline_s = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline_s:

@@ -14,6 +14,7 @@ import grpc
 
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
 from tandem.local_stack.settings import StackSettings
+from tests.engine_under_test import BLOCK_SIZE, engine_fields
 from tests.system.load import Load, Outcome
 from tests.system.questions import Question
 from tests.system.rig import Rig
@@ -102,10 +103,21 @@ def killable_stack(checkpoint: Path, *, num_prefill: int, num_decode: int, **fie
         "num_blocks": 1024,
         "lease_s": 2.0,
         "start_timeout_s": 180.0,
-        "instance_args": ("--max-num-batched-tokens", "64", "--block-size", "16", "--peers-ping-timeout-ms", "20000"),
+        "instance_args": (
+            "--max-num-batched-tokens",
+            "64",
+            "--block-size",
+            str(BLOCK_SIZE),
+            "--peers-ping-timeout-ms",
+            "20000",
+        ),
     }
     stack_settings = StackSettings(
-        model=checkpoint, model_name="lively", num_prefill=num_prefill, num_decode=num_decode, **{**settings, **fields}
+        model=checkpoint,
+        model_name="lively",
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        **{**settings, **fields, **engine_fields()},
     )
     rig = Rig(
         stack_settings,

@@ -28,6 +28,7 @@ class Arrival(NamedTuple):
     at_s: float
     choice: int
     stream_epoch: int
+    token_index: int
 
 
 @dataclass
@@ -58,6 +59,11 @@ class Outcome:
     def stall_s(self) -> float:
         """The longest pause between two messages of a choice, in seconds."""
         return max((later.at_s - first.at_s for first, later in self.steps()), default=0.0)
+
+    @property
+    def cut_after(self) -> list[int]:
+        """How many tokens the choices had where they continued on another instance."""
+        return [later.token_index for first, later in self.steps() if later.stream_epoch > first.stream_epoch]
 
     def steps(self) -> list[tuple[Arrival, Arrival]]:
         """Each message of a choice and the next one of the same."""
@@ -163,6 +169,7 @@ class Load:
         metadata = self._credentials.metadata()
         async for response in stub.Generate(request, timeout=self.timeout_s, metadata=metadata):
             tokens = response.tokens
-            outcome.arrivals.append(Arrival(time.monotonic(), tokens.choice, tokens.stream_epoch))
+            arrival = Arrival(time.monotonic(), tokens.choice, tokens.stream_epoch, tokens.token_index)
+            outcome.arrivals.append(arrival)
             assembler.add(response)
         return assembler.finish()

@@ -53,9 +53,16 @@ class Question:
             _assert_same_logprobs(choice, output.logprobs or [])
 
 
-def make_questions(llm: LLM, count: int, source: random.Random, *, num_tokens: int) -> list[Question]:
-    """`count` different ones, every kind in turn, short prompts and long ones."""
-    prompts = [[source.randrange(0, 360) for _ in range(source.choice((12, 40, 90, 150)))] for _ in range(count)]
+def make_questions(
+    llm: LLM, count: int, source: random.Random, *, num_tokens: int, lengths: Sequence[int] = ()
+) -> list[Question]:
+    """`count` different ones, every kind in turn, short prompts and long ones. With `lengths`, one of every kind with
+    the first length, then with the second."""
+    fixed = [length for length in lengths for _ in _KINDS]
+    prompts = [
+        [source.randrange(0, 360) for _ in range(fixed[number] if fixed else source.choice((12, 40, 90, 150)))]
+        for number in range(count)
+    ]
     samplings = []
     for number, kind in zip(range(count), list(_KINDS) * count, strict=False):
         samplings.append({**_KINDS[kind], "max_tokens": num_tokens, "seed": number, "ignore_eos": True})

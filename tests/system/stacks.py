@@ -23,7 +23,8 @@ from protos.tandem.v1 import instance_pb2
 from tandem import Client, Completion
 from tandem.demo import MODEL_DIR
 from tandem.local_stack.settings import StackSettings
-from tests.lively import BLOCK_SIZE, CHUNK, PATIENT_PEERS, PATIENT_POOLS
+from tests.engine_under_test import BLOCK_SIZE, engine_fields
+from tests.lively import CHUNK, PATIENT_PEERS, PATIENT_POOLS
 from tests.system.checker import assert_no_leak, assert_same_answer, busy, footprint
 from tests.system.connectors import CONNECTORS, Backing
 from tests.system.reference import Reference
@@ -234,7 +235,7 @@ def started(
             model=model.checkpoint,
             instance_args=(*args, *backing.instance_args, *instance_args),
             router_args=router_args,
-            **{**defaults, **backing.settings, **fields},
+            **{**defaults, **backing.settings, **fields, **engine_fields()},
         )
         names = [f"{role}-{index}" for role in ("prefill", "decode") for index in range(size)]
         rig = Rig(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine import LLM
+from tests.engine_under_test import BLOCK_SIZE
 from tests.system.checker import wait_idle
-from tests.system.killable import PATIENT, KillableStack, cut_under_load, killable_stack, percentile
+from tests.system.killable import PATIENT, STEP_S, KillableStack, cut_under_load, killable_stack, percentile
 from tests.system.load import Load
 from tests.system.questions import Question, make_questions
 from tests.system.reference import Reference
@@ -64,6 +67,36 @@ def test_killed_decode_instances_cost_a_pause_and_no_token(killable: Stack, llm:
     questions = make_questions(llm, 24, random.Random("two kills"), num_tokens=NUM_TOKENS)
     cut = cut_under_load(KillableStack(killable.rig), questions, num_strikes=2, num_cut=12, num_clients=12)
     assert percentile([outcome.stall_s for outcome in cut], 0.95) < 10.0
+
+
+@pytest.fixture(scope="module")
+def small_stack(checkpoint: Path) -> Iterator[KillableStack]:
+    drain = ("--server-drain-accept-s", "0.1", "--server-drain-grace-s", "60", "--server-drain-move-s", "59.8")
+    args = ("--max-num-batched-tokens", "64", "--block-size", str(BLOCK_SIZE), "--peers-ping-timeout-ms", "20000")
+    settings: dict[str, Any] = {"disaggregation": "always", "router_args": PATIENT, "instance_args": (*args, *drain)}
+    with killable_stack(checkpoint, num_prefill=1, num_decode=2, **settings) as stack:
+        yield stack
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strike", [KillableStack.kill, KillableStack.drain], ids=["kill -9", "drain"])
+def test_thirty_cut_streams_of_each_kind_of_end_have_no_wrong_token(
+    small_stack: KillableStack, llm: LLM, strike: Callable[[KillableStack, str], int]
+) -> None:
+    """Every prompt is handed over, and the decode instance that takes the stream over computes or loads its KV."""
+    small_stack.wait_up()
+    questions = make_questions(llm, 24, random.Random("ends"), num_tokens=NUM_TOKENS)
+    moments = random.Random("moments")
+
+    def strike_at_any_token(stack: KillableStack, name: str) -> int:
+        time.sleep(moments.uniform(0.0, NUM_TOKENS * STEP_S))
+        return strike(stack, name)
+
+    cut = cut_under_load(small_stack, questions, num_strikes=2, num_cut=30, num_clients=16, strike=strike_at_any_token)
+    indices = sorted({index for outcome in cut for index in outcome.cut_after})
+    print(f"cut after {indices} tokens")
+    assert len(indices) > 5
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ PACKAGES = (
     "instance",
     "prefill_service",
     "decode_service",
+    "vllm_engine",
     "router",
     "tandem",
     "protos",

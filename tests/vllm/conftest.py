@@ -3,25 +3,16 @@ the tests of a module share one."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from engine.config import EngineConfig
-
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "tandem/demo/model"
+from tandem.demo import MODEL_DIR as DEMO
+from tests import engine_under_test
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    python = Path(os.environ.get("TANDEM_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-    if not python.is_file():
-        pytest.fail(f"{python} does not exist: make test-vllm")
-    # The environment has no Tandem of its own: it takes this checkout.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return str(python)
+    return engine_under_test.vllm_python()
 
 
 @pytest.fixture(scope="session")

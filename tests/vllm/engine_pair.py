@@ -32,6 +32,7 @@ from kv_transfer.transfer.connector import progress_of
 from tests.waiting import until
 
 BLOCK_SIZE = 32
+_NOTHING_OF = ("num_running", "num_waiting", "num_loading", "num_transfers", "held_blocks", "quarantined_blocks")
 _ids = iter(range(10**6))
 
 
@@ -99,11 +100,19 @@ class EnginePair:
         return [event async for event in self.prefill.add_request(salted) if isinstance(event, TokensEvent)]
 
     async def assert_nothing_is_left(self) -> None:
-        for engine in (self.prefill, self.decode):
-            await until(lambda engine=engine: engine.load.free_blocks == engine.info.num_blocks, 60)  # type: ignore[misc]
-            await until(lambda engine=engine: not engine.load.num_transfers, 60)  # type: ignore[misc]
+        """Soon: reports of aborted requests come one after the other."""
+
+        def left(engine: AsyncEngine) -> dict[str, int]:
             load = engine.load
-            assert (load.num_running, load.num_waiting, load.num_loading, load.held_blocks) == (0, 0, 0, 0)
+            amounts = {name: getattr(load, name) for name in _NOTHING_OF}
+            amounts["blocks in use"] = engine.info.num_blocks - load.free_blocks
+            return {name: amount for name, amount in amounts.items() if amount}
+
+        for engine in (self.prefill, self.decode):
+            try:
+                await until(lambda engine=engine: not left(engine), 60)  # type: ignore[misc]
+            except TimeoutError:
+                raise AssertionError(f"left: {left(engine)}") from None
 
     def _route(self, event: TransferEvent) -> None:
         if event.num_ready_blocks:

@@ -11,13 +11,13 @@ import pytest
 from engine import SamplingParams
 from tandem import Client
 from tandem.client.health import instances_out, load
+from tandem.demo import MODEL_DIR as DEMO
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.stack import LocalStack
 from tests.process_logs import LOGS
 from tests.system.background_request import BackgroundRequest
 from tests.system.checker import assert_same_answer, busy
 from tests.system.reference import Reference
-from tests.vllm.conftest import DEMO
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(1200)
@@ -46,7 +46,10 @@ def stack(request: pytest.FixtureRequest, vllm_python: str) -> Iterator[LocalSta
         disaggregation="always" if is_split else "never",
         dtype="float32",
         num_blocks=200,
-        instance_args=("--block-size", "32", "--server-drain-accept-s", "0.1", "--server-drain-move-s", "20"),
+        instance_args=(
+            *("--block-size", "32", "--server-drain-accept-s", "0.1"),
+            *("--server-drain-grace-s", "60", "--server-drain-move-s", "59.8"),  # streams move at once
+        ),
     )
     # vLLM logs the exceptions with which its processes end, when one of them is killed and when they are stopped.
     with LOGS.expected("EngineDeadError|CancelledError|vllm"), LocalStack(settings) as running:
