@@ -56,6 +56,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     """Ranks that divide every layer: processes of this host, the core's included."""
+    pipeline_parallel_size: int = 1
+    """Stages, each of `tensor_parallel_size` ranks, that divide the layers."""
     num_threads: int | None = None
     """Compute threads of each rank; None: the cores this process may use, divided among the ranks."""
     cpu_cores: tuple[int, ...] = ()
@@ -78,10 +80,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keyword arguments of `process_setup`."""
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}; it must be at least 1")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if (size := getattr(self, name)) < 1:
+                raise ValueError(f"{name} is {size}; it must be at least 1")
 
     @property
     def parallelism(self) -> Parallelism:
         """How the model is divided among ranks."""
-        return Parallelism(self.tensor_parallel_size)
+        return Parallelism(self.tensor_parallel_size, self.pipeline_parallel_size)

@@ -59,7 +59,7 @@ def set_up_process(config: EngineConfig) -> None:
         getattr(importlib.import_module(module_name), function_name)(**config.process_setup_options)
 
 
-def place_process(config: EngineConfig, rank: int = 0) -> None:
+def place_process(config: EngineConfig, rank: int) -> None:
     """Set cores and threads of the process of one rank. Before torch is imported, for its thread pools."""
     num_ranks, cores = config.parallelism.num_ranks, config.cpu_cores
     if cores:

@@ -38,6 +38,16 @@ class Parallelism:
         """Processes that compute and hold KV."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def name(self) -> str:
+        """Of a size above 1."""
+        return "tensor_parallel_size" if self.tensor_parallel_size > 1 else "pipeline_parallel_size"
+
+    @property
+    def core_rank(self) -> int:
+        """The rank in the engine core's process: the first of the last stage, which has the logits."""
+        return self.num_ranks - self.tensor_parallel_size
+
     def check(self, model: DecoderShape) -> None:
         """Raises UnsupportedModel, naming the field and what is allowed, where the model cannot be divided."""
         size, num_stages, num_kv_heads = self.tensor_parallel_size, self.pipeline_parallel_size, model.num_kv_heads
@@ -52,7 +62,8 @@ class Parallelism:
                 raise UnsupportedModel(f"tensor_parallel_size is {size}; it must divide {name} {value}")
         if num_stages > model.num_layers:
             raise UnsupportedModel(
-                f"pipeline_parallel_size is {num_stages}, but every stage needs one of the {model.num_layers} layers"
+                f"pipeline_parallel_size is {num_stages}, but every stage needs one of the {model.num_layers} layers "
+                f"(num_hidden_layers): it must be at most {model.num_layers}"
             )
 
     def part(self, rank: int, model: DecoderShape) -> Part:
@@ -93,6 +104,20 @@ class Part:
     @property
     def tensor_rank(self) -> int:
         return self.rank % self.parallelism.tensor_parallel_size
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.parallelism.tensor_parallel_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether it has the embeddings."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it has the final norm and the output layer."""
+        return self.stage == self.parallelism.pipeline_parallel_size - 1
 
     def share(self, size: int) -> range:
         """The rank's part of `size` query heads, features between an MLP's matrices, or token ids. Parts differ by at

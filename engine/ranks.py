@@ -5,6 +5,10 @@ socket, and reads theirs. Sums are added in the order of the ranks, so that thei
 with torch.distributed's gloo it needs no port and no threads, its order is fixed for any number of ranks, and a sum of
 one row takes a third of the time (docs/decisions/0011). The sockets close with the process that holds them: a rank that
 waits for one that has ended gets RankLost at once.
+
+        stage 0: rank 0 ◀─ sums ─▶ rank 1          tensor_parallel_size ranks divide each layer
+                   │ hidden states   │
+        stage 1: rank 2 ◀─ sums ─▶ rank 3          pipeline_parallel_size stages divide the layers
 """
 
 from __future__ import annotations
@@ -12,13 +16,15 @@ from __future__ import annotations
 import math
 import mmap
 import socket
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
 from typing import Protocol
 
 import torch
 
 from engine.errors import EngineError
+from engine.partition import Parallelism
 
 
 class RankLost(EngineError):
@@ -35,6 +41,17 @@ class RankGroup(Protocol):
         """`x` [rows, share of num_columns] of all ranks side by side on the first rank; elsewhere `x` itself."""
 
 
+class Stages(Protocol):
+    """The pipeline stages next to this one. A step's hidden states come from the stage before, which all but the first
+    stage have, and go to the stage after, which all but the last have."""
+
+    def receive(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """What the stage before has sent, [num_rows, num_columns] on CPU."""
+
+    def send(self, x: torch.Tensor) -> None:
+        """`x` to the stage after. Returns when it has taken `x`, but for what fits into the system's buffers."""
+
+
 class OneRank:
     """No other ranks."""
 
@@ -44,6 +61,91 @@ class OneRank:
     def columns(self, x: torch.Tensor, num_columns: int) -> torch.Tensor:
         del num_columns
         return x
+
+
+class OneStage:
+    """No other stages."""
+
+    def receive(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        raise AssertionError("the first stage receives nothing")
+
+    def send(self, x: torch.Tensor) -> None:
+        raise AssertionError("the last stage sends nothing")
+
+
+@dataclass(slots=True)
+class Ends:
+    """One rank's ends of its connections to other ranks."""
+
+    peers: dict[int, socket.socket] = field(default_factory=dict)
+    """By tensor rank, within its stage."""
+    before: socket.socket | None = None
+    """To the same tensor rank of the stage before; None: there is none."""
+    after: socket.socket | None = None
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        return [*self.peers.values(), *(sock for sock in (self.before, self.after) if sock is not None)]
+
+
+def connect_all(parallelism: Parallelism) -> list[Ends]:
+    """The ends of all ranks, by rank."""
+    size, all_ends = parallelism.tensor_parallel_size, [Ends() for _ in range(parallelism.num_ranks)]
+    for first in range(0, len(all_ends), size):
+        for one, other in combinations(range(size), 2):
+            all_ends[first + one].peers[other], all_ends[first + other].peers[one] = socket.socketpair()
+    for before, after in zip(all_ends, all_ends[size:], strict=False):
+        before.after, after.before = socket.socketpair()
+    return all_ends
+
+
+def close_all(all_ends: Iterable[Ends]) -> None:
+    """Idempotent. A socket ends only when no process has it any more."""
+    for sock in (sock for ends in all_ends for sock in ends.sockets):
+        sock.close()
+
+
+class SocketStages:
+    """The ends of one rank: a stream socket to the same tensor rank of each stage next to it. Used by one thread.
+
+    Bytes alone: both sides know the shape from the step. A stage computes while the next one still receives, so that
+    no exchange is needed before the next step.
+    """
+
+    def __init__(self, before: socket.socket | None, after: socket.socket | None) -> None:
+        """None where there is no such stage."""
+        self._before = before
+        self._after = after
+
+    def receive(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        assert self._before is not None
+        x = torch.empty(num_rows, num_columns, dtype=dtype)
+        left = _bytes_of(x)
+        while left:
+            try:
+                num_received = self._before.recv_into(left)
+            except OSError as error:
+                raise _stage_lost("before", error.strerror) from error
+            if not num_received:
+                raise _stage_lost("before")
+            left = left[num_received:]
+        return x
+
+    def send(self, x: torch.Tensor) -> None:
+        assert self._after is not None
+        try:
+            self._after.sendall(_bytes_of(x.contiguous()))
+        except OSError as error:
+            raise _stage_lost("after", error.strerror) from error
+
+
+def _bytes_of(x: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return memoryview(x.view(torch.uint8).numpy()).cast("B")
+
+
+def _stage_lost(which: str, reason: str = "it has closed the connection") -> RankLost:
+    return RankLost(f"the pipeline stage {which} this one has ended: {reason}")
 
 
 SLOT_BYTES = 1 << 20
@@ -103,7 +205,7 @@ class SharedMemoryRanks:
                 peer.send(b"x")
             for rank, peer in self._peers.items():
                 if not peer.recv(1):
-                    raise RankLost(f"rank {rank} has ended")
+                    raise RankLost(f"tensor rank {rank} has ended")
         except OSError as error:
             raise RankLost(f"another rank has ended: {error.strerror}") from error
         return slots.unbind()

@@ -63,7 +63,6 @@ LLM_ARGUMENTS: dict[str, Fixed] = {
     "enable_chunked_prefill": Fixed((True,), "max_num_batched_tokens as large as max_model_len: prompts in one chunk"),
     "max_logprobs": Fixed((20,), "SamplingParams(logprobs=0..20)"),
     "logprobs_mode": Fixed(("raw_logprobs",), "log-probabilities of the raw logits"),
-    "pipeline_parallel_size": Fixed((1,), "tensor_parallel_size"),
     "data_parallel_size": Fixed((1,), _SERVE),
     "enable_expert_parallel": Fixed((False,), "tensor_parallel_size"),
     "distributed_executor_backend": Fixed(("mp", "uni"), "tensor_parallel_size: processes of this host"),

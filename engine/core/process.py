@@ -42,7 +42,7 @@ def begin() -> tuple[EngineConfig, str]:
 
 
 def _run(config: EngineConfig, address: str) -> None:
-    place_process(config)  # before torch is imported, for its thread pools
+    place_process(config, config.parallelism.core_rank)  # before torch is imported, for its thread pools
     from engine.core.core import EngineCore
     from engine.core.loop import Mailbox, run_core
     from engine.ranks import RankLost

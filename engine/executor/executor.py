@@ -27,7 +27,7 @@ class Executor(Protocol):
         all layers and heads, however they are divided among ranks. Raises CapacityError."""
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """One step: the final hidden states [num_tokens, hidden_size]."""
+        """One step on all ranks: the final hidden states [num_tokens, hidden_size]."""
 
     def compute_logits(self, hidden: torch.Tensor, rows: Int64) -> torch.Tensor:
         """float32 [len(rows), vocab_size] of rows of the last step's `hidden`."""

@@ -1,26 +1,28 @@
-"""The executor of several ranks: rank 0 in the core's process, a worker process for every other.
+"""The executor of several ranks: one in the core's process, a worker process for every other.
 
     Start ─▶ all load ─▶ Ready of each ─▶ AllocateKV ─▶ steps ─▶ shutdown: the pipes end, the workers exit
                                             └─ a worker ends or is stopped ─▶ all are killed ─▶ RankLost
 
+A step goes to all ranks at once. Each stage waits for the hidden states of the one before it, and the core's rank, of
+the last stage, ends the step: then every rank has written its keys and values. A large step is divided into
+micro-batches, on which the stages work side by side; in a small one they compute one after the other.
+
 Everything that the ranks share has no name: sockets, pipes and memory are inherited descriptors and go with the
 processes. The KV memory is one for all ranks, each of which computes its layers and heads of every page. So a page is
-the same for connectors, whatever the number of ranks: instances with different tensor_parallel_size exchange KV.
+the same for connectors, whatever the number of ranks: instances with different numbers of ranks and stages exchange KV.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -32,12 +34,12 @@ from engine.errors import EngineError, UnsupportedModel
 from engine.executor.executor import Executor, OneProcessExecutor, no_kv_memory
 from engine.executor.process import Ready, Start
 from engine.executor.step import AllocateKV, Int64, Logits, Message, Step, StepInputs
-from engine.executor.worker import map_kv, rank_view
+from engine.executor.worker import forward_part, load_part, map_kv, rank_view
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes
-from engine.models import load_model
+from engine.models import check_ranks
 from engine.models.config import DecoderConfig, ModelConfig
-from engine.ranks import RankLost, SharedMemoryRanks
+from engine.ranks import Ends, RankLost, SharedMemoryRanks, close_all, connect_all
 
 _WATCH_S = 0.25
 _SHUTDOWN_S = 3.0
@@ -45,46 +47,18 @@ _SHUTDOWN_S = 3.0
 
 def make_executor(config: EngineConfig, model_config: DecoderConfig, wake: Callable[[], None]) -> Executor:
     """The executor for the configured number of ranks. `wake` is called from a thread if a rank is lost."""
-    if config.parallelism.num_ranks == 1:
+    check_ranks(model_config, config.parallelism)
+    if config.parallelism.num_ranks == 1 or not isinstance(model_config, ModelConfig):
         return OneProcessExecutor(config, model_config)
-    if not isinstance(model_config, ModelConfig):
-        raise UnsupportedModel(
-            "tensor_parallel_size above 1 is supported for native models; set it to 1 with the transformers backend"
-        )
+    if config.device != "cpu":
+        name = config.parallelism.name
+        raise UnsupportedModel(f"{name} above 1 is supported on cpu; set it to 1 on {config.device}")
     return MultiprocessExecutor(config, model_config, wake)
-
-
-class _Ends:
-    """What the ranks of a group share for their exchanges: a socket between any two, and memory."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.slots_fd = os.memfd_create("tandem-slots")
-        os.ftruncate(self.slots_fd, SharedMemoryRanks.memory_bytes(num_ranks))
-        self.peers: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
-        for one, other in combinations(range(num_ranks), 2):
-            self.peers[one][other], self.peers[other][one] = socket.socketpair()
-
-    def of_rank_0(self) -> SharedMemoryRanks:
-        return SharedMemoryRanks(0, self.peers[0], mmap.mmap(self.slots_fd, 0))
-
-    def close_others(self) -> None:
-        """Once the other ranks have theirs: a socket ends only when no process has it any more."""
-        for sock in (sock for ends in self.peers[1:] for sock in ends.values()):
-            sock.close()
-
-    def close(self) -> None:
-        """Idempotent."""
-        self.close_others()
-        for sock in self.peers[0].values():
-            sock.close()
-        if self.slots_fd >= 0:
-            os.close(self.slots_fd)
-            self.slots_fd = -1
 
 
 @dataclass(slots=True)
 class _Worker:
-    """Rank 0's end of one worker."""
+    """The core's end of one worker."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -116,22 +90,23 @@ class MultiprocessExecutor:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, wake: Callable[[], None]) -> None:
         """Starts the workers and loads the model on all ranks. Raises EngineError."""
-        if config.device != "cpu":
-            raise UnsupportedModel("tensor_parallel_size above 1 is supported on cpu; set it to 1 on cuda")
         parallelism = config.parallelism
-        parallelism.check(model_config)
         self._wake = wake
         self._lost: str | None = None
         self._closing = threading.Event()
         self._dtype = getattr(torch, model_config.resolve_dtype(config.dtype))
-        self._part = parallelism.part(0, model_config)
+        self._part = parallelism.part(parallelism.core_rank, model_config)
         self._kv_fd = os.memfd_create("tandem-kv")
+        self._slots_fd = os.memfd_create("tandem-slots")
+        slots_bytes = SharedMemoryRanks.memory_bytes(parallelism.tensor_parallel_size)
+        os.ftruncate(self._slots_fd, parallelism.pipeline_parallel_size * slots_bytes)
         self._encoder = msgspec.msgpack.Encoder()
         self._workers: list[_Worker] = []
-        self._ends = _Ends(parallelism.num_ranks)
+        all_ends = connect_all(parallelism)
+        self._ends = all_ends[parallelism.core_rank]
         try:
-            self._start_workers(config)
-            self._model = load_model(model_config, config, part=self._part, ranks=self._ends.of_rank_0())
+            self._start_workers(config, all_ends)
+            self._model = load_part(config, model_config, self._part, self._ends, self._slots_fd)
             for worker in self._workers:
                 worker.wait_ready()
         except BaseException:
@@ -149,16 +124,15 @@ class MultiprocessExecutor:
         os.ftruncate(self._kv_fd, num_bytes)
         whole = map_kv(self._kv_fd, layout, num_blocks, self._dtype)
         self._kv_cache = rank_view(whole, self._part)
-        self._broadcast(AllocateKV(num_blocks))
+        self._send(AllocateKV(num_blocks), self._workers)
         return whole
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        self._broadcast(Step.of(inputs))
-        token_ids, positions, metadata = inputs.tensors(torch.device("cpu"))
-        return self._model.forward(token_ids, positions, self._kv_cache, metadata)
+        self._send(Step.of(inputs), self._workers)
+        return forward_part(self._model, inputs, self._kv_cache, self._part)
 
     def compute_logits(self, hidden: torch.Tensor, rows: Int64) -> torch.Tensor:
-        self._broadcast(Logits(rows.tobytes()))
+        self._send(Logits(rows.tobytes()), [worker for worker in self._workers if worker.rank > self._part.rank])
         return self._model.compute_logits(hidden[torch.from_numpy(rows)])
 
     def check(self) -> None:
@@ -174,30 +148,36 @@ class MultiprocessExecutor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
-        self._ends.close()
-        if self._kv_fd >= 0:
-            os.close(self._kv_fd)
-            self._kv_fd = -1
+        close_all([self._ends])
+        for fd in (self._kv_fd, self._slots_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._kv_fd = self._slots_fd = -1
 
-    def _start_workers(self, config: EngineConfig) -> None:
+    def _start_workers(self, config: EngineConfig, all_ends: Sequence[Ends]) -> None:
         """Start a process for every other rank."""
         is_main = threading.current_thread() is threading.main_thread()
-        for rank in range(1, config.parallelism.num_ranks):
-            start = Start(
-                config=config,
-                rank=rank,
-                peer_fds={peer: sock.fileno() for peer, sock in self._ends.peers[rank].items()},
-                slots_fd=self._ends.slots_fd,
-                kv_fd=self._kv_fd,
-                parent_pid=os.getpid() if is_main else None,
-            )
-            self._workers.append(_start_worker(start))
-        self._ends.close_others()
+        others = {rank: ends for rank, ends in enumerate(all_ends) if ends is not self._ends}
+        try:
+            for rank, ends in others.items():
+                start = Start(
+                    config=config,
+                    rank=rank,
+                    peer_fds={peer: sock.fileno() for peer, sock in ends.peers.items()},
+                    before_fd=None if ends.before is None else ends.before.fileno(),
+                    after_fd=None if ends.after is None else ends.after.fileno(),
+                    slots_fd=self._slots_fd,
+                    kv_fd=self._kv_fd,
+                    parent_pid=os.getpid() if is_main else None,
+                )
+                self._workers.append(_start_worker(start, ends.sockets))
+        finally:
+            close_all(others.values())
 
-    def _broadcast(self, message: Message) -> None:
+    def _send(self, message: Message, workers: Sequence[_Worker]) -> None:
         encoded = self._encoder.encode(message)
         try:
-            for worker in self._workers:
+            for worker in workers:
                 worker.pipe.send_bytes(encoded)
         except OSError as error:
             raise RankLost(f"a rank has ended: {error.strerror}") from error
@@ -219,9 +199,9 @@ class MultiprocessExecutor:
             worker.process.wait()
 
 
-def _start_worker(start: Start) -> _Worker:
+def _start_worker(start: Start, sockets: Sequence[socket.socket]) -> _Worker:
     ours, theirs = Pipe()
-    fds = (theirs.fileno(), start.slots_fd, start.kv_fd, *start.peer_fds.values())
+    fds = (theirs.fileno(), start.slots_fd, start.kv_fd, *(sock.fileno() for sock in sockets))
     argv = (sys.executable, "-m", "engine.executor.process", str(theirs.fileno()))
     process = subprocess.Popen(argv, pass_fds=fds, stdin=subprocess.DEVNULL)
     theirs.close()

@@ -1,8 +1,8 @@
-"""`python -m engine.executor.process FD`: the process of one rank other than the first.
+"""`python -m engine.executor.process FD`: the process of one rank other than the core's.
 
     Start ─▶ model loaded ─▶ Ready ─▶ AllocateKV ─▶ (Step ─▶ Logits …) … ─▶ the pipe ends: exit
 
-FD is this end of the pipe to rank 0, which ends with rank 0's process, whatever killed it. A rank that waits for others
+FD is this end of the pipe to the core's process, which ends with it, whatever killed it. A rank that waits for others
 in the middle of a step notices it by its sockets to them, and one that hangs gets the kernel's death signal.
 """
 
@@ -29,9 +29,12 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     rank: int
     peer_fds: dict[int, int]
-    """Socket to every other rank of its group."""
+    """Socket to every other tensor rank of its stage."""
+    before_fd: int | None
+    """Socket to the same tensor rank of the stage before."""
+    after_fd: int | None
     slots_fd: int
-    """Memory of the group's exchanges."""
+    """Memory of the exchanges of all stages."""
     kv_fd: int
     parent_pid: int | None
     """None: the parent's thread may end before the parent."""
@@ -44,8 +47,8 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Serve until rank 0 ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 ends this process
+    """Serve until the core's process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the core ends this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
     start = msgspec.msgpack.decode(pipe.recv_bytes(), type=Start)

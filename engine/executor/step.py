@@ -1,4 +1,4 @@
-"""What the model needs of one step, as arrays: built once, by rank 0, and equal on every rank."""
+"""What the model needs of one step, as arrays: built once, in the core's process, and equal on every rank."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 
+MICRO_BATCH_TOKENS = 64
+"""At least, of a part of a step. With fewer a stage's time hardly depends on their number."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The fields are those of AttentionMetadata."""
@@ -27,6 +31,32 @@ class StepInputs:
     block_tables: Int32
     max_query_len: int
     max_seq_len: int
+
+    def micro_batches(self, num_stages: int) -> list[StepInputs]:
+        """Parts of the step, one after the other, so that stages compute at the same time: for `num_stages` stages at
+        most twice as many. Small steps are one part: their time is that of reading the weights."""
+        num_tokens = len(self.token_ids)
+        num_parts = max(1, min(2 * num_stages, num_tokens // MICRO_BATCH_TOKENS)) if num_stages > 1 else 1
+        if num_parts == 1:
+            return [self]
+        return [self._tokens(num_tokens * i // num_parts, num_tokens * (i + 1) // num_parts) for i in range(num_parts)]
+
+    def _tokens(self, start: int, stop: int) -> StepInputs:
+        """Tokens [start, stop): a later step than that of the tokens before them."""
+        first = int(np.searchsorted(self.query_start_loc, start, side="right")) - 1
+        last = int(np.searchsorted(self.query_start_loc, stop, side="left"))
+        bounds = self.query_start_loc[first : last + 1].clip(start, stop)
+        seq_lens = (self.positions[bounds[1:] - 1] + 1).astype(np.int32)
+        return StepInputs(
+            self.token_ids[start:stop],
+            self.positions[start:stop],
+            self.slot_mapping[start:stop],
+            bounds - np.int32(start),
+            seq_lens,
+            self.block_tables[first:last],
+            int(np.diff(bounds).max()),
+            int(seq_lens.max()),
+        )
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
         """Token ids, positions and metadata on the device. On CPU they share the arrays' memory."""
@@ -41,7 +71,7 @@ class StepInputs:
         return torch.from_numpy(self.token_ids).to(device), torch.from_numpy(self.positions).to(device), metadata
 
 
-# Messages of rank 0 to the other ranks
+# Messages of the core's process to the other ranks
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -51,7 +81,7 @@ class AllocateKV(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compute the final hidden states of these inputs and keep them."""
+    """Compute the hidden states of these inputs and keep them."""
 
     by_token: bytes
     """int64 [3, num_tokens]: token ids, positions, slots."""
@@ -90,7 +120,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Logits(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compute this rank's part of the logits of these rows of the last step."""
+    """Compute this rank's part of the logits of these rows of the last step. Of the last stage."""
 
     rows: bytes
     """int64 [num_rows]."""

@@ -1,4 +1,4 @@
-"""One rank other than the first: its part of the model, computing what rank 0 sends."""
+"""One rank: its part of the model and of the KV memory, and, other than in the core's process, its steps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,24 @@ from typing import assert_never
 import numpy as np
 import torch
 
+from engine.config import EngineConfig
 from engine.executor.process import Start
-from engine.executor.step import AllocateKV, Logits, Message, Step
+from engine.executor.step import AllocateKV, Logits, Message, Step, StepInputs
 from engine.kv_layout import KVLayout
 from engine.models import load_model
 from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
 from engine.partition import Part
-from engine.ranks import SharedMemoryRanks
+from engine.ranks import Ends, OneRank, SharedMemoryRanks, SocketStages
+
+
+def load_part(config: EngineConfig, model_config: ModelConfig, part: Part, ends: Ends, slots_fd: int) -> Decoder:
+    """The rank's part of the model. `slots_fd`: memory for the exchanges of every stage. Raises InvalidCheckpoint,
+    UnsupportedModel."""
+    num_bytes = SharedMemoryRanks.memory_bytes(len(ends.peers) + 1)
+    memory = mmap.mmap(slots_fd, num_bytes, offset=part.stage * num_bytes)
+    ranks = SharedMemoryRanks(part.tensor_rank, ends.peers, memory) if ends.peers else OneRank()
+    return load_model(model_config, config, part=part, ranks=ranks, stages=SocketStages(ends.before, ends.after))
 
 
 def rank_view(kv_cache: torch.Tensor, part: Part) -> torch.Tensor:
@@ -31,17 +42,30 @@ def map_kv(kv_fd: int, layout: KVLayout, num_blocks: int, dtype: torch.dtype) ->
     return torch.frombuffer(pages, dtype=dtype).view(num_blocks, *layout.page_shape)
 
 
+def forward_part(model: Decoder, inputs: StepInputs, kv_cache: torch.Tensor, part: Part) -> torch.Tensor:
+    """One step of one rank: `Decoder.forward` on each micro-batch. A stage computes one while the next stage computes
+    the one before; the bits of a row do not depend on the rows beside it."""
+    hidden = []
+    for batch in inputs.micro_batches(part.parallelism.pipeline_parallel_size):
+        token_ids, positions, metadata = batch.tensors(torch.device("cpu"))
+        hidden.append(model.forward(token_ids, positions, kv_cache, metadata))
+    return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+
+
 class Worker:
-    """One rank: its part of the model, and the hidden states of its last step."""
+    """A rank in a process of its own: computes what the core's process sends. Keeps the last step's hidden states."""
 
     def __init__(self, start: Start) -> None:
         """Loads the model. Raises InvalidCheckpoint, UnsupportedModel."""
         config = self._config = start.config
         model_config = self._model_config = ModelConfig.from_folder(Path(config.model))
         self._part = config.parallelism.part(start.rank, model_config)
-        peers = {rank: socket.socket(fileno=fd) for rank, fd in start.peer_fds.items()}
-        ranks = SharedMemoryRanks(self._part.tensor_rank, peers, mmap.mmap(start.slots_fd, 0))
-        self._model = load_model(model_config, config, part=self._part, ranks=ranks)
+        ends = Ends(
+            {rank: socket.socket(fileno=fd) for rank, fd in start.peer_fds.items()},
+            None if start.before_fd is None else socket.socket(fileno=start.before_fd),
+            None if start.after_fd is None else socket.socket(fileno=start.after_fd),
+        )
+        self._model = load_part(config, model_config, self._part, ends, start.slots_fd)
         self._kv_fd = start.kv_fd
         self._kv_cache: torch.Tensor
         self._hidden: torch.Tensor
@@ -55,8 +79,7 @@ class Worker:
                 whole = map_kv(self._kv_fd, layout, num_blocks, getattr(torch, dtype))
                 self._kv_cache = rank_view(whole, self._part)
             case Step():
-                token_ids, positions, metadata = message.inputs().tensors(torch.device("cpu"))
-                self._hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
+                self._hidden = forward_part(self._model, message.inputs(), self._kv_cache, self._part)
             case Logits(rows):
                 indices = torch.from_numpy(np.frombuffer(bytearray(rows), np.int64))
                 self._model.compute_logits(self._hidden[indices])

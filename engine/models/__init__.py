@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.models.config import DecoderConfig
     from engine.models.decoder import Decoder
-    from engine.partition import Part
-    from engine.ranks import RankGroup
+    from engine.partition import Parallelism, Part
+    from engine.ranks import RankGroup, Stages
 
 
 def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
@@ -41,11 +41,29 @@ def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
     return transformers_backend.read_config(folder)
 
 
+def check_ranks(config: DecoderConfig, parallelism: Parallelism) -> None:
+    """Raises UnsupportedModel where the ranks cannot divide the decoder."""
+    from engine.models.config import ModelConfig
+
+    if parallelism.num_ranks == 1:
+        return
+    if not isinstance(config, ModelConfig):
+        raise UnsupportedModel(
+            f"{parallelism.name} above 1 is supported for native models; set it to 1 with the transformers backend"
+        )
+    parallelism.check(config)
+
+
 def load_model(
-    config: DecoderConfig, engine: EngineConfig, *, part: Part | None = None, ranks: RankGroup | None = None
+    config: DecoderConfig,
+    engine: EngineConfig,
+    *,
+    part: Part | None = None,
+    ranks: RankGroup | None = None,
+    stages: Stages | None = None,
 ) -> Decoder:
     """The decoder that `config` describes, with the checkpoint's weights or dummy ones; `part` of it, computed together
-    with `ranks`, None: all of it.
+    with `ranks` of its stage and the `stages` next to it, None: all of it.
 
     Raises InvalidCheckpoint for files that do not fit, UnsupportedModel for an attention backend that cannot run it.
     """
@@ -56,7 +74,7 @@ def load_model(
     from engine.models.llama import LlamaModel
     from engine.models.weights import DummyWeights, PartWeights, SafetensorsWeights, WeightSource
     from engine.partition import Parallelism
-    from engine.ranks import OneRank
+    from engine.ranks import OneRank, OneStage
 
     dtype: torch.dtype = getattr(torch, config.resolve_dtype(engine.dtype))
     device = torch.device(engine.device)
@@ -90,4 +108,5 @@ def load_model(
         attention=attention,
         part=part or Parallelism().part(0, config),
         ranks=ranks or OneRank(),
+        stages=stages or OneStage(),
     )

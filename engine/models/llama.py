@@ -18,7 +18,7 @@ from engine.models.mlp import GatedMLP, SparseMLP, take_mlp
 from engine.models.rope import RotaryEmbedding
 from engine.models.weights import WeightSource
 from engine.partition import Part
-from engine.ranks import RankGroup
+from engine.ranks import RankGroup, Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,11 @@ class _Layer:
 
 
 class LlamaModel:
-    """One rank's part of the decoder. Owns its weights; the caller owns the KV cache and the step's metadata. Used by
-    one thread; all ranks of a group make the same calls."""
+    """One rank's part of the decoder: of the layers of its stage, its heads and features. Owns its weights; the caller
+    owns the KV cache and the step's metadata. Used by one thread; all ranks of a stage make the same calls.
+
+        embeddings on the first stage ─▶ its layers ─▶ hidden states ─▶ next stage … last stage ─▶ norm ─▶ logits
+    """
 
     def __init__(
         self,
@@ -46,30 +49,31 @@ class LlamaModel:
         attention: AttentionBackend,
         part: Part,
         ranks: RankGroup,
+        stages: Stages,
     ) -> None:
-        """`weights` has the tensors of `part`. Raises InvalidCheckpoint for a tensor that is missing, has the wrong
-        shape or is not used."""
+        """`weights` has the tensors of `part`; `ranks` are those of its stage. Raises InvalidCheckpoint for a tensor
+        that is missing, has the wrong shape or is not used."""
         self.config = config
         self.dtype = dtype
         self.device = device
         self._attention = attention
         self._part = part
         self._ranks = ranks
+        self._stages = stages
         row_sizes = (config.hidden_size, *(len(part.share(size)) for size in config.intermediate_sizes))
         self._elementwise = elementwise_for(device, dtype, row_sizes=row_sizes, head_dim=config.head_dim)
         self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=device)
         self._shape = HeadShape(len(part.share(config.num_heads)), len(part.kv_heads), config.head_dim)
         self._scale = config.head_dim**-0.5
-        self._embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        self._layers = [_take_layer(config, weights, self._elementwise, layer) for layer in range(config.num_layers)]
-        self._norm = weights.take("model.norm.weight", (config.hidden_size,))
-        ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # a table in old checkpoints
-        if config.tie_word_embeddings:
-            self._lm_head = PackedLinear(self._embedding)
-            ignored += ("lm_head.weight",)
-        else:
-            self._lm_head = PackedLinear(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
-        weights.finish(ignored=ignored)
+        is_tied, vocab_shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
+        if part.is_first_stage or (part.is_last_stage and is_tied):
+            self._embedding = weights.take("model.embed_tokens.weight", vocab_shape)
+        self._layers = [_take_layer(config, weights, self._elementwise, layer) for layer in part.layers]
+        if part.is_last_stage:
+            self._norm = weights.take("model.norm.weight", (config.hidden_size,))
+            self._lm_head = PackedLinear(self._embedding if is_tied else weights.take("lm_head.weight", vocab_shape))
+        # The first is a table in old checkpoints.
+        weights.finish(ignored=("rotary_emb.inv_freq", *(("lm_head.weight",) if is_tied else ())))
 
     @property
     def attention_name(self) -> str:
@@ -80,7 +84,8 @@ class LlamaModel:
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """One step: token_ids, positions int [num_tokens] -> final hidden states [num_tokens, hidden_size].
+        """One step: token_ids, positions int [num_tokens] -> final hidden states [num_tokens, hidden_size]; before the
+        last stage those that the next one gets.
 
         Keys and values of the step are written into kv_cache, which has the layers and heads of this rank, at
         metadata.slot_mapping.
@@ -89,7 +94,7 @@ class LlamaModel:
         num_tokens = token_ids.shape[0]
         head_counts = [self._shape.num_heads, self._shape.num_kv_heads, self._shape.num_kv_heads]
         cos, sin = self._rope.cos_sin(positions)
-        residual = self._embed(token_ids)
+        residual = self._first_hidden(token_ids)
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(elementwise.add_rms_norm(x, residual, layer.input_norm, eps))
@@ -107,13 +112,29 @@ class LlamaModel:
             )
             x = self._ranks.sum(layer.output(attended.view(num_tokens, -1)))
             x = self._ranks.sum(layer.mlp(elementwise.add_rms_norm(x, residual, layer.post_norm, eps)))
-        return elementwise.add_rms_norm(x, residual, self._norm, eps)
+        return self._last_hidden(x, residual)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden_size] -> float32 [rows, vocab_size]; only this rank's columns on other ranks than the
-        first."""
+        """hidden [rows, hidden_size] of the last stage -> float32 [rows, vocab_size]; only this rank's columns on other
+        ranks than the stage's first."""
         return self._ranks.columns(self._lm_head(hidden.contiguous()), self.config.vocab_size).float()
+
+    def _first_hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Of the first layer here."""
+        if self._part.is_first_stage:
+            return self._embed(token_ids)
+        return self._stages.receive(len(token_ids), self.config.hidden_size, self.dtype)
+
+    def _last_hidden(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """After the last layer here, whose output is `x`. The sum has the bits that the next layer's norm makes of it
+        on one stage: it is rounded to the element type there, too."""
+        if self._part.is_last_stage:
+            return self._elementwise.add_rms_norm(x, residual, self._norm, self.config.rms_norm_eps)
+        assert x is not None
+        residual += x
+        self._stages.send(residual)
+        return residual
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size]. A token's row is on one rank; the others add zeros."""

@@ -29,8 +29,9 @@ class WeightSource(Protocol):
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor called `name`, of this shape, on the source's device and of its dtype."""
 
-    def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
-        """Raises InvalidCheckpoint if tensors were not taken; names ending in one of `ignored` may be left."""
+    def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
+        """Raises InvalidCheckpoint if tensors were not taken; names ending in one of `ignored`, or beginning with one
+        of `elsewhere`, may be left."""
 
 
 class SafetensorsWeights:
@@ -65,8 +66,8 @@ class SafetensorsWeights:
             raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} is {tensor.dtype}; supported: {_READABLE}")
         return tensor.to(device=self._device, dtype=self._dtype)
 
-    def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
-        left = sorted(name for name in self._file_of if not name.endswith(ignored))
+    def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
+        left = sorted(name for name in self._file_of if not name.endswith(ignored) and not name.startswith(elsewhere))
         if left:
             named = ", ".join(f"{shown(name)} of {self._file_of[name]}" for name in left[:_MAX_NAMED])
             more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
@@ -98,7 +99,7 @@ class DummyWeights:
             torch.empty(shape).uniform_(-limit, limit, generator=generator).to(device=self._device, dtype=self._dtype)
         )
 
-    def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
+    def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         """See `WeightSource.finish`."""
 
 
@@ -108,14 +109,14 @@ class PartWeights:
     def __init__(self, source: WeightSource, part: Part, config: ModelConfig) -> None:
         self._source = source
         self._part = part
-        self._head_dim = config.head_dim
+        self._config = config
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._source.take(name, shape)
         owner, _, kind = name.rpartition(".")
         module = owner.rpartition(".")[2]
         if module in _KV_HEADS:
-            heads, head_dim = self._part.kv_heads, self._head_dim
+            heads, head_dim = self._part.kv_heads, self._config.head_dim
             return _cut(tensor, 0, range(heads.start * head_dim, heads.stop * head_dim))
         if module in _OUTPUTS:
             return _cut(tensor, 0, self._part.share(shape[0]))
@@ -125,9 +126,13 @@ class PartWeights:
             return torch.zeros_like(tensor)
         return tensor
 
-    def finish(self, *, ignored: tuple[str, ...] = ()) -> None:
-        """See `WeightSource.finish`."""
-        self._source.finish(ignored=ignored)
+    def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
+        """See `WeightSource.finish`. Other stages take their tensors."""
+        part, num_layers = self._part, self._config.num_layers
+        others = [f"model.layers.{layer}." for layer in range(num_layers) if layer not in part.layers]
+        others += () if part.is_first_stage else ("model.embed_tokens.",)
+        others += () if part.is_last_stage else ("model.norm.", "lm_head.")
+        self._source.finish(ignored=ignored, elsewhere=(*elsewhere, *others))
 
 
 _KV_HEADS = ("k_proj", "v_proj")

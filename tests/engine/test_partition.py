@@ -23,6 +23,9 @@ def test_parts_cover_the_model(tensor: int, pipeline: int) -> None:
     shape, parallelism = Shape(), Parallelism(tensor, pipeline)
     parallelism.check(shape)
     parts = [parallelism.part(rank, shape) for rank in range(parallelism.num_ranks)]
+    core = parts[parallelism.core_rank]
+    assert (core.is_last_stage, core.tensor_rank, core.layers.stop) == (True, 0, shape.num_layers)
+    assert [part.is_first_stage for part in parts] == [part.layers.start == 0 for part in parts]
     cells = [(layer, head) for part in parts for layer in part.layers for head in part.kv_heads]
     num_replicas = max(1, tensor // shape.num_kv_heads)
     assert sorted(cells) == sorted([(layer, head) for layer in range(7) for head in range(4)] * num_replicas)
@@ -37,7 +40,7 @@ def test_parts_cover_the_model(tensor: int, pipeline: int) -> None:
     [
         (Parallelism(3), "tensor_parallel_size is 3, which cannot split 4 KV heads.*must divide 4 or be a multiple"),
         (Parallelism(12), "tensor_parallel_size is 12; it must divide num_attention_heads 8"),
-        (Parallelism(1, 8), "pipeline_parallel_size is 8, but every stage needs one of the 7 layers"),
+        (Parallelism(1, 8), "pipeline_parallel_size is 8, but every stage needs one of the 7 layers .*at most 7"),
     ],
 )
 def test_what_cannot_be_divided_is_rejected_by_name(parallelism: Parallelism, message: str) -> None:

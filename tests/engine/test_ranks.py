@@ -1,11 +1,15 @@
-"""Exchanges between ranks: sums in the order of the ranks, columns on the first, and no wait for a rank that ended."""
+"""Exchanges between ranks: sums in the order of the ranks, columns on the first, hidden states from stage to stage, and
+no wait for a rank that ended."""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from engine.ranks import SLOT_BYTES, RankLost, SharedMemoryRanks
+from engine.partition import Parallelism
+from engine.ranks import SLOT_BYTES, RankLost, SharedMemoryRanks, SocketStages, close_all, connect_all
 from tests.engine.rank_threads import group_of, on_all_ranks
 
 
@@ -41,8 +45,42 @@ def test_columns_of_all_ranks_are_side_by_side_on_the_first() -> None:
 
 
 def test_a_rank_that_ends_is_noticed_at_once() -> None:
-    (first, _), peers = group_of(2)
-    peers[1][0].close()
+    (first, _), (ours, theirs) = group_of(2)
+    close_all([theirs])
     with pytest.raises(RankLost):
         first.sum(torch.ones(2))
-    peers[0][1].close()
+    close_all([ours])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_go_from_stage_to_stage(dtype: torch.dtype) -> None:
+    """Also such that are larger than the system's buffers, and one after the other before the first is taken."""
+    shapes = [(1, 3), (2, 64), (700, 513)]
+    all_ends = connect_all(Parallelism(1, 3))
+    stages = [SocketStages(ends.before, ends.after) for ends in all_ends]
+    sent = [of_rank(0, *shape).to(dtype) for shape in shapes]
+
+    def send_on(stage: int) -> list[torch.Tensor]:
+        received = [stages[stage].receive(*shape, dtype) for shape in shapes] if stage else sent
+        for x in received if stage < 2 else ():
+            stages[stage].send(x)
+        return received
+
+    with ThreadPoolExecutor(3) as threads:
+        for received in threads.map(send_on, range(3)):
+            assert all(torch.equal(one, x) for one, x in zip(received, sent, strict=True))
+    close_all(all_ends)
+
+
+def test_a_stage_that_ends_is_noticed_at_once() -> None:
+    """By the one that waits for it, and by the one that sends to it, even in the middle of a tensor."""
+    all_ends = connect_all(Parallelism(1, 3))
+    first, _, last = (SocketStages(ends.before, ends.after) for ends in all_ends)
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(first.send, torch.zeros(1 << 20))
+        close_all(all_ends[1:2])
+        with pytest.raises(RankLost, match="stage after this one has ended"):
+            sending.result()
+    with pytest.raises(RankLost, match="stage before this one has ended"):
+        last.receive(1, 3, torch.float32)
+    close_all(all_ends)

@@ -181,12 +181,14 @@ def test_prompts_have_vllms_forms(llm: LLM) -> None:
 
 def test_arguments_have_the_fields_of_the_engine() -> None:
     given = {
-        "tensor_parallel_size": 2, "max_num_seqs": 512, "max_num_batched_tokens": 16384, "enable_prefix_caching": None,
+        "tensor_parallel_size": 2, "pipeline_parallel_size": 3,
+        "max_num_seqs": 512, "max_num_batched_tokens": 16384, "enable_prefix_caching": None,
         "kvcache_block_size": 256, "num_kvcache_blocks": -1, "max_model_len": -1, "dtype": torch.float32,
         "load_format": "safetensors", "model_impl": "vllm", "kv_cache_memory_bytes": 2**20,
     }  # fmt: skip
     assert engine_fields(given) == {
-        "tensor_parallel_size": 2, "max_num_seqs": 512, "max_num_batched_tokens": 16384, "block_size": 256,
+        "tensor_parallel_size": 2, "pipeline_parallel_size": 3,
+        "max_num_seqs": 512, "max_num_batched_tokens": 16384, "block_size": 256,
         "dtype": "float32", "load_format": "auto", "model_impl": "native", "kv_cache_bytes": 2**20,
     }  # fmt: skip
 
@@ -203,7 +205,7 @@ def test_a_field_is_given_once() -> None:
         ({"kv_transfer_config": {"kv_role": "kv_both"}}, r"kv_transfer_config: .*allowed: None; use a stack of inst"),
         ({"enable_chunked_prefill": False}, "allowed: True; use max_num_batched_tokens as large as max_model_len"),
         ({"max_logprobs": 5}, r"max_logprobs: 5 .*allowed: 20; use SamplingParams\(logprobs=0\.\.20\)"),
-        ({"pipeline_parallel_size": 2}, "allowed: 1; use tensor_parallel_size"),
+        ({"data_parallel_size": 2}, "allowed: 1; use a stack of instances"),
         ({"dtype": "int3"}, "dtype: 'int3' is not supported yet; allowed: auto, float32, bfloat16"),
         ({"load_format": "pt"}, "load_format: 'pt' is not supported yet; allowed: auto, dummy"),
         ({"tokenizer_mode": "slow"}, "allowed: 'auto' or 'hf'; use tokenizer.json in the model's folder"),

@@ -1,9 +1,11 @@
-"""An engine of two ranks answers as one of a single rank does, and a rank that ends or stops ends the engine."""
+"""An engine of several ranks answers as one of a single rank does, and a rank that ends or stops ends the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,13 +15,22 @@ from engine.config import EngineConfig
 from engine.core.messages import EngineRequest
 from engine.errors import EngineDeadError, UnsupportedModel
 from engine.executor.multiprocess import MultiprocessExecutor
+from engine.executor.step import MICRO_BATCH_TOKENS
+from engine.machine import usable_cores
 from engine.ranks import RankLost
 from tests.builders import lively_checkpoint
 from tests.waiting import Stopwatch, wait_until
 
 PROMPTS = [[(index * 7 + token * token) % 1000 + 3 for token in range(size)] for index, size in enumerate((5, 37, 150))]
 GREEDY, SEEDED = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), SamplingParams(max_tokens=30, seed=7)
+PENALISED = SamplingParams(
+    n=2, seed=3, max_tokens=20, ignore_eos=True, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3
+)
 WITH_LOGPROBS = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, logprobs=2)
+
+Scored = list[dict[int, Any]]
+"""Of a prompt's tokens and of the answer's, by token id."""
+Answers = tuple[list[list[int]], Scored]
 
 
 @pytest.fixture(scope="module")
@@ -27,22 +38,39 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return lively_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
 
 
-def engine_of(checkpoint: Path, size: int) -> LLM:
-    """With room for little more than the longest prompt, so that requests are preempted, and prompts in chunks."""
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Callable[[str], Answers]:
+    """The answers of one rank, by element type."""
+
+    @functools.cache
+    def of_one_rank(dtype: str) -> Answers:
+        llm = engine_of(checkpoint, dtype=dtype)
+        found = answers(llm)
+        llm.core.shutdown()
+        assert len({tuple(tokens) for tokens in found[0][:6]}) == 6
+        return found
+
+    return of_one_rank
+
+
+def engine_of(checkpoint: Path, tensor: int = 1, pipeline: int = 1, dtype: str = "float32") -> LLM:
+    """With room for little more than the longest prompt, so that requests are preempted, and prompts in chunks; those
+    of an engine with stages are large enough for micro-batches."""
     return LLM(
         checkpoint,
-        dtype="float32",
-        tensor_parallel_size=size,
+        dtype=dtype,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
         num_threads=1,
         num_gpu_blocks_override=14,
-        max_num_batched_tokens=32,
+        max_num_batched_tokens=32 if pipeline == 1 else 2 * MICRO_BATCH_TOKENS,
         skip_tokenizer_init=True,
     )
 
 
 @pytest.fixture
 def two_ranks(checkpoint: Path) -> Iterator[LLM]:
-    llm = engine_of(checkpoint, 2)
+    llm = engine_of(checkpoint, tensor=2)
     yield llm
     llm.core.shutdown()
 
@@ -53,25 +81,39 @@ def rank_processes() -> list[psutil.Process]:
     ]
 
 
-def answers(llm: LLM) -> list[object]:
-    found: list[object] = []
-    for params in (GREEDY, SEEDED, GREEDY):  # the last time from the prefix cache
-        found += [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+def answers(llm: LLM) -> Answers:
+    found = []
+    for params in (GREEDY, SEEDED, PENALISED, GREEDY):  # the last time from the prefix cache
+        for output in llm.generate(PROMPTS, params, use_tqdm=False):
+            found += [choice.token_ids for choice in output.outputs]
     assert llm.core.load.num_preemptions > 0
     (scored,) = llm.generate([PROMPTS[1]], WITH_LOGPROBS, use_tqdm=False)
     assert scored.prompt_logprobs is not None
-    found += [list(entries or ()) for entries in scored.prompt_logprobs]
-    return found
+    assert scored.outputs[0].logprobs is not None
+    return found, [entries or {} for entries in (*scored.prompt_logprobs, *scored.outputs[0].logprobs)]
 
 
-def test_two_ranks_answer_as_one_does_and_leave_nothing(checkpoint: Path) -> None:
-    one = engine_of(checkpoint, 1)
-    expected = answers(one)
-    one.core.shutdown()
-    assert len({tuple(answer) for answer in expected[:6]}) == 6  # type: ignore[arg-type]
-    two = engine_of(checkpoint, 2)
-    assert answers(two) == expected
-    two.core.shutdown()
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "dtype"),
+    [
+        (2, 1, "float32"),
+        (1, 2, "bfloat16"),
+        pytest.param(1, 2, "float32", marks=pytest.mark.slow),
+        pytest.param(1, 3, "float16", marks=pytest.mark.slow),
+        pytest.param(2, 2, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_several_ranks_answer_as_one_does_and_leave_nothing(
+    checkpoint: Path, expected: Callable[[str], Answers], tensor: int, pipeline: int, dtype: str
+) -> None:
+    """The tokens; stages alone have the bits of one stage, and so the log-probabilities."""
+    tokens, scored = expected(dtype)
+    llm = engine_of(checkpoint, tensor, pipeline, dtype)
+    found, found_scored = answers(llm)
+    assert found == tokens
+    assert [list(entries) for entries in found_scored] == [list(entries) for entries in scored]
+    assert tensor > 1 or found_scored == scored
+    llm.core.shutdown()
     assert rank_processes() == []
 
 
@@ -89,11 +131,22 @@ def test_a_stopped_rank_ends_the_engine(two_ranks: LLM) -> None:
 
 
 @pytest.mark.slow
-async def test_a_killed_rank_ends_the_core_within_two_seconds(checkpoint: Path) -> None:
-    """In the middle of its steps."""
-    config = EngineConfig(model=str(checkpoint), tensor_parallel_size=2, num_threads=1, num_blocks=200)
+@pytest.mark.parametrize(("tensor", "pipeline", "which"), [(2, 1, 0), (1, 2, 0), (1, 3, 1), (2, 2, 1)])
+async def test_a_killed_rank_ends_the_core_within_two_seconds(
+    checkpoint: Path, tensor: int, pipeline: int, which: int
+) -> None:
+    """In the middle of its steps. Until then each rank has its share of the cores, if there are enough."""
+    config = EngineConfig(
+        model=str(checkpoint),
+        num_blocks=200,
+        cpu_cores=tuple(usable_cores()),
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+    )
     engine = await AsyncEngine.start(config)
-    (rank,) = rank_processes()
+    rank = rank_processes()[which]
+    if len(config.cpu_cores) >= config.parallelism.num_ranks:
+        assert not {*rank.cpu_affinity()} & {*psutil.Process(engine.info.pid).cpu_affinity()}
     params = SamplingParams(max_tokens=2000, ignore_eos=True)
     stream = engine.add_request(EngineRequest(request_id="r", prompt_token_ids=PROMPTS[1], params=params))
     await anext(stream)
@@ -108,7 +161,21 @@ async def test_a_killed_rank_ends_the_core_within_two_seconds(checkpoint: Path) 
     assert rank_processes() == []
 
 
-def test_a_model_that_cannot_be_divided_is_rejected_before_a_process_starts(checkpoint: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="tensor_parallel_size is 3, which cannot split 2 KV heads"):
-        engine_of(checkpoint, 3)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which cannot split 2 KV heads"),
+        ({"pipeline_parallel_size": 4}, "pipeline_parallel_size is 4, but .* 3 layers .*: it must be at most 3"),
+        (
+            {"pipeline_parallel_size": 2, "model_impl": "transformers"},
+            "pipeline_parallel_size above 1 is supported for native models; set it to 1 with the transformers backend",
+        ),
+        ({"pipeline_parallel_size": 2, "device": "cuda"}, "pipeline_parallel_size above 1 is supported on cpu"),
+    ],
+)
+def test_what_cannot_be_divided_is_rejected_before_a_process_starts(
+    checkpoint: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        LLM(checkpoint, skip_tokenizer_init=True, **options)
     assert rank_processes() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -12,10 +13,10 @@ from engine.config import EngineConfig
 from engine.executor.worker import rank_view
 from engine.models import load_model
 from engine.models.config import ModelConfig
-from engine.partition import Parallelism
-from engine.ranks import SharedMemoryRanks
+from engine.models.decoder import Decoder
+from engine.partition import Part
 from tests.builders import lively_checkpoint, paged_step
-from tests.engine.rank_threads import on_all_ranks
+from tests.engine.rank_threads import on_all_parts
 
 
 @pytest.mark.parametrize(
@@ -39,13 +40,11 @@ def test_ranks_compute_what_one_rank_computes(tmp_path: Path, arch: str, size: i
     expected = load_model(config, engine)
     hidden = expected.forward(tokens, positions, caches[0], metadata)
 
-    def compute(rank: int, ranks: SharedMemoryRanks) -> tuple[torch.Tensor, torch.Tensor]:
-        part = Parallelism(size).part(rank, config)
-        model = load_model(config, engine, part=part, ranks=ranks)
+    def compute(part: Part, model: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
         result = model.forward(tokens, positions, rank_view(caches[1], part), metadata)
         return result, model.compute_logits(result[-2:])
 
-    results = on_all_ranks(size, compute)
+    results = on_all_parts(msgspec.structs.replace(engine, tensor_parallel_size=size), config, compute)
     for result, _ in results:
         assert torch.equal(result, results[0][0])
         torch.testing.assert_close(result, hidden, atol=2e-4, rtol=1e-4)

@@ -1,0 +1,102 @@
+"""The stages of a model together have the bits of one stage, and of the checkpoint each takes its own tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import InvalidCheckpoint
+from engine.executor.step import MICRO_BATCH_TOKENS, StepInputs
+from engine.executor.worker import rank_view
+from engine.models import load_model
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.partition import Part
+from tests.builders import lively_checkpoint, paged_step
+from tests.engine.rank_threads import on_all_parts
+
+Computed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Hidden states and logits of the last stage's first rank, and the KV memory."""
+
+
+def computed(engine: EngineConfig, tensor: int, pipeline: int) -> Computed:
+    engine = msgspec.structs.replace(engine, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+    config = ModelConfig.from_folder(Path(engine.model))
+    metadata, positions, num_blocks = paged_step([(1, 20), (70, 90), (1, 1)], block_size=16)
+    tokens = torch.arange(len(positions)) * 37 % config.vocab_size
+    layout = config.kv_layout(dtype=engine.dtype, block_size=16)
+    cache = torch.zeros(num_blocks, *layout.page_shape, dtype=getattr(torch, engine.dtype))
+
+    def compute(part: Part, model: Decoder) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden = model.forward(tokens, positions, rank_view(cache, part), metadata)
+        return hidden, model.compute_logits(hidden[-2:]) if part.is_last_stage else None
+
+    hidden, logits = on_all_parts(engine, config, compute)[engine.parallelism.core_rank]
+    assert logits is not None
+    return hidden, logits, cache
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "tensor", "fields"),
+    [
+        ("qwen3", "bfloat16", 1, {"intermediate_size": 128}),  # tied embeddings on both ends; compiled elementwise
+        ("llama", "float32", 2, {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3_moe", "float16", 1, {}),  # experts in some layers
+        ("mistral", "float32", 1, {"num_hidden_layers": 4}),
+        ("mixtral", "bfloat16", 2, {}),
+    ],
+)
+def test_stages_have_the_bits_of_one_stage(
+    tmp_path: Path, arch: str, dtype: Literal["float32", "bfloat16", "float16"], tensor: int, fields: dict[str, Any]
+) -> None:
+    """With two stages of different sizes, or with one for each layer."""
+    engine = EngineConfig(model=str(lively_checkpoint(tmp_path, arch, **fields)), dtype=dtype, num_threads=1)
+    expected = computed(engine, tensor, 1)
+    assert expected[2].count_nonzero() > 0
+    for pipeline in (2, 3) if tensor == 1 else (3,):
+        for found, one in zip(computed(engine, tensor, pipeline), expected, strict=True):
+            assert torch.equal(found, one)
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mistral"])
+def test_micro_batches_have_the_bits_of_the_whole_step(tmp_path: Path, arch: str) -> None:
+    """Cut within requests, long ones and single tokens."""
+    engine = EngineConfig(model=str(lively_checkpoint(tmp_path, arch)), dtype="bfloat16", num_threads=1)
+    config = ModelConfig.from_folder(Path(engine.model))
+    metadata, positions, num_blocks = paged_step([(1, 20), (300, 390), (1, 1), (1, 33), (90, 90)], block_size=16)
+    step = StepInputs(
+        token_ids=np.arange(len(positions)) * 37 % config.vocab_size,
+        positions=positions.numpy(),
+        slot_mapping=metadata.slot_mapping.numpy(),
+        query_start_loc=metadata.query_start_loc.numpy(),
+        seq_lens=metadata.seq_lens.numpy(),
+        block_tables=metadata.block_tables.numpy(),
+        max_query_len=metadata.max_query_len,
+        max_seq_len=metadata.max_seq_len,
+    )
+    batches = step.micro_batches(3)
+    assert len(batches) == len(positions) // MICRO_BATCH_TOKENS == 6
+    assert step.micro_batches(1) == [step]
+    model, layout = load_model(config, engine), config.kv_layout(dtype="bfloat16", block_size=16)
+    caches = [torch.zeros(num_blocks, *layout.page_shape, dtype=torch.bfloat16) for _ in range(2)]
+    computed = []
+    for parts, cache in zip(([step], batches), caches, strict=True):
+        tensors = [part.tensors(torch.device("cpu")) for part in parts]
+        computed.append(torch.cat([model.forward(tokens, places, cache, plan) for tokens, places, plan in tensors]))
+    assert torch.equal(*computed)
+    assert torch.equal(*caches)
+
+
+def test_a_tensor_that_no_stage_takes_is_named(tmp_path: Path) -> None:
+    """A layer beyond the last, while those of the other stages are left."""
+    folder = lively_checkpoint(tmp_path, "qwen3", num_hidden_layers=3)
+    config = msgspec.json.decode((folder / "config.json").read_bytes()) | {"num_hidden_layers": 2, "layer_types": None}
+    (folder / "config.json").write_bytes(msgspec.json.encode(config))
+    with pytest.raises(InvalidCheckpoint, match=r"'model\.layers\.2\.[^']*' of model\.safetensors, .* and 6 more"):
+        computed(EngineConfig(model=str(folder), dtype="float32"), 1, 2)
