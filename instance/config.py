@@ -120,6 +120,12 @@ class EngineSection(Section):
         flag="--tensor-parallel-size",
         ge=1,
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "Stages, of that many processes each, that divide the layers among them, on this host.",
+        flag="--pipeline-parallel-size",
+        ge=1,
+    )
     num_threads: int | None = setting(
         None,
         "Compute threads of each process of the core; none: the cores it may use, within a container's quota.",

@@ -113,12 +113,23 @@ _DEMO_TOKENS = 60
     help="What computes the model: the built-in decoder, transformers, or auto: transformers where there is no "
     "native decoder.",
 )  # fmt: skip
+@click.option(
+    "--tensor-parallel-size", type=IntRange(min=1), default=1, show_default=True,
+    help="Processes of each instance that divide every layer.",
+)  # fmt: skip
+@click.option(
+    "--pipeline-parallel-size", type=IntRange(min=1), default=1, show_default=True,
+    help="Stages of each instance that divide the layers.",
+)  # fmt: skip
 @click.option("--max-model-len", type=IntRange(min=2), help="Longest prompt + output in tokens.")
 @click.option(
     "--kv-memory", type=FloatRange(min=0, min_open=True), metavar="GIB",
     help="KV memory of each instance; absent: a part of the free memory, at most 2.",
 )  # fmt: skip
-@click.option("--threads", type=IntRange(min=1), help="Threads of each instance; absent: one for each of its cores.")
+@click.option(
+    "--threads", type=IntRange(min=1),
+    help="Threads of each instance, divided among its ranks; absent: one for each of its cores.",
+)  # fmt: skip
 @click.option(
     "--api-key", metavar="KEY", envvar="TANDEM_API_KEY", show_envvar=True,
     help="Clients must send it as bearer token; commands of this user on this machine do. Absent: no token is "
@@ -178,6 +189,7 @@ def command(
       tandem up --instance-arg=--max-num-seqs=16       any flag of the services
     """
     from engine.errors import EngineError
+    from engine.models import check_ranks
 
     try:
         settings = StackSettings(
@@ -196,6 +208,7 @@ def command(
         if engine == "tandem":
             impl = settings.model_impl
             config = check_checkpoint(model, settings.model, model_impl=impl, needs_weights=needs_weights)
+            check_ranks(config, settings.parallelism)
     except (EngineError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     if config is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from engine.config import EngineKind, ModelImpl
+from engine.partition import Parallelism
 from tandem.client.credentials import TOKEN
 from tandem.local_stack.desired_state import MAX_SIZE, ROLES, Role
 
@@ -47,12 +48,15 @@ class StackSettings:
     """Equal seeds try free ports in the same order, so that a stack has the same ones at each start."""
     dtype: str | None = None
     model_impl: ModelImpl = "auto"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
     """Per instance; None: an equal part of the free memory, at most 2 GiB."""
     num_blocks: int | None = None
     """Per instance, instead of kv_cache_bytes: for tests with small pools."""
     threads: int | None = None
+    """Per instance, divided among its ranks."""
     api_key: str | None = field(default=None, repr=False)
     """The clients' bearer token."""
     tls: bool = False
@@ -77,6 +81,11 @@ class StackSettings:
             raise ValueError(
                 f"--engine vllm does not hand KV over through {self.connector}: use shared_storage, redis or nixl"
             )
+        if self.engine == "vllm" and self.parallelism.num_ranks > 1:
+            raise ValueError(
+                "--tensor-parallel-size and --pipeline-parallel-size are for the built-in engine; with --engine vllm "
+                "use --instance-arg='--vllm-args={tensor_parallel_size: 2}'"
+            )
         if self.engine_python is not None and self.engine != "vllm":
             raise ValueError("--engine-python is for --engine vllm")
         if "redis" in self.connectors and self.kv_url is None:
@@ -96,6 +105,11 @@ class StackSettings:
         that it asks for."""
         is_local = self.http_port is not None and self.host in _LOCAL_HOSTS
         return is_local and (self.api_key is not None or not self.tls)
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How each instance divides the model."""
+        return Parallelism(self.tensor_parallel_size, self.pipeline_parallel_size)
 
     @property
     def num_planned(self) -> int:

@@ -60,6 +60,10 @@ def share_cores(cores: list[int], num_instances: int, pin: bool) -> list[tuple[i
     return [tuple(cores[index * per_instance : (index + 1) * per_instance]) for index in range(num_instances)]
 
 
+def _above_one(size: int) -> int | None:
+    return size if size > 1 else None
+
+
 class Topology:
     """Makes the specs of one stack's processes; `folder` is its private folder. Owned by LocalProcesses."""
 
@@ -103,6 +107,7 @@ class Topology:
         settings, cores = self._settings, self._cores.get(name, ())
         # Without its own cores it gets an equal share of all, at least one.
         threads = settings.threads or len(cores) or max(1, len(usable_cores()) // settings.num_planned)
+        threads = max(1, threads // settings.parallelism.num_ranks)
         flags = {
             "--model": settings.model,
             "--served-model-name": settings.model_name,
@@ -125,7 +130,12 @@ class Topology:
 
     def _engine_flags(self) -> dict[str, object]:
         if self._settings.engine == "tandem":
-            return {"--model-impl": self._settings.model_impl, **self._connector_flags()}
+            return {
+                "--model-impl": self._settings.model_impl,
+                "--tensor-parallel-size": _above_one(self._settings.tensor_parallel_size),
+                "--pipeline-parallel-size": _above_one(self._settings.pipeline_parallel_size),
+                **self._connector_flags(),
+            }
         flags = {"--engine": self._settings.engine, "--engine-python": self._settings.engine_python}
         # Some models run in vLLM whose KV cannot be handed over.
         return flags | (self._connector_flags() if self._settings.hands_over else {"--kv-connector": "null"})

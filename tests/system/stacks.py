@@ -10,7 +10,7 @@ for one with a name. Stacks start once per session; all tests of one run in the 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,10 @@ STEPS = {"prefill step": ("prefill", "engine.step"), "decode step": ("decode", "
 _FAILPOINTS = {
     role: ("engine.step", *(name for at, name in STATES.values() if at == role)) for role in ("prefill", "decode")
 }
+
+
+Ranks = tuple[int, int]
+"""Tensor and pipeline parallel size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +216,13 @@ def started(
     size: int = 1,
     failpoints: bool = True,
     faults: dict[str, str] | None = None,
+    ranks: Mapping[str, Ranks] | None = None,
     instance_args: tuple[str, ...] = (),
     router_args: tuple[str, ...] = (),
     **fields: Any,
 ) -> Iterator[Stack]:
-    """A stack of `size` instances per role, float32, every request handed over unless `fields` say otherwise; warm."""
+    """A stack of `size` instances per role, float32, every request handed over unless `fields` say otherwise; warm.
+    `ranks` by instance where there are several."""
     with CONNECTORS[connector](model.folder) as backing:
         defaults: dict[str, Any] = {
             "model_name": "lively",
@@ -242,7 +248,7 @@ def started(
             settings,
             failpoints={name: _FAILPOINTS[name.partition("-")[0]] for name in names} if failpoints else {},
             faults=faults,
-            env=dict.fromkeys(names, backing.env),
+            env={name: {**backing.env, **_sizes((ranks or {}).get(name, (1, 1)))} for name in names},
         )
         rig.start()
         try:
@@ -253,10 +259,16 @@ def started(
             rig.stop()
 
 
+def _sizes(ranks: Ranks) -> dict[str, str]:
+    names = ("TANDEM_ENGINE__TENSOR_PARALLEL_SIZE", "TANDEM_ENGINE__PIPELINE_PARALLEL_SIZE")
+    return {name: str(size) for name, size in zip(names, ranks, strict=True)}
+
+
 def pair(model: Model, connector: str) -> AbstractContextManager[Stack]:
-    """One prefill and one decode instance in which no instance dies."""
+    """One prefill and one decode instance in which no instance dies; one of them has two stages."""
     debug = ("--log-level", "debug") if connector == "redis" else ()
-    return started(model, connector, instance_args=PATIENT_PEERS, router_args=(*PATIENT_POOLS, *debug))
+    ranks = {"prefill-0" if connector == "nixl" else "decode-0": (1, 2)}
+    return started(model, connector, ranks=ranks, instance_args=PATIENT_PEERS, router_args=(*PATIENT_POOLS, *debug))
 
 
 def two_pairs(model: Model, connector: str) -> AbstractContextManager[Stack]:

@@ -119,6 +119,11 @@ def demo_with(folder: Path, **fields: object) -> Path:
             ("--instance-arg=--load-format=dummy", "--max-model-len", "1024"),
             ["--max-model-len 1024 exceeds the model's limit of 512 tokens"],
         ),
+        (
+            {"num_hidden_layers": 4},
+            ("--instance-arg=--load-format=dummy", "--pipeline-parallel-size", "5"),
+            ["pipeline_parallel_size is 5, but every stage needs one of the 4 layers", "at most 4"],
+        ),
     ],
 )
 def test_what_the_model_does_not_allow_is_rejected_before_anything_starts(

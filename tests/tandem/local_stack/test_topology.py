@@ -55,6 +55,14 @@ def test_instances_compute_the_model_as_the_stack_says() -> None:
     assert "--model-impl" not in with_vllm.argv
 
 
+def test_ranks_of_an_instance_divide_its_threads() -> None:
+    [spec] = instances(topology(tensor_parallel_size=2, pipeline_parallel_size=3, threads=12), "decode-0")
+    assert (option(spec, "--tensor-parallel-size"), option(spec, "--pipeline-parallel-size")) == ("2", "3")
+    assert option(spec, "--num-threads") == spec.env["OMP_NUM_THREADS"] == "2"
+    with pytest.raises(ValueError, match="--pipeline-parallel-size are for the built-in engine; with --engine vllm"):
+        topology(pipeline_parallel_size=2, engine="vllm")
+
+
 def test_an_instance_with_vllm_gets_its_interpreter_and_a_connector_where_there_is_prefill() -> None:
     [prefill] = instances(topology(engine="vllm", num_prefill=1, connector="nixl"), "prefill-0")
     assert option(prefill, "--kv-connector") == "nixl"
