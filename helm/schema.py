@@ -35,7 +35,7 @@ INSTANCE_OWNED = (
     *("model.folder", "model.name"),
     *("server.host", "server.port", "server.advertise", "server.listen"),
     *("instance.id", "instance.ready_file", "instance.domain"),
-    *("engine.kind", "engine.vllm_args", "engine.tensor_parallel_size"),
+    *("engine.kind", "engine.vllm_args", "engine.tensor_parallel_size", "engine.pipeline_parallel_size"),
     *("transfer.connector", "transfer.folder", "transfer.url", "transfer.secret_file"),
     *("transfer.capacity_bytes", "transfer.options"),
 )

@@ -17,6 +17,7 @@ def vllm_arguments() -> str:
         **{name: _instead(setting) for name, setting in OWN_SETTINGS.items()},
         **{name: f"it is not supported: {reason}" for name, reason in REFUSED.items()},
         "tensor_parallel_size": "set instance.tensorParallelSize",
+        "pipeline_parallel_size": "set instance.pipelineParallelSize",
     }
     rules = {"refused": reasons, "withoutEffect": list(WITHOUT_EFFECT), "workerCounts": list(WORKER_COUNTS)}
     return _HEAD + yaml.safe_dump(rules, width=1000)

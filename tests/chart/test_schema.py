@@ -245,6 +245,7 @@ def test_vllm_takes_these_connectors(connector: str) -> None:
         ("dtype", "set instance.settings.model.dtype"),
         ("model", "the chart sets it, by `model`"),
         ("tensor_parallel_size", "set instance.tensorParallelSize"),
+        ("pipeline_parallel_size", "set instance.pipelineParallelSize"),
     ],
 )
 def test_an_argument_of_vllm_that_is_a_value_names_it(name: str, instead: str) -> None:
@@ -252,9 +253,26 @@ def test_an_argument_of_vllm_that_is_a_value_names_it(name: str, instead: str) -
         render({"instance": {**VLLM, "vllmArgs": {name: 1}}})
 
 
-def test_workers_of_vllm_by_another_argument_are_refused_too() -> None:
-    with pytest.raises(HelmError, match=r"vllmArgs\.pipeline_parallel_size of prefill: 2, and vLLM hands over"):
-        render({"instance": {**VLLM, "vllmArgs": {"pipeline_parallel_size": 2}}})
+@pytest.mark.parametrize(
+    ("instance", "message"),
+    [
+        (
+            {**VLLM, "vllmArgs": {"decode_context_parallel_size": 2}},
+            "vllmArgs.decode_context_parallel_size of prefill: 2",
+        ),
+        (
+            {**VLLM, "pipelineParallelSize": 2, "gpu": {"count": 2}},
+            "pipelineParallelSize of prefill: 2, and vLLM hands",
+        ),
+        (
+            {"pipelineParallelSize": 3, "gpu": {"count": 3}},
+            "pipelineParallelSize of prefill: 3 on GPUs, and the built-in",
+        ),
+    ],
+)
+def test_stages_and_other_workers_are_refused_too(instance: dict[str, Any], message: str) -> None:
+    with pytest.raises(HelmError, match=re.escape(message)):
+        render({"instance": instance})
 
 
 def test_pools_of_vllm_may_differ_in_what_is_no_part_of_the_identity() -> None:

@@ -197,25 +197,32 @@ def test_threads_are_the_cores_that_the_pod_has(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    ("resources", "threads"),
+    ("tensor", "pipeline", "resources", "threads"),
     [
-        ({"limits": {"cpu": 8}}, 4),
-        ({"limits": {"cpu": "9500m"}}, 4),
-        ({"requests": {"cpu": "1"}}, 1),
-        ({"requests": {"cpu": None}, "limits": {}}, None),
+        (2, 1, {"limits": {"cpu": 8}}, 4),
+        (2, 2, {"limits": {"cpu": "9500m"}}, 2),
+        (1, 2, {"requests": {"cpu": "1"}}, 1),
+        (2, 1, {"requests": {"cpu": None}, "limits": {}}, None),
     ],
 )
-def test_ranks_share_the_cores_that_the_pod_has(resources: Manifest, threads: int | None, read: Read) -> None:
-    objects = render({"instance": {"tensorParallelSize": 2, "resources": resources}})
-    engine = read(objects, "decode")[0].engine
-    assert (engine.kind, engine.tensor_parallel_size, engine.num_threads) == ("tandem", 2, threads)
+def test_ranks_share_the_cores_that_the_pod_has(
+    tensor: int, pipeline: int, resources: Manifest, threads: int | None, read: Read
+) -> None:
+    instance = {"tensorParallelSize": tensor, "pipelineParallelSize": pipeline, "resources": resources}
+    engine = read(render({"instance": instance}), "decode")[0].engine
+    assert (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.num_threads) == (
+        tensor,
+        pipeline,
+        threads,
+    )
 
 
 def test_vllm_gets_its_arguments_and_a_gpu_for_each_worker(read: Read) -> None:
     instance = {
         "engine": "vllm",
         "image": {"repository": "tandem-vllm", "tag": "0.1.0-vllm"},
-        "tensorParallelSize": 4,
+        "tensorParallelSize": 2,
+        "pipelineParallelSize": 2,
         "vllmArgs": {"quantization": "fp8", "max_num_partial_prefills": 2},
         "gpu": {"count": 4},
         "shmSize": "16Gi",
@@ -224,7 +231,12 @@ def test_vllm_gets_its_arguments_and_a_gpu_for_each_worker(read: Read) -> None:
     objects = render({**values, "image": {"digest": f"sha256:{'0' * 64}"}})
     engine = read(objects, "decode")[0].engine
     assert (engine.kind, engine.device, engine.kv_cache_bytes) == ("vllm", "cuda", None)
-    assert engine.vllm_args == {"tensor_parallel_size": 4, "quantization": "fp8", "max_num_partial_prefills": 2}
+    assert engine.vllm_args == {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "quantization": "fp8",
+        "max_num_partial_prefills": 2,
+    }
     pod = deployment(objects, "decode")["spec"]["template"]["spec"]
     container = pod["containers"][0]
     assert container["image"] == "tandem-vllm:0.1.0-vllm"

@@ -2,7 +2,7 @@
 
 {{/* Workers of one instance, one for each GPU: (dict "spec" its values) */}}
 {{- define "tandem.workers" -}}
-{{- mul .spec.tensorParallelSize (dig "pipeline_parallel_size" 1 .spec.vllmArgs) -}}
+{{- mul .spec.tensorParallelSize .spec.pipelineParallelSize -}}
 {{- end -}}
 
 {{/*
@@ -11,14 +11,17 @@ Compute threads of each worker where several share the pod's cores; empty: the d
 {{- define "tandem.workerThreads" -}}
 {{- $resources := .spec.resources -}}
 {{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" "" $resources) $resources | toString -}}
-{{- if and $cpu (gt (int .spec.tensorParallelSize) 1) -}}
+{{- $workers := include "tandem.workers" . | int -}}
+{{- if and $cpu (gt $workers 1) -}}
 {{- $cores := ternary (divf (trimSuffix "m" $cpu | float64) 1000) (float64 $cpu) (hasSuffix "m" $cpu) -}}
-{{- max 1 (floor (divf $cores .spec.tensorParallelSize) | int) -}}
+{{- max 1 (floor (divf $cores $workers) | int) -}}
 {{- end -}}
 {{- end -}}
 
 {{- define "tandem.engineSettings" -}}
-{{- $size := int .spec.tensorParallelSize -}}
+{{- $sizes := dict -}}
+{{- if gt (int .spec.tensorParallelSize) 1 }}{{ $_ := set $sizes "tensor_parallel_size" (int .spec.tensorParallelSize) }}{{ end -}}
+{{- if gt (int .spec.pipelineParallelSize) 1 }}{{ $_ := set $sizes "pipeline_parallel_size" (int .spec.pipelineParallelSize) }}{{ end -}}
 {{- with include "tandem.workerThreads" . }}
 num_threads: {{ . }}
 {{- end }}
@@ -30,11 +33,13 @@ python: /usr/bin/python3
 # vLLM's kernels for CPUs want a multiple of it.
 block_size: 32
 {{- end }}
-{{- with mustMerge (ternary (dict "tensor_parallel_size" $size) dict (gt $size 1)) .spec.vllmArgs }}
+{{- with mustMerge $sizes .spec.vllmArgs }}
 vllm_args: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- else if gt $size 1 }}
-tensor_parallel_size: {{ $size }}
+{{- else }}
+{{- with $sizes }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -59,7 +64,8 @@ tensor_parallel_size: {{ $size }}
 {{- else if $spec.vllmArgs -}}
 {{- fail (printf "vllmArgs of %s: the engine is %s, which has no such arguments; set instance.engine=vllm, or leave them out" $role $spec.engine) -}}
 {{- else if and (gt $workers 1) (eq (dig "engine" "device" (ternary "cuda" "cpu" (gt $gpus 0)) $spec.settings) "cuda") -}}
-{{- fail (printf "tensorParallelSize of %s: %d on GPUs, and the built-in engine divides a model on CPUs only; set instance.engine=vllm" $role $workers) -}}
+{{- $name := ternary "tensorParallelSize" "pipelineParallelSize" (gt (int $spec.tensorParallelSize) 1) -}}
+{{- fail (printf "%s of %s: %d on GPUs, and the built-in engine divides a model on CPUs only; set instance.engine=vllm" $name $role (int (get $spec $name))) -}}
 {{- end -}}
 {{- end -}}
 {{- if ne (first $engines) (last $engines) -}}
@@ -89,10 +95,12 @@ tensor_parallel_size: {{ $size }}
 {{- fail (printf "connector.name: %s is not supported with instance.engine=vllm; allowed: nixl, redis, shared_storage, null, or module:Class" $connector) -}}
 {{- end -}}
 {{- if ne $connector "null" -}}
-{{- $counts := set (deepCopy $spec.vllmArgs) "tensor_parallel_size" $spec.tensorParallelSize -}}
+{{- $own := dict "tensor_parallel_size" "tensorParallelSize" "pipeline_parallel_size" "pipelineParallelSize" -}}
 {{- range $name := $rules.workerCounts -}}
-{{- if ne (dig $name 1 $counts | int) 1 -}}
-{{- fail (printf "%s of %s: %d, and vLLM hands over the KV of one worker only; set connector.name=null, with which one pool serves" (ternary "tensorParallelSize" (printf "vllmArgs.%s" $name) (eq $name "tensor_parallel_size")) $role (dig $name 1 $counts | int)) -}}
+{{- $value := get $own $name -}}
+{{- $count := ternary (get $spec $value) (dig $name 1 $spec.vllmArgs) (ne $value "") | int -}}
+{{- if ne $count 1 -}}
+{{- fail (printf "%s of %s: %d, and vLLM hands over the KV of one worker only; set connector.name=null, with which one pool serves" ($value | default (printf "vllmArgs.%s" $name)) $role $count) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

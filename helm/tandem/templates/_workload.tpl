@@ -208,7 +208,7 @@ volumeMounts:
   valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ .spec.domainLabel }}']"}}
 {{- end }}
 {{- $which := ternary "limits" "requests" (hasKey ($resources.limits | default dict) "cpu") }}
-{{- if and (hasKey (index $resources $which | default dict) "cpu") (not (dig "engine" "num_threads" "" .spec.settings)) (eq (int .spec.tensorParallelSize) 1) }}
+{{- if and (hasKey (index $resources $which | default dict) "cpu") (not (dig "engine" "num_threads" "" .spec.settings)) (eq (include "tandem.workers" . | int) 1) }}
 - name: TANDEM_ENGINE__NUM_THREADS
   valueFrom: {resourceFieldRef: {containerName: {{ .component }}, resource: {{ $which }}.cpu}}
 {{- end }}
