@@ -90,11 +90,15 @@ def byte_fallback() -> Tokenizer:
     return Tokenizer(byte_fallback_backend().to_str(), BYTE_FALLBACK_CONFIG, LLAMA_CHAT)
 
 
-@cache
-def word_piece() -> Tokenizer:
+def word_piece_backend() -> Backend:
     """A vocabulary without bytes: BERT's way."""
     words = ["[UNK]", "hello", "world", "##ing", "##s", "sing", "stop", "!", "the"]
     backend = Backend(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece()
-    return Tokenizer(backend.to_str(), {})
+    return backend
+
+
+@cache
+def word_piece() -> Tokenizer:
+    return Tokenizer(word_piece_backend().to_str(), {})

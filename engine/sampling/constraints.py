@@ -41,6 +41,8 @@ class Constraint(NamedTuple):
 
     kind: Literal["json_schema", "regex", "grammar", "structural_tag"]
     source: str
+    limits_whitespace: bool = False
+    """To MAX_WHITESPACE, by the masks (whitespace.py): its grammar does not."""
 
 
 def has_xgrammar() -> bool:
@@ -61,20 +63,34 @@ def check_constraint(fields: dict[str, Any]) -> Constraint | None:
     value = fields[name]
     match name:
         case "json_object":
-            return Constraint("json_schema", '{"type": "object"}')
+            return Constraint("json_schema", '{"type": "object"}', limits_whitespace=True)
         case "choice":
             return Constraint("grammar", _grammar_of_choice(value))
         case "json_schema":
             text = _text(name, value, MAX_CONSTRAINT_BYTES)
-            return Constraint("json_schema", checked_schema(text, _translated_pattern))
+            return Constraint("json_schema", checked_schema(text, _translated_pattern), limits_whitespace=True)
         case "regex":
             return Constraint("regex", translated_regex(name, _text(name, value, MAX_REGEX_CHARS)))
         case "grammar":
             return Constraint("grammar", _text(name, value, MAX_CONSTRAINT_BYTES))
         case _:
-            text = _text(name, value, MAX_CONSTRAINT_BYTES)
-            options = {"max_whitespace_cnt": MAX_WHITESPACE}
-            return Constraint("structural_tag", checked_structural_tag(text, _part_of_tag, options))
+            return _structural_tag(_text(name, value, MAX_CONSTRAINT_BYTES))
+
+
+def _structural_tag(text: str) -> Constraint:
+    """Beside regular expressions and grammars, xgrammar alone can distinguish white space of JSON from theirs."""
+    kinds = set[str]()
+
+    def checked_part(kind: str, source: Any) -> str:
+        kinds.add(kind)
+        return _part_of_tag(kind, source)
+
+    checked = checked_structural_tag(text, checked_part, {})
+    if kinds <= {"json_schema"}:
+        return Constraint("structural_tag", checked, limits_whitespace=True)
+    return Constraint(
+        "structural_tag", checked_structural_tag(text, _part_of_tag, {"max_whitespace_cnt": MAX_WHITESPACE})
+    )
 
 
 def _part_of_tag(kind: str, source: Any) -> str:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numba
@@ -27,17 +29,27 @@ import torch
 from torch import Tensor
 
 from engine.errors import InvalidRequest
-from engine.sampling.constraints import INSTALL_XGRAMMAR, MAX_WHITESPACE, Constraint, has_xgrammar
+from engine.machine import useful_threads
+from engine.sampling.constraints import INSTALL_XGRAMMAR, Constraint, has_xgrammar
+from engine.sampling.whitespace import WhitespaceLimit
 from engine.scheduling.request import Request
-from engine.text.tokenizer import Tokenizer
+from engine.text.token_bytes import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     import xgrammar
 
-_NUM_THREADS = 2
-_NICENESS = 5
-"""Of the compiling threads, above that of the process: three quarters of a shared core are left to the steps."""
+_MAX_THREADS = 2
+_NICENESS = 10
+"""Of the compiling threads, above that of the process: nine tenths of a shared core are left to the steps."""
 MAX_CACHE_BYTES = 64 * 2**20
+_MAX_PART_BYTES = 48 * 2**20
+"""Of xgrammar's cache for a vocabulary: a third for parts that grammars share, such as strings of a length."""
+_MAX_FAILED_BYTES = 2**20
+"""Of the sources of constraints that cannot be compiled: xgrammar's cache keeps them without counting them."""
+_FREE_S = 0.5
+_TOKEN_S = 0.005
+"""CPU time that a request's grammar may take in steps: at once, and for each of its tokens. With an ambiguous grammar
+(`root ::= root root | "a"`) each token takes more than the one before, and the streams of the batch wait for it."""
 _MAX_ERROR_CHARS = 200
 _CONTROL_BYTES = frozenset(range(0x20)) - {ord("\n")}
 _BITS = 32
@@ -50,6 +62,8 @@ class Grammar:
     compiled: xgrammar.CompiledGrammar
     textless_ids: frozenset[int]
     """Tokens that are no text to it: they can only end the output."""
+    whitespace: WhitespaceLimit | None = None
+    """None: it is no JSON, or xgrammar counts its white space."""
 
 
 CompiledGrammar = Future[Grammar]
@@ -62,7 +76,8 @@ class GrammarCompiler:
         """`wake` is called, from a compiling thread, when a constraint is compiled."""
         self._library = _Library(folder, vocab_size)
         self._wake = wake
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar", initializer=_prepare_thread)
+        num_threads = max(1, min(_MAX_THREADS, useful_threads() - 1))  # a core is left to the steps
+        self._threads = ThreadPoolExecutor(num_threads, "grammar", _prepare_thread, (self._library,))
         self._cache: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
 
     def compiled(self, constraint: Constraint) -> CompiledGrammar:
@@ -88,13 +103,21 @@ class GrammarCompiler:
                     del self._cache[constraint]
 
 
-def _prepare_thread() -> None:
-    """Import first: an import holds the interpreter, and at low priority on a busy machine would stop the steps for
-    seconds."""
-    if has_xgrammar():
-        import xgrammar  # noqa: F401
+def _prepare_thread(library: _Library) -> None:
+    """Imports and Python code come first: they hold the interpreter, and at low priority on a busy machine would stop
+    the steps for seconds."""
+    with suppress(InvalidRequest):  # every constraint raises it again
+        library.compilers()
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICENESS)
     _exclude_row(np.zeros(1, np.float32), np.zeros(1, np.int32))  # it is compiled here, not in a step
+
+
+class _Compiler(NamedTuple):
+    """xgrammar's compiler for one vocabulary, and what its grammars share."""
+
+    compiler: xgrammar.GrammarCompiler
+    textless_ids: frozenset[int]
+    whitespace: WhitespaceLimit | None
 
 
 class _Library:
@@ -104,16 +127,17 @@ class _Library:
         self._folder = folder
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._compilers: dict[bool, tuple[xgrammar.GrammarCompiler, frozenset[int]]] = {}
+        self._compilers: dict[bool, _Compiler] = {}
+        self._num_failed_bytes = 0
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Raises InvalidRequest with xgrammar's own words."""
-        kind, source = constraint
-        compiler, textless_ids = self._compiler(is_json=kind in ("json_schema", "structural_tag"))
+        kind, source, limits_whitespace = constraint
+        compiler, textless_ids, whitespace = self.compilers()[kind in ("json_schema", "structural_tag")]
         try:
             match kind:
                 case "json_schema":
-                    compiled = compiler.compile_json_schema(source, max_whitespace_cnt=MAX_WHITESPACE)
+                    compiled = compiler.compile_json_schema(source)
                 case "regex":
                     compiled = compiler.compile_regex(source)
                 case "grammar":
@@ -121,41 +145,46 @@ class _Library:
                 case "structural_tag":
                     compiled = compiler.compile_structural_tag(source)
         except Exception as error:  # RuntimeError for all kinds of reasons, but nothing promises it
+            self._forget_failed(len(source))
             raise InvalidRequest(kind, _reason(error)) from None
-        return Grammar(compiled, textless_ids)
+        return Grammar(compiled, textless_ids, whitespace if limits_whitespace else None)
 
-    def _compiler(self, *, is_json: bool) -> tuple[xgrammar.GrammarCompiler, frozenset[int]]:
+    def _forget_failed(self, num_bytes: int) -> None:
+        self._num_failed_bytes += num_bytes
+        if self._num_failed_bytes > _MAX_FAILED_BYTES:
+            self._num_failed_bytes = 0
+            for one in self.compilers().values():
+                one.compiler.clear_cache()
+
+    def compilers(self) -> dict[bool, _Compiler]:
+        """Those for JSON and for other text, made by the first call. Raises InvalidRequest."""
         with self._lock:
-            if is_json not in self._compilers:
+            if not self._compilers:
                 if not has_xgrammar():
                     raise InvalidRequest(
                         "constraint", f"requires xgrammar, which is not installed: {INSTALL_XGRAMMAR}", "no constraint"
                     )
-                from xgrammar import GrammarCompiler, TokenizerInfo
+                vocabulary = read_vocabulary(self._folder, self._vocab_size)
+                if vocabulary is None:
+                    raise InvalidRequest("constraint", "requires a tokenizer whose tokens have bytes", "no constraint")
+                self._compilers = {is_json: _compiler(vocabulary, is_json=is_json) for is_json in (True, False)}
+            return self._compilers
 
-                vocabulary = self._vocabulary(is_json=is_json)
-                textless_ids = frozenset(token_id for token_id, text in enumerate(vocabulary) if not text)
-                # Each request's matcher has its own stop tokens. One given here would have no text, and where a matcher
-                # has others it would be allowed as an empty text.
-                info = TokenizerInfo(vocabulary, vocab_size=self._vocab_size, stop_token_ids=[])
-                compiler = GrammarCompiler(info, max_threads=1, cache_enabled=False)
-                self._compilers[is_json] = compiler, textless_ids
-            return self._compilers[is_json]
 
-    def _vocabulary(self, *, is_json: bool) -> list[bytes]:
-        """The bytes of each token; none for tokens that a constraint never allows: special ones, and with `is_json`
-        those with control characters, which xgrammar would let into strings of limited length."""
-        is_there = (self._folder / "tokenizer.json").is_file()
-        tokenizer = Tokenizer.from_folder(self._folder) if is_there else None
-        if tokenizer is None or tokenizer.token_bytes is None:
-            raise InvalidRequest("constraint", "requires a tokenizer whose tokens have bytes", "no constraint")
-        vocabulary = [tokenizer.token_bytes.of(token_id) for token_id in range(self._vocab_size)]
-        for token_id in tokenizer.special_ids:
-            if token_id < self._vocab_size:
-                vocabulary[token_id] = b""
-        if is_json:
-            return [b"" if not _CONTROL_BYTES.isdisjoint(token) else token for token in vocabulary]
-        return vocabulary
+def _compiler(vocabulary: Vocabulary, *, is_json: bool) -> _Compiler:
+    """Without the tokens that a constraint never allows: special ones, and with `is_json` those with control
+    characters, which xgrammar would let into strings of limited length."""
+    from xgrammar import GrammarCompiler, TokenizerInfo
+
+    tokens = [b"" if token_id in vocabulary.special_ids else token for token_id, token in enumerate(vocabulary.tokens)]
+    if is_json:
+        tokens = [b"" if not _CONTROL_BYTES.isdisjoint(token) else token for token in tokens]
+    textless_ids = frozenset(token_id for token_id, token in enumerate(tokens) if not token)
+    # Each request's matcher has its own stop tokens. One given here would have no text, and where a matcher has others
+    # it would be allowed as an empty text.
+    info = TokenizerInfo(tokens, stop_token_ids=[])
+    compiler = GrammarCompiler(info, max_threads=1, cache_limit_bytes=_MAX_PART_BYTES)
+    return _Compiler(compiler, textless_ids, WhitespaceLimit(tokens) if is_json else None)
 
 
 def _reason(error: Exception) -> str:
@@ -177,17 +206,44 @@ class _RequestGrammar:
         textless = [token_id for token_id in self.ending_ids if token_id in compiled.textless_ids]
         self._matcher = GrammarMatcher(compiled.compiled, override_stop_tokens=textless)
         self._num_accepted = 0
+        self._used_s = 0.0
+        self._whitespace = compiled.whitespace
+        self._run = 0
+        """White space at the end of the output, in characters."""
 
     def fill_mask(self, request: Request, masks: npt.NDArray[np.int32], row: int) -> None:
-        """Set `masks[row]` to the tokens that may follow the output; to none if the grammar forbids the output."""
+        """Set `masks[row]` to the tokens that may follow the output; to none if the grammar forbids the output, or took
+        too much time."""
+        begun_s = time.thread_time()
+        self._fill(request, masks, row)
+        self._used_s += time.thread_time() - begun_s
+        if self._used_s > _FREE_S + _TOKEN_S * self._num_accepted:
+            masks[row] = 0
+
+    def _fill(self, request: Request, masks: npt.NDArray[np.int32], row: int) -> None:
         for token_id in request.token_ids[request.num_prompt_tokens + self._num_accepted :]:
             if not self._matcher.accept_token(token_id):
                 masks[row] = 0
                 return
             self._num_accepted += 1
+            if self._whitespace is not None:
+                self._run = self._whitespace.run_after(self._run, token_id)
         self._matcher.fill_next_token_bitmask(masks, row)
+        if self._whitespace is not None:
+            self._whitespace.apply(masks[row], self._run, self._is_between_elements)
         if request.num_output_tokens < request.spec.params.min_tokens:
             _forbid(masks[row], self.ending_ids)
+
+    def _is_between_elements(self) -> bool:
+        """Of JSON: its white space may follow, which strings and literals do not admit, but no control character, which
+        free text admits."""
+        return self._accepts("\r\t") and not self._accepts("\x01")
+
+    def _accepts(self, text: str) -> bool:
+        accepted = self._matcher.accept_string(text)
+        if accepted:
+            self._matcher.rollback(1)
+        return accepted
 
 
 def _forbid(mask: npt.NDArray[np.int32], ending_ids: Iterable[int]) -> None:

@@ -399,6 +399,7 @@ class Scheduler:
                 self._fail(
                     request,
                     "allowed_token_ids, bad_words, logit_bias, min_tokens and the constraint exclude every token, "
+                    "or the constraint is too ambiguous to be followed in time, "
                     f"or repetition_penalty={request.spec.params.repetition_penalty} makes logits that are not finite",
                     "nothing_allowed",
                 )

@@ -210,6 +210,16 @@ def test_a_grammar_without_texts_ends_its_request_alone(llm: LLM) -> None:
     assert generate(llm, grammar='root ::= root "a" | "b"').text.rstrip("a") == "b", "left recursion"
 
 
+def test_a_grammar_that_takes_ever_more_time_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 45 and 57: the time of a token grows with the square of its position."""
+    monkeypatch.setattr(grammar, "_FREE_S", 0.02)
+    monkeypatch.setattr(grammar, "_TOKEN_S", 0.0001)
+    for ambiguous in ({"grammar": 'root ::= root root | "a" | ""'}, {"regex": "((a*)*)*"}):
+        with pytest.raises(InvalidRequest, match="the constraint is too ambiguous to be followed in time"):
+            generate(llm, min_tokens=400, max_tokens=400, **ambiguous)
+    assert generate(llm, choice=["ab"]).text == "ab"
+
+
 def test_a_model_without_a_tokenizer_has_no_constraints(tmp_path: Path) -> None:
     llm = LLM(lively_checkpoint(tmp_path), num_gpu_blocks_override=64, skip_tokenizer_init=True)
     with pytest.raises(InvalidRequest, match="requires a tokenizer whose tokens have bytes"):
@@ -337,6 +347,18 @@ def test_equal_constraints_are_compiled_once_and_the_cache_is_bounded(
     assert compiler.compiled(wrong) is not failed
     compiler.shutdown()
     assert woken
+
+
+def test_constraints_that_cannot_be_compiled_fill_no_memory(checkpoint: Path) -> None:
+    """Row 58: xgrammar keeps their sources, and its size does not count them."""
+    library = _Library(checkpoint, 480)
+    library.compile(Constraint("regex", "a+"))
+    compiler = library.compilers()[False].compiler
+    for number in range(17):
+        assert compiler.get_cache_size_bytes() > 0
+        with pytest.raises(InvalidRequest, match="not defined"):
+            library.compile(Constraint("grammar", f"root ::= foo{number}".ljust(2**16)))
+    assert compiler.get_cache_size_bytes() == 0
 
 
 @pytest.mark.parametrize("num_allowed", [0, 3, 500, 997, 1000])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from engine.errors import InvalidRequest, UnsupportedModel
+from engine.text.token_bytes import read_vocabulary
 from engine.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import (
     BYTE_FALLBACK_CONFIG,
@@ -27,6 +28,7 @@ from tests.tokenizer_builders import (
     byte_level,
     byte_level_backend,
     word_piece,
+    word_piece_backend,
     write_folder,
 )
 
@@ -237,6 +239,26 @@ def test_no_template_is_an_answer_and_a_broken_one_a_start_up_error() -> None:
         word_piece().encode_chat([{"role": "user", "content": "x"}])
     with pytest.raises(UnsupportedModel, match="does not compile"):
         render("{% if %}")
+
+
+# The vocabulary alone
+
+
+@pytest.mark.parametrize("backend", [byte_level_backend, byte_fallback_backend])
+def test_a_vocabulary_read_without_the_library_is_the_tokenizers(tmp_path: Path, backend: Any) -> None:
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, backend(), {}))
+    assert tokenizer.token_bytes is not None
+    for size in (tokenizer.vocab_size - 3, tokenizer.vocab_size + 3):
+        tokens = [tokenizer.token_bytes.of(token_id) for token_id in range(size)]
+        assert read_vocabulary(tmp_path, size) == (tokens, tokenizer.special_ids)
+
+
+def test_a_folder_whose_tokens_have_no_bytes_has_no_vocabulary(tmp_path: Path) -> None:
+    assert read_vocabulary(tmp_path, 9) is None
+    (tmp_path / "tokenizer.json").write_text('{"model": 5}')
+    assert read_vocabulary(tmp_path, 9) is None
+    (tmp_path / "tokenizer.json").write_text(word_piece_backend().to_str())
+    assert read_vocabulary(tmp_path, 9) is None
 
 
 # Lengths and odd text
