@@ -1,13 +1,14 @@
 """What constraints cost with a vocabulary of 152 k: masks, the first token, and the neighbours of compilations.
 
-    python -m benchmarks.constraints [--rounds 12] [--schemas 50]
+    python -m benchmarks.constraints [--rounds 4] [--schemas 50]
 
 The 33 M shape with a byte-level vocabulary of 151 936 made-up tokens, one compute thread.
 
+- first constraint: gaps between the steps of 4 streams while the process imports xgrammar and reads the vocabulary
 - mask: thread CPU time in GrammarMasks.apply, as a share of a step's thread CPU time; batch 16, each with a JSON schema
 - first token: thread CPU time that a cached grammar adds before the first token: check, look-up, matcher, mask
-- neighbours: gaps between the steps of 4 streams while new schemas compile, against equal windows without, in turns;
-  the p99 of all gaps of each side, wall time, and the median of the ratios of two windows side by side
+- neighbours: gaps between the steps of 4 streams while new schemas compile and their requests get a token, against the
+  same requests at the same steps with a schema that is compiled, and against the streams alone; in turns; wall time
 
 CPU times hardly depend on other work of the machine; wall times do, so that both sides alternate.
 """
@@ -23,7 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -33,6 +34,7 @@ from benchmarks.shapes import SHAPES, write_config
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import AddRequest, EngineRequest, TokensEvent
+from engine.machine import set_num_threads
 from engine.sampling.grammar import GrammarMasks
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
@@ -78,7 +80,8 @@ class Bench:
     """One engine core, whose steps this thread computes."""
 
     def __init__(self, folder: Path) -> None:
-        config = EngineConfig(model=str(folder), load_format="dummy", num_blocks=4096, num_threads=1)
+        config = EngineConfig(model=str(folder), load_format="dummy", num_blocks=4096)
+        set_num_threads(1)
         self.core = EngineCore(config, wake=lambda: None)
         self._ids = itertools.count()
         self._source = random.Random(1)
@@ -158,40 +161,78 @@ def measured_first_token(bench: Bench, num_requests: int) -> tuple[float, float]
     return 1e3 * statistics.median(times), 1e3 * max(times)
 
 
-def gaps_of(bench: Bench, num_steps: int) -> list[float]:
-    found = []
-    for _ in range(num_steps):
-        begun_s = time.perf_counter()
+def arrivals_while_compiling(bench: Bench, schemas: Sequence[str]) -> tuple[list[float], list[int]]:
+    """Requests for new schemas: the gaps between steps until all are compiled, and how many requests entered each."""
+    num_others = len(bench.core.scheduler.requests)
+    for text in schemas:
+        bench.add(json_schema=text, max_tokens=1)
+    gaps, arrivals = list[float](), list[int]()
+    compiling = bench.core.scheduler.compiling
+    while compiling:
+        num_before = len(compiling)
+        gaps.append(_timed_step(bench))
+        arrivals.append(num_before - len(compiling))
+    while len(bench.core.scheduler.requests) > num_others:
         bench.step()
-        found.append(time.perf_counter() - begun_s)
+    return gaps, arrivals
+
+
+def gaps_of_arrivals(bench: Bench, arrivals: Sequence[int]) -> list[float]:
+    """The gaps when the same requests arrive with a schema that is compiled already."""
+    num_others = len(bench.core.scheduler.requests)
+    gaps = []
+    for num_requests in arrivals:
+        for _ in range(num_requests):
+            bench.add(json_schema=schema(0), max_tokens=1)
+        gaps.append(_timed_step(bench))
+    while len(bench.core.scheduler.requests) > num_others:
+        bench.step()
+    return gaps
+
+
+def _timed_step(bench: Bench) -> float:
+    begun_s = time.perf_counter()
+    bench.step()
+    return time.perf_counter() - begun_s
+
+
+class Neighbours(NamedTuple):
+    """Milliseconds between steps: of the streams alone, with requests whose schema is compiled, with new schemas; and
+    the seconds that these took."""
+
+    alone: list[float]
+    compiled: list[float]
+    new: list[float]
+    took_s: list[float]
+
+
+def measured_first_constraint(bench: Bench) -> tuple[list[float], list[int]]:
+    """The gaps while the process imports xgrammar and reads the vocabulary."""
+    bench.until([bench.add() for _ in range(NEIGHBOURS)])
+    found = arrivals_while_compiling(bench, [schema(0)])
+    bench.clear()
     return found
 
 
-def measured_neighbours(bench: Bench, num_rounds: int, num_schemas: int) -> tuple[float, float, float, float]:
-    """The p99 without and with compilations in ms, the median of the ratios of windows, and the seconds that
-    `num_schemas` took, the median."""
+def measured_neighbours(bench: Bench, num_rounds: int, num_schemas: int) -> Neighbours:
     fresh = itertools.count(1000)
-    bench.until([bench.add() for _ in range(NEIGHBOURS)])
-    quiet, busy, ratios, took_s = list[float](), list[float](), list[float](), list[float]()
+    found = Neighbours([], [], [], [])
     for _ in range(num_rounds):
+        bench.clear()
+        bench.until([bench.add() for _ in range(NEIGHBOURS)])
         begun_s = time.perf_counter()
-        waiting = [bench.add(json_schema=schema(next(fresh)), max_tokens=1) for _ in range(num_schemas)]
-        window: list[float] = []
-        while any(request_id in bench.core.scheduler.compiling for request_id in waiting):
-            window += gaps_of(bench, 1)
-        took_s.append(time.perf_counter() - begun_s)
-        while any(request_id in bench.core.scheduler.requests for request_id in waiting):
-            bench.step()  # the prompts of the last ones
-        other = gaps_of(bench, len(window))
-        busy, quiet = busy + window, quiet + other
-        ratios.append(_p99(window) / _p99(other))
-        if len(bench.core.scheduler.requests) < NEIGHBOURS or any(
-            len(one.token_ids) > LONG // 2 for one in bench.core.scheduler.requests.values()
-        ):
-            bench.clear()
-            bench.until([bench.add() for _ in range(NEIGHBOURS)])
+        gaps, arrivals = arrivals_while_compiling(bench, [schema(next(fresh)) for _ in range(num_schemas)])
+        found.took_s.append(time.perf_counter() - begun_s)
+        found.new.extend(1e3 * gap for gap in gaps)
+        found.compiled.extend(1e3 * gap for gap in gaps_of_arrivals(bench, arrivals))
+        found.alone.extend(1e3 * _timed_step(bench) for _ in gaps)
     bench.clear()
-    return 1e3 * _p99(quiet), 1e3 * _p99(busy), statistics.median(ratios), statistics.median(took_s)
+    return found
+
+
+def _stolen_ticks() -> int:
+    """Hundredths of a second in which the hypervisor let this machine wait (Linux)."""
+    return int(Path("/proc/stat").read_text().split()[8])
 
 
 def _p99(values: Sequence[float]) -> float:
@@ -199,7 +240,7 @@ def _p99(values: Sequence[float]) -> float:
 
 
 @click.command(help=__doc__)
-@click.option("--rounds", default=12, show_default=True, help="Alternations of the neighbours' windows.")
+@click.option("--rounds", default=4, show_default=True, help="Alternations of the neighbours' windows.")
 @click.option("--schemas", default=50, show_default=True, help="New schemas in a window.")
 @click.option("--steps", default=100, show_default=True, help="Steps in which masks are measured.")
 def main(rounds: int, schemas: int, steps: int) -> None:
@@ -208,15 +249,23 @@ def main(rounds: int, schemas: int, steps: int) -> None:
         folder = write_config(Path(name), "33m")
         write_tokenizer(folder)
         bench = Bench(folder)
+        gaps, _ = measured_first_constraint(bench)
+        click.echo(f"first constraint: {sum(gaps):.1f} s, longest gap of neighbours {1e3 * max(gaps):.0f} ms")
         step_ms, mask_ms = measured_mask(bench, steps)
         click.echo(f"mask, batch {BATCH}: {mask_ms:.2f} of {step_ms:.1f} ms CPU a step: {mask_ms / step_ms:.1%}")
         median_ms, most_ms = measured_first_token(bench, 40)
         click.echo(f"first token, cached grammar: {median_ms:.2f} ms CPU more (median; most {most_ms:.2f})")
-        quiet_ms, busy_ms, ratio, took_s = measured_neighbours(bench, rounds, schemas)
-        click.echo(
-            f"neighbours, {schemas} new schemas in {took_s:.1f} s: p99 {quiet_ms:.1f} ms without, {busy_ms:.1f} with"
-        )
-        click.echo(f"median of the ratios of {rounds} windows: {ratio:.2f}")
+        stolen = _stolen_ticks()
+        found = measured_neighbours(bench, rounds, schemas)
+        took_s = statistics.median(found.took_s)
+        click.echo(f"neighbours, {schemas} new schemas in {took_s:.1f} s, {len(found.new)} gaps each:")
+        for name, value in (("p50", statistics.median), ("p99", _p99)):
+            alone, compiled, new = value(found.alone), value(found.compiled), value(found.new)
+            click.echo(
+                f"  {name} {alone:.1f} ms alone, {compiled:.1f} with requests whose schema is compiled, "
+                f"{new:.1f} with new schemas: {new / alone:.2f}, {new / compiled:.2f}"
+            )
+        click.echo(f"  {_stolen_ticks() - stolen} ticks of CPU time were stolen from this machine")
         bench.core.shutdown()
 
 
