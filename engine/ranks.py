@@ -125,7 +125,7 @@ class SocketStages:
             try:
                 num_received = self._before.recv_into(left)
             except OSError as error:
-                raise _stage_lost("before", error.strerror) from error
+                raise _stage_lost("before", str(error)) from error
             if not num_received:
                 raise _stage_lost("before")
             left = left[num_received:]
@@ -136,12 +136,13 @@ class SocketStages:
         try:
             self._after.sendall(_bytes_of(x.contiguous()))
         except OSError as error:
-            raise _stage_lost("after", error.strerror) from error
+            raise _stage_lost("after", str(error)) from error
 
 
 def _bytes_of(x: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    return memoryview(x.view(torch.uint8).numpy()).cast("B")
+    data: memoryview = x.view(torch.uint8).numpy().data
+    return data.cast("B")
 
 
 def _stage_lost(which: str, reason: str = "it has closed the connection") -> RankLost:
