@@ -48,3 +48,4 @@ async def test_a_release_generates_and_leaves_nothing(checkpoint: Path) -> None:
         await release.helm.uninstall(RELEASE, timeout_s=WAIT_S)
         await release.assert_nothing_is_left()
         assert len(release.kube.processes.ends) == 3
+        assert release.kube.processes.num_restarts == 0
