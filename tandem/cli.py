@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 
 import click
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's core else prints each connection that a server closes
 
 _COMMANDS = {
     "up": "Start a router and its prefill and decode instances on this machine.",

@@ -16,6 +16,7 @@ from tandem.client import registry
 from tandem.client.registry import RunningStack, StackFolder
 from tandem.demo import MODEL_DIR
 from tests.tandem.bench.serve.fake_servers import Behaviour, FakeOpenAI, FakeTandem
+from tests.waiting import until
 
 SMALL = ("--prompt-len", "8", "--output-len", "4", "--pause", "0")
 GUARD_S = 60.0
@@ -153,6 +154,15 @@ async def test_another_model_is_refused_once_and_before_any_request() -> None:
     assert (status, server.num_requests) == (1, 0)
     refusal = f"Error: --model x: Tandem at {server.address} (gRPC) serves fake; omit --model, or give this name"
     assert errors.strip().splitlines() == [refusal]
+
+
+async def test_a_router_that_stops_is_counted_and_grpc_itself_prints_nothing() -> None:
+    async with FakeTandem(lambda number: Behaviour(hang_at=1 if number >= 4 else None)) as server:
+        process = await started("--address", server.address, "--rate", "inf", "--num-requests", "2")
+        await until(lambda: server.num_requests == 4 + 2, within_s=GUARD_S)
+    output, errors = await process.communicate()
+    assert b"2 x UNAVAILABLE" in output, output
+    assert errors.decode().splitlines()[2:] == [], errors
 
 
 async def test_an_endpoint_that_stops_between_two_rates_leaves_the_figures_of_the_first(tmp_path: Path) -> None:
