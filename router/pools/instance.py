@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 State = Literal["connecting", "ready", "draining", "leaving", "wedged", "lost", "foreign"]
 """foreign: what answers at the address does not belong to the pool."""
+LEFT = "its address has left the pool"
+"""Why an instance is out that runs its calls to their end; tandem/commands/pools.py knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,7 @@ class UpstreamInstance:
         if self._lost is not None:
             return self._lost_state, self._lost
         if self._is_leaving:
-            return "leaving", "its address has left the pool"
+            return "leaving", LEFT
         if self._load is None:
             return "connecting", "connecting"
         if self._failure_detector.is_wedged:

@@ -141,8 +141,13 @@ def _parse_sizes(arguments: Iterable[str]) -> dict[str, int]:
     return sizes
 
 
+LEFT = "its address has left the pool"
+"""`out` of an instance that drains because its pool has become smaller, as the router words it."""
+
+
 class InstanceChanges:
-    """Reports once for each instance that it starts, is ready, is out and is gone."""
+    """Reports once for each instance that it starts, is ready, is out and is gone. Of one that leaves its pool only the
+    end is of interest: that its process ends before its last report is known is no failure."""
 
     def __init__(self, before: pools_pb2.ListPoolsResponse, echo: Callable[[str], None]) -> None:
         self._echo = echo
@@ -154,6 +159,8 @@ class InstanceChanges:
             name = self._names[one.address] = one.instance_id or self._names.get(one.address, one.address)
             if one.address not in self._out and one.out:
                 self._echo(f"  {pool_name(one.role)} instance at {one.address} starts")
+            elif self._out.get(one.address) == LEFT:
+                continue
             elif one.out != self._out.get(one.address):
                 self._echo(f"  {name} {'is ready' if not one.out else f'is out: {one.out}'}")
             self._out[one.address] = one.out

@@ -8,10 +8,12 @@ import os
 import pytest
 from click.testing import CliRunner
 
-from protos.tandem.v1 import pools_pb2
+from protos.tandem.v1 import instance_pb2, pools_pb2
+from router.pools.instance import LEFT
 from tandem.cli import main
 from tandem.client import registry
 from tandem.client.registry import RunningStack, StackFolder
+from tandem.commands import pools
 from tandem.commands.pools import _pick_text, _pools_table
 from tests.tandem.commands.background import WEIGHTS, Background
 
@@ -99,6 +101,26 @@ def test_an_explanation_shows_the_pairs_while_two_versions_run() -> None:
     assert lines[2].endswith("pairs with no prefill instance")
     answer.decode[1].partners.extend(["p-0", "p-1"])
     assert "pairs with" not in _pick_text(answer)
+
+
+def test_of_an_instance_that_leaves_its_pool_only_the_end_is_shown() -> None:
+    """Its process closes its port and its load stream before the router removes it."""
+    assert pools.LEFT == LEFT
+
+    def listed(*outs: str) -> pools_pb2.ListPoolsResponse:
+        role = instance_pb2.ROLE_DECODE
+        shown = [
+            pools_pb2.PoolInstance(instance_id=f"i-{number}", address=f"h:{number}", role=role, out=out)
+            for number, out in enumerate(outs)
+        ]
+        return pools_pb2.ListPoolsResponse(instances=shown)
+
+    lines: list[str] = []
+    changes = pools.InstanceChanges(listed("", ""), lines.append)
+    for outs in ((LEFT, "lost"), ("its load stream failed: UNAVAILABLE", ""), ("starting: nothing listens", "")):
+        changes.update(listed(*outs))
+    changes.update(pools_pb2.ListPoolsResponse(instances=listed("", "").instances[1:]))
+    assert lines == [f"  i-0 is out: {LEFT}", "  i-1 is out: lost", "  i-1 is ready", "  i-0 is gone"]
 
 
 def test_a_drain_begins_and_shows(stack: Background) -> None:
