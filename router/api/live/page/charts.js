@@ -89,6 +89,8 @@ class Chart {
 
 export class Charts {
   #charts = CHARTS.map((spec) => new Chart(spec));
+  #at;
+  #shown; // seconds and points of the state at #at
 
   constructor(parent) {
     parent.append(...this.#charts.map((chart) => chart.node));
@@ -97,11 +99,18 @@ export class Charts {
     draw();
   }
 
-  update(state) {
+  /** Each shows one chart of a state. */
+  get parts() {
+    return this.#charts.map((chart) => (state) => chart.update(...this.#columns(state)));
+  }
+
+  #columns(state) {
+    if (state.at === this.#at) return this.#shown;
+    this.#at = state.at;
     const now = Math.floor(state.at);
     const known = Object.keys(state.points).map(Number).sort((a, b) => a - b);
     const seconds = [now - HISTORY_S, ...known.filter((second) => second > now - HISTORY_S), now];
-    const points = seconds.map((second) => state.points[second] ?? {});
-    for (const chart of this.#charts) chart.update(seconds, points);
+    this.#shown = [seconds, seconds.map((second) => state.points[second] ?? {})];
+    return this.#shown;
   }
 }

@@ -102,18 +102,20 @@ function showTotals({ router, points }) {
   ]);
 }
 
-function show(state) {
+function showHead(state) {
   setText(byId("model"), `${state.router.model} · ${state.router.version}`);
   document.title = `${state.router.model} – Tandem`;
   showTotals(state);
-  charts.update(state);
-  pools.update(state);
-  requests.update(state);
-  chat.update(state);
+}
+
+function showDecisions(state) {
   const made = Object.entries(state.decisions).sort(([, one], [, other]) => other.at - one.at);
   decisions.isEmpty(!made.length);
   decisionRows.update(made);
 }
+
+/** What shows a part of the state; each has a frame of its own, so that none is long. */
+const PARTS = [showHead, ...charts.parts, ...pools.parts, ...requests.parts, (state) => chat.update(state), showDecisions];
 
 function showStatus(status, detail) {
   const text = status === "live" && !latest?.router.serving ? "live, not serving" : STATUS_TEXTS[status];
@@ -125,17 +127,25 @@ function showStatus(status, detail) {
 }
 
 let latest;
-let isDue = false;
+let isShowing = false;
+
+async function show() {
+  if (isShowing) return;
+  isShowing = true;
+  try {
+    for (const part of PARTS) {
+      await new Promise(requestAnimationFrame);
+      part(latest);
+    }
+    showStatus("live", "");
+  } finally {
+    isShowing = false;
+  }
+}
 
 const feed = new Feed((state) => {
   latest = state;
-  if (isDue) return;
-  isDue = true;
-  requestAnimationFrame(() => {
-    isDue = false;
-    show(latest);
-    showStatus("live", "");
-  });
+  show();
 }, showStatus);
 
 feed.run(() => bearer("admin-token"));

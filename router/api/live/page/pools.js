@@ -4,6 +4,7 @@ import { Views, el, setAttribute, setText, table } from "./dom.js";
 import { bytesPerSecond, milliseconds, number, perSecond, percent } from "./format.js";
 
 const CONFIRM_MS = 4000;
+const byName = new Intl.Collator("en", { numeric: true });
 const KV_CLASSES = ["running", "held", "pinned", "cached"];
 
 const COLUMNS = (role) => [
@@ -32,8 +33,8 @@ class Instance {
     this.state = el("span", { class: "state" });
     this.#cells[1].append(this.state);
     this.#cells[6].append(el("span", { class: "kv-bar", role: "img" }, ...this.#bar), this.#part);
-    this.button = confirmed("Drain", () => drain(this.address));
-    this.#cells[9].append(this.button);
+    this.drain = confirmed("Drain", () => drain(this.address));
+    this.#cells[9].append(this.drain.button);
     this.node = el("tbody", {}, el("tr", {}, ...this.#cells));
   }
 
@@ -56,8 +57,8 @@ class Instance {
     setAttribute(this.state, "data-state", one.state);
     setAttribute(this.state, "title", one.out ?? "");
     this.#showBlocks(kv);
-    this.button.disabled = one.state !== "ready" && one.state !== "ejected";
-    setAttribute(this.button, "aria-label", `Drain ${one.name}`);
+    this.drain.button.disabled = one.state !== "ready" && one.state !== "ejected";
+    this.drain.describe(one.name);
   }
 
   #showBlocks(kv) {
@@ -72,25 +73,28 @@ class Instance {
   }
 }
 
-/** A button that asks once more before it acts. */
+/** A button that asks once more before it acts; `describe(subject)` names what it acts on. */
 function confirmed(text, act) {
   let timer;
-  const reset = () => {
+  let subject = "";
+  const isSure = () => button.classList.contains("sure");
+  const describe = (name) => {
+    subject = name;
+    setAttribute(button, "aria-label", `${isSure() ? "Sure? " : ""}${text} ${subject}`);
+  };
+  const ask = (isAsked) => {
     clearTimeout(timer);
-    button.classList.remove("sure");
-    button.textContent = text;
+    if (isAsked) timer = setTimeout(ask, CONFIRM_MS, false);
+    button.classList.toggle("sure", isAsked);
+    setText(button, isAsked ? "Sure?" : text);
+    describe(subject);
   };
   const button = el("button", { type: "button", class: "small", click: () => {
-    if (button.classList.contains("sure")) {
-      reset();
-      act();
-    } else {
-      button.classList.add("sure");
-      button.textContent = "Sure?";
-      timer = setTimeout(reset, CONFIRM_MS);
-    }
+    const acts = isSure();
+    ask(!acts);
+    if (acts) act();
   } }, text);
-  return button;
+  return { button, describe };
 }
 
 class Pool {
@@ -145,11 +149,12 @@ export class Pools {
     parent.append(...this.#pools.map((pool) => pool.node));
   }
 
-  update(state) {
-    for (const pool of this.#pools) {
+  /** Each shows one pool of a state. */
+  get parts() {
+    return this.#pools.map((pool) => (state) => {
       const instances = Object.entries(state.instances).filter(([, one]) => one.role === pool.role);
-      instances.sort(([, one], [, other]) => one.name.localeCompare(other.name, "en", { numeric: true }));
+      instances.sort(([, one], [, other]) => byName.compare(one.name, other.name));
       pool.update(state.pools[pool.role], instances, state.router.resizable);
-    }
+    });
   }
 }

@@ -121,12 +121,20 @@ export class Requests {
     byId("stages").append(...Object.entries(STAGES).map(([name, about]) => el("li", { "data-stage": name, title: about }, label(name))));
   }
 
-  update(state) {
+  /** Each shows one of the lists of a state. */
+  get parts() {
+    return [(state) => this.#showRunning(state), (state) => this.#showEnded(state)];
+  }
+
+  #showRunning(state) {
     const running = Object.entries(state.requests);
     const more = state.router.in_flight + state.router.queued - running.length;
     setText(byId("running-count"), `${number(running.length)}${more > 0 ? ` of ${number(running.length + more)}, the oldest` : ""}`);
     this.#running.isEmpty(!running.length);
     this.#runningRows.update(running.map(([key, one]) => [key, [one, state.at]]));
+  }
+
+  #showEnded(state) {
     const ended = Object.entries({ ...Object.fromEntries(this.#open), ...state.ended });
     ended.sort(([one], [other]) => other - one);
     this.#ended.isEmpty(!ended.length);

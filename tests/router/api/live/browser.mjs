@@ -20,22 +20,33 @@ const browser = await chromium.launch({
   ],
 });
 
-async function open({ width = 1440, height = 1000, colorScheme = "light" } = {}) {
+async function open({ width = 1440, height = 1000, colorScheme = "light", before = () => {} } = {}) {
   const context = await browser.newContext({ viewport: { width, height }, colorScheme });
   const page = await context.newPage();
   page.setDefaultTimeout(WAIT.timeout);
   page.problems = [];
   page.on("console", (message) => message.type() === "error" && page.problems.push(message.text()));
   page.on("pageerror", (error) => page.problems.push(error.message));
+  await before(page);
   await page.goto(url);
   return page;
 }
 
-/** Reads the CPU time of the page's main thread, in seconds. */
-async function cpuClock(page) {
+/** Records the tasks of the page's main thread; the function that it returns gives their CPU times in ms, longest first. */
+async function mainThread(page) {
   const client = await page.context().newCDPSession(page);
-  await client.send("Performance.enable", { timeDomain: "threadTicks" });
-  return async () => (await client.send("Performance.getMetrics")).metrics.find(({ name }) => name === "TaskDuration").value;
+  const events = [];
+  client.on("Tracing.dataCollected", ({ value }) => events.push(...value));
+  await client.send("Tracing.start", { categories: "devtools.timeline,disabled-by-default-devtools.timeline", transferMode: "ReportEvents" });
+  return async () => {
+    const complete = new Promise((resolve) => client.once("Tracing.tracingComplete", resolve));
+    await client.send("Tracing.end");
+    await complete;
+    const threads = events.filter(({ name, args }) => name === "thread_name" && args.name === "CrRendererMain");
+    const isOnMain = ({ pid, tid }) => threads.some((one) => one.pid === pid && one.tid === tid);
+    const tasks = events.filter((event) => event.name.endsWith("RunTask") && event.tdur && isOnMain(event));
+    return tasks.map(({ tdur }) => tdur / 1000).sort((one, other) => other - one);
+  };
 }
 
 const isLive = (page) => page.waitForFunction(() => document.querySelector("#status").textContent === "live", null, WAIT);
@@ -48,10 +59,9 @@ const scenarios = {
     await isLive(page);
     const rows = await page.locator("#pools tbody").count();
     await page.locator("#ended tbody button").first().evaluate((button) => button.click());
-    const busy = await cpuClock(page);
-    const before = await busy();
+    const tasks = await mainThread(page);
     await step("live", { rows, details: await page.locator("#ended .timeline li").count() });
-    await step("watched", { cpu_s: (await busy()) - before, problems: page.problems });
+    await step("watched", { tasks_ms: (await tasks()).slice(0, 20), problems: page.problems });
     await page.waitForFunction(() => document.querySelector("#status").dataset.state === "lost", null, WAIT);
     await step("lost", { text: await page.locator("#status").textContent() });
     await isLive(page);
@@ -69,6 +79,68 @@ const scenarios = {
     await page.keyboard.press("Enter");
     await isLive(page);
     await step("live", {});
+  },
+
+  /** By keys alone: the order of Tab with a visible focus, a resize, and a focus that stays where the table changes. */
+  async keyboard() {
+    const page = await open();
+    await isLive(page);
+    const stops = [];
+    for (let number = 0; number < 40; number++) {
+      await page.keyboard.press("Tab");
+      const stop = await page.evaluate(() => {
+        const { activeElement } = document;
+        const { outlineStyle, outlineWidth } = getComputedStyle(activeElement);
+        const isShown = outlineStyle !== "none" && parseFloat(outlineWidth) >= 1;
+        const name = activeElement.getAttribute("aria-label") || activeElement.textContent;
+        return activeElement === document.body ? null : [name.trim().slice(0, 40), isShown, activeElement.id];
+      });
+      if (!stop) break;
+      stops.push(stop);
+    }
+    await step("walked", { stops });
+    const focused = () => page.evaluate(() => document.activeElement.getAttribute("aria-label"));
+    const walkTo = async (name) => {
+      for (let number = 0; number < 40 && (await focused()) !== name; number++) await page.keyboard.press("Tab");
+    };
+    await walkTo("Size of the decode pool");
+    await page.keyboard.press("ArrowUp");
+    await page.keyboard.press("Enter");
+    await page.waitForFunction(() => document.querySelectorAll("[data-pool=decode] tbody").length === 3, null, WAIT);
+    await page.waitForFunction(() => document.querySelector("#decisions tbody"), null, WAIT);
+    const decision = await page.locator("#decisions tbody td").allTextContents();
+    await step("resized", { focused: await focused(), notice: await page.locator("#notice").textContent(), decision: decision.slice(1) });
+    await walkTo("Drain decode-1");
+    await page.keyboard.press("Enter");
+    const asked = await focused();
+    await page.keyboard.press("Enter");
+    await page.waitForFunction(() => document.querySelector("#notice").textContent.includes("drains"), null, WAIT);
+    await step("drained", { asked, notice: await page.locator("#notice").textContent(), problems: page.problems });
+  },
+
+  /** Names, reasons and errors that are markup, from everywhere: they must stay text. The markup comes as an argument. */
+  async markup() {
+    const page = await open({ before: async (page) => {
+      const error = JSON.stringify({ error: { message: folder } });
+      await page.route("**/pools/drain", (route) => route.fulfill({ status: 400, contentType: "application/json", body: error }));
+      const piece = JSON.stringify({ choices: [{ delta: { content: folder } }] });
+      await page.route("**/v1/chat/completions", (route) => route.fulfill({ contentType: "text/event-stream", headers: { "tandem-decode": folder }, body: `data: ${piece}\n\n` }));
+    } });
+    await isLive(page);
+    await page.locator("#ended tbody button").first().evaluate((button) => button.click());
+    const drain = page.locator("#pools tbody button").first();
+    for (let click = 0; click < 2; click++) await drain.evaluate((button) => button.click());
+    await page.locator("#chat-text").fill(folder);
+    await page.locator("#chat-send").click();
+    await page.waitForFunction((text) => document.querySelector(".message.assistant .note")?.textContent.includes(text), folder, WAIT);
+    await page.waitForFunction((text) => document.querySelector("#notice").textContent === text, folder, WAIT);
+    const found = await page.evaluate((text) => ({
+      places: ["#model", "#pools", "#running", "#ended", ".facts", "#decisions", "#chat-log", "#notice", "title"].filter((one) => document.querySelector(one).textContent.includes(text)),
+      elements: document.querySelectorAll("img, svg, iframe, body script, [onerror], [onload]").length,
+      ran: Boolean(window.ran),
+    }), folder);
+    // 400 is the refusal of the drain, which the browser's console lists
+    await step("shown", { ...found, problems: page.problems.filter((one) => !one.includes("status of 400")) });
   },
 
   /** Pictures for the docs and for the eye. */

@@ -6,20 +6,28 @@ import asyncio
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from router.api.live.state import Reading
+from router.autoscaler.resizer import Change
+from router.request.request_log import RequestSummary
 from tests.router.api.live.synthetic import Synthetic, serving
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.api.test_security import ALICE, OPERATOR, write_tokens
+from tests.router.conftest import Run
+from tests.router.pools.owned import owned
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[4]
 STEP_S = 200.0
+MAX_FRAME_MS = 50.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -80,12 +88,76 @@ async def test_many_instances_are_shown_and_a_lost_router_is_found_again() -> No
             await page.proceed()
             found = await page.step("watched")
             assert found["problems"] == []
+            # STEP: no frame is long, in CPU time, so that other programs count little
+            tasks_ms = found["tasks_ms"]
+            assert len(tasks_ms) == 20
+            assert tasks_ms[5] <= MAX_FRAME_MS, tasks_ms
         await page.proceed()
         assert "connection lost" in (await page.step("lost"))["text"]
         async with serving(source, int(url.rpartition(":")[2])):
             await page.proceed()
             assert await page.step("again") == {"step": "again", "rows": 50, "scrolls": False}
             await page.proceed()
+
+
+async def test_the_page_is_worked_by_keys_alone(run: Run) -> None:
+    async with (
+        owned(run, http={"listen": "127.0.0.1:0", "page": True}) as stack,
+        browser("keyboard", f"http://{stack.rig.app.http_address}") as page,
+    ):
+        # STEP: Tab reaches everything in the order of the page, and the focus is seen
+        stops = (await page.step("walked"))["stops"]
+        assert all(is_shown for _, is_shown, _ in stops), stops
+        names = [name for name, _, _ in stops]
+        wanted = ["Skip to the pools", "Keys", "Size of the prefill pool", "Drain prefill-0"]
+        wanted += ["Size of the decode pool", "Drain decode-0", "Drain decode-1", "Answers", "Message"]
+        assert [name for name in names if name in wanted] == wanted
+        await page.proceed()
+        # STEP: a resize; the focus stays in the field
+        found = await page.step("resized")
+        assert (found["focused"], found["notice"]) == ("Size of the decode pool", "decode: 2 → 3")
+        assert found["decision"] == ["decode", "2 → 3", "by the operator"]
+        assert len(stack.desired.snapshot.pool("decode")) == 3
+        await page.proceed()
+        # STEP: a drain, which asks first
+        found = await page.step("drained")
+        assert found["asked"] == "Sure? Drain decode-1"
+        assert found["notice"].startswith("decode-1 drains")
+        assert found["problems"] == []
+        await page.proceed()
+
+
+class Hostile(Synthetic):
+    """Every text that instances, models and requests bring is markup."""
+
+    markup = "<img src=x onerror='window.ran=1'><script>window.ran=1</script>"
+
+    async def read(self) -> Reading:
+        reading = await super().read()
+
+        def hostile(one: RequestSummary) -> RequestSummary:
+            names = {"prefill": (self.markup,), "decode": (self.markup,)}
+            return replace(one, request_id=self.markup, reason=self.markup, error=self.markup, **names)
+
+        return replace(
+            reading,
+            router={**reading.router, "model": self.markup},
+            running=[hostile(one) for one in reading.running],
+            ended=deque(hostile(one) for one in reading.ended),
+            instances=[
+                (role, address, sample._replace(name=self.markup), out)
+                for role, address, sample, out in reading.instances
+            ],
+            changes=[Change("decode", 1, 2, "operator", self.markup, reading.now_s)],
+        )
+
+
+async def test_markup_in_names_reasons_and_errors_stays_text() -> None:
+    async with serving(Hostile(num_instances=5)) as (url, _), browser("markup", url, Hostile.markup) as page:
+        found = await page.step("shown")
+        places = ["#model", "#pools", "#running", "#ended", ".facts", "#decisions", "#chat-log", "#notice", "title"]
+        assert found == {"step": "shown", "places": places, "elements": 0, "ran": False, "problems": []}
+        await page.proceed()
 
 
 async def test_a_page_with_tokens_asks_for_the_operators(run_http: RunHttp, tmp_path: Path) -> None:
