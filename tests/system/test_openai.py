@@ -19,6 +19,7 @@ import pytest
 
 from tandem import Client
 from tandem.commands.up import usage_text
+from tests.engine_under_test import PATIENCE
 from tests.system.checker import wait_idle
 from tests.system.rig import Rig
 from tests.system.stacks import Stack, on_stack
@@ -166,7 +167,9 @@ def test_errors_name_what_is_wrong(client: openai.OpenAI) -> None:
 def test_the_pages_examples_run(rig: Rig, language: str, code: str) -> None:
     code = code.replace("127.0.0.1:8000", str(rig.stack.http_address)).replace("Client()", f"Client({rig.address!r})")
     command = [sys.executable, "-c", code] if language == "python" else ["bash", "-euo", "pipefail", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "NO_PROXY": "*"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60 * PATIENCE, env={**os.environ, "NO_PROXY": "*"}
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "an example prints something"
     assert '"error"' not in done.stdout
@@ -175,7 +178,7 @@ def test_the_pages_examples_run(rig: Rig, language: str, code: str) -> None:
 def test_the_command_that_up_prints_works(rig: Rig) -> None:
     assert f"\n  OpenAI API  http://{rig.stack.http_address}/v1\n" in usage_text(rig.stack)
     command = usage_text(rig.stack).split("from any OpenAI client:\n")[1].split("\n\n")[0]
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60 * PATIENCE, check=True)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
@@ -198,7 +201,7 @@ def test_without_its_decode_instance_a_stack_is_unavailable_and_recovers(
     back = threading.Thread(target=rig.restart, args=("decode-0",))
     back.start()
     try:  # the client's own retries last until it is back
-        retrying = client.with_options(max_retries=60)
+        retrying = client.with_options(max_retries=int(60 * PATIENCE))
         assert retrying.completions.create(model="demo", prompt="x", max_tokens=2).choices
     finally:
         back.join()
