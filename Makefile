@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed-with-connectors
 # Tests of whole stacks that pass with vLLM in the instances as well.
-VLLM_STACKS := tests/system/test_openai.py
+VLLM_STACKS := tests/system/test_openai.py tests/system/test_resize.py::test_both_pools_grow_and_shrink_under_load
 VLLM_STACKS += tests/system/test_kills_under_load.py::test_thirty_cut_streams_of_each_kind_of_end_have_no_wrong_token
 SITE_INSTALLED := $(VENV)/.site
 NODE_INSTALLED := node_modules/.installed
