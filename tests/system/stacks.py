@@ -264,10 +264,14 @@ def _sizes(ranks: Ranks) -> dict[str, str]:
     return {name: str(size) for name, size in zip(names, ranks, strict=True)}
 
 
+_STAGES_IN_PAIRS: dict[str, dict[str, Ranks]] = {"shared_storage": {"decode-0": (1, 2)}, "nixl": {"prefill-0": (1, 2)}}
+"""One process hands over to two stages, and two stages to one."""
+
+
 def pair(model: Model, connector: str) -> AbstractContextManager[Stack]:
-    """One prefill and one decode instance in which no instance dies; one of them has two stages."""
+    """One prefill and one decode instance in which no instance dies; one of them may have two stages."""
     debug = ("--log-level", "debug") if connector == "redis" else ()
-    ranks = {"prefill-0" if connector == "nixl" else "decode-0": (1, 2)}
+    ranks = _STAGES_IN_PAIRS.get(connector)
     return started(model, connector, ranks=ranks, instance_args=PATIENT_PEERS, router_args=(*PATIENT_POOLS, *debug))
 
 
