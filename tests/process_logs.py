@@ -1,13 +1,15 @@
-"""Exceptions in the logs of the processes that tests start: each is a bug, but where a failpoint raised it on purpose.
+"""Exceptions in the logs of the tests and of the processes that they start: each is a bug, but where a failpoint or a
+fake raised it on purpose.
 
 Every local stack's logs are read before its folder is removed, and those of a removed instance before that. Where a
 test starts a service, or `tandem up`, as a process of its own, it gives the log to `LOGS` when that has ended. The test
 run fails where one has a traceback, or an exception that asyncio or the garbage collector found. A test that makes such
-an exception on purpose says so with `expected`.
+an exception on purpose says so with `expected`. What is logged with an exception in a test's own process counts too.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +24,13 @@ from tandem.local_stack.process import ManagedProcess
 _SIGNS = re.compile(
     r"Traceback \(most recent call last\)|exception was never retrieved|Exception ignored in|Task was destroyed"
 )
-_ON_PURPOSE = re.compile(r"engine\.failpoints\.FailpointError")
+_ON_PURPOSE = re.compile(r"engine\.failpoints\.FailpointError|a fault that the test asked for")
+_OF_GRPC = re.compile(
+    r"PollerCompletionQueue\._handle_events.*BlockingIOError|in servicer method.*asyncio\.exceptions\.CancelledError"
+    r"|async_generator_athrow.*asynchronous generator is already running",
+    re.DOTALL,
+)
+"""grpcio causes these where several event loops have clients and servers, and for calls that end with their server."""
 _NEXT_LINE = re.compile(r'^(?:\d\d:\d\d:\d\d\.\d{3} |\{"time")', re.MULTILINE)
 _MAX_CHARS = 4000
 
@@ -52,7 +60,7 @@ class ProcessLogs:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Reads the logs of local stacks before they are removed."""
+        """Reads the logs of local stacks before they are removed, and what this process logs."""
         remove_folder, remove_files = StackFolder.remove, ManagedProcess.remove_files
 
         def read_and_remove_folder(folder: StackFolder) -> None:
@@ -64,10 +72,15 @@ class ProcessLogs:
             self.read(process.spec.log_file)
             remove_files(process)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StackFolder, "remove", read_and_remove_folder)
-            patch.setattr(ManagedProcess, "remove_files", read_and_remove_files)
-            yield
+        handler = _ExceptionHandler(self)
+        logging.getLogger().addHandler(handler)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(StackFolder, "remove", read_and_remove_folder)
+                patch.setattr(ManagedProcess, "remove_files", read_and_remove_files)
+                yield
+        finally:
+            logging.getLogger().removeHandler(handler)
 
     def read(self, file: Path) -> None:
         """Searches one log; a file that is missing has none."""
@@ -84,6 +97,18 @@ class ProcessLogs:
         """What was found since the last call."""
         found, self._found = self._found, []
         return found
+
+
+class _ExceptionHandler(logging.Handler):
+    """Searches what is logged with an exception."""
+
+    def __init__(self, logs: ProcessLogs) -> None:
+        super().__init__(logging.WARNING)
+        self._logs = logs
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[0] and not _OF_GRPC.search(text := self.format(record)):
+            self._logs.search(record.name, text)
 
 
 LOGS = ProcessLogs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 
@@ -54,3 +55,17 @@ def test_the_logs_of_a_stack_are_read_before_they_are_removed(
     assert found.startswith("decode-0.log:\n12:00:01.000 ERROR")
     assert "a bug" in found
     assert logs.take_found() == []
+
+
+def test_what_a_test_logs_with_an_exception_counts(process_logs: ProcessLogs) -> None:
+    logs = ProcessLogs()
+    with logs.watched(), process_logs.expected("a bug"):
+        for text in ("a bug", "a fault that the test asked for"):
+            try:
+                raise ValueError(text)
+            except ValueError:
+                logging.getLogger("asyncio").exception("in a task")
+        logging.getLogger("asyncio").error("without one")
+    [found] = logs.take_found()
+    assert found.startswith("asyncio:\nin a task\nTraceback")
+    assert found.endswith("ValueError: a bug")

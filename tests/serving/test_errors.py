@@ -19,6 +19,7 @@ from serving.errors import (
     trailers,
 )
 from serving.interceptor import REQUEST_ID_KEY
+from tests.process_logs import ProcessLogs
 from tests.serving.conftest import Rigs, trailers_of
 
 
@@ -36,10 +37,10 @@ async def test_an_invalid_field_is_named_in_text_and_details(rigs: Rigs) -> None
 
 @pytest.mark.parametrize("text", ["broken", "cancelled inside", "wrong answer"])
 async def test_an_unexpected_error_shows_the_request_id_and_nothing_else(
-    rigs: Rigs, text: str, caplog: pytest.LogCaptureFixture
+    rigs: Rigs, text: str, caplog: pytest.LogCaptureFixture, process_logs: ProcessLogs
 ) -> None:
     rig = await rigs.start()
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.ERROR), process_logs.expected("GenerationService.Generate"):
         error = await rig.refusal(text, metadata=((REQUEST_ID_KEY, "req-8"),))
     assert error.code() is grpc.StatusCode.INTERNAL
     assert error.details() == "internal error (request id req-8)"

@@ -171,7 +171,7 @@ async def test_a_discovery_that_breaks_is_logged_and_its_last_instances_stay(
     class Breaking(Changing):
         async def addresses(self) -> AsyncIterator[frozenset[str]]:
             yield await self._sets.get()
-            raise RuntimeError("a fault of ours")
+            raise RuntimeError("a fault that the test asked for")
 
     async with FakeInstance("decode") as fake:
         app = RouterApp(settings_of(model_folder, [], []), model, decode=Breaking(fake))

@@ -89,7 +89,7 @@ def test_a_connector_that_fails_is_named_and_the_others_are_measured() -> None:
     [
         (["--block-bytes", "100"], "64 is"),
         (["--connector", "nixl", "--kv-url", "redis://h"], "--kv-url goes with"),
-        (["--digest", "maybe"], "'both', 'on', 'off'"),
+        (["--digest", "maybe"], "allowed: both, on, off"),
         (["--kv-options", "["], "a map in YAML"),
     ],
 )

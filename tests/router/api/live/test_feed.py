@@ -13,6 +13,7 @@ import pytest
 from router.api.live.feed import LiveFeed
 from router.api.live.merge_patch import Json, patched
 from router.api.live.state import Reading
+from tests.process_logs import ProcessLogs
 from tests.router.api.live.test_state import WALL_S, reading
 from tests.waiting import until
 
@@ -80,12 +81,14 @@ async def test_a_closed_feed_ends_its_watches_and_takes_no_others() -> None:
     assert [event async for event in feed.watch()] == []
 
 
-async def test_a_reading_that_fails_ends_the_watches_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reading_that_fails_ends_the_watches_and_is_logged(
+    caplog: pytest.LogCaptureFixture, process_logs: ProcessLogs
+) -> None:
     async def read() -> Any:
         raise RuntimeError("no pools")
 
     feed = LiveFeed(read)
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.ERROR), process_logs.expected("no pools"):
         assert [event async for event in feed.watch()] == []
     assert "no pools" in caplog.text
     assert not feed.is_sampling
