@@ -34,7 +34,7 @@ from kv_transfer.transfer.producer import SaveOp
 
 @dataclass(slots=True, kw_only=True)
 class CircuitBreaker:
-    """Thread-safe. Call `allows` before an operation and `record` after it."""
+    """Thread-safe. Call `allows` before an operation, and `record` or `not_tried` after it."""
 
     max_failures: int = 3
     retry_s: float = 2.0
@@ -67,6 +67,11 @@ class CircuitBreaker:
             self._num_failures += 1
             if self.is_open:
                 self._retry_at = self.clock() + self.retry_s
+
+    def not_tried(self) -> None:
+        """The operation that was allowed has not shown whether the store works: the next one may."""
+        with self._lock:
+            self._retry_at = 0.0
 
 
 STORE_DOWN = "store_down"
@@ -101,9 +106,11 @@ class PageIO:
         except Exception as error:
             self.breaker.record(ok=False)
             return OpResult(op, _reason(error), duration_s=time.perf_counter() - started)
+        if num_bytes is None and isinstance(op, SaveOp):
+            self.breaker.not_tried()
+            return OpResult(op, SKIPPED, duration_s=time.perf_counter() - started)
         self.breaker.record(ok=True)
-        missing = SKIPPED if isinstance(op, SaveOp) else "missing"
-        failure = missing if num_bytes is None else None
+        failure = "missing" if num_bytes is None else None
         return OpResult(op, failure, num_bytes or 0, time.perf_counter() - started)
 
     def inspect(self, name: PageName) -> None:

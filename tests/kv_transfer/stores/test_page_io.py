@@ -37,6 +37,16 @@ def test_breaker_opens_tries_again_and_closes() -> None:
     assert not breaker.is_open
 
 
+def test_a_try_that_showed_nothing_leaves_the_next_one() -> None:
+    breaker = CircuitBreaker(max_failures=1, clock=lambda: 100.0)
+    breaker.record(ok=False)
+    assert not breaker.allows()
+    breaker.not_tried()
+    assert breaker.is_open
+    assert breaker.allows()
+    assert not breaker.allows()
+
+
 def test_failures_must_follow_each_other() -> None:
     breaker = CircuitBreaker(max_failures=2)
     for good in (False, True, False, True):
@@ -72,10 +82,13 @@ def test_a_save_that_is_cancelled_while_its_block_is_copied_stores_nothing(is_ca
     transfer = ProducedTransfer("request", "transfer", num_pages=1, num_full_blocks=1, num_tokens=4)
     layer = torch.zeros((2, *LAYOUT.page_shape))
     memory = _OverwrittenPages(layer, transfer, before_the_copy_ends=is_cancelled)
-    store = MemoryStore()
-    io = PageIO(store, memory, None, bytes(16), CircuitBreaker())
+    store, breaker = MemoryStore(), CircuitBreaker(max_failures=2)
+    breaker.record(ok=False)
+    io = PageIO(store, memory, None, bytes(16), breaker)
     name = PageNaming.of(FINGERPRINT, LAYOUT).private_page()
     result = io.execute(SaveOp(0, 1, name, transfer))
     assert result.failure == (SKIPPED if is_cancelled else None)
+    breaker.record(ok=False)
+    assert breaker.is_open == is_cancelled, "what was not stored is no success"
     page = LAYOUT.bytes_per_block
     assert [value[-page:] for value in store.values.values()] == ([] if is_cancelled else [bytes(page)])
