@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import ValidationInfo, field_validator
 
 from engine.config import Device, Dtype, EngineConfig, EngineKind, KVConnectorConfig, LoadFormat, ModelImpl
 from instance.connectors import CONNECTORS, check_names, connector_config
@@ -134,6 +134,15 @@ class EngineSection(Section):
     )
     cpu_cores: tuple[int, ...] = setting((), "CPU cores the engine core is pinned to; empty: any.", flag="--cpu-cores")
     attention_backend: str = setting("auto", "Name of the attention backend.", flag="--attention-backend")
+
+    @field_validator("tensor_parallel_size", "pipeline_parallel_size")
+    @classmethod
+    def _is_for_the_built_in_engine(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("kind") == "vllm":
+            raise ValueError(
+                f"of the built-in engine alone; for vLLM write --vllm-args '{{{info.field_name}: {value}}}'"
+            )
+        return value
 
 
 class TransferSection(Section):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from engine.config import KVConnectorConfig
 from instance.config import (
@@ -90,6 +91,12 @@ def test_the_connector_gets_the_given_options_alone() -> None:
 def test_what_does_not_fit_together_is_refused(transfer: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         engine_config(settings(transfer=TransferSection(**transfer)))
+
+
+def test_the_sizes_of_the_built_in_engine_are_not_lost_on_vllm() -> None:
+    with pytest.raises(ValidationError, match=r"for vLLM write --vllm-args '\{tensor_parallel_size: 2\}'"):
+        EngineSection(kind="vllm", tensor_parallel_size=2)
+    assert EngineSection(kind="vllm", vllm_args={"tensor_parallel_size": 2}).tensor_parallel_size == 1
 
 
 def test_pages_without_digests_need_no_key() -> None:
