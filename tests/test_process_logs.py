@@ -57,15 +57,22 @@ def test_the_logs_of_a_stack_are_read_before_they_are_removed(
     assert logs.take_found() == []
 
 
-def test_what_a_test_logs_with_an_exception_counts(process_logs: ProcessLogs) -> None:
+def test_what_a_test_logs_with_an_exception_counts_where_it_is_ours(process_logs: ProcessLogs) -> None:
     logs = ProcessLogs()
+    logged = [
+        ("router.app", "in a call", "a bug"),
+        ("router.app", "in a call", "a fault that the test asked for"),
+        ("asyncio", "Task exception was never retrieved", "a bug"),
+        ("asyncio", "Exception in callback PollerCompletionQueue._handle_events", "Event loop is closed"),
+    ]
     with logs.watched(), process_logs.expected("a bug"):
-        for text in ("a bug", "a fault that the test asked for"):
+        for name, message, text in logged:
             try:
                 raise ValueError(text)
             except ValueError:
-                logging.getLogger("asyncio").exception("in a task")
-        logging.getLogger("asyncio").error("without one")
-    [found] = logs.take_found()
-    assert found.startswith("asyncio:\nin a task\nTraceback")
-    assert found.endswith("ValueError: a bug")
+                logging.getLogger(name).exception(message)
+        logging.getLogger("router.app").error("without one")
+    first, second = logs.take_found()
+    assert first.startswith("router.app:\nin a call\nTraceback")
+    assert first.endswith("ValueError: a bug")
+    assert second.startswith("asyncio:\nTask exception")

@@ -113,9 +113,10 @@ async def test_a_drain_waits_for_the_last_tokens_and_not_for_the_stream(decode: 
     draining = asyncio.create_task(decode.server.drain())
     await until(lambda: decode.server.grpc_server.calls.draining)
     late = await Stream(decode, "late").open()
+    reading = asyncio.create_task(stream.call.read())  # a client reads all along
     decode.core.emit(TokensEvent("r1", [72], finish_reason="length"))
     assert await asyncio.wait_for(draining, HANG_S)
-    assert numbered(await stream.call.read()) == [(1, 0)]
+    assert numbered(await reading) == [(1, 0)]
     assert await read_all(call) == []
     for ended in (stream, late):
         assert (await refusal(ended.call)).code() is grpc.StatusCode.UNAVAILABLE
