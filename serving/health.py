@@ -7,12 +7,13 @@ grpcio's own servicer does not fit: its shutdown ends liveness too, and it write
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from grpc_health.v1 import health_pb2
 
 from serving.broadcast import Broadcast
-from serving.errors import NotFound, printable
+from serving.errors import NotFound, Unavailable, printable
 from serving.interceptor import Context
 
 LIVENESS = ""
@@ -25,8 +26,10 @@ class Health:
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {LIVENESS: True}
-        self._draining = False
+        self._draining = self._ended = False
+        self._num_watchers = 0
         self._changed = Broadcast()
+        self._watcher_left = Broadcast()
 
     def is_serving(self, name: str) -> bool:
         return self._serving.get(name, False)
@@ -45,6 +48,19 @@ class Health:
             if name != LIVENESS:
                 self.set_serving(name, False)
 
+    async def end(self, within_s: float) -> None:
+        """Ends every Watch after its last state, with UNAVAILABLE. Returns when the watchers have been answered, and
+        after `within_s` at the latest: a connection that closes earlier may take the last state with it."""
+        self.begin_draining()
+        self._ended = True
+        self._changed.notify()
+        try:
+            async with asyncio.timeout(within_s):
+                while self._num_watchers:
+                    await self._watcher_left.wait()
+        except TimeoutError:
+            pass  # a client that does not read
+
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._serving:
             raise NotFound(f"no service {printable(request.service, 64)}")
@@ -54,13 +70,20 @@ class Health:
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         last = None
-        while True:
-            response = self._response(request.service)
-            if response != last:
-                last = response
-                yield response  # the state may change during the write
-            else:
-                await self._changed.wait()
+        self._num_watchers += 1
+        try:
+            while True:
+                response = self._response(request.service)
+                if response != last:
+                    last = response
+                    yield response  # the state may change during the write
+                elif self._ended:
+                    raise Unavailable("the server stops")
+                else:
+                    await self._changed.wait()
+        finally:
+            self._num_watchers -= 1
+            self._watcher_left.notify()
 
     def _response(self, name: str) -> health_pb2.HealthCheckResponse:
         kinds = health_pb2.HealthCheckResponse

@@ -261,6 +261,7 @@ class Server:
         if self._checking_tls is not None:
             self._checking_tls.cancel()
         self.abuse_limits.close()
+        await self.health.end(_END_S)
         await self._server.stop(grace=None)
         if self._probe_server is not None:
             await self._probe_server.stop(grace=None)

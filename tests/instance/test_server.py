@@ -146,9 +146,10 @@ async def test_a_dead_core_ends_the_process_and_its_streams(rig: Rig) -> None:
     call = await started(rig)
     health = health_pb2_grpc.HealthStub(rig.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
     assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
+    last = asyncio.ensure_future(health.read())
     rig.core.die()
     assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
-    assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert (await last).status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert await asyncio.wait_for(ending, 20) == EXIT_FAILED
 
 

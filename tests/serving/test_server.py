@@ -167,6 +167,16 @@ async def test_connections_over_the_cap_are_closed_and_the_others_serve_on(rigs:
         assert await rig.generate("hello") == ["token"] * 3
 
 
+async def test_watchers_get_the_last_state_before_the_port_closes(rigs: Rigs) -> None:
+    rig = await rigs.start()
+    request = health_pb2.HealthCheckRequest(service=SERVICE.full_name)
+    watches = [health_pb2_grpc.HealthStub(rig.channel).Watch(request) for _ in range(50)]
+    assert {(await watch.read()).status for watch in watches} == {SERVING}
+    last = [asyncio.ensure_future(watch.read()) for watch in watches]
+    await rig.server.stop()
+    assert {(await state).status for state in last} == {NOT_SERVING}
+
+
 async def test_probes_have_quotas_that_clients_of_the_other_port_cannot_use_up(rigs: Rigs) -> None:
     """Or the kubelet would restart a router that is merely full, with all its streams."""
     rig = await rigs.start(
