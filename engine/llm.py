@@ -30,6 +30,9 @@ from engine.text.stop import OutputProcessor
 from engine.text.tokenizer import Tokenizer
 from engine.vllm_names import engine_fields
 
+_OFFLINE = {"max_num_batched_tokens": 2048}
+"""Defaults of `EngineConfig` that differ here: no stream waits for its next token, so that long chunks cost nothing."""
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -97,7 +100,7 @@ class LLM:
         commit), or demo. With `seed` the requests without a seed of their own draw the same in every run; it is also
         the seed of dummy weights. `engine_options` are further fields of `EngineConfig` (dtype, device, max_model_len,
         block_size, max_num_seqs, …) and their names in vLLM (engine/vllm_names.py); unsupported ones are refused."""
-        fields = engine_fields({**engine_options, "seed": seed})
+        fields = {**_OFFLINE, **engine_fields({**engine_options, "seed": seed})}
         folder = resolve(str(model), revision)
         if tokenizer is not None and resolve(str(tokenizer), revision) != folder:
             raise NotSupported("tokenizer", shown(str(tokenizer)), "None; use a model folder with its tokenizer.json")
