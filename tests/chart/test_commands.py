@@ -17,7 +17,8 @@ from tandem.local_stack.topology import free_ports
 from tests.chart.hub import serving
 from tests.chart.rendered import deployment, manifests
 
-PASSWORD = "a-password-of-letters-9"
+PASSWORD = 'of "two" words \\9 #\''
+"""With everything that the file of Redis' settings reads otherwise."""
 SMALL = ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.txt")
 
 

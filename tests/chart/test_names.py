@@ -1,14 +1,15 @@
-"""Names fit into DNS labels whatever a release is called, and two releases never share one."""
+"""Names fit into DNS labels whatever a release is called, and two releases never share one. Values of maps are text."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helm.rendering import Manifest, render
-from tests.chart.rendered import NAMESPACE, of_kind
+from tests.chart.rendered import COMPONENTS, NAMESPACE, deployment, of_kind
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 RELEASES = st.from_regex(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?", fullmatch=True)
@@ -47,3 +48,34 @@ def test_a_release_called_on_keeps_its_name() -> None:
 
 def test_a_release_that_says_tandem_does_not_say_it_twice() -> None:
     assert ("Service", "tandem-eu-router") in names(render({}, release="tandem-eu"))
+
+
+def test_numbers_and_switches_are_text_where_kubernetes_wants_it() -> None:
+    """Helm reads every number as a float: 12345678 is 1.2345678e+07 to a template that prints it."""
+    odd = {"cost": 12345678, "on": True, "7": 0.5}
+    text = {"cost": "12345678", "on": "true", "7": "0.5"}
+    env = [{"name": name, "value": value} for name, value in odd.items()]
+    pod = {"podLabels": odd, "podAnnotations": odd, "nodeSelector": odd, "extraEnv": env}
+    service = {"type": "LoadBalancer", "annotations": odd}
+    values: dict[str, Any] = {
+        "router": {**pod, "service": service},
+        "instance": pod,
+        "serviceAccount": {"annotations": odd},
+        "connector": {"nixl": {"ucxEnv": {"UCX_RCACHE_MAX_SIZE": 1 << 30}}},
+        "commonLabels": odd,
+        "test": {"nodeSelector": odd},
+    }
+    objects = render(values)
+    for one in objects:
+        assert one["metadata"]["labels"].items() >= text.items()
+    for component in COMPONENTS:
+        template = deployment(objects, component)["spec"]["template"]
+        variables = {one["name"]: one.get("value") for one in template["spec"]["containers"][0]["env"]}
+        assert template["metadata"]["annotations"].items() >= text.items()
+        assert template["spec"]["nodeSelector"] == text
+        assert variables.items() >= text.items()
+        assert variables.get("UCX_RCACHE_MAX_SIZE", "1073741824") == "1073741824"
+    annotated = [one["metadata"].get("annotations") for one in of_kind(objects, "ServiceAccount")]
+    assert annotated.count(text) == 2
+    assert text in [one["metadata"].get("annotations") for one in of_kind(objects, "Service")]
+    assert of_kind(objects, "Pod")[0]["spec"]["nodeSelector"] == text

@@ -52,6 +52,16 @@ REFUSED_BY_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "a name that is no label": ({"nameOverride": "x" * 64}, "maxLength: got 64"),
     "a name that no Service has": ({"fullnameOverride": "Llm"}, "does not match"),
     "a label with a space": ({"commonLabels": {"owner": "team a"}}, "does not match"),
+    "a label's key with a space": ({"commonLabels": {"owner name": "a"}}, "does not match"),
+    "an annotation's key with a colon": ({"instance": {"podAnnotations": {"a: b": "c"}}}, "does not match"),
+    "a port that no machine has": ({"router": {"adminListen": "0.0.0.0:99999"}}, "does not match"),
+    "more pods than all": ({"router": {"maxUnavailable": "150%"}}, "does not match"),
+    "a key without a name": ({"connector": {"key": {"existingSecretKey": ""}}}, "does not match"),
+    "a GPU of no vendor": ({"instance": {"gpu": {"count": 1, "resource": "gpu"}}}, "does not match"),
+    "a range with too many bits": (
+        {"router": {"service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.0/33"]}}},
+        "does not match",
+    ),
     "a label that is too long": ({"instance": {"podLabels": {"owner": "x" * 64}}}, "maxLength: got 64"),
 }
 
@@ -202,6 +212,37 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         {"ingress": {"enabled": True}, "router": {"openai": {"enabled": True}}},
         "ingress.hosts: give the host names",
     ),
+    "sources of no load balancer": (
+        {"router": {"service": {"loadBalancerSourceRanges": ["10.0.0.0/8"]}}},
+        "the Service is a ClusterIP; set router.service.type=LoadBalancer",
+    ),
+    "a mount of no volume": (
+        {"instance": {"extraVolumeMounts": [{"name": "data", "mountPath": "/data"}]}},
+        'extraVolumeMounts of prefill: there is no volume "data"; name it in extraVolumes, or one of settings, tmp',
+    ),
+    "a path of the chart's": (
+        {"router": {"extraVolumeMounts": [{"name": "cache", "mountPath": "/tmp/"}]}},
+        "extraVolumeMounts of router: a path is there twice",
+    ),
+    "a container of the chart's": (
+        {"model": {"source": "hub", "hub": {"id": "a/b"}}, "instance": {"initContainers": [{"name": "model"}]}},
+        "sidecars and initContainers of prefill: a name is there twice (prefill, model, model)",
+    ),
+    "a Redis that outgrows its limit": (
+        {"connector": {"name": "redis", "redis": {"maxMemory": "8gb"}}},
+        "connector.redis.resources.limits.memory: 3Gi is less than a quarter above maxMemory, which is 8gb",
+    ),
+    "a certificate that is always due": (
+        {"tls": {"enabled": True, "certManager": {**ISSUER["certManager"], "duration": "24h"}}},
+        "tls.certManager.renewBefore: 720h must be less than duration, which is 24h",
+    ),
+    "an alert for every certificate": (
+        {
+            "tls": {"enabled": True, "certManager": {**ISSUER["certManager"], "renewBefore": "72h"}},
+            "metrics": {"alerts": {"enabled": True}},
+        },
+        "metrics.alerts.certificateSeconds: 259200 must be less than tls.certManager.renewBefore, which is 72h",
+    ),
     "a route without a Gateway": ({"routes": {"grpc": {"enabled": True}}}, "routes.grpc.parentRefs: name the Gateway"),
 }
 
@@ -232,6 +273,14 @@ def test_template_refuses_what_does_not_go_together(what: str) -> None:
 def test_every_refusal_of_the_templates_is_tested() -> None:
     texts = [(CHART / "templates" / name).read_text() for name in ("_validate.tpl", "_engine.tpl")]
     assert sum(text.count("fail ") for text in texts) == len(REFUSED_BY_TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("most", "limit"), [("8gb", "10Gi"), ("512mb", 671088640), ("1gb", "1.4G"), ("1048576kb", "1310720Ki")]
+)
+def test_a_redis_within_its_limit_is_accepted(most: str, limit: str | int) -> None:
+    redis = {"maxMemory": most, "resources": {"limits": {"memory": limit}}}
+    assert render({"connector": {"name": "redis", "redis": redis}})
 
 
 @pytest.mark.parametrize("connector", ["nixl", "redis", "shared_storage", "null"])

@@ -84,3 +84,12 @@ async def test_a_download_that_fails_fails_the_upgrade_and_changes_no_pod() -> N
             with pytest.raises(HelmError, match="preload"):
                 await helm.upgrade(chart, "on", revision("2" * 40))
         assert {pod["metadata"]["name"] for pod in kube.pods() if "preload" not in pod["metadata"]["name"]} == before
+
+
+def test_a_downloads_variables_replace_the_charts() -> None:
+    own = [{"name": "HF_HOME", "value": "/models/.hub"}, {"name": "HF_HUB_DOWNLOAD_TIMEOUT", "value": "60"}]
+    values = {"model": {"source": "hub", "hub": {"id": "a/b", "extraEnv": own}}}
+    (init,) = deployment(render(values), "decode")["spec"]["template"]["spec"]["initContainers"]
+    names = [one["name"] for one in init["env"]]
+    assert len(set(names)) == len(names)
+    assert [one for one in init["env"] if one in own] == own

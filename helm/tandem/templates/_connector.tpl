@@ -127,7 +127,7 @@ options: {{- toYaml . | nindent 2 }}
 {{- if has "nixl" (include "tandem.connectors" . | fromJsonArray) }}
 {{- range $name, $value := mustMerge (dict "UCX_TLS" $nixl.ucxTls "UCX_NET_DEVICES" $nixl.ucxNetDevices "UCX_TCP_PORT_RANGE" $nixl.tcpPorts) $nixl.ucxEnv }}
 {{- if ne (toString $value) "" }}
-- {name: {{ $name }}, value: {{ $value | quote }}}
+- {name: {{ $name }}, value: {{ include "tandem.text" $value | quote }}}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -50,6 +50,22 @@
 {{- end }}
 {{- end -}}
 
+{{- define "tandem.hubEnv" -}}
+- {name: HF_HOME, value: /var/cache/tandem/hub}
+- {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
+{{- with .endpoint }}
+- {name: HF_ENDPOINT, value: {{ . | quote }}}
+{{- end }}
+{{- if .existingSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .existingSecret | quote }}, key: {{ .existingSecretTokenKey | quote }}}}
+{{- end }}
+{{- if .existingCaConfigMap }}
+- {name: SSL_CERT_FILE, value: /etc/tandem/hub-ca/ca.crt}
+- {name: REQUESTS_CA_BUNDLE, value: /etc/tandem/hub-ca/ca.crt}
+{{- end }}
+{{- end -}}
+
 {{/* Fetches what is not there yet. A router needs no weights: (dict "root" $ "component" "router"). */}}
 {{- define "tandem.modelInit" -}}
 {{- $root := .root -}}
@@ -68,23 +84,7 @@
     {{- if ne .component "router" }}
     - --include=*.safetensors
     {{- end }}
-  env:
-    - {name: HF_HOME, value: /var/cache/tandem/hub}
-    - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
-    {{- with $hub.endpoint }}
-    - {name: HF_ENDPOINT, value: {{ . | quote }}}
-    {{- end }}
-    {{- if $hub.existingSecret }}
-    - name: HF_TOKEN
-      valueFrom: {secretKeyRef: {name: {{ $hub.existingSecret | quote }}, key: {{ $hub.existingSecretTokenKey | quote }}}}
-    {{- end }}
-    {{- if $hub.existingCaConfigMap }}
-    - {name: SSL_CERT_FILE, value: /etc/tandem/hub-ca/ca.crt}
-    - {name: REQUESTS_CA_BUNDLE, value: /etc/tandem/hub-ca/ca.crt}
-    {{- end }}
-    {{- with $hub.extraEnv }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+  env: {{- include "tandem.mergedEnv" (dict "env" (include "tandem.hubEnv" $hub) "own" $hub.extraEnv) | nindent 4 }}
   securityContext: {{- toYaml .root.Values.containerSecurityContext | nindent 4 }}
   resources: {{- toYaml $hub.resources | nindent 4 }}
   volumeMounts:

@@ -21,12 +21,24 @@ app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component | quote }}
 {{- end -}}
 
+{{/* A value as text: Helm reads every number as a float and would print 1e+06. */}}
+{{- define "tandem.text" -}}
+{{- if kindIs "string" . }}{{ . }}{{ else }}{{ toJson . }}{{ end -}}
+{{- end -}}
+
+{{/* A map with its values as text, as YAML that quotes what needs it. */}}
+{{- define "tandem.texts" -}}
+{{- $texts := dict -}}
+{{- range $key, $value := . }}{{ $_ := set $texts $key (include "tandem.text" $value) }}{{ end -}}
+{{- toYaml $texts -}}
+{{- end -}}
+
 {{/* Labels of pods, with `labels` over commonLabels. No version among them: a new chart alone starts no pod again. */}}
 {{- define "tandem.podLabels" -}}
 {{ include "tandem.selector" . }}
 app.kubernetes.io/part-of: "tandem"
-{{- range $key, $value := merge dict (.labels | default dict) .root.Values.commonLabels }}
-{{ $key }}: {{ $value | quote }}
+{{- with merge dict (.labels | default dict) .root.Values.commonLabels }}
+{{ include "tandem.texts" . }}
 {{- end }}
 {{- end -}}
 
@@ -37,8 +49,8 @@ app.kubernetes.io/part-of: "tandem"
 app.kubernetes.io/version: {{ .root.Values.image.tag | default .root.Chart.AppVersion | trunc 63 | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | quote }}
-{{- range $key, $value := merge dict (.labels | default dict) .root.Values.commonLabels }}
-{{ $key }}: {{ $value | quote }}
+{{- with merge dict (.labels | default dict) .root.Values.commonLabels }}
+{{ include "tandem.texts" . }}
 {{- end }}
 {{- end -}}
 
@@ -48,10 +60,7 @@ name: {{ include "tandem.name" . }}
 labels:
   {{- include "tandem.labels" . | nindent 2 }}
 {{- with .annotations }}
-annotations:
-  {{- range $key, $value := . }}
-  {{ $key }}: {{ $value | quote }}
-  {{- end }}
+annotations: {{- include "tandem.texts" . | nindent 2 }}
 {{- end }}
 {{- end -}}
 

@@ -77,12 +77,13 @@
 {{- include "tandem.validateEngines" . -}}
 {{- include "tandem.validateSecurity" . -}}
 {{- include "tandem.validateWaysIn" . -}}
+{{- if include "tandem.bundlesRedis" . }}{{ include "tandem.validateRedis" . }}{{ end -}}
 {{- include "tandem.validateLabels" . -}}
 {{- include "tandem.validatePorts" . -}}
 {{- range $component := list "router" "prefill" "decode" -}}
 {{- $spec := $.Values.router -}}
 {{- if ne $component "router" }}{{ $spec = include "tandem.pool" (dict "root" $ "component" $component) | fromYaml }}{{ end -}}
-{{- include "tandem.validateWorkload" (dict "component" $component "spec" $spec) -}}
+{{- include "tandem.validateWorkload" (dict "root" $ "component" $component "spec" $spec) -}}
 {{- end -}}
 {{- if and .Values.metrics.alerts.enabled (not .Values.metrics.enabled) -}}
 {{- fail "metrics.alerts.enabled: nothing would be measured; set metrics.enabled=true" -}}
@@ -97,12 +98,44 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Rejects a Redis that would be killed for its memory. */}}
+{{- define "tandem.validateRedis" -}}
+{{- $redis := .Values.connector.redis -}}
+{{- $limit := include "tandem.text" (dig "limits" "memory" "" $redis.resources) -}}
+{{- $pages := include "tandem.bytes" (regexReplaceAll "b$" $redis.maxMemory "i" | replace "k" "K" | replace "m" "M" | replace "g" "G") | float64 -}}
+{{- if and $limit (lt (include "tandem.bytes" $limit | float64) (mulf $pages 1.25)) -}}
+{{- fail (printf "connector.redis.resources.limits.memory: %s is less than a quarter above maxMemory, which is %s; raise the limit and the request" $limit $redis.maxMemory) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A quantity of Kubernetes in bytes. */}}
+{{- define "tandem.bytes" -}}
+{{- $unit := regexFind "[A-Za-z]*$" . -}}
+{{- $power := index (dict "" 0 "k" 1 "K" 1 "M" 2 "G" 3 "T" 4 "P" 5 "E" 6) (trimSuffix "i" $unit) | int -}}
+{{- $factor := ternary 1024 1000 (hasSuffix "i" $unit) -}}
+{{- $bytes := trimSuffix $unit . | float64 -}}
+{{- range until $power }}{{ $bytes = mulf $bytes $factor }}{{ end -}}
+{{- printf "%.0f" $bytes -}}
+{{- end -}}
+
+{{/* Minutes of a duration in hours or minutes. */}}
+{{- define "tandem.minutes" -}}
+{{- mul (regexFind "^[0-9]+" . | int) (ternary 60 1 (hasSuffix "h" .)) -}}
+{{- end -}}
+
 {{/* Rejects values that would silently disable protection. */}}
 {{- define "tandem.validateSecurity" -}}
 {{- $tls := .Values.tls -}}
 {{- $issuer := $tls.certManager.issuerRef.name -}}
 {{- if and $tls.enabled (not $tls.existingSecret) (not $issuer) -}}
 {{- fail "tls.enabled: give the certificates by tls.existingSecret, or let cert-manager make them by tls.certManager.issuerRef.name" -}}
+{{- end -}}
+{{- $renewed := include "tandem.minutes" $tls.certManager.renewBefore | int -}}
+{{- if and $issuer (ge $renewed (include "tandem.minutes" $tls.certManager.duration | int)) -}}
+{{- fail (printf "tls.certManager.renewBefore: %s must be less than duration, which is %s" $tls.certManager.renewBefore $tls.certManager.duration) -}}
+{{- end -}}
+{{- if and $issuer .Values.metrics.alerts.enabled (ge (int .Values.metrics.alerts.certificateSeconds) (mul $renewed 60 | int)) -}}
+{{- fail (printf "metrics.alerts.certificateSeconds: %d must be less than tls.certManager.renewBefore, which is %s: every certificate would raise the alert" (int .Values.metrics.alerts.certificateSeconds) $tls.certManager.renewBefore) -}}
 {{- end -}}
 {{- if and $tls.existingSecret $issuer -}}
 {{- fail "tls.existingSecret: tls.certManager.issuerRef.name makes other Secrets; leave one of the two empty" -}}
@@ -132,6 +165,10 @@
 {{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
 {{- fail "ingress.hosts: give the host names for which this is the backend" -}}
+{{- end -}}
+{{- $service := .Values.router.service -}}
+{{- if and $service.loadBalancerSourceRanges (ne $service.type "LoadBalancer") -}}
+{{- fail (printf "router.service.loadBalancerSourceRanges: the Service is a %s; set router.service.type=LoadBalancer, or networkPolicy.clients" $service.type) -}}
 {{- end -}}
 {{- range $kind, $route := $routes -}}
 {{- if and $route.enabled (not $route.parentRefs) -}}
@@ -199,10 +236,25 @@
 {{- if ne (len $names) (len (uniq $names)) -}}
 {{- fail (printf "extraEnv of %s: a variable is there twice (%s)" $where (join ", " $names)) -}}
 {{- end -}}
-{{- $volumes := list "settings" "tmp" "cache" "model" "tls" "ca" "auth" "shm" "kv-key" "kv-store" "redis-password" "hub-ca" -}}
-{{- range .spec.extraVolumes }}{{ $volumes = append $volumes .name }}{{ end -}}
+{{- $volumes := list -}}
+{{- range include "tandem.volumes" . | fromYamlArray }}{{ $volumes = append $volumes .name }}{{ end -}}
 {{- if ne (len $volumes) (len (uniq $volumes)) -}}
-{{- fail (printf "extraVolumes of %s: a name is there twice; the chart uses %s" $where (slice $volumes 0 12 | join ", ")) -}}
+{{- fail (printf "extraVolumes of %s: a name is there twice (%s)" $where (join ", " $volumes)) -}}
+{{- end -}}
+{{- $paths := list -}}
+{{- range include "tandem.mounts" . | fromYamlArray -}}
+{{- $paths = append $paths (.mountPath | trimSuffix "/") -}}
+{{- if not (has .name $volumes) -}}
+{{- fail (printf "extraVolumeMounts of %s: there is no volume %q; name it in extraVolumes, or one of %s" $where .name (join ", " $volumes)) -}}
+{{- end -}}
+{{- end -}}
+{{- if ne (len $paths) (len (uniq $paths)) -}}
+{{- fail (printf "extraVolumeMounts of %s: a path is there twice (%s)" $where (join ", " $paths)) -}}
+{{- end -}}
+{{- $containers := list $where -}}
+{{- range concat (include "tandem.modelInit" . | fromYamlArray) (.spec.initContainers | default list) (.spec.sidecars | default list) }}{{ $containers = append $containers .name }}{{ end -}}
+{{- if ne (len $containers) (len (uniq $containers)) -}}
+{{- fail (printf "sidecars and initContainers of %s: a name is there twice (%s)" $where (join ", " $containers)) -}}
 {{- end -}}
 {{- with .spec.gpu -}}
 {{- if and (eq (int .count) 0) (hasKey ($.spec.resources.limits | default dict) .resource) (not (dig "engine" "device" "" $.spec.settings)) -}}

@@ -35,13 +35,13 @@ spec:
         {{- if not (hasKey .spec.podAnnotations "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes") }}
         cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes: "tmp,cache,shm,model"
         {{- end }}
-        {{- range $key, $value := .spec.podAnnotations }}
-        {{ $key }}: {{ $value | quote }}
+        {{- with .spec.podAnnotations }}
+        {{- include "tandem.texts" . | nindent 8 }}
         {{- end }}
     spec:
       {{- include "tandem.podSettings" . | nindent 6 }}
       terminationGracePeriodSeconds: {{ include "tandem.terminationGrace" $settings }}
-      {{- with concat (include "tandem.modelInit" . | fromYamlArray) .spec.initContainers }}
+      {{- with concat (include "tandem.modelInit" . | fromYamlArray) (.spec.initContainers | default list) }}
       initContainers: {{- toYaml . | nindent 8 }}
       {{- end }}
       containers:
@@ -50,29 +50,55 @@ spec:
         {{- with .spec.sidecars }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
-      volumes:
-        - name: settings
-          configMap: {name: {{ include "tandem.name" (merge (dict "suffix" (printf "%s-settings" .component)) .) }}}
-        - name: tmp
-          emptyDir: {sizeLimit: {{ .spec.scratchSize | quote }}}
-        - name: cache
-          emptyDir: {sizeLimit: {{ .spec.scratchSize | quote }}}
-        {{- with include "tandem.modelVolumes" .root | trim }}
-        {{- . | nindent 8 }}
-        {{- end }}
-        {{- with include "tandem.securityVolumes" . | trim }}
-        {{- . | nindent 8 }}
-        {{- end }}
-        {{- if ne .component "router" }}
-        - name: shm
-          emptyDir: {medium: Memory, sizeLimit: {{ .spec.shmSize | quote }}}
-        {{- with include "tandem.connectorVolumes" .root | trim }}
-        {{- . | nindent 8 }}
-        {{- end }}
-        {{- end }}
-        {{- with .spec.extraVolumes }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
+      volumes: {{- include "tandem.volumes" . | nindent 8 }}
+{{- end -}}
+
+{{/* The chart's volumes, then the user's. */}}
+{{- define "tandem.volumes" -}}
+- name: settings
+  configMap: {name: {{ include "tandem.name" (merge (dict "suffix" (printf "%s-settings" .component)) .) }}}
+- name: tmp
+  emptyDir: {sizeLimit: {{ .spec.scratchSize | quote }}}
+- name: cache
+  emptyDir: {sizeLimit: {{ .spec.scratchSize | quote }}}
+{{- with include "tandem.modelVolumes" .root | trim }}
+{{ . }}
+{{- end }}
+{{- with include "tandem.securityVolumes" . | trim }}
+{{ . }}
+{{- end }}
+{{- if ne .component "router" }}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .spec.shmSize | quote }}}
+{{- with include "tandem.connectorVolumes" .root | trim }}
+{{ . }}
+{{- end }}
+{{- end }}
+{{- with .spec.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Where they are mounted. */}}
+{{- define "tandem.mounts" -}}
+- {name: settings, mountPath: /etc/tandem/settings, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+- {name: cache, mountPath: /var/cache/tandem}
+{{- with include "tandem.modelMounts" .root | trim }}
+{{ . }}
+{{- end }}
+{{- with include "tandem.securityMounts" . | trim }}
+{{ . }}
+{{- end }}
+{{- if ne .component "router" }}
+- {name: shm, mountPath: /dev/shm}
+{{- with include "tandem.connectorMounts" .root | trim }}
+{{ . }}
+{{- end }}
+{{- end }}
+{{- with .spec.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "tandem.servesOpenai" -}}
@@ -82,7 +108,10 @@ spec:
 {{/* Where a pod runs: the fields of a component's values that a pod spec has under the same name. */}}
 {{- define "tandem.placement" -}}
 {{- $spec := . -}}
-{{- range $field := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "schedulerName" "dnsConfig" "runtimeClassName" "resourceClaims" }}
+{{- with $spec.nodeSelector }}
+nodeSelector: {{- include "tandem.texts" . | nindent 2 }}
+{{- end }}
+{{- range $field := list "tolerations" "affinity" "priorityClassName" "schedulerName" "dnsConfig" "runtimeClassName" "resourceClaims" }}
 {{- with index $spec $field }}
 {{ $field }}: {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -117,7 +146,7 @@ image: {{ include "tandem.componentImage" . | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 command: [python, -m, {{ .module }}]
 args: [--config=/etc/tandem/settings/settings.yaml]
-env: {{- include "tandem.mergedEnv" . | nindent 2 }}
+env: {{- include "tandem.mergedEnv" (dict "env" (include "tandem.env" .) "own" .spec.extraEnv) | nindent 2 }}
 {{- with .spec.envFrom }}
 envFrom: {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -148,25 +177,7 @@ readinessProbe:
   {{- include "tandem.probe" (dict "own" .spec.probes.readiness "period" 3 "timeout" 3 "failures" 2) | nindent 2 }}
 securityContext: {{- include "tandem.securityContext" . | nindent 2 }}
 resources: {{- include "tandem.resources" . | nindent 2 }}
-volumeMounts:
-  - {name: settings, mountPath: /etc/tandem/settings, readOnly: true}
-  - {name: tmp, mountPath: /tmp}
-  - {name: cache, mountPath: /var/cache/tandem}
-  {{- with include "tandem.modelMounts" .root | trim }}
-  {{- . | nindent 2 }}
-  {{- end }}
-  {{- with include "tandem.securityMounts" . | trim }}
-  {{- . | nindent 2 }}
-  {{- end }}
-  {{- if ne .component "router" }}
-  - {name: shm, mountPath: /dev/shm}
-  {{- with include "tandem.connectorMounts" .root | trim }}
-  {{- . | nindent 2 }}
-  {{- end }}
-  {{- end }}
-  {{- with .spec.extraVolumeMounts }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+volumeMounts: {{- include "tandem.mounts" . | nindent 2 }}
 {{- end -}}
 
 {{/* The times of a probe: the chart's, and the user's over them. */}}
@@ -219,15 +230,19 @@ volumeMounts:
 - {name: HOME, value: /tmp}
 {{- end -}}
 
-{{/* With the user's variables, which replace the chart's of the same name. */}}
+{{/* With the user's variables, which replace the chart's of the same name: (dict "env" the chart's, as YAML, "own" the user's) */}}
 {{- define "tandem.mergedEnv" -}}
+{{- $names := list -}}
 {{- $own := list -}}
-{{- range .spec.extraEnv }}{{ $own = append $own .name }}{{ end -}}
-{{- $merged := list -}}
-{{- range include "tandem.env" . | fromYamlArray -}}
-{{- if not (has .name $own) }}{{ $merged = append $merged . }}{{ end -}}
+{{- range .own -}}
+{{- $names = append $names .name -}}
+{{- $own = append $own (ternary (merge (dict "value" (include "tandem.text" .value)) .) . (and (hasKey . "value") (not (kindIs "invalid" .value)))) -}}
 {{- end -}}
-{{- toYaml (concat $merged .spec.extraEnv) -}}
+{{- $merged := list -}}
+{{- range .env | fromYamlArray -}}
+{{- if not (has .name $names) }}{{ $merged = append $merged . }}{{ end -}}
+{{- end -}}
+{{- toYaml (concat $merged $own) -}}
 {{- end -}}
 
 {{- define "tandem.securityContext" -}}
