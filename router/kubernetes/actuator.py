@@ -87,7 +87,7 @@ class Election:
         self.pause = f"paused by the annotation {PAUSED} of the Lease {self.name}" if is_paused else None
         if self._is_held_by_another(lease.spec, holder, ttl_s):
             return False
-        taken = msgspec.to_builtins(_taken(lease.spec, holder, ttl_s))
+        taken = msgspec.to_builtins(held_by(lease.spec, holder, ttl_s))
         body = {"metadata": {"resourceVersion": lease.metadata.resource_version}, "spec": taken}
         try:
             await self.cluster.request("PATCH", path, Lease, body=body)
@@ -103,7 +103,8 @@ class Election:
         return self.clock() - self._seen_s <= (spec.lease_duration_seconds or ttl_s)
 
 
-def _taken(spec: LeaseSpec, holder: str, ttl_s: float) -> LeaseSpec:
+def held_by(spec: LeaseSpec, holder: str, ttl_s: float) -> LeaseSpec:
+    """`spec` when `holder` has the Lease for `ttl_s` from now."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     renewed = msgspec.structs.replace(
         spec, holder_identity=holder, lease_duration_seconds=math.ceil(ttl_s), renew_time=now

@@ -4,22 +4,30 @@ With server-side apply each field has owners, and Helm is one of the possible ow
 
     Helm leaves out what it alone has written ──▶ Kubernetes sets 1   ◀── --keep: another owner of the present size
     Helm writes what another one has written  ──▶ a conflict          ◀── --set: Helm's size by /scale beforehand
+
+The router's autoscaler would write its own size again before Helm does, so before --set this takes the lead (--lease).
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
+import msgspec
 
 from router.autoscaler.actuator import ActuatorError
-from router.kubernetes.cluster import APPLY_PATCH, Cluster, Conflict, Missing, Scale
+from router.kubernetes.actuator import held_by
+from router.kubernetes.cluster import APPLY_PATCH, Cluster, ClusterError, Conflict, Lease, Missing, Scale
 from router.kubernetes.settings import KubernetesSettings
 
 _MANAGER = "tandem-sizes"
 _TRIES = 5
+_LEAD_S = 60.0
+"""Until Helm has written the sizes and removed the Lease, or has failed and the autoscaler continues."""
+_STEP_S = 1.0
+"""What an autoscaler that had the lead may still take to resize."""
 
 
 async def keep(cluster: Cluster, deployment: str) -> None:
@@ -45,35 +53,66 @@ async def keep(cluster: Cluster, deployment: str) -> None:
             return
 
 
-async def write(cluster: Cluster, deployment: str, size: int) -> None:
-    """Resizes it. Raises ClusterError."""
-    path = _path(cluster, deployment)
-    await cluster.request("PATCH", path, Scale, query={"fieldManager": _MANAGER}, body={"spec": {"replicas": size}})
-    click.echo(f"{deployment} gets a size of {size}")
+async def write(cluster: Cluster, sizes: Mapping[str, int], lease: str) -> None:
+    """Resizes them, and nothing that led before resizes them again. Raises ClusterError."""
+    leads = await _take_lead(cluster, lease)
+    for deployment, size in sizes.items():
+        await _resize(cluster, deployment, size)
+        click.echo(f"{deployment} gets a size of {size}")
+    if leads:
+        await asyncio.sleep(_STEP_S)
+        for deployment, size in sizes.items():
+            await _resize(cluster, deployment, size)
+
+
+async def _take_lead(cluster: Cluster, lease: str) -> bool:
+    """Whether it was taken from an autoscaler, which gets it back after _LEAD_S."""
+    path = cluster.path("coordination.k8s.io/v1", "leases", lease)
+    try:
+        found = (await cluster.request("GET", path, Lease)).spec
+        ours = msgspec.to_builtins(held_by(found, _MANAGER, _LEAD_S))
+        await cluster.request("PATCH", path, Lease, body={"spec": ours})
+    except Missing:
+        return False
+    except ClusterError as error:
+        click.echo(f"the autoscaler goes on and may write other sizes before Helm does: {error}")
+        return False
+    return bool(found.holder_identity)
+
+
+async def _resize(cluster: Cluster, deployment: str, size: int) -> None:
+    path, query = _path(cluster, deployment), {"fieldManager": _MANAGER}
+    await cluster.request("PATCH", path, Scale, query=query, body={"spec": {"replicas": size}})
 
 
 def _path(cluster: Cluster, deployment: str) -> str:
     return cluster.path("apps/v1", "deployments", deployment, "scale")
 
 
-async def prepare(cluster: Cluster, kept: Sequence[str], written: Sequence[str]) -> None:
+async def prepare(cluster: Cluster, kept: Sequence[str], written: Sequence[str], lease: str) -> None:
     """`written` are NAME=SIZE. A Deployment that does not exist yet is skipped. Raises ClusterError."""
     for deployment in kept:
-        try:
+        if await _exists(cluster, deployment):
             await keep(cluster, deployment)
-        except Missing:
-            click.echo(f"{deployment} does not exist yet")
-    for deployment, _, size in (one.partition("=") for one in written):
-        try:
-            await write(cluster, deployment, int(size))
-        except Missing:
-            click.echo(f"{deployment} does not exist yet")
+    named = (one.partition("=") for one in written)
+    sizes = {deployment: int(size) for deployment, _, size in named if await _exists(cluster, deployment)}
+    if sizes:
+        await write(cluster, sizes, lease)
 
 
-async def _run(account_folder: str, kept: Sequence[str], written: Sequence[str]) -> None:
+async def _exists(cluster: Cluster, deployment: str) -> bool:
+    try:
+        await cluster.request("GET", _path(cluster, deployment), Scale)
+    except Missing:
+        click.echo(f"{deployment} does not exist yet")
+        return False
+    return True
+
+
+async def _run(account_folder: str, kept: Sequence[str], written: Sequence[str], lease: str) -> None:
     cluster = Cluster(account_folder)
     try:
-        await prepare(cluster, kept, written)
+        await prepare(cluster, kept, written, lease)
     finally:
         await cluster.close()
 
@@ -81,10 +120,11 @@ async def _run(account_folder: str, kept: Sequence[str], written: Sequence[str])
 @click.command(help="Prepare the sizes of Deployments for a Helm upgrade; see the module's docstring.")
 @click.option("--keep", "kept", multiple=True, metavar="NAME", help="Helm will not write this Deployment's size.")
 @click.option("--set", "written", multiple=True, metavar="NAME=SIZE", help="Helm will write this size.")
+@click.option("--lease", required=True, help="Of the autoscaler, if there is one; it pauses while Helm writes sizes.")
 @click.option("--account-folder", default=KubernetesSettings().account_folder, help="Token, ca.crt and namespace.")
-def main(account_folder: str, kept: Sequence[str], written: Sequence[str]) -> None:
+def main(account_folder: str, kept: Sequence[str], written: Sequence[str], lease: str) -> None:
     try:
-        asyncio.run(_run(account_folder, kept, written))
+        asyncio.run(_run(account_folder, kept, written, lease))
     except ActuatorError as error:
         sys.exit(str(error))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +12,10 @@ import pytest
 from helm_python import Chart
 
 from helm.rendering import CHART, render
+from router.autoscaler.actuator import ActuatorError
+from router.kubernetes.actuator import Election, KubernetesActuator
 from router.kubernetes.cluster import Cluster, Scale
+from router.kubernetes.settings import KubernetesSettings
 from router.kubernetes.sizes import main as sizes_command
 from router.kubernetes.sizes import prepare
 from tests.chart.fake_kube.cluster import FakeKube
@@ -45,7 +50,7 @@ class HookRuntime(PaperRuntime):
             assert container["command"] == ["python", "-m", "router.kubernetes.sizes"]
             params = sizes_command.make_context("sizes", list(container["args"])).params
             async with account(self.kube, pod["spec"]["serviceAccountName"]) as cluster:
-                await prepare(cluster, params["kept"], params["written"])
+                await prepare(cluster, params["kept"], params["written"], params["lease"])
         return await super().ended(pod)
 
 
@@ -107,6 +112,55 @@ async def test_sizes_survive_every_change_of_who_writes_them_and_its_rollback(fi
                     assert sizes.least_since(revision) == least
                     if mode != "fixed":
                         await sizes.scale({role: size + 1 for role, size in sizes.now().items()})
+
+
+class Contender:
+    """A router that resizes the pools as soon as it leads, with its pod's account."""
+
+    def __init__(self, kube: FakeKube, size: int) -> None:
+        self._kube = kube
+        self._size = size
+        self.num_resizes = 0
+
+    async def run(self) -> None:
+        async with account(self._kube, "on-tandem-router") as cluster:
+            named = {role: f"deployment/on-tandem-{role}" for role in FIXED}
+            workloads = KubernetesSettings.model_validate(named).workloads
+            actuator = KubernetesActuator(cluster, workloads, Election(cluster, "on-tandem-autoscaler"))
+            while True:
+                with contextlib.suppress(ActuatorError):  # its Lease and its Role go with the upgrade
+                    await self._step(actuator)
+                await asyncio.sleep(0.01)
+
+    async def _step(self, actuator: KubernetesActuator) -> None:
+        if not await actuator.take_lead("router", ttl_s=15):
+            return
+        for role, size in (await actuator.sizes()).items():
+            if size != self._size:
+                await actuator.resize(role, self._size, ())
+                self.num_resizes += 1
+
+
+@pytest.mark.parametrize("how", ["upgrade", "rollback"])
+async def test_an_autoscaler_that_resizes_meanwhile_neither_fails_the_change_nor_undoes_it(how: str) -> None:
+    runtime = HookRuntime()
+    async with FakeKube(runtime) as kube:
+        runtime.kube, helm, sizes = kube, Helm(kube), Sizes(kube)
+        with Chart.load(CHART) as chart:
+            if how == "rollback":
+                await helm.install(chart, "on", MODES["fixed"])
+                await helm.upgrade(chart, "on", MODES["builtin"])
+            else:
+                await helm.install(chart, "on", MODES["builtin"])
+            contender = Contender(kube, size=2)
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(contender.run())
+                await kube.until(lambda _: sizes.now() == dict.fromkeys(FIXED, 2))
+                await (helm.rollback("on") if how == "rollback" else helm.upgrade(chart, "on", MODES["fixed"]))
+                await asyncio.sleep(0.1)  # some of its steps
+                running.cancel()
+            assert contender.num_resizes >= len(FIXED)
+            assert sizes.now() == FIXED
 
 
 async def test_the_hook_before_an_upgrade_runs_only_where_the_writer_changes() -> None:
