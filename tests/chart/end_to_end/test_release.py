@@ -13,7 +13,7 @@ from helm_python import Chart
 from engine import LLM, SamplingParams
 from helm.rendering import CHART
 from tests.chart.end_to_end.conftest import aggregated
-from tests.chart.end_to_end.scene import FULLNAME, RELEASE, WAIT_S, Release, Tide, cluster, install, values
+from tests.chart.end_to_end.scene import RELEASE, WAIT_S, Release, Tide, cluster, install, values
 from tests.system.load import Outcome
 from tests.system.questions import Question, make_questions
 
@@ -102,31 +102,5 @@ async def test_a_release_grows_shrinks_changes_its_model_and_loses_nothing(
         assert num_streams_while_draining(release) > 0
         assert release.kube.processes.num_restarts == 0
         # STEP nothing is left
-        await release.helm.uninstall(RELEASE, timeout_s=WAIT_S)
-        await release.assert_nothing_is_left()
-
-
-async def test_a_change_of_mode_keeps_the_sizes_and_loses_no_request(checkpoint: Path) -> None:
-    questions = make_questions(aggregated(checkpoint), 24, random.Random("modes"), num_tokens=NUM_TOKENS)
-    async with cluster(old=checkpoint) as release:
-        with Chart.load(CHART) as chart:
-            await release.helm.install(chart, RELEASE, values("old", "none", 2), timeout_s=WAIT_S)
-            revision = release.kube.store.revision
-            async with Tide(release.address, questions, 4) as tide:
-                # STEP from a number to the router, to another controller, back to a number, and back by a rollback
-                for mode in ("builtin", "external", "none"):
-                    await release.helm.upgrade(chart, RELEASE, values("old", mode, 2), timeout_s=WAIT_S)
-                    await release.until_settled()
-                    await tide.next()
-                await release.helm.rollback(RELEASE, timeout_s=WAIT_S)
-                await release.until_settled()
-            for outcome in tide.outcomes:
-                outcome.assert_exact()
-        sizes = {
-            event.object["spec"]["replicas"]
-            for event in release.kube.store.since(revision)
-            if event.object["metadata"]["name"] == f"{FULLNAME}-decode" and event.kind.kind == "Deployment"
-        }
-        assert min(sizes) == 2
         await release.helm.uninstall(RELEASE, timeout_s=WAIT_S)
         await release.assert_nothing_is_left()
