@@ -60,6 +60,11 @@ class KillableStack:
         """Attempts that have failed at this instance, by the router's log."""
         return self._router_log().count(f"failed: {self.rig.stack.instances[name]}: ")
 
+    @property
+    def num_ejections(self) -> int:
+        """Of any instance, by the router's log."""
+        return self._router_log().count(" is ejected for ")
+
     def kill(self, name: str, *, hits: bool = True) -> int:
         """SIGKILL while streams run there, then a new start, not waited for. Returns how many attempts it broke;
         unless `hits` is False, none at all is a failure: then the test proves nothing."""
@@ -95,8 +100,11 @@ class KillableStack:
 
 
 @contextmanager
-def killable_stack(checkpoint: Path, *, num_prefill: int, num_decode: int, **fields: Any) -> Iterator[KillableStack]:
-    """A stack of its own. Instances may be killed; one that ends by itself is a failure."""
+def killable_stack(
+    checkpoint: Path, *, num_prefill: int, num_decode: int, step_s: float = STEP_S, **fields: Any
+) -> Iterator[KillableStack]:
+    """A stack of its own, a step of whose decode instances takes at least `step_s`. Instances may be killed; one that
+    ends by itself is a failure."""
     settings: dict[str, Any] = {
         "disaggregation": "auto",
         "dtype": "float32",
@@ -125,7 +133,7 @@ def killable_stack(checkpoint: Path, *, num_prefill: int, num_decode: int, **fie
             **{f"prefill-{index}": PREFILL_FAILPOINTS for index in range(num_prefill)},
             **{f"decode-{index}": DECODE_FAILPOINTS for index in range(num_decode)},
         },
-        faults={f"decode-{index}": f"engine.step=sleep:{STEP_S}" for index in range(num_decode)},
+        faults={f"decode-{index}": f"engine.step=sleep:{step_s}" for index in range(num_decode)},
     )
     rig.start()
     try:
