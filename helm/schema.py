@@ -55,7 +55,7 @@ def values_schema(values_text: str, constraints_path: Path) -> str:
         raise ValueError(f"{constraints_path.name}: values.yaml has no {', '.join(unused)}")
     schema["$defs"] = {
         "latencyBound": {"enum": list(LATENCY_BUCKETS_S)},
-        "pool": schema["properties"]["instance"],
+        "pool": _partial(schema["properties"]["instance"]),
         **_definitions("router", RouterSettings, ROUTER_OWNED),
         **_definitions("instance", InstanceSettings, INSTANCE_OWNED),
     }
@@ -79,7 +79,15 @@ def _object(
         else:
             raise ValueError(f"{path}: {default!r} does not tell its type; constraints.yaml has to")
         properties[key] = {"description": docs[path], **one} if path in docs else one
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    # Helm removes a key that a user sets to null, and templates take the lack of one for 0.
+    required = [key for key, default in values.items() if default not in (None, {}, [])]
+    return {"type": "object", "additionalProperties": False, "properties": properties, "required": required}
+
+
+def _partial(schema: Schema) -> Schema:
+    """The same object, of which any part may be given."""
+    properties = {key: _partial(one) if "required" in one else one for key, one in schema["properties"].items()}
+    return {**{key: one for key, one in schema.items() if key != "required"}, "properties": properties}
 
 
 def _definitions(prefix: str, tree: type[Settings], owned: Iterable[str]) -> dict[str, Schema]:

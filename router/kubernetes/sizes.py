@@ -67,6 +67,8 @@ async def write(cluster: Cluster, sizes: Mapping[str, int], lease: str) -> None:
 
 async def _take_lead(cluster: Cluster, lease: str) -> bool:
     """Whether it was taken from an autoscaler, which gets it back after _LEAD_S."""
+    if not lease:  # a rollback to a chart that names none
+        return False
     path = cluster.path("coordination.k8s.io/v1", "leases", lease)
     try:
         found = (await cluster.request("GET", path, Lease)).spec
@@ -120,7 +122,7 @@ async def _run(account_folder: str, kept: Sequence[str], written: Sequence[str],
 @click.command(help="Prepare the sizes of Deployments for a Helm upgrade; see the module's docstring.")
 @click.option("--keep", "kept", multiple=True, metavar="NAME", help="Helm will not write this Deployment's size.")
 @click.option("--set", "written", multiple=True, metavar="NAME=SIZE", help="Helm will write this size.")
-@click.option("--lease", required=True, help="Of the autoscaler, if there is one; it pauses while Helm writes sizes.")
+@click.option("--lease", default="", help="Of the autoscaler, if there is one; it pauses while Helm writes sizes.")
 @click.option("--account-folder", default=KubernetesSettings().account_folder, help="Token, ca.crt and namespace.")
 def main(account_folder: str, kept: Sequence[str], written: Sequence[str], lease: str) -> None:
     try:

@@ -52,6 +52,9 @@ REFUSED_BY_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "a name that is no label": ({"nameOverride": "x" * 64}, "maxLength: got 64"),
     "a name that no Service has": ({"fullnameOverride": "Llm"}, "does not match"),
     "a label with a space": ({"commonLabels": {"owner": "team a"}}, "does not match"),
+    "routers of no number": ({"router": {"replicas": None}}, "'/router': missing property 'replicas'"),
+    "a start of no length": ({"model": {"startupSeconds": None}}, "'/model': missing property 'startupSeconds'"),
+    "a section without values": ({"metrics": None}, "missing property 'metrics'"),
     "a label's key with a space": ({"commonLabels": {"owner name": "a"}}, "does not match"),
     "an annotation's key with a colon": ({"instance": {"podAnnotations": {"a: b": "c"}}}, "does not match"),
     "a port that no machine has": ({"router": {"adminListen": "0.0.0.0:99999"}}, "does not match"),
@@ -275,6 +278,14 @@ def test_every_refusal_of_the_templates_is_tested() -> None:
     assert sum(text.count("fail ") for text in texts) == len(REFUSED_BY_TEMPLATE)
 
 
+def test_a_key_without_a_value_is_one_with_an_empty_value() -> None:
+    """As a values file has it whose lines below the key are comments."""
+    empty = {**_empty(read_values(CHART / "values.yaml")), "pools": {"prefill": None, "decode": None}}
+    assert empty["router"].keys() >= {"podAnnotations", "extraEnv"}
+    key: dict[str, Any] = {"connector": {"key": {"existingSecret": "key"}}}
+    assert render({**empty, "connector": {**empty["connector"], **key["connector"]}}) == render(key)
+
+
 @pytest.mark.parametrize(
     ("most", "limit"), [("8gb", "10Gi"), ("512mb", 671088640), ("1gb", "1.4G"), ("1048576kb", "1310720Ki")]
 )
@@ -341,6 +352,15 @@ def test_numbers_of_bytes_stay_whole() -> None:
     values = {"instance": {"settings": {"engine": {"kv_cache_bytes": 68_719_476_736}}}}
     texts = [str(one["data"]) for one in render(values) if one["kind"] == "ConfigMap"]
     assert sum("kv_cache_bytes: 68719476736" in text for text in texts) == 2
+
+
+def _empty(values: dict[str, Any]) -> dict[str, Any]:
+    """Null in place of every value that is nothing, an empty object or an empty list."""
+    inner = {key: _empty(value) for key, value in values.items() if isinstance(value, dict)}
+    return {
+        **{key: found for key, found in inner.items() if found},
+        **{k: None for k, v in values.items() if v in (None, {}, [])},
+    }
 
 
 def _leaves(values: dict[str, Any], above: str = "") -> list[str]:

@@ -88,8 +88,11 @@ async def test_a_download_that_fails_fails_the_upgrade_and_changes_no_pod() -> N
 
 def test_a_downloads_variables_replace_the_charts() -> None:
     own = [{"name": "HF_HOME", "value": "/models/.hub"}, {"name": "HF_HUB_DOWNLOAD_TIMEOUT", "value": "60"}]
-    values = {"model": {"source": "hub", "hub": {"id": "a/b", "extraEnv": own}}}
+    values: dict[str, Any] = {"model": {"source": "hub", "hub": {"id": "a/b", "extraEnv": own}}}
     (init,) = deployment(render(values), "decode")["spec"]["template"]["spec"]["initContainers"]
     names = [one["name"] for one in init["env"]]
     assert len(set(names)) == len(names)
     assert [one for one in init["env"] if one in own] == own
+    values["model"]["hub"]["extraEnv"] = [*own, own[0]]
+    with pytest.raises(HelmError, match=r"extraEnv of model\.hub: a variable is there twice"):
+        render(values)

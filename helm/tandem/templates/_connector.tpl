@@ -83,7 +83,7 @@ url: {{ . | quote }}
 {{- if include "tandem.usesKey" . }}
 secret_file: /etc/tandem/kv/key
 {{- end }}
-{{- with mustMergeOverwrite $options $connector.options }}
+{{- with mustMergeOverwrite $options ($connector.options | default dict) }}
 options: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
@@ -125,7 +125,7 @@ options: {{- toYaml . | nindent 2 }}
 {{- define "tandem.connectorEnv" -}}
 {{- $nixl := .Values.connector.nixl -}}
 {{- if has "nixl" (include "tandem.connectors" . | fromJsonArray) }}
-{{- range $name, $value := mustMerge (dict "UCX_TLS" $nixl.ucxTls "UCX_NET_DEVICES" $nixl.ucxNetDevices "UCX_TCP_PORT_RANGE" $nixl.tcpPorts) $nixl.ucxEnv }}
+{{- range $name, $value := mustMerge (dict "UCX_TLS" $nixl.ucxTls "UCX_NET_DEVICES" $nixl.ucxNetDevices "UCX_TCP_PORT_RANGE" $nixl.tcpPorts) ($nixl.ucxEnv | default dict) }}
 {{- if ne (toString $value) "" }}
 - {name: {{ $name }}, value: {{ include "tandem.text" $value | quote }}}
 {{- end }}

@@ -37,7 +37,7 @@ app.kubernetes.io/component: {{ .component | quote }}
 {{- define "tandem.podLabels" -}}
 {{ include "tandem.selector" . }}
 app.kubernetes.io/part-of: "tandem"
-{{- with merge dict (.labels | default dict) .root.Values.commonLabels }}
+{{- with merge dict (.labels | default dict) (.root.Values.commonLabels | default dict) }}
 {{ include "tandem.texts" . }}
 {{- end }}
 {{- end -}}
@@ -49,7 +49,7 @@ app.kubernetes.io/part-of: "tandem"
 app.kubernetes.io/version: {{ .root.Values.image.tag | default .root.Chart.AppVersion | trunc 63 | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | quote }}
-{{- with merge dict (.labels | default dict) .root.Values.commonLabels }}
+{{- with merge dict (.labels | default dict) (.root.Values.commonLabels | default dict) }}
 {{ include "tandem.texts" . }}
 {{- end }}
 {{- end -}}
@@ -124,8 +124,22 @@ imagePullSecrets:
 
 {{/* One pool's values, as YAML: those of `instance`, and over them the pool's own. */}}
 {{- define "tandem.pool" -}}
-{{- $own := index .root.Values.pools .component -}}
-{{- toYaml (mustMergeOverwrite (deepCopy .root.Values.instance) (deepCopy $own)) -}}
+{{- $own := index .root.Values.pools .component | default dict -}}
+{{- include "tandem.filled" (mustMergeOverwrite (deepCopy .root.Values.instance) (deepCopy $own)) -}}
+{{- end -}}
+
+{{/* The router's values, as YAML. */}}
+{{- define "tandem.router" -}}
+{{- include "tandem.filled" (deepCopy .Values.router) -}}
+{{- end -}}
+
+{{/* A key without a value, as a values file has it whose lines below are comments, is one with an empty value. */}}
+{{- define "tandem.filled" -}}
+{{- $spec := . -}}
+{{- range $key := list "podLabels" "podAnnotations" "nodeSelector" "affinity" "dnsConfig" "vllmArgs" }}{{ $_ := set $spec $key (get $spec $key | default dict) }}{{ end -}}
+{{- range $key := list "tolerations" "extraEnv" "envFrom" "sidecars" "initContainers" "extraVolumes" "extraVolumeMounts" "addCapabilities" "resourceClaims" }}{{ $_ := set $spec $key (get $spec $key | default list) }}{{ end -}}
+{{- $_ := set $spec "probes" (merge ($spec.probes | default dict) (dict "startup" dict "liveness" dict "readiness" dict)) -}}
+{{- toYaml $spec -}}
 {{- end -}}
 
 {{/* The size of a pool that the chart writes; empty: none, since others size it: (dict "root" $ "spec" its values) */}}

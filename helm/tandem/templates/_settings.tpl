@@ -13,7 +13,7 @@
 
 {{/* Where routers listen: all addresses of the pod's first family. */}}
 {{- define "tandem.bindAddress" -}}
-{{- .Values.router.bindAddress | default (ternary "::" "0.0.0.0" (eq (first .Values.ipFamilies | default "") "IPv6")) -}}
+{{- .Values.router.bindAddress | default (ternary "::" "0.0.0.0" (eq (first (.Values.ipFamilies | default list) | default "") "IPv6")) -}}
 {{- end -}}
 
 {{/* The families of a Service; without values the cluster's default. */}}

@@ -81,7 +81,7 @@
 {{- include "tandem.validateLabels" . -}}
 {{- include "tandem.validatePorts" . -}}
 {{- range $component := list "router" "prefill" "decode" -}}
-{{- $spec := $.Values.router -}}
+{{- $spec := include "tandem.router" $ | fromYaml -}}
 {{- if ne $component "router" }}{{ $spec = include "tandem.pool" (dict "root" $ "component" $component) | fromYaml }}{{ end -}}
 {{- include "tandem.validateWorkload" (dict "root" $ "component" $component "spec" $spec) -}}
 {{- end -}}
@@ -231,10 +231,12 @@
 {{/* Rejects what no API server accepts of one component: (dict "component" "decode" "spec" its values) */}}
 {{- define "tandem.validateWorkload" -}}
 {{- $where := .component -}}
+{{- range $who, $env := dict $where .spec.extraEnv "model.hub" (.root.Values.model.hub.extraEnv | default list) -}}
 {{- $names := list -}}
-{{- range .spec.extraEnv }}{{ $names = append $names .name }}{{ end -}}
+{{- range $env }}{{ $names = append $names .name }}{{ end -}}
 {{- if ne (len $names) (len (uniq $names)) -}}
-{{- fail (printf "extraEnv of %s: a variable is there twice (%s)" $where (join ", " $names)) -}}
+{{- fail (printf "extraEnv of %s: a variable is there twice (%s)" $who (join ", " $names)) -}}
+{{- end -}}
 {{- end -}}
 {{- $volumes := list -}}
 {{- range include "tandem.volumes" . | fromYamlArray }}{{ $volumes = append $volumes .name }}{{ end -}}
@@ -252,7 +254,7 @@
 {{- fail (printf "extraVolumeMounts of %s: a path is there twice (%s)" $where (join ", " $paths)) -}}
 {{- end -}}
 {{- $containers := list $where -}}
-{{- range concat (include "tandem.modelInit" . | fromYamlArray) (.spec.initContainers | default list) (.spec.sidecars | default list) }}{{ $containers = append $containers .name }}{{ end -}}
+{{- range concat (include "tandem.modelInit" . | fromYamlArray) .spec.initContainers .spec.sidecars }}{{ $containers = append $containers .name }}{{ end -}}
 {{- if ne (len $containers) (len (uniq $containers)) -}}
 {{- fail (printf "sidecars and initContainers of %s: a name is there twice (%s)" $where (join ", " $containers)) -}}
 {{- end -}}

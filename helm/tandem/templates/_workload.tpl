@@ -41,7 +41,7 @@ spec:
     spec:
       {{- include "tandem.podSettings" . | nindent 6 }}
       terminationGracePeriodSeconds: {{ include "tandem.terminationGrace" $settings }}
-      {{- with concat (include "tandem.modelInit" . | fromYamlArray) (.spec.initContainers | default list) }}
+      {{- with concat (include "tandem.modelInit" . | fromYamlArray) .spec.initContainers }}
       initContainers: {{- toYaml . | nindent 8 }}
       {{- end }}
       containers:
