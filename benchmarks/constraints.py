@@ -1,16 +1,17 @@
 """What constraints cost with a vocabulary of 152 k: masks, the first token, and the neighbours of compilations.
 
-    python -m benchmarks.constraints [--rounds 4] [--schemas 50]
+    python -m benchmarks.constraints [--rounds 9] [--schemas 50] [--threads 1]
 
-The 33 M shape with a byte-level vocabulary of 151 936 made-up tokens, one compute thread.
+The 33 M shape with a byte-level vocabulary of 151 936 made-up tokens.
 
 - first constraint: gaps between the steps of 4 streams while the process imports xgrammar and reads the vocabulary
 - mask: thread CPU time in GrammarMasks.apply, as a share of a step's thread CPU time; batch 16, each with a JSON schema
 - first token: thread CPU time that a cached grammar adds before the first token: check, look-up, matcher, mask
 - neighbours: gaps between the steps of 4 streams while new schemas compile and their requests get a token, against the
-  same requests at the same steps with a schema that is compiled, and against the streams alone; in turns; wall time
+  same requests at the same steps with a schema that is compiled, and against the streams alone; wall time. A round has
+  a window of each, equally long; what counts is the median over the rounds of their p99 and of their ratios
 
-CPU times hardly depend on other work of the machine; wall times do, so that both sides alternate.
+CPU times hardly depend on other work of the machine; wall times do, so that the sides alternate.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ def write_tokenizer(folder: Path) -> None:
 class Bench:
     """One engine core, whose steps this thread computes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_threads: int = 1) -> None:
         config = EngineConfig(model=str(folder), load_format="dummy", num_blocks=4096)
-        set_num_threads(1)
+        set_num_threads(num_threads)
         self.core = EngineCore(config, wake=lambda: None)
         self._ids = itertools.count()
         self._source = random.Random(1)
@@ -196,14 +197,14 @@ def _timed_step(bench: Bench) -> float:
     return time.perf_counter() - begun_s
 
 
-class Neighbours(NamedTuple):
+class Round(NamedTuple):
     """Milliseconds between steps: of the streams alone, with requests whose schema is compiled, with new schemas; and
     the seconds that these took."""
 
     alone: list[float]
     compiled: list[float]
     new: list[float]
-    took_s: list[float]
+    took_s: float
 
 
 def measured_first_constraint(bench: Bench) -> tuple[list[float], list[int]]:
@@ -214,20 +215,35 @@ def measured_first_constraint(bench: Bench) -> tuple[list[float], list[int]]:
     return found
 
 
-def measured_neighbours(bench: Bench, num_rounds: int, num_schemas: int) -> Neighbours:
+def measured_neighbours(bench: Bench, num_rounds: int, num_schemas: int) -> Iterator[Round]:
     fresh = itertools.count(1000)
-    found = Neighbours([], [], [], [])
     for _ in range(num_rounds):
         bench.clear()
         bench.until([bench.add() for _ in range(NEIGHBOURS)])
         begun_s = time.perf_counter()
-        gaps, arrivals = arrivals_while_compiling(bench, [schema(next(fresh)) for _ in range(num_schemas)])
-        found.took_s.append(time.perf_counter() - begun_s)
-        found.new.extend(1e3 * gap for gap in gaps)
-        found.compiled.extend(1e3 * gap for gap in gaps_of_arrivals(bench, arrivals))
-        found.alone.extend(1e3 * _timed_step(bench) for _ in gaps)
+        new, arrivals = arrivals_while_compiling(bench, [schema(next(fresh)) for _ in range(num_schemas)])
+        took_s = time.perf_counter() - begun_s
+        compiled = gaps_of_arrivals(bench, arrivals)
+        alone = [_timed_step(bench) for _ in new]
+        yield Round(*([1e3 * gap for gap in gaps] for gaps in (alone, compiled, new)), took_s)
     bench.clear()
-    return found
+
+
+def report(rounds: Sequence[Round]) -> Iterator[str]:
+    """Each percentile: the median of the rounds, and the least and the most."""
+    for name, value in (("p50", statistics.median), ("p99", _p99)):
+        alone, compiled, new = ([value(one[kind]) for one in rounds] for kind in range(3))
+        yield (
+            f"{name} {_spread(alone)} ms alone, {_spread(compiled)} with requests whose schema is compiled, "
+            f"{_spread(new)} with new schemas"
+        )
+        for text, others in (("alone", alone), ("compiled", compiled)):
+            ratios = [one / other for one, other in zip(new, others, strict=True)]
+            yield f"{name}, new schemas / {text}: {_spread(ratios, 2)}"
+
+
+def _spread(values: Sequence[float], digits: int = 1) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def _stolen_ticks() -> int:
@@ -240,31 +256,31 @@ def _p99(values: Sequence[float]) -> float:
 
 
 @click.command(help=__doc__)
-@click.option("--rounds", default=4, show_default=True, help="Alternations of the neighbours' windows.")
+@click.option("--rounds", default=9, show_default=True, help="Repetitions of the neighbours' windows.")
 @click.option("--schemas", default=50, show_default=True, help="New schemas in a window.")
 @click.option("--steps", default=100, show_default=True, help="Steps in which masks are measured.")
-def main(rounds: int, schemas: int, steps: int) -> None:
+@click.option("--threads", default=1, show_default=True, help="Threads that compute a step.")
+def main(rounds: int, schemas: int, steps: int, threads: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         SHAPES["33m"]["vocab_size"] = VOCAB_SIZE
         folder = write_config(Path(name), "33m")
         write_tokenizer(folder)
-        bench = Bench(folder)
+        bench = Bench(folder, threads)
         gaps, _ = measured_first_constraint(bench)
         click.echo(f"first constraint: {sum(gaps):.1f} s, longest gap of neighbours {1e3 * max(gaps):.0f} ms")
-        step_ms, mask_ms = measured_mask(bench, steps)
-        click.echo(f"mask, batch {BATCH}: {mask_ms:.2f} of {step_ms:.1f} ms CPU a step: {mask_ms / step_ms:.1%}")
-        median_ms, most_ms = measured_first_token(bench, 40)
-        click.echo(f"first token, cached grammar: {median_ms:.2f} ms CPU more (median; most {most_ms:.2f})")
+        if steps:
+            step_ms, mask_ms = measured_mask(bench, steps)
+            click.echo(f"mask, batch {BATCH}: {mask_ms:.2f} of {step_ms:.1f} ms CPU a step: {mask_ms / step_ms:.1%}")
+            median_ms, most_ms = measured_first_token(bench, 40)
+            click.echo(f"first token, cached grammar: {median_ms:.2f} ms CPU more (median; most {most_ms:.2f})")
         stolen = _stolen_ticks()
-        found = measured_neighbours(bench, rounds, schemas)
-        took_s = statistics.median(found.took_s)
-        click.echo(f"neighbours, {schemas} new schemas in {took_s:.1f} s, {len(found.new)} gaps each:")
-        for name, value in (("p50", statistics.median), ("p99", _p99)):
-            alone, compiled, new = value(found.alone), value(found.compiled), value(found.new)
-            click.echo(
-                f"  {name} {alone:.1f} ms alone, {compiled:.1f} with requests whose schema is compiled, "
-                f"{new:.1f} with new schemas: {new / alone:.2f}, {new / compiled:.2f}"
-            )
+        found = list(measured_neighbours(bench, rounds, schemas))
+        took_s, num_gaps = statistics.median(one.took_s for one in found), sum(len(one.new) for one in found)
+        click.echo(
+            f"neighbours, {rounds} rounds of {schemas} new schemas in {took_s:.1f} s, {num_gaps} gaps of a kind:"
+        )
+        for line in report(found):
+            click.echo(f"  {line}")
         click.echo(f"  {_stolen_ticks() - stolen} ticks of CPU time were stolen from this machine")
         bench.core.shutdown()
 

@@ -122,6 +122,11 @@ class Request:
         is_new = self.status is RequestStatus.WAITING and not self.awaits_kv and not self.is_late
         return is_new and self.spec.ttft_s is not None
 
+    @property
+    def is_compiled(self) -> bool:
+        """It has no constraint, or its grammar is there."""
+        return self.grammar is None or (self.grammar.done() and self.grammar.exception() is None)
+
     def start_running(self) -> None:
         """The request has blocks, KV and seed: steps compute it from now on."""
         self.status = RequestStatus.RUNNING

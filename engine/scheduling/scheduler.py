@@ -70,25 +70,26 @@ class Scheduler:
         if needed > self.kv.num_blocks:
             problem = f"the prompt needs {needed} KV blocks, this instance has {self.kv.num_blocks} in all"
             self._fail(request, problem, "too_large")
-        elif request.grammar is not None:
+        elif request.is_compiled:
+            self._queue(request, now)
+        else:
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
             request.deadline = now + self.config.grammar_s
             self.compiling[request.request_id] = request
-            self.take_compiled(now)
-        else:
-            self._queue(request, now)
 
     def take_compiled(self, now: float) -> None:
-        """Queue the requests whose grammar is compiled; end those whose constraint has none."""
+        """Queue the requests whose grammar has been compiled, at a pace that running streams bear; end those whose
+        constraint has none. Called before each step."""
         for request in list(self.compiling.values()):
-            assert request.grammar is not None
-            if request.grammar.done():
-                error = request.grammar.exception()
-                if error is not None:
-                    self._fail(request, str(error), "invalid_constraint")
-                else:
-                    del self.compiling[request.request_id]
-                    self._queue(request, now)
+            error = request.grammar.exception() if request.grammar and request.grammar.done() else None
+            if error is not None:
+                self._fail(request, str(error), "invalid_constraint")
+        compiled = [request for request in self.compiling.values() if request.is_compiled]
+        prompts = (0 if request.awaits_kv else request.num_uncomputed_tokens for request in compiled)
+        num_streams = sum(not request.is_prompt for request in self.running)
+        for request in compiled[: step_budget.num_entering(self.step_cost, num_streams, prompts)]:
+            del self.compiling[request.request_id]
+            self._queue(request, now)
 
     def abort(self, request_id: str) -> None:
         """End a request without an event. Unknown ids are ignored."""
@@ -132,7 +133,8 @@ class Scheduler:
     def expire(self, now: float) -> None:
         """End requests that have waited too long for a grammar, blocks, KV or seed."""
         self._now = now
-        for request in [*self.loading.values(), *self.waiting, *self.compiling.values()]:
+        compiling = (request for request in self.compiling.values() if not request.is_compiled)
+        for request in [*self.loading.values(), *self.waiting, *compiling]:
             if request.deadline is not None and now >= request.deadline:
                 self._fail(request, *_expired(request))
 

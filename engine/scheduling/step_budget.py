@@ -18,12 +18,16 @@ What a prompt becomes matters as much: each stream lengthens every step. Prompts
 at most half of what the objective leaves beside the base of a step (`may_begin`); the other half is the prompts', so
 that an engine with too much to do serves some requests well instead of all of them too slowly. Late prompts, which gain
 nothing any more, begin up to a quarter.
+
+Without objectives nothing is paced but requests that have waited for a grammar: compilations end in bursts, and all
+their prompts in one step would stop the streams (`num_entering`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from engine.core.messages import StepCost
@@ -37,6 +41,8 @@ _LOST_S = 0.2
 """A stream that is later than this no longer shortens steps, and an interruption does not cost it anything."""
 _STREAMS_PART, _STREAMS_PART_FOR_LATE = 0.5, 0.25
 """Of the step time that the objective leaves beside the base: for streams, before and after a late prompt."""
+_ENTERING_PART = 0.5
+"""By how much compiled requests may lengthen a step of the streams."""
 _URGENT = 0.8
 """Of the time that a prompt has left: when full speed takes more, it is urgent."""
 
@@ -96,6 +102,17 @@ def may_begin(cost: StepCost | None, itl_s: float, num_streams: int, *, is_late:
         return True
     part = _STREAMS_PART_FOR_LATE if is_late else _STREAMS_PART
     return cost.per_stream_s * (num_streams + 1) <= part * (itl_s - cost.base_s)
+
+
+def num_entering(cost: StepCost | None, num_streams: int, prompts: Iterable[int]) -> int:
+    """How many of the compiled requests, each with its number of prompt tokens, enter before the next step: all if
+    there is no stream, else one, and more as long as they lengthen the step by half at most."""
+    if num_streams == 0:
+        return sum(1 for _ in prompts)
+    if cost is None:
+        return 1
+    spent_s = accumulate(cost.per_stream_s + cost.per_token_s * num_tokens for num_tokens in prompts)
+    return max(1, sum(spent <= _ENTERING_PART * cost.seconds(num_streams) for spent in spent_s))
 
 
 def _paced_s(streams: Sequence[Stream]) -> float:

@@ -313,6 +313,25 @@ def test_a_request_that_waits_for_its_grammar_keeps_its_reservation_waiting() ->
     assert "r" in scheduler.requests
 
 
+def test_compiled_requests_enter_one_a_step_beside_streams_and_do_not_expire() -> None:
+    scheduler, grammar = make_scheduler(), Future[Any]()
+    stream = add(scheduler, [1], max_tokens=30)
+    step(scheduler)
+    for arrival in range(3):
+        spec = EngineRequest(request_id=f"g{arrival}", prompt_token_ids=[1] * 2, params=SamplingParams(max_tokens=1))
+        scheduler.add_request(Request.from_spec(spec, arrival=100 + arrival, fingerprint="f", grammar=grammar), 0.0)
+    grammar.set_result(None)
+    for number in range(2):
+        scheduler.take_compiled(0.0)
+        scheduler.expire(1e6)
+        shares = step(scheduler).scheduled
+        assert [share.request.request_id for share in shares] == [stream.request_id, f"g{number}"]
+    scheduler.abort(stream.request_id)
+    scheduler.take_compiled(0.0)
+    assert [share.request.request_id for share in step(scheduler).scheduled] == ["g2"]
+    assert not scheduler.requests
+
+
 def test_the_wait_for_room_is_reported_and_takes_nothing_from_the_reservation() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     first = add(scheduler, [1] * 10, now=100.0, remote_kv=RemoteKV(transfer_id="a", reservation_s=50.0))

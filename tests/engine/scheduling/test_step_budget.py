@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.messages import StepCost
-from engine.scheduling.step_budget import MIN_TOKENS, PACE, Prompt, Stream, late, may_begin, prompt_budget, slack_s
+from engine.scheduling.step_budget import (
+    MIN_TOKENS,
+    PACE,
+    Prompt,
+    Stream,
+    late,
+    may_begin,
+    num_entering,
+    prompt_budget,
+    slack_s,
+)
 
 COST = StepCost(0.0035, 0.0006, 1 / 4500)
 ITL_S = 0.012
@@ -136,3 +146,14 @@ def test_the_prompt_that_does_not_fit_is_late_and_not_those_behind_it() -> None:
 def test_slack_is_what_a_steady_pace_leaves() -> None:
     assert slack_s(0.01, first_s=5.0, num_tokens=10, now_s=5.0) == pytest.approx(PACE * 0.1)
     assert slack_s(0.01, first_s=5.0, num_tokens=10, now_s=6.0) < 0
+
+
+def test_compiled_requests_enter_as_long_as_they_lengthen_the_step_of_streams_by_half() -> None:
+    assert num_entering(COST, 0, [1000] * 5) == 5
+    assert (num_entering(None, 1, [1]), num_entering(None, 0, [1] * 3)) == (1, 3)
+    half_s = COST.seconds(4) / 2
+    fitting = int(half_s / (COST.per_stream_s + 4 * COST.per_token_s))
+    assert fitting == 1
+    assert num_entering(COST, 4, [0] * 9) == int(half_s / COST.per_stream_s)
+    assert num_entering(COST, 4, [5000, 1]) == 1, "one always enters"
+    assert num_entering(COST, 4, []) <= 1
