@@ -1,6 +1,6 @@
 """What constraints cost with a vocabulary of 152 k: masks, the first token, and the neighbours of compilations.
 
-    python -m benchmarks.constraints [--rounds 9] [--schemas 50] [--threads 1]
+    python -m benchmarks.constraints [--rounds 9] [--schemas 50] [--threads 1] [--prompt-len 32]
 
 The 33 M shape with a byte-level vocabulary of 151 936 made-up tokens.
 
@@ -42,7 +42,7 @@ from engine.scheduling.request import Request
 
 VOCAB_SIZE = 151_936
 EOS = VOCAB_SIZE - 1
-BATCH, NEIGHBOURS, PROMPT = 16, 4, 32
+BATCH, NEIGHBOURS = 16, 4
 LONG = 2000
 _AS_LONG: dict[str, Any] = {"max_tokens": LONG, "temperature": 0.8, "seed": 1}
 
@@ -80,16 +80,17 @@ def write_tokenizer(folder: Path) -> None:
 class Bench:
     """One engine core, whose steps this thread computes."""
 
-    def __init__(self, folder: Path, num_threads: int = 1) -> None:
+    def __init__(self, folder: Path, num_threads: int, prompt_len: int) -> None:
         config = EngineConfig(model=str(folder), load_format="dummy", num_blocks=4096)
         set_num_threads(num_threads)
         self.core = EngineCore(config, wake=lambda: None)
+        self._prompt_len = prompt_len
         self._ids = itertools.count()
         self._source = random.Random(1)
 
     def add(self, **params: Any) -> str:
         request_id = str(next(self._ids))
-        prompt = [self._source.randrange(256) for _ in range(PROMPT)]
+        prompt = [self._source.randrange(256) for _ in range(self._prompt_len)]
         sampling = SamplingParams(**{**_AS_LONG, **params})
         self.core.handle(
             AddRequest(
@@ -260,12 +261,13 @@ def _p99(values: Sequence[float]) -> float:
 @click.option("--schemas", default=50, show_default=True, help="New schemas in a window.")
 @click.option("--steps", default=100, show_default=True, help="Steps in which masks are measured.")
 @click.option("--threads", default=1, show_default=True, help="Threads that compute a step.")
-def main(rounds: int, schemas: int, steps: int, threads: int) -> None:
+@click.option("--prompt-len", default=32, show_default=True, help="1: nothing to prefill, as where KV is handed over.")
+def main(rounds: int, schemas: int, steps: int, threads: int, prompt_len: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         SHAPES["33m"]["vocab_size"] = VOCAB_SIZE
         folder = write_config(Path(name), "33m")
         write_tokenizer(folder)
-        bench = Bench(folder, threads)
+        bench = Bench(folder, threads, prompt_len)
         gaps, _ = measured_first_constraint(bench)
         click.echo(f"first constraint: {sum(gaps):.1f} s, longest gap of neighbours {1e3 * max(gaps):.0f} ms")
         if steps:

@@ -41,7 +41,7 @@ _LOST_S = 0.2
 """A stream that is later than this no longer shortens steps, and an interruption does not cost it anything."""
 _STREAMS_PART, _STREAMS_PART_FOR_LATE = 0.5, 0.25
 """Of the step time that the objective leaves beside the base: for streams, before and after a late prompt."""
-_ENTERING_PART = 0.5
+_ENTERING_PART = 0.25
 """By how much compiled requests may lengthen a step of the streams."""
 _URGENT = 0.8
 """Of the time that a prompt has left: when full speed takes more, it is urgent."""
@@ -106,7 +106,7 @@ def may_begin(cost: StepCost | None, itl_s: float, num_streams: int, *, is_late:
 
 def num_entering(cost: StepCost | None, num_streams: int, prompts: Iterable[int]) -> int:
     """How many of the compiled requests, each with its number of prompt tokens, enter before the next step: all if
-    there is no stream, else one, and more as long as they lengthen the step by half at most."""
+    there is no stream, else one, and more as long as they lengthen the step by a quarter at most."""
     if num_streams == 0:
         return sum(1 for _ in prompts)
     if cost is None:

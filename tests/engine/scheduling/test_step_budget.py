@@ -148,12 +148,10 @@ def test_slack_is_what_a_steady_pace_leaves() -> None:
     assert slack_s(0.01, first_s=5.0, num_tokens=10, now_s=6.0) < 0
 
 
-def test_compiled_requests_enter_as_long_as_they_lengthen_the_step_of_streams_by_half() -> None:
+def test_compiled_requests_enter_as_long_as_they_lengthen_the_step_of_streams_by_a_quarter() -> None:
     assert num_entering(COST, 0, [1000] * 5) == 5
     assert (num_entering(None, 1, [1]), num_entering(None, 0, [1] * 3)) == (1, 3)
-    half_s = COST.seconds(4) / 2
-    fitting = int(half_s / (COST.per_stream_s + 4 * COST.per_token_s))
-    assert fitting == 1
-    assert num_entering(COST, 4, [0] * 9) == int(half_s / COST.per_stream_s)
-    assert num_entering(COST, 4, [5000, 1]) == 1, "one always enters"
-    assert num_entering(COST, 4, []) <= 1
+    cost = StepCost(0.020, 0.001, 0.0005)
+    assert num_entering(cost, 4, [0] * 9) == 6, "a quarter of 24 ms"
+    assert num_entering(cost, 4, [2] * 9) == 3
+    assert num_entering(cost, 4, [5000, 1]) == 1, "one always enters"
