@@ -222,10 +222,10 @@ class UpstreamInstance:
         return True
 
     def _status(self) -> tuple[State, str | None]:
+        if self._is_leaving:  # its process may have ended, as it should: its calls notice it where it should not
+            return "leaving", LEFT
         if self._lost is not None:
             return self._lost_state, self._lost
-        if self._is_leaving:
-            return "leaving", LEFT
         if self._load is None:
             return "connecting", "connecting"
         if self._failure_detector.is_wedged:

@@ -124,6 +124,23 @@ async def test_kv_of_a_prefill_instance_whose_address_has_gone_is_still_read(
         await until(lambda: not rig.app.pools.prefill.instances)
 
 
+async def test_an_instance_that_has_left_and_ended_is_not_reported_as_lost(
+    model: ServedModel, model_folder: Path
+) -> None:
+    """Its call lasts as long as the request whose prompt it computed."""
+    prefill, decode = fakes("prefill", Behaviour()), fakes("decode", slow())
+    async with routing(model, model_folder, decode, prefill) as (rig, prefills, _):
+        asking = asyncio.create_task(rig.generate(max_tokens=100))
+        await decode[0].until("token", 2)
+        [instance] = rig.app.pools.prefill.instances
+        prefills.now()
+        await rig.until_ready(num_prefill=0)
+        await prefill[0].kill()
+        await until(lambda: instance._lost is not None)
+        assert instance.state == "leaving"
+        assert (await asking).is_exactly(100)
+
+
 async def test_a_leaving_instance_that_dies_is_noticed(model: ServedModel, model_folder: Path) -> None:
     decode = fakes("decode", Behaviour(freeze_at=5, token_s=0.02), Behaviour(num_running=9))
     async with routing(model, model_folder, decode) as (rig, _, decodes):
