@@ -10,8 +10,8 @@ since, as if each had emitted its tokens evenly; later ones from what the runnin
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import NamedTuple
@@ -48,8 +48,8 @@ STAGES: Mapping[RequestEvent, str] = {
     RequestEvent.DECODE_STARTED: "decode",
     RequestEvent.RESUMED: "pick",
 }
-"""The stage that begins with an event; it ends with the next one's. `wait` is that for the prefill instance's first
-step, `schedule` that for the decode instance's."""
+"""The stage that begins with an event of a request in two pools; it ends with the next one's. `wait` is that for the
+prefill instance's first step, `schedule` that for the decode instance's."""
 
 
 class PoolReading(NamedTuple):
@@ -252,14 +252,30 @@ class LiveState:
 def stages_of(request: RequestSummary) -> list[tuple[str, float]]:
     """The stages of a request in order, with their lengths in seconds. They add up to the whole; those of length 0,
     and of a second attempt too, are listed."""
-    marks = [(STAGES[event], at_s) for event, at_s in request.marks if event in STAGES]
-    ends = [*(at_s for _, at_s in marks[1:]), request.last_s]
-    lengths = [(name, end_s - at_s) for (name, at_s), end_s in zip(marks, ends, strict=True)]
+    begun = list(_begun_stages(request))
+    ends = [*(at_s for _, at_s in begun[1:]), request.last_s]
+    lengths = [(name, end_s - at_s) for (name, at_s), end_s in zip(begun, ends, strict=True)]
     return [(name, sum(length for _, length in same)) for name, same in groupby(lengths, key=lambda one: one[0])]
 
 
+def _begun_stages(request: RequestSummary) -> Iterator[tuple[str, float]]:
+    """Each stage with the time of its begin. An attempt of one instance alone has nothing reserved and nothing handed
+    over: it is prefilled once it is picked, and decoded from its first token on."""
+    marks = [mark for mark in request.marks if mark[0] in STAGES]
+    following = [*(event for event, _ in marks[1:]), RequestEvent.KV_RESERVED if request.prefill else None]
+    is_reserved = False
+    for (event, at_s), following_event in zip(marks, following, strict=True):
+        is_reserved = event is RequestEvent.KV_RESERVED or (is_reserved and event is not RequestEvent.PICKED)
+        name = STAGES[event]
+        if event is RequestEvent.PICKED and following_event is not RequestEvent.KV_RESERVED:
+            name = "wait" if following_event is RequestEvent.PREFILL_STARTED else "prefill"
+        elif event is RequestEvent.FIRST_TOKEN and not is_reserved:
+            name = "decode"
+        yield name, at_s
+
+
 def _stage(request: RequestSummary) -> str:
-    return next((STAGES[event] for event, _ in reversed(request.marks) if event in STAGES), "queue")
+    return deque((name for name, _ in _begun_stages(request)), maxlen=1).pop()
 
 
 def _since(ended: Sequence[RequestSummary], since_s: float) -> list[RequestSummary]:

@@ -1,9 +1,10 @@
-// The last five minutes as four charts by uPlot, with one cursor; the figures beside the titles follow it.
+// The last minutes, five at most, as four charts by uPlot, with one cursor; the figures beside the titles follow it.
 
 import { el, setText } from "./dom.js";
 import { milliseconds, number, perSecond } from "./format.js";
 
 const HISTORY_S = 300;
+const SHORTEST_S = 60; // of a router that has just started
 const BRIDGED_S = 4;
 const HEIGHT = 116;
 
@@ -69,7 +70,7 @@ class Chart {
       ...this.#size(),
       legend: { show: false },
       cursor: { y: false, points: { size: 6 }, drag: { x: false }, sync: { key: "live" } },
-      padding: [8, 4, 0, 0],
+      padding: [8, 16, 0, 0], // half of a time fits beside the last point
       scales: { x: { time: true }, y: { range: (plot, low, high) => [0, high > 0 ? high * 1.1 : 1] } },
       axes: [
         { ...axis, grid: { show: false }, size: 22, space: 46, incrs: [60, 120, 300], values: "{HH}:{mm}" },
@@ -109,7 +110,9 @@ export class Charts {
     this.#at = state.at;
     const now = Math.floor(state.at);
     const known = Object.keys(state.points).map(Number).sort((a, b) => a - b);
-    const seconds = [now - HISTORY_S, ...known.filter((second) => second > now - HISTORY_S), now];
+    const first = known.find((second) => second > now - HISTORY_S) ?? now;
+    const begin = Math.max(now - HISTORY_S, Math.min(first, now - SHORTEST_S));
+    const seconds = [begin, ...known.filter((second) => second > begin), now];
     this.#shown = [seconds, seconds.map((second) => state.points[second] ?? {})];
     return this.#shown;
   }

@@ -110,7 +110,7 @@ class Pool {
   constructor(role, calls) {
     const title = `${role[0].toUpperCase()}${role.slice(1)} pool`;
     this.role = role;
-    this.#table = table(COLUMNS(role), "No instance is known.");
+    this.#table = table(COLUMNS(role), role === "prefill" ? "No instance: decode instances compute the prompts." : "No instance is known.");
     this.#rows = new Views(this.#table.node, () => new Instance(role, calls.drain));
     this.#size = el("input", { type: "number", min: role === "decode" ? 1 : 0, max: 64, "aria-label": `Size of the ${role} pool`, input: () => this.#edited() });
     this.#button = el("button", { class: "small", disabled: true }, "Resize");

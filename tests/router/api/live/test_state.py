@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -16,10 +17,13 @@ from router.autoscaler.resizer import Change
 from router.autoscaler.settings import DecodePolicy
 from router.autoscaler.status import PoolStatus
 from router.pools.throughput import ThroughputEstimate
-from router.request.request_log import RequestSummary
+from router.request.request_log import RequestLog, RequestSummary
 from serving.logging import RequestEvent
 from tests.router.api.live.synthetic import STAGES
 from tests.router.autoscaler.builders import instance, starting
+from tests.router.conftest import Run
+from tests.router.rig import SHORT
+from tests.waiting import until
 
 WALL_S = 1_700_000_000.0
 
@@ -102,6 +106,26 @@ def test_the_stages_of_a_request_add_up_to_the_whole() -> None:
     shown = LiveState().next(reading(20.0, ended=[whole, rejected]))["ended"]
     assert (shown["1"]["ttft_ms"], shown["1"]["total_ms"], shown["1"]["itl_ms"]) == (500.0, 2000.0, 375.0)
     assert "ttft_ms" not in shown["2"]
+
+
+async def test_a_request_that_one_instance_computes_is_prefilled_and_decoded_there(run: Run) -> None:
+    async with run() as rig:
+        log = rig.app.service.metrics.log = RequestLog()
+        permits = rig.decode[0].behaviour.permits = asyncio.Semaphore(0)
+
+        def stages() -> list[str]:
+            state = LiveState().next(reading(200.0, running=[one.summary() for one in log.running.values()]))
+            return [one["stage"] for one in state["requests"].values()]
+
+        call = asyncio.create_task(rig.generate(prompt=SHORT))
+        await until(lambda: rig.decode[0].num_open_calls)
+        assert stages() == ["prefill"]
+        permits.release()
+        await until(lambda: stages() == ["decode"])
+        for _ in range(11):
+            permits.release()
+        await call
+        assert [name for name, _ in stages_of(log.ended[0])] == ["queue", "pick", "prefill", "decode"]
 
 
 def test_lists_of_requests_are_bounded_and_each_end_is_listed_once() -> None:
