@@ -7,9 +7,10 @@ const [scenario, url, folder] = process.argv.slice(2);
 const lines = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
 const WAIT = { timeout: 90_000 };
 
+/** Reports, and waits for the line with which the test answers. */
 async function step(name, values = {}) {
   console.log(JSON.stringify({ step: name, ...values }));
-  await lines.next();
+  return (await lines.next()).value;
 }
 
 const browser = await chromium.launch({
@@ -116,6 +117,46 @@ const scenarios = {
     await page.keyboard.press("Enter");
     await page.waitForFunction(() => document.querySelector("#notice").textContent.includes("drains"), null, WAIT);
     await step("drained", { asked, notice: await page.locator("#notice").textContent(), problems: page.problems });
+  },
+
+  /** When a load is seen: the argument is the number of its requests; the test's answer, when all of them ran. */
+  async spike() {
+    const page = await open({ before: (page) => page.addInitScript(() => {
+      const { fetch } = window;
+      window.updates = []; // when each event came
+      const noted = new TransformStream({ transform(chunk, controller) {
+        const num = new TextDecoder().decode(chunk).split("data: {").length - 1;
+        window.updates.push(...Array(num).fill(Date.now()));
+        controller.enqueue(chunk);
+      } });
+      window.fetch = async (path, ...others) => {
+        const response = await fetch(path, ...others);
+        return path === "live" ? new Response(response.body.pipeThrough(noted), response) : response;
+      };
+    }) });
+    await isLive(page);
+    await page.waitForFunction(() => window.updates.length > 2);
+    await page.evaluate((size) => {
+      const total = (name) => [...document.querySelectorAll("#totals div")].find((one) => one.querySelector("dt").textContent === name)?.querySelector("dd").textContent;
+      const shown = {
+        "in flight": () => total("in flight") === size,
+        "TTFT": () => parseFloat(total("TTFT p50")) > 0,
+        "tokens/s": () => parseFloat(total("tokens/s")) > 0,
+        "chart of requests": () => [...document.querySelectorAll(".chart b")].some((one) => one.textContent === size),
+        "running requests": () => document.querySelectorAll("#running tbody").length === Number(size),
+      };
+      window.seen = {};
+      const look = () => {
+        for (const [name, isShown] of Object.entries(shown)) if (!(name in window.seen) && isShown()) window.seen[name] = Date.now();
+        window.isAllSeen = Object.keys(window.seen).length === Object.keys(shown).length;
+      };
+      new MutationObserver(look).observe(document.body, { subtree: true, childList: true, characterData: true });
+    }, folder);
+    const running = Number(await step("calm"));
+    await page.waitForFunction(() => window.isAllSeen);
+    const { seen, updates } = await page.evaluate(() => ({ seen: window.seen, updates: window.updates }));
+    const numUpdates = Math.max(...Object.values(seen).map((at) => updates.filter((one) => one > running && one <= at).length));
+    await step("seen", { seen, numUpdates, problems: page.problems });
   },
 
   /** Names, reasons and errors that are markup, from everywhere: they must stay text. The markup comes as an argument. */

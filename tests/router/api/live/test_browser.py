@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
+import sys
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,6 +26,8 @@ from tests.router.api.openai.conftest import RunHttp
 from tests.router.api.test_security import ALICE, OPERATOR, write_tokens
 from tests.router.conftest import Run
 from tests.router.pools.owned import owned
+from tests.router.rig import Answer
+from tests.terminal import Terminal
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[4]
@@ -47,9 +52,9 @@ class Browser:
         assert found["step"] == name
         return found
 
-    async def proceed(self) -> None:
+    async def proceed(self, answer: str = "") -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
+        self._process.stdin.write(f"{answer}\n".encode())
         await self._process.stdin.drain()
 
 
@@ -121,6 +126,40 @@ async def test_the_page_is_worked_by_keys_alone(run: Run) -> None:
         assert found["notice"].startswith("decode-1 drains")
         assert found["problems"] == []
         await page.proceed()
+
+
+async def test_a_load_is_seen_after_at_most_two_updates_and_in_top(run: Run) -> None:
+    def shown_in_top() -> int:
+        """The sum of the column OURS."""
+        return sum(map(int, re.findall(r"decode-\d +ready(?: +\d+){3} +(?:-|\S+ of \d+) +(\d+) ", top.text)))
+
+    size, load = 24, list[asyncio.Task[Answer]]()
+    async with (
+        owned(run, http={"listen": "127.0.0.1:0", "page": True}) as stack,
+        browser("spike", f"http://{stack.rig.app.http_address}", str(size)) as page,
+    ):
+        for fake in [*stack.rig.prefill, *stack.rig.decode]:
+            fake.behaviour.prefill_s, fake.behaviour.token_s = 0.1, 0.1
+        command = (sys.executable, "-m", "tandem", "top", "--admin", str(stack.rig.app.admin_address))
+        top = Terminal(command, columns=120)
+        try:
+            await until(lambda: "decode-1" in top.text, within_s=STEP_S)
+            await page.step("calm")
+            begun_s = time.time()
+            load = [asyncio.create_task(stack.rig.generate(max_tokens=600, timeout=STEP_S)) for _ in range(size)]
+            await until(lambda: sum(len(fake.recorded("decode")) for fake in stack.rig.decode) == size)
+            await page.proceed(str(int(time.time() * 1e3)))
+            await until(lambda: shown_in_top() == size, within_s=STEP_S)
+            print(f"seconds after the load began: in top {time.time() - begun_s:.1f} or less")
+            found = await page.step("seen")
+            print({name: f"{at_ms / 1e3 - begun_s:.1f} s" for name, at_ms in found["seen"].items()})
+            assert found["problems"] == []
+            assert found["numUpdates"] <= 2, "an update that was read before, and the next"
+            await page.proceed()
+        finally:
+            top.end()
+            for one in load:
+                one.cancel()
 
 
 class Hostile(Synthetic):
