@@ -450,6 +450,7 @@ def usage_text(stack: LocalStack) -> str:
         "",
         "Call it, from another terminal:",
         f'  {typed_command()} generate --chat "What is a tandem?"',
+        f"  {typed_command()} bench serve --rate 1 --duration 60   (load, to be seen on the live page)",
         "",
         "from Python:",
         "  from tandem import Client",

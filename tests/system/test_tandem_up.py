@@ -115,6 +115,8 @@ def test_up_shows_text_answers_generate_and_leaves_nothing(up: Up, folder: Path)
     assert shown
     assert len(shown[0]) > 40, f"no text to be seen: {shown}"
     assert any("handed over" in line for line in up.lines), "\n".join(up.lines)
+    for address in ("OpenAI API", "live page"):
+        assert [line for line in up.lines if line.startswith(f"  {address}") and "http://127.0.0.1:" in line], up.lines
     up.wait_for("Ctrl-C ends it")
     # STEP: other commands find it
     answer = up.tandem("generate", "Once upon a time", "--max-tokens", "12", "--temperature", "0", "--stats")
@@ -163,6 +165,8 @@ def test_processes_end_with_up_and_a_dead_instance_is_restarted(up: Up, folder: 
     up.wait_for("Ctrl-C ends it")
     [stack] = running_stacks()
     assert any("handed over" in line for line in up.lines), "\n".join(up.lines)
+    for address in ("OpenAI API", "live page"):
+        assert [line for line in up.lines if line.startswith(f"  {address}") and "http://127.0.0.1:" in line], up.lines
     with Client(stack.address, credentials=PLAINTEXT) as client, pytest.raises(TandemError, match="UNAUTHENTICATED"):
         client.model_info()
     # STEP: an instance is killed; the event names it, and it is restarted
