@@ -97,6 +97,17 @@ def has_partner(prefill: Sequence[InstanceView], filters: Sequence[Filter]) -> F
     return check
 
 
+def difference(
+    name: str, mismatch: Callable[[InstanceView], Mismatch | None], views: Sequence[InstanceView]
+) -> str | None:
+    """For the client: in what the ready instances differ from `name`, where that excludes all of them."""
+    found = [(view.instance_id, mismatch(view)) for view in views if ready(view) is None]
+    instance_id, first = found[0] if found else ("", None)
+    if first is None or any(one is None for _, one in found):
+        return None
+    return f"{first.field} of {instance_id} is {first.theirs}, of {name} {first.ours}"
+
+
 def _described(mismatch: Mismatch | None) -> str | None:
     return f"{mismatch.field} is {mismatch.theirs}, not {mismatch.ours}" if mismatch else None
 

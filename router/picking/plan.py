@@ -97,7 +97,9 @@ def make_plan(
     )
     if disaggregation.decision is Decision.REFUSE:
         why = prefill.why if isinstance(prefill, NoPick) else disaggregation.explanation
-        return NoPlan(disaggregation.explanation, why, disaggregation)
+        mine = decode.instance
+        unpaired = picker.difference(mine.instance_id, mine.pairing_mismatch, prefill_views)
+        return NoPlan(_with(disaggregation.explanation, unpaired), why, disaggregation)
     if disaggregation.decision is Decision.DISAGGREGATE and isinstance(prefill, Pick):
         num_to_prefill = situation.num_tokens - situation.num_cached_at_prefill
         work = Work(num_to_prefill, situation.num_ahead_at_prefill, situation.num_uncached)
@@ -164,7 +166,14 @@ def _without_decode(choice: Choice, decode_views: Sequence[InstanceView]) -> str
     constraint = choice.request.params.constraint_name
     if constraint is not None and (problem := picker.unsupported_constraint(constraint, decode_views)) is not None:
         return f"no decode instance supports {problem}"
-    return "no decode instance is available"
+    unlike, begun = None, choice.required_identity
+    if begun is not None:
+        unlike = picker.difference("the stream", lambda view: begun.mismatch(view.info.identity), decode_views)
+    return _with("no decode instance is available", unlike)
+
+
+def _with(problem: str, reason: str | None) -> str:
+    return f"{problem}: {reason}" if reason else problem
 
 
 def servable(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -139,6 +140,32 @@ def test_always_without_a_prefill_instance_is_no_plan_and_says_why() -> None:
     assert "draining" in found.why
     assert found.disaggregation is not None
     assert found.disaggregation.decision is Decision.REFUSE
+
+
+ENGINES = {name: replace(IDENTITY, engine=name) for name in ("tandem", "vllm 0.32.0", "vllm 0.33.0")}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [*itertools.permutations(ENGINES, 2)])
+def test_a_client_is_sent_both_engines_where_they_keep_all_instances_apart(ours: str, theirs: str) -> None:
+    mine, other = view("decode", identity=ENGINES[ours]), view("prefill", identity=ENGINES[theirs])
+    found = plan([mine], [other], mode="always")
+    assert isinstance(found, NoPlan)
+    assert found.message == f"no prefill instance is available: engine of prefill is {theirs}, of decode {ours}"
+    begun = choice(emitted=3)
+    begun.at(view("decode", identity=ENGINES[theirs]), None)
+    found = plan([mine], [], begun)
+    assert isinstance(found, NoPlan)
+    assert found.message == f"no decode instance is available: engine of decode is {ours}, of the stream {theirs}"
+
+
+def test_engines_are_not_the_reason_where_an_equal_instance_is_unavailable_too() -> None:
+    mine, other = view("decode", identity=ENGINES["tandem"]), view("prefill", "p", identity=ENGINES["vllm 0.32.0"])
+    equal = view("prefill", "equal", identity=ENGINES["tandem"])
+    for prefill in ([replace(other, out="draining")], [other, equal]):
+        excluded = frozenset(one.key for one in prefill)
+        found = make_plan([mine], prefill, choice(), excluded, DisaggregationSettings(mode="always"), random.Random(0))
+        assert isinstance(found, NoPlan)
+        assert found.message == "no prefill instance is available"
 
 
 def test_incompatible_instances_are_never_paired() -> None:

@@ -279,8 +279,10 @@ async def test_pools_of_different_engines_or_versions_are_named_and_never_paired
     always = {"mode": "always"}
     with caplog.at_level(logging.WARNING, "router"):
         async with run(prefill=[prefill], decode=[decode], disaggregation=always) as rig:
-            with pytest.raises(grpc.aio.AioRpcError, match="no prefill instance is available"):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await rig.generate()
+    message = f"no prefill instance is available: engine of prefill-0 is {theirs}, of decode-0 {ours}"
+    assert message in str(refused.value.details())
     assert not prefill.recorded("prefill")
     assert not decode.recorded("decode")
     logged = [record.getMessage() for record in caplog.records]

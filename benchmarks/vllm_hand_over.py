@@ -1,0 +1,123 @@
+"""What a hand-over between two vLLMs costs, against a vLLM that prefills and decodes itself.
+
+    python -m benchmarks.vllm_hand_over [--python .venv-vllm/bin/python] [--connector nixl] [--shape 33m]
+
+A stack of one prefill and one decode instance and one of a single instance, float32, one thread each, asked in turns;
+every prompt is new, and nothing else runs at the time. Prints medians, and the least: TTFT of both, the gap between
+tokens 1 and 2 of the first, and the decode step (mean of its later gaps).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from benchmarks.shapes import SHAPES, write_config
+from tandem.client.client import Client
+from tandem.client.health import instances_out
+from tandem.demo import MODEL_DIR
+from tandem.local_stack.settings import Disaggregation, StackSettings
+from tandem.local_stack.stack import LocalStack
+
+OUTPUT_LEN = 24
+
+
+class Times(NamedTuple):
+    """Of one request, in seconds."""
+
+    ttft_s: float
+    gap_s: float
+    step_s: float
+
+
+@click.command(help=__doc__)
+@click.option("--python", "interpreter", default=".venv-vllm/bin/python", show_default=True, help="It has vLLM.")
+@click.option("--connector", default="shared_storage", show_default=True)
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="33m", show_default=True)
+@click.option("--prompt", "prompt_len", default=1500, show_default=True, help="Tokens of each prompt.")
+@click.option("--chunk", default=512, show_default=True, help="Token budget of one step.")
+@click.option("--repeat", default=15, show_default=True, help="Requests to each stack, after two to warm up.")
+def main(interpreter: str, connector: str, shape: str, prompt_len: int, chunk: int, repeat: int) -> None:
+    rng, vocab_size = random.Random(0), SHAPES[shape]["vocab_size"]
+    found: dict[str, list[Times]] = {"handed over": [], "aggregated": []}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stacks:
+        model = write_config(Path(name) / "model", shape)
+        for file in (
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ):  # vLLM does not start without; its vocabulary is smaller
+            shutil.copy(MODEL_DIR / file, model)
+        split = stacks.enter_context(stack(model, interpreter, chunk, connector, "always"))
+        whole = stacks.enter_context(stack(model, interpreter, chunk, connector, "never"))
+        for index in range(repeat + 2):
+            for kind, client in (("handed over", split), ("aggregated", whole)):
+                times = measure(client, [rng.randrange(3, vocab_size) for _ in range(prompt_len)])
+                if index >= 2:
+                    found[kind].append(times)
+    show(found["handed over"], found["aggregated"])
+
+
+@contextmanager
+def stack(
+    model: Path, interpreter: str, chunk: int, connector: str, disaggregation: Disaggregation
+) -> Iterator[Client]:
+    """Its weights are random, the same in every instance."""
+    sizes = ("--load-format", "dummy", "--block-size", "32", "--max-num-batched-tokens", str(chunk))
+    settings = StackSettings(
+        model=model,
+        model_name="random",
+        engine="vllm",
+        engine_python=interpreter,
+        num_prefill=int(disaggregation == "always"),
+        connector=connector,
+        disaggregation=disaggregation,
+        dtype="float32",
+        max_model_len=4096,
+        num_blocks=512,
+        threads=1,
+        instance_args=sizes,
+        router_args=("--pools-beat-timeout-s", "20", "--pools-core-silence-timeout-s", "20"),
+    )
+    with LocalStack(settings) as running, Client(running.address) as client:
+        while instances_out(running.admin_address):
+            time.sleep(0.1)
+        yield client
+
+
+def measure(client: Client, prompt: list[int]) -> Times:
+    """One request, alone."""
+    started = time.monotonic()
+    stream = client.stream(prompt, temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+    arrivals = [(time.monotonic(), len(piece.token_ids)) for piece in stream]
+    assert arrivals[0][1] == 1, "prefill's token comes alone"
+    assert sum(count for _, count in arrivals) == OUTPUT_LEN
+    times = [at for at, count in arrivals for _ in range(count)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    return Times(times[0] - started, gaps[0], statistics.mean(gaps[1:]))
+
+
+def show(split: list[Times], whole: list[Times]) -> None:
+    figures = {
+        "TTFT handed over": [times.ttft_s for times in split],
+        "TTFT aggregated": [times.ttft_s for times in whole],
+        "token 1 to 2": [times.gap_s for times in split],
+        "decode step": [times.step_s for times in split],
+    }
+    for name, seconds in figures.items():
+        click.echo(f"{name:17} median {statistics.median(seconds) * 1e3:6.1f} ms, least {min(seconds) * 1e3:6.1f} ms")
+    ratio = statistics.median(times.ttft_s for times in split) / statistics.median(times.ttft_s for times in whole)
+    click.echo(f"TTFT handed over / aggregated: {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()
