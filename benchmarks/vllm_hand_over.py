@@ -30,6 +30,8 @@ from tandem.local_stack.settings import Disaggregation, StackSettings
 from tandem.local_stack.stack import LocalStack
 
 OUTPUT_LEN = 24
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+"""Of the demo's model, whose vocabulary is smaller: vLLM does not start without."""
 
 
 class Times(NamedTuple):
@@ -52,10 +54,7 @@ def main(interpreter: str, connector: str, shape: str, prompt_len: int, chunk: i
     found: dict[str, list[Times]] = {"handed over": [], "aggregated": []}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stacks:
         model = write_config(Path(name) / "model", shape)
-        for file in (
-            "tokenizer.json",
-            "tokenizer_config.json",
-        ):  # vLLM does not start without; its vocabulary is smaller
+        for file in _TOKENIZER_FILES:
             shutil.copy(MODEL_DIR / file, model)
         split = stacks.enter_context(stack(model, interpreter, chunk, connector, "always"))
         whole = stacks.enter_context(stack(model, interpreter, chunk, connector, "never"))
@@ -85,6 +84,7 @@ def stack(
         max_model_len=4096,
         num_blocks=512,
         threads=1,
+        pin=False,  # vLLM's processes spin while they wait: on one core they would take it from each other
         instance_args=sizes,
         router_args=("--pools-beat-timeout-s", "20", "--pools-core-silence-timeout-s", "20"),
     )
