@@ -21,6 +21,7 @@ from vllm_engine.arguments import MAX_HELD_FRACTION
 from vllm_engine.kv_messages import KVSeeds, KVSetup, KVStep
 from vllm_engine.kv_scheduler import SchedulerHalf
 from vllm_engine.kv_worker import StepResults, WorkerHalf, connect
+from vllm_engine.waiting import sleep_while_waiting
 
 
 class VllmKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -28,6 +29,7 @@ class VllmKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        sleep_while_waiting()  # vLLM makes one of these in EngineCore and one in the worker
         if len(kv_cache_config.kv_cache_groups) > 1:
             raise ValueError(
                 "models with several kinds of KV (hybrid, sliding window) are not handed over yet: --kv-connector null"

@@ -11,6 +11,7 @@ import pytest
 _SCRIPT = """
 import dataclasses, inspect, json
 from vllm.config import KVTransferConfig
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1, KVConnectorTransferResults, KVConnectorWorkerMetadata
@@ -91,6 +92,7 @@ print(json.dumps({
     "request": [*vars(one), *dir(Request)],
     "token_lists": [type(one.prompt_token_ids).__name__, type(one._all_token_ids).__name__,
                     type(one.block_hashes).__name__],
+    "waiting": [*signature(SpinCondition.wait), *SpinCondition.wait.__code__.co_names],
     "tokens": [one.prompt_token_ids is one._all_token_ids, list(one.all_token_ids)],
     "finish_reasons": [str(reason) for reason in FinishReason],
     "refused_connectors": [refused_connector("kv_transfer.stores.lmcache.connector:LMCacheConnector"),
@@ -131,6 +133,7 @@ _USED: dict[str, list[str]] = {
         *("prompt_token_ids", "_all_token_ids", "block_hashes", "update_block_hashes", "get_finished_reason"),
     ],
     "finish_reasons": ["stop", "length", "abort"],
+    "waiting": ["timeout_ms", "busy_loop_s", "last_read"],
 }
 
 
