@@ -7,7 +7,6 @@ the process.
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import signal
@@ -19,7 +18,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.machine import place_process, set_up_process
+from engine.machine import place_process, set_up_process, start_up_heap
 
 
 def main() -> None:
@@ -42,18 +41,17 @@ def begin() -> tuple[EngineConfig, str]:
 
 
 def _run(config: EngineConfig, address: str) -> None:
-    place_process(config, config.parallelism.core_rank)  # before torch is imported, for its thread pools
-    from engine.core.core import EngineCore
-    from engine.core.loop import Mailbox, run_core
-    from engine.ranks import RankLost
+    with start_up_heap():
+        place_process(config, config.parallelism.core_rank)  # before torch is imported, for its thread pools
+        from engine.core.core import EngineCore
+        from engine.core.loop import Mailbox, run_core
+        from engine.ranks import RankLost
 
-    mailbox = Mailbox(address)
-    try:
-        core = EngineCore(config, mailbox.wake)
-    except (EngineError, OSError) as error:
-        sys.exit(f"engine core: {error}")  # the user's to fix; a bug keeps its traceback
-    gc.collect()
-    gc.freeze()  # torch and the model stay: collections should not traverse them during a step
+        mailbox = Mailbox(address)
+        try:
+            core = EngineCore(config, mailbox.wake)
+        except (EngineError, OSError) as error:
+            sys.exit(f"engine core: {error}")  # the user's to fix; a bug keeps its traceback
     status = 0
     try:
         run_core(core, mailbox)

@@ -18,7 +18,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.machine import place_process, set_up_process
+from engine.machine import place_process, set_up_process, start_up_heap
 
 _PR_SET_PDEATHSIG = 1
 
@@ -55,16 +55,17 @@ def main() -> None:
     if start.parent_pid is not None:
         _die_with(start.parent_pid)
     set_up_process(start.config)
-    place_process(start.config, start.rank)
-    from engine.executor.step import Message
-    from engine.executor.worker import Worker
-    from engine.ranks import RankLost
+    with start_up_heap():
+        place_process(start.config, start.rank)
+        from engine.executor.step import Message
+        from engine.executor.worker import Worker
+        from engine.ranks import RankLost
 
-    try:
-        worker = Worker(start)
-    except (EngineError, OSError) as error:
-        pipe.send_bytes(msgspec.msgpack.encode(Ready(str(error))))
-        return
+        try:
+            worker = Worker(start)
+        except (EngineError, OSError) as error:
+            pipe.send_bytes(msgspec.msgpack.encode(Ready(str(error))))
+            return
     pipe.send_bytes(msgspec.msgpack.encode(Ready()))
     decoder = msgspec.msgpack.Decoder(Message)
     try:
