@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from engine.sampling.sampler import NonFiniteLogits, SamplingRow, philox4x32, sample, uniform
 from tests.engine.sampling.margins import sample_with_margin, sampling_row
@@ -47,6 +46,8 @@ def test_the_uniform_is_the_upper_53_bits_of_the_first_two_words() -> None:
 
 
 def test_uniforms_are_uniform_and_their_coordinates_independent() -> None:
+    from scipy import stats  # a second of CPU, in one process
+
     by_position = np.array([uniform(7, 0, i) for i in range(NUM_DRAWS)])
     by_seed = np.array([uniform(i, 0, 7) for i in range(NUM_DRAWS)])
     by_choice = np.array([uniform(7, i, 7) for i in range(NUM_DRAWS)])
@@ -93,6 +94,8 @@ def slow_probabilities(logits: torch.Tensor, row: SamplingRow) -> np.ndarray:
     ],
 )
 def test_tokens_follow_the_exact_distribution(row: SamplingRow) -> None:
+    from scipy import stats  # a second of CPU, in one process
+
     logits = torch.randn(40, generator=torch.Generator().manual_seed(3)) * 1.5
     expected = slow_probabilities(logits, row)
     rows = [replace(row, position=i) for i in range(NUM_DRAWS)]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from tandem.bench.serve.workload import all_at_once, cut, even_arrivals, filling, gamma_arrivals
 
@@ -69,6 +68,8 @@ def test_a_series_is_cut_by_number_by_time_or_by_whichever_is_first() -> None:
 
 
 def test_a_number_of_poisson_arrivals_that_fills_a_time_is_uniform_in_it() -> None:
+    from scipy import stats  # a second of CPU, in one process
+
     rng = np.random.default_rng(5)
     runs = [filling(gamma_arrivals(3.0, 1.0, rng), num_requests=20, duration_s=10.0) for _ in range(2000)]
     assert all(run == sorted(run) and len(run) == 20 and 0 <= run[0] <= run[-1] < 10 for run in runs)
