@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,8 @@ from tests.system.stacks import NUM_BLOCKS, Model, Stack, start
 from tests.waiting import wait_until
 
 __all__ = ["checkpoint", "prompts", "reference"]
+_RUNNING = ExitStack()
+"""Ends the shared stack that runs."""
 
 
 @pytest.fixture(scope="session")
@@ -27,10 +31,25 @@ def llm(reference: Reference) -> LLM:
 def shared_stack(
     request: pytest.FixtureRequest, checkpoint: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
-    """The stack that the mark `on` or `on_stack` names. It runs until a test needs another one."""
+    """The stack that the mark `on` or `on_stack` names. It runs until the last of its tests has ended."""
     model = Model(checkpoint, reference, tmp_path_factory.mktemp("stack"))
-    with start(request.param, model) as stack:
-        yield stack
+    with _RUNNING:
+        yield _RUNNING.enter_context(start(request.param, model))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """A session's fixtures live until it ends, and a stack that no test uses any more still beats and reports."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or _stack_name(nextitem) != _stack_name(item):
+            _RUNNING.close()
+
+
+def _stack_name(item: pytest.Item) -> Any:
+    call = getattr(item, "callspec", None)
+    return call and call.params.get("shared_stack")
 
 
 @pytest.fixture
