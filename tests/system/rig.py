@@ -17,13 +17,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
-from protos.tandem.v1 import instance_pb2
+from protos.tandem.v1 import instance_pb2, instance_pb2_grpc
+from tandem.client.channel import open_blocking_channel
 from tandem.client.health import load
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.stack import LocalStack
@@ -31,6 +33,7 @@ from tests.process_logs import exceptions_in
 from tests.waiting import wait_until
 
 ARRIVAL_TIMEOUT_S = 30.0
+REPORT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +215,28 @@ class Rig:
                 if self.stack.processes[name].running:
                     raise
         return reports
+
+    def new_loads(self) -> dict[str, instance_pb2.WatchLoadResponse]:
+        """Of every instance that answers, a load report that was made after this call."""
+        found = {}
+        with ExitStack() as streams:
+            watched = {name: self._watch(address, streams) for name, address in self.stack.instances.items()}
+            for name, reports in watched.items():
+                try:
+                    old = next(reports)
+                    found[name] = next(report for report in reports if report.sequence > old.sequence)
+                except grpc.RpcError:
+                    if self.stack.processes[name].running:
+                        raise
+        return found
+
+    def _watch(self, address: str, streams: ExitStack) -> Iterator[instance_pb2.WatchLoadResponse]:
+        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+        channel = streams.enter_context(open_blocking_channel(address, options, self.stack.credentials))
+        stub: Any = instance_pb2_grpc.InstanceServiceStub(channel)
+        call: Any = stub.WatchLoad(instance_pb2.WatchLoadRequest(), timeout=REPORT_TIMEOUT_S)
+        streams.callback(call.cancel)
+        return call
 
     def _failpoint(self, member: str, name: str) -> Failpoint:
         return Failpoint(member, name, self._handshakes / member)
