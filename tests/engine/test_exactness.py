@@ -53,9 +53,9 @@ def reference(checkpoint: Path, oracle: GreedyOracle, prompts: list[list[int]]) 
     return outputs
 
 
-def assert_fifty_prompts_at_once_equal_transformers(folder: Path, longest: int) -> list[list[int]]:
+def assert_prompts_at_once_equal_transformers(folder: Path, longest: int, num_prompts: int = 50) -> list[list[int]]:
     llm = make_llm(folder)
-    prompts = random_prompts(50, longest=longest, vocab_size=llm.core.info.vocab_size)
+    prompts = random_prompts(num_prompts, longest=longest, vocab_size=llm.core.info.vocab_size)
     oracle = GreedyOracle(folder)
     outputs = generate(llm, prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -64,15 +64,24 @@ def assert_fifty_prompts_at_once_equal_transformers(folder: Path, longest: int) 
     return outputs
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_fifty_prompts_at_once_equal_transformers(architecture: str, tmp_path: Path) -> None:
-    outputs = assert_fifty_prompts_at_once_equal_transformers(lively_checkpoint(tmp_path, architecture), longest=600)
+@pytest.mark.parametrize(
+    ("architecture", "num_prompts"),
+    [
+        ("llama", 50),
+        *((name, 12) for name in ARCHITECTURES[1:]),
+        *(pytest.param(name, 50, marks=pytest.mark.slow) for name in (*ARCHITECTURES[1:], "mixtral")),
+    ],
+)
+def test_prompts_at_once_equal_transformers(architecture: str, num_prompts: int, tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, architecture)
+    outputs = assert_prompts_at_once_equal_transformers(folder, 600, num_prompts)
     assert len({token for output in outputs for token in output}) >= 50, "the output does not vary: nothing was tested"
 
 
+@pytest.mark.slow
 def test_fifty_prompts_at_once_equal_transformers_with_the_demo_model() -> None:
     """Ten times the weights of the random models: prompts up to 200 tokens, in several chunks all the same."""
-    assert_fifty_prompts_at_once_equal_transformers(MODEL_DIR, longest=200)
+    assert_prompts_at_once_equal_transformers(MODEL_DIR, longest=200)
 
 
 @pytest.mark.parametrize("budget", [16, 33, 100, 512])
