@@ -152,6 +152,10 @@ class _Taken:
         self.event.set()
 
 
+LONG = pytest.param(60.0, marks=pytest.mark.slow)
+"""A minute of load; half of one shows the same. The requests of a run are always the same ones."""
+
+
 async def overload(lengths: str, **fields: Any) -> OverloadScenario:
     """A minute at 1×, a minute at 3×."""
     scenario = OverloadScenario(lengths, fields=fields)
@@ -178,23 +182,24 @@ def test_overload_costs_no_goodput_and_no_rejected_request_has_waited(lengths: s
     assert all(one.refusal is not None and (one.refusal.retry_after_s or 0) >= 1 for one in refused)
 
 
+@pytest.mark.parametrize("seconds", [30.0, LONG])
 @pytest.mark.parametrize(("share", "longest_wait_s"), [(0.3, 1.0), (0.5, LIMIT_S)])
-def test_a_tenant_within_its_share_gets_it_beside_a_flood(share: float, longest_wait_s: float) -> None:
+def test_a_tenant_within_its_share_gets_it_beside_a_flood(share: float, longest_wait_s: float, seconds: float) -> None:
     async def run_scenario() -> OverloadScenario:
         scenario = OverloadScenario("exponential")
-        await scenario.offer(60, flood=2.5 * CAPACITY_PER_S, calm=share * CAPACITY_PER_S)
+        await scenario.offer(seconds, flood=2.5 * CAPACITY_PER_S, calm=share * CAPACITY_PER_S)
         await scenario.end()
         return scenario
 
     scenario = virtual_time.run(run_scenario())
     calm = [one for one in scenario.records if one.tenant == "calm"]
     refused = [one for one in calm if one.refusal is not None]
-    got_per_s, wait_s = scenario.per_s(10, 60, "calm"), max(one.wait_s for one in calm)
+    got_per_s, wait_s = scenario.per_s(10, seconds, "calm"), max(one.wait_s for one in calm)
     print(f"\ncalm {got_per_s:.1f}/s, longest wait {wait_s:.2f} s, {len(refused)} refused of {len(calm)}")
     assert got_per_s >= 0.9 * share * CAPACITY_PER_S
     assert wait_s <= longest_wait_s
     assert len(refused) <= 0.05 * len(calm)
-    assert scenario.per_s(10, 60) >= 0.97 * CAPACITY_PER_S
+    assert scenario.per_s(10, seconds) >= 0.97 * CAPACITY_PER_S
 
 
 def test_a_turn_that_comes_in_the_last_moment_is_taken() -> None:
@@ -210,27 +215,29 @@ def test_a_turn_that_comes_in_the_last_moment_is_taken() -> None:
     assert virtual_time.run(run_scenario()) == (2, 0)
 
 
-def test_weights_divide_a_saturated_pool() -> None:
+@pytest.mark.parametrize("seconds", [30.0, LONG])
+def test_weights_divide_a_saturated_pool(seconds: float) -> None:
     async def run_scenario() -> OverloadScenario:
         scenario = OverloadScenario("exponential", fields={"tenants": {"gold": TenantSettings(weight=3)}})
-        await scenario.offer(60, gold=2 * CAPACITY_PER_S, iron=2 * CAPACITY_PER_S)
+        await scenario.offer(seconds, gold=2 * CAPACITY_PER_S, iron=2 * CAPACITY_PER_S)
         await scenario.end()
         return scenario
 
     scenario = virtual_time.run(run_scenario())
-    assert 2.6 < scenario.per_s(10, 60, "gold") / scenario.per_s(10, 60, "iron") < 3.4
+    assert 2.6 < scenario.per_s(10, seconds, "gold") / scenario.per_s(10, seconds, "iron") < 3.4
 
 
-def test_a_tenant_with_long_requests_gets_no_more_tokens_than_the_others() -> None:
+@pytest.mark.parametrize("seconds", [60.0, pytest.param(120.0, marks=pytest.mark.slow)])
+def test_a_tenant_with_long_requests_gets_no_more_tokens_than_the_others(seconds: float) -> None:
     async def run_scenario() -> OverloadScenario:
         scenario = OverloadScenario("exponential")
         scenario.length_of["long"] = 5 * NUM_TOKENS
-        await scenario.offer(120, long=CAPACITY_PER_S, short=2 * CAPACITY_PER_S)
+        await scenario.offer(seconds, long=CAPACITY_PER_S, short=2 * CAPACITY_PER_S)
         await scenario.end()
         return scenario
 
     scenario = virtual_time.run(run_scenario())
-    got = [scenario.per_s(30, 120, tenant) for tenant in ("long", "short")]
+    got = [scenario.per_s(seconds / 4, seconds, tenant) for tenant in ("long", "short")]
     print(f"\nlong {got[0]:.1f}, short {got[1]:.1f}")
     assert 0.75 < got[0] / got[1] < 1.35
 

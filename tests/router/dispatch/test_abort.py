@@ -77,8 +77,9 @@ async def test_many_cancels_at_any_moment_leave_nothing(run: Run) -> None:
         await rig.until_idle()
 
 
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(8, marks=pytest.mark.slow)])
 async def test_ends_of_several_choices_at_random_moments_leave_no_error_in_the_log(
-    run: Run, caplog: pytest.LogCaptureFixture
+    run: Run, caplog: pytest.LogCaptureFixture, num_rounds: int
 ) -> None:
     rng = random.Random(1)
     async with run(decode=[FakeInstance("decode", behaviour=slow(0.0005))]) as rig:
@@ -90,7 +91,7 @@ async def test_ends_of_several_choices_at_random_moments_leave_no_error_in_the_l
             call.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-        for _ in range(8):
+        for _ in range(num_rounds):
             await asyncio.gather(*(ended_early(60) for _ in range(10)))
             await asyncio.gather(*(ended_early(rng.uniform(0.01, 0.1)) for _ in range(10)))
         await rig.until_idle()
