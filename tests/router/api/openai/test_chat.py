@@ -134,25 +134,25 @@ async def test_a_developer_is_the_system_and_an_answer_can_be_sent_back(run_http
         assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        ([], "messages: the list is empty"),
-        ([{"role": "user"}], "messages[0].content: is required"),
-        ([{"role": "robot", "content": "hi"}], "messages[0].role: 'robot'"),
-        ([{"role": "user", "content": 5}], "messages[0].content: 5: input should be a valid string"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "is of type 'image_url'"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "tool_calls[0].function: is required"),
-        ([{"role": "assistant", "content": "", "function_call": {"name": "x"}}], "function_call is not supported"),
-        ([{"role": "user", "content": "hi", "colour": 1}], "messages[0].colour: 1: extra inputs are not permitted"),
-    ],
-)
-async def test_an_invalid_message_is_named(run_http: RunHttp, messages: list[dict[str, Any]], said: str) -> None:
+INVALID_MESSAGES: list[tuple[list[dict[str, Any]], str]] = [
+    ([], "messages: the list is empty"),
+    ([{"role": "user"}], "messages[0].content: is required"),
+    ([{"role": "robot", "content": "hi"}], "messages[0].role: 'robot'"),
+    ([{"role": "user", "content": 5}], "messages[0].content: 5: input should be a valid string"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "is of type 'image_url'"),
+    ([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "tool_calls[0].function: is required"),
+    ([{"role": "assistant", "content": "", "function_call": {"name": "x"}}], "function_call is not supported"),
+    ([{"role": "user", "content": "hi", "colour": 1}], "messages[0].colour: 1: extra inputs are not permitted"),
+]
+
+
+async def test_invalid_messages_are_named(run_http: RunHttp) -> None:
     async with run_http() as http:
-        with pytest.raises(openai.BadRequestError) as raised:
-            await chat(http, messages=messages)
-        assert said in raised.value.message
-        assert str(raised.value.param).startswith("messages")
+        for messages, said in INVALID_MESSAGES:
+            with pytest.raises(openai.BadRequestError) as raised:
+                await chat(http, messages=messages)
+            assert said in raised.value.message
+            assert str(raised.value.param).startswith("messages")
 
 
 # The template's own switches
@@ -198,25 +198,22 @@ async def test_grpc_has_the_same_switches(run_http: RunHttp) -> None:
         assert answer.choices[0].message.content == reference.text()
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        *(
-            ({name: "x"}, f"'{name}' is reserved")
-            for name in ("messages", "tools", "add_generation_prompt", "eos_token")
-        ),
-        ({"raise_exception": "x"}, "'raise_exception' is reserved"),
-        ({"__class__": "x"}, "'__class__' is not a variable name"),
-        ({"tone": "x" * 4096}, "4107 bytes"),
-        (["tone"], "should be an object"),
-    ],
-)
-async def test_an_invalid_switch_is_named(run_http: RunHttp, variables: Any, said: str) -> None:
+INVALID_SWITCHES: list[tuple[Any, str]] = [
+    *(({name: "x"}, f"'{name}' is reserved") for name in ("messages", "tools", "add_generation_prompt", "eos_token")),
+    ({"raise_exception": "x"}, "'raise_exception' is reserved"),
+    ({"__class__": "x"}, "'__class__' is not a variable name"),
+    ({"tone": "x" * 4096}, "4107 bytes"),
+    (["tone"], "should be an object"),
+]
+
+
+async def test_invalid_switches_are_named(run_http: RunHttp) -> None:
     async with run_http() as http:
-        with pytest.raises(openai.BadRequestError) as raised:
-            await chat(http, extra_body={"chat_template_kwargs": variables})
-        assert said in raised.value.message
-        assert raised.value.param == "chat_template_kwargs"
+        for variables, said in INVALID_SWITCHES:
+            with pytest.raises(openai.BadRequestError) as raised:
+                await chat(http, extra_body={"chat_template_kwargs": variables})
+            assert said in raised.value.message
+            assert raised.value.param == "chat_template_kwargs"
 
 
 # Continuous usage

@@ -148,17 +148,15 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "param", "said"), INVALID, ids=[str(next(iter(row[0].items())))[:40] for row in INVALID]
-)
-async def test_a_wrong_parameter_is_named(run_http: RunHttp, wrong: dict[str, Any], param: str, said: str) -> None:
+async def test_wrong_parameters_are_named(run_http: RunHttp) -> None:
     async with run_http() as http:
-        response = await http.post(**GOOD | wrong)
-        assert response.status_code == 400
+        answers = [(wrong, param, said, await http.post(**GOOD | wrong)) for wrong, param, said in INVALID]
+    for wrong, param, said, response in answers:
+        assert response.status_code == 400, wrong
         error = response.json()["error"]
-        assert error["type"] == "invalid_request_error"
-        assert (error["param"], said in error["message"]) == (param, True), error
-        assert len(error["message"]) <= 512
+        assert error["type"] == "invalid_request_error", wrong
+        assert (error["param"], said in error["message"]) == (param, True), (wrong, error)
+        assert len(error["message"]) <= 512, wrong
 
 
 NEUTRAL: list[dict[str, Any]] = [
@@ -171,10 +169,10 @@ NEUTRAL: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("neutral", NEUTRAL, ids=str)
-async def test_a_value_without_effect_is_ignored(run_http: RunHttp, neutral: dict[str, Any]) -> None:
+async def test_values_without_effect_are_ignored(run_http: RunHttp) -> None:
     async with run_http() as http:
-        assert (await http.post(**GOOD | neutral)).status_code == 200
+        for neutral in NEUTRAL:
+            assert (await http.post(**GOOD | neutral)).status_code == 200, neutral
 
 
 async def rejected(http: HttpRig, status_code: int, **request: Any) -> httpx.Response:
@@ -185,30 +183,29 @@ async def rejected(http: HttpRig, status_code: int, **request: Any) -> httpx.Res
     return response
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[1]",
-        b"null",
-        b'"text"',
-        b"\xff\xfe",
-        b'{"prompt": "a\xff"}',
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": "x", "temperature": NaN}',
-        b'{"prompt": "x", "temperature": Infinity}',
-        b'{"prompt": "x", "temperature": 1e999}',
-        b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
-        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"metadata": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
-        b'{"prompt": "x", "logit_bias": {"' + b"1" * 5000 + b'": 1}}',
-    ],
-    ids=lambda body: repr(body[:32]),
-)
-async def test_an_invalid_body_is_a_400(run_http: RunHttp, body: bytes) -> None:
+INVALID_BODIES = [
+    b"",
+    b"{",
+    b"[1]",
+    b"null",
+    b'"text"',
+    b"\xff\xfe",
+    b'{"prompt": "a\xff"}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "x", "temperature": NaN}',
+    b'{"prompt": "x", "temperature": Infinity}',
+    b'{"prompt": "x", "temperature": 1e999}',
+    b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+    b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"metadata": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+    b'{"prompt": "x", "logit_bias": {"' + b"1" * 5000 + b'": 1}}',
+]
+
+
+async def test_invalid_bodies_are_a_400(run_http: RunHttp) -> None:
     async with run_http() as http:
-        await rejected(http, 400, content=body)
+        for body in INVALID_BODIES:
+            await rejected(http, 400, content=body)
 
 
 async def test_a_body_of_another_type_is_rejected(run_http: RunHttp) -> None:

@@ -29,30 +29,28 @@ async def test_a_text_comes_back_from_its_tokens(run_http: RunHttp, model_folder
         assert (chat["tokens"], chat["token_strs"]) == (tokenizer.encode_chat(TURNS), None)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param", "status"),
-    [
-        ("/tokenize", {}, "prompt", 400),
-        ("/tokenize", {"prompt": "x", "messages": CHAT}, "prompt", 400),
-        ("/tokenize", {"prompt": ""}, "prompt", 400),
-        ("/tokenize", {"prompt": "x" * 100_000}, "prompt", 400),
-        ("/tokenize", {"prompt": "x", "temperature": 1}, "temperature", 400),
-        ("/tokenize", {"messages": [{"role": "cook", "content": "x"}]}, None, 400),
-        ("/tokenize", {"prompt": "x", "model": "gpt-9"}, None, 404),
-        ("/detokenize", {}, "tokens", 400),
-        ("/detokenize", {"tokens": [10**9]}, None, 400),
-        ("/detokenize", {"tokens": [-1]}, None, 400),
-        ("/detokenize", {"tokens": []}, "tokens", 400),
-    ],
-)
-async def test_a_wrong_body_is_named(
-    run_http: RunHttp, path: str, body: dict[str, Any], param: str | None, status: int
-) -> None:
+WRONG: list[tuple[str, dict[str, Any], str | None, int]] = [
+    ("/tokenize", {}, "prompt", 400),
+    ("/tokenize", {"prompt": "x", "messages": CHAT}, "prompt", 400),
+    ("/tokenize", {"prompt": ""}, "prompt", 400),
+    ("/tokenize", {"prompt": "x" * 100_000}, "prompt", 400),
+    ("/tokenize", {"prompt": "x", "temperature": 1}, "temperature", 400),
+    ("/tokenize", {"messages": [{"role": "cook", "content": "x"}]}, None, 400),
+    ("/tokenize", {"prompt": "x", "model": "gpt-9"}, None, 404),
+    ("/detokenize", {}, "tokens", 400),
+    ("/detokenize", {"tokens": [10**9]}, None, 400),
+    ("/detokenize", {"tokens": [-1]}, None, 400),
+    ("/detokenize", {"tokens": []}, "tokens", 400),
+]
+
+
+async def test_wrong_bodies_are_named(run_http: RunHttp) -> None:
     async with run_http() as http:
-        answer = await http.post(path, **body)
-        assert answer.status_code == status, answer.text
-        if param is not None:
-            assert answer.json()["error"]["param"] == param
+        for path, body, param, status in WRONG:
+            answer = await http.post(path, **body)
+            assert answer.status_code == status, answer.text
+            if param is not None:
+                assert answer.json()["error"]["param"] == param
 
 
 async def test_version_and_paths_are_served_to_known_callers(run_http: RunHttp, tmp_path: Path) -> None:
