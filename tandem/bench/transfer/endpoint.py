@@ -43,7 +43,9 @@ _MARK = "@tandem-bench "
 _PROGRAM = """
 from serving.lifecycle import bind_to_parent
 bind_to_parent()  # before the imports below, which take seconds
-from tandem.bench.transfer.endpoint import main
+from engine.machine import start_up_heap
+with start_up_heap():
+    from tandem.bench.transfer.endpoint import main
 main()
 """
 

@@ -33,9 +33,13 @@ def bench(*args: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_shared_storage_is_measured_next_to_reading_its_files(tmp_path: Path) -> None:
-    status, output = bench("--connector", "shared_storage", "--kv-folder", str(tmp_path), "--json", str(tmp_path / "j"))
-    assert status == 0, output
+def test_shared_storage_is_measured_next_to_reading_its_files_also_beside_a_connector_that_fails(
+    tmp_path: Path,
+) -> None:
+    connectors = ("--connector", "no.such:Thing", "--connector", "shared_storage")
+    status, output = bench(*connectors, "--kv-folder", str(tmp_path), "--json", str(tmp_path / "j"))
+    assert status == 1, output
+    assert "no.such:Thing: failed: kv_connector: cannot import" in output
     for part in ("digests off", "digests on", "raw: read the files", "of raw", "80%", "50%"):
         assert part in output
     (result,) = json.loads((tmp_path / "j").read_text())["results"]
@@ -75,13 +79,6 @@ def test_without_a_redis_it_gives_the_command(monkeypatch: pytest.MonkeyPatch) -
     assert status == 1
     assert "redis: skipped" in output
     assert "--kv-url redis://host:port/0" in output
-
-
-def test_a_connector_that_fails_is_named_and_the_others_are_measured() -> None:
-    status, output = bench("--connector", "no.such:Thing", "--connector", "shared_storage", "--digest", "off")
-    assert status == 1
-    assert "no.such:Thing: failed: kv_connector: cannot import" in output
-    assert "raw: read the files" in output
 
 
 @pytest.mark.parametrize(
