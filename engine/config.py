@@ -9,6 +9,7 @@ import msgspec
 from engine.partition import Parallelism
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "int4"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 ModelImpl = Literal["auto", "native", "transformers"]
@@ -37,6 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Further arguments of vLLM's AsyncEngineArgs."""
     dtype: Dtype = "auto"
     """Weights and activations; `auto` takes the checkpoint's own."""
+    quantization: Quantization = "none"
+    """Of the weights of linear layers, but the output layer; activations and KV keep `dtype`."""
     device: Device = "cpu"
     load_format: LoadFormat = "auto"
     """`dummy`: random weights from config.json alone, for benchmarks at real sizes."""
@@ -83,6 +86,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {size}; it must be at least 1")
+        if self.quantization != "none" and self.device != "cpu":
+            raise ValueError(f"quantization {self.quantization} is supported on cpu; set none on {self.device}")
 
     @property
     def parallelism(self) -> Parallelism:

@@ -74,6 +74,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     config_digest: str
     tokenizer_digest: str
     dtype: str
+    """Of weights and KV, as bfloat16; with weights of codes bfloat16+int8."""
     block_size: int
     layout_version: int
     layout_digest: str
@@ -110,6 +111,7 @@ def compute_identity(
     seed: int,
     engine: str = "tandem",
     backend: str = "native",
+    quantization: str = "none",
 ) -> ModelIdentity:
     """The identity of the checkpoint in `folder`. `seed` matters for dummy weights alone; the digest of the config
     covers the backend that computes the model.
@@ -123,7 +125,7 @@ def compute_identity(
         weights_digest=weights,
         config_digest=config_digest(folder, backend),
         tokenizer_digest=tokenizer_digest(folder),
-        dtype=dtype,
+        dtype=dtype if quantization == "none" else f"{dtype}+{quantization}",
         block_size=layout.block_size,
         layout_version=LAYOUT_VERSION,
         layout_digest=layout.digest.hex(),

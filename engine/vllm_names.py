@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, get_args
 
-from engine.config import Device, Dtype, EngineConfig, LoadFormat, ModelImpl
+from engine.config import Device, Dtype, EngineConfig, LoadFormat, ModelImpl, Quantization
 from engine.errors import NotSupported, shown
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,13 @@ _SAME_VALUES: dict[str, dict[str, str]] = {
     "load_format": {"safetensors": "auto"},
     "model_impl": {"vllm": "native"},
 }
-_ALLOWED = {"dtype": Dtype, "device": Device, "load_format": LoadFormat, "model_impl": ModelImpl}
+_ALLOWED = {
+    "dtype": Dtype,
+    "device": Device,
+    "load_format": LoadFormat,
+    "model_impl": ModelImpl,
+    "quantization": Quantization,
+}
 
 _SERVE = "a stack of instances: tandem up, docs/disaggregation.md"
 _NO_GRAPHS = "every step runs eagerly, without CUDA graphs and torch.compile"
@@ -56,7 +62,6 @@ LLM_ARGUMENTS: dict[str, Fixed] = {
     "disable_custom_all_reduce": Fixed((True,), "ranks reduce through shared memory", True),
     "trust_remote_code": Fixed((False,), "code in a checkpoint is never executed", True),
     "served_model_name": Fixed((), "offline results do not name the model", True),
-    "quantization": Fixed((), "a checkpoint with float32, float16 or bfloat16 weights"),
     "kv_cache_dtype": Fixed(("auto",), "dtype, which is the KV cache's as well"),
     "calculate_kv_scales": Fixed((False,), "dtype, which is the KV cache's as well"),
     "kv_transfer_config": Fixed((), _SERVE),

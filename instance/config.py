@@ -7,7 +7,16 @@ from typing import Any
 
 from pydantic import ValidationInfo, field_validator
 
-from engine.config import Device, Dtype, EngineConfig, EngineKind, KVConnectorConfig, LoadFormat, ModelImpl
+from engine.config import (
+    Device,
+    Dtype,
+    EngineConfig,
+    EngineKind,
+    KVConnectorConfig,
+    LoadFormat,
+    ModelImpl,
+    Quantization,
+)
 from instance.connectors import CONNECTORS, check_names, connector_config
 from serving.channel import ChannelSettings, listens_privately
 from serving.logging import LogSettings
@@ -103,6 +112,12 @@ class EngineSection(Section):
         "native decoder. Instances that exchange KV need the same. Without effect on vLLM.",
         flag="--model-impl",
     )
+    quantization: Quantization = setting(
+        "none",
+        "int8 or int4: weights of linear layers in 8 or 4 bits, made at the start, on CPU; KV keeps the dtype. "
+        "Instances that exchange KV need the same.",
+        flag="--quantization",
+    )
     device: Device = setting("cpu", "Device of the engine core.", flag="--device")
     block_size: int = setting(16, "Tokens in one KV block.", flag="--block-size", ge=1)
     num_blocks: int | None = setting(None, "KV blocks; none: kv_cache_bytes by block.", flag="--num-blocks", ge=2)
@@ -135,10 +150,10 @@ class EngineSection(Section):
     cpu_cores: tuple[int, ...] = setting((), "CPU cores the engine core is pinned to; empty: any.", flag="--cpu-cores")
     attention_backend: str = setting("auto", "Name of the attention backend.", flag="--attention-backend")
 
-    @field_validator("tensor_parallel_size", "pipeline_parallel_size")
+    @field_validator("tensor_parallel_size", "pipeline_parallel_size", "quantization")
     @classmethod
-    def _is_for_the_built_in_engine(cls, value: int, info: ValidationInfo) -> int:
-        if value > 1 and info.data.get("kind") == "vllm":
+    def _is_for_the_built_in_engine(cls, value: int | str, info: ValidationInfo) -> int | str:
+        if value not in (1, "none") and info.data.get("kind") == "vllm":
             raise ValueError(
                 f"of the built-in engine alone; for vLLM write --vllm-args '{{{info.field_name}: {value}}}'"
             )

@@ -7,12 +7,14 @@ and near-ties are rare.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from engine.attention.backend import AttentionMetadata
 
@@ -111,6 +113,44 @@ def lively_checkpoint(
     model = lively_model(arch, seed=seed, dtype=dtype, **overrides)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def dequantised(folder: Path, target: Path, quantization: str) -> Path:
+    """A float32 copy of a checkpoint, without a tokenizer, with the numbers that the codes of its linear layers stand
+    for: one row, or 32 inputs of one, at a time, as the definition says."""
+    shutil.copytree(folder, target)
+    for path in target.glob("*.safetensors"):
+        tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
+        for name, weight in tensors.items():
+            if name.endswith(_LINEAR) and not name.endswith(_NOT_QUANTISED):
+                is_transposed = "c_" in name  # GPT-2
+                tensors[name] = _dequantised(weight.t() if is_transposed else weight, quantization)
+                if is_transposed:
+                    tensors[name] = tensors[name].t().contiguous()
+        save_file(tensors, path, metadata={"format": "pt"})
+    return target
+
+
+_LINEAR = tuple(
+    f"{name}.weight" for name in ("_proj", "w1", "w2", "w3", "gate", "c_attn", "c_fc", "c_proj", "fc1", "fc2")
+)
+_NOT_QUANTISED = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
+
+
+def _dequantised(weight: torch.Tensor, quantization: str) -> torch.Tensor:
+    size = weight.shape[1] if quantization == "int8" else 32
+    rows = []
+    for row in weight:
+        parts = []
+        for part in row.split(size):
+            if quantization == "int8":
+                scale, lowest, highest = part.abs().max() / 127, -127, 127
+            else:
+                scale, lowest, highest = part[part.abs().argmax()] / -8, -8, 7
+            step = scale.bfloat16().float()
+            parts.append((part / step).round().clamp(lowest, highest) * step)
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
 
 
 def paged_step(

@@ -30,12 +30,15 @@ class GreedyOracle:
         token_ids = torch.tensor([[*prompt, *output]])
         return self._model(token_ids, logits_to_keep=len(output) + 1).logits[0, :-1]
 
-    def check(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Every output token is the reference's greedy choice, within TOLERANCE."""
+    def check(self, prompt: Sequence[int], output: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Every output token is the reference's greedy choice, and has its log-probability, within TOLERANCE."""
         logits = self.logits(prompt, output)
         chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
         gap = (logits.max(dim=1).values - chosen).max().item()
         assert gap <= TOLERANCE, f"a token's logit is {gap:.2e} below the reference's best (prompt of {len(prompt)})"
+        if logprobs is not None:
+            gap = (torch.tensor(logprobs) - (chosen - logits.logsumexp(-1))).abs().max().item()
+            assert gap <= TOLERANCE, f"a log-probability is {gap:.2e} from the reference's (prompt of {len(prompt)})"
 
 
 def random_prompts(count: int, *, longest: int, vocab_size: int, seed: int = 0, first_id: int = 3) -> list[list[int]]:

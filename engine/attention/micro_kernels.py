@@ -23,7 +23,7 @@ _VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 _ZERO = ir.Constant(_VECTOR, [0.0] * WIDTH)
 
 
-def _loop(builder, first, last, initial, body):
+def loop(builder, first, last, initial, body):
     """`values = body(index, values)` for each index in [first, last); returns the last values."""
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
@@ -68,7 +68,7 @@ def _store_products(product):
                         result.append(product(builder, repeated(builder, query), key, total))
                 return result
 
-            sums = _loop(builder, _I64(0), num_groups, [_ZERO] * (2 * NUM_ROWS), add_products)
+            sums = loop(builder, _I64(0), num_groups, [_ZERO] * (2 * NUM_ROWS), add_products)
             return [builder.fadd(sums[row], sums[NUM_ROWS + row]) for row in range(NUM_ROWS)]
 
         def added(lanes):
@@ -140,7 +140,7 @@ def _add_weighted(num_vectors, product):
                 ]
             return result
 
-        for place, total in zip(places, _loop(builder, low, high, initial, add_products), strict=True):
+        for place, total in zip(places, loop(builder, low, high, initial, add_products), strict=True):
             builder.store(total, place, align=4)
         return context.get_dummy_value()
 

@@ -246,13 +246,18 @@ def pairs_product(typingctx, left, right, added):
     return floats(floats, floats, floats), codegen
 
 
+def as_pairs(builder, lower, upper):
+    """32 floats, rounded to bfloat16, as sixteen pairs: the first eight of `lower`. Where `multiplies_pairs`."""
+    pairs = _call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _PAIRS, [upper, lower])
+    return builder.bitcast(pairs, _VECTOR)
+
+
 @intrinsic
 def rounded_pairs(typingctx, lower, upper):
-    """32 floats, rounded to bfloat16, as sixteen pairs: the first eight of `lower`. Where `multiplies_pairs`."""
+    """`as_pairs` for kernels."""
 
     def codegen(context, builder, sig, args):
-        pairs = _call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _PAIRS, [args[1], args[0]])
-        return builder.bitcast(pairs, _VECTOR)
+        return as_pairs(builder, *args)
 
     return floats(floats, floats), codegen
 
@@ -324,21 +329,25 @@ def load(typingctx, base, index):
     return floats(base, types.int64), codegen
 
 
+def put_floats(builder, base, index, vector, element):
+    """Writes elements [index, index + 16) of the numba type `element`: rounded to nearest, ties to even; NaN stays."""
+    if element == types.float32:
+        builder.store(vector, vector_at(builder, base, index), align=4)
+    elif element == types.int16:
+        narrow = builder.fptrunc(vector, _FLOAT16S)
+        builder.store(narrow, vector_at(builder, base, index, _FLOAT16S), align=2)
+    else:
+        halves = builder.trunc(builder.lshr(_round(builder, vector), _constant(16, integer=True)), _HALVES)
+        builder.store(halves, vector_at(builder, base, index, _HALVES), align=2)
+
+
 @intrinsic
 def store(typingctx, base, index, value):
-    """Writes elements [index, index + 16), rounded to nearest, ties to even, and NaN stays NaN."""
+    """`put_floats` for kernels."""
     element = base.dtype
 
     def codegen(context, builder, sig, args):
-        target, offset, vector = args
-        if element == types.float32:
-            builder.store(vector, vector_at(builder, target, offset), align=4)
-        elif element == types.int16:
-            narrow = builder.fptrunc(vector, _FLOAT16S)
-            builder.store(narrow, vector_at(builder, target, offset, _FLOAT16S), align=2)
-        else:
-            halves = builder.trunc(builder.lshr(_round(builder, vector), _constant(16, integer=True)), _HALVES)
-            builder.store(halves, vector_at(builder, target, offset, _HALVES), align=2)
+        put_floats(builder, *args, element)
         return context.get_dummy_value()
 
     return types.void(base, types.int64, floats), codegen

@@ -89,6 +89,7 @@ class EngineCore:
             load_format=config.load_format,
             seed=config.seed,
             backend=model_config.backend,
+            quantization=config.quantization,
         )
         self._fingerprint = identity.fingerprint
         self._executor = make_executor(config, model_config, wake)

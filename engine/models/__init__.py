@@ -71,6 +71,7 @@ def load_model(
 
     from engine.attention import select_backend
     from engine.models.config import ModelConfig
+    from engine.models.linear import LinearSource
     from engine.models.llama import LlamaModel
     from engine.models.weights import DummyWeights, PartWeights, SafetensorsWeights, WeightSource
     from engine.partition import Parallelism
@@ -91,7 +92,13 @@ def load_model(
         from engine.models.transformers_backend import TransformersModel
 
         return TransformersModel(
-            config, Path(engine.model), dtype=dtype, device=device, attention=attention, dummy_seed=dummy_seed
+            config,
+            Path(engine.model),
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            dummy_seed=dummy_seed,
+            quantization=engine.quantization,
         )
     weights: WeightSource
     if dummy_seed is None:
@@ -102,8 +109,7 @@ def load_model(
         weights = PartWeights(weights, part, config)
     return LlamaModel(
         config,
-        weights,
-        dtype=dtype,
+        LinearSource(weights, dtype, engine.quantization),
         device=device,
         attention=attention,
         part=part or Parallelism().part(0, config),

@@ -1,19 +1,43 @@
-"""Linear layers: packed weights on CPU, several projections of one input stacked into one matrix."""
+"""Linear layers: weights packed on CPU, or quantised, several projections of one input stacked into one matrix."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from engine.config import Quantization
+from engine.models.quantized import QuantizedLinear, stacked
 from engine.models.weights import WeightSource
 
 
-def take_linear(weights: WeightSource, parts: dict[str, int], in_features: int, *, has_bias: bool) -> PackedLinear:
-    """One matrix for several projections of the same input, stacked in order; `parts`: name -> output features."""
-    stacked = torch.cat([weights.take(f"{name}.weight", (size, in_features)) for name, size in parts.items()])
-    bias = torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in parts.items()]) if has_bias else None
-    return PackedLinear(stacked, bias)
+@dataclass(frozen=True, slots=True)
+class LinearSource:
+    """Takes linear layers from a source of tensors, as quantised as they shall be."""
+
+    weights: WeightSource
+    dtype: torch.dtype
+    """Of inputs and outputs."""
+    quantization: Quantization = "none"
+
+    def take(self, parts: dict[str, int], in_features: int, *, has_bias: bool) -> Linear:
+        """One matrix for several projections of the same input, in this order; `parts`: name -> output features."""
+        weights, quantization = self.weights, self.quantization
+        shapes = {f"{name}.weight": (size, in_features) for name, size in parts.items()}
+        bias = torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in parts.items()]) if has_bias else None
+        if quantization == "none":
+            return PackedLinear(torch.cat([weights.take(name, shape) for name, shape in shapes.items()]), bias)
+        matrices = [weights.take_quantized(name, shape, quantization) for name, shape in shapes.items()]
+        return QuantizedLinear(stacked(matrices), bias, self.dtype)
+
+
+class Linear(Protocol):
+    """A linear layer."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in_features] -> [rows, out_features], same dtype."""
 
 
 class PackedLinear:

@@ -13,10 +13,9 @@ import torch
 from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.models.config import ModelConfig
 from engine.models.elementwise import Elementwise, HeadNorm, HeadShape, elementwise_for
-from engine.models.linear import PackedLinear, take_linear
+from engine.models.linear import Linear, LinearSource, PackedLinear
 from engine.models.mlp import GatedMLP, SparseMLP, take_mlp
 from engine.models.rope import RotaryEmbedding
-from engine.models.weights import WeightSource
 from engine.partition import Part
 from engine.ranks import RankGroup, Stages
 
@@ -24,9 +23,9 @@ from engine.ranks import RankGroup, Stages
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: torch.Tensor
-    qkv: PackedLinear
+    qkv: Linear
     head_norm: HeadNorm | None
-    output: PackedLinear
+    output: Linear
     post_norm: torch.Tensor
     mlp: GatedMLP | SparseMLP
     sliding_window: int | None
@@ -42,33 +41,33 @@ class LlamaModel:
     def __init__(
         self,
         config: ModelConfig,
-        weights: WeightSource,
+        linears: LinearSource,
         *,
-        dtype: torch.dtype,
         device: torch.device,
         attention: AttentionBackend,
         part: Part,
         ranks: RankGroup,
         stages: Stages,
     ) -> None:
-        """`weights` has the tensors of `part`; `ranks` are those of its stage. Raises InvalidCheckpoint for a tensor
+        """`linears` has the tensors of `part`; `ranks` are those of its stage. Raises InvalidCheckpoint for a tensor
         that is missing, has the wrong shape or is not used."""
         self.config = config
-        self.dtype = dtype
+        self.dtype = linears.dtype
         self.device = device
         self._attention = attention
         self._part = part
         self._ranks = ranks
         self._stages = stages
         row_sizes = (config.hidden_size, *(len(part.share(size)) for size in config.intermediate_sizes))
-        self._elementwise = elementwise_for(device, dtype, row_sizes=row_sizes, head_dim=config.head_dim)
+        self._elementwise = elementwise_for(device, self.dtype, row_sizes=row_sizes, head_dim=config.head_dim)
         self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=device)
         self._shape = HeadShape(len(part.share(config.num_heads)), len(part.kv_heads), config.head_dim)
         self._scale = config.head_dim**-0.5
+        weights = linears.weights
         is_tied, vocab_shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
         if part.is_first_stage or (part.is_last_stage and is_tied):
             self._embedding = weights.take("model.embed_tokens.weight", vocab_shape)
-        self._layers = [_take_layer(config, weights, self._elementwise, layer) for layer in part.layers]
+        self._layers = [_take_layer(config, linears, self._elementwise, layer) for layer in part.layers]
         if part.is_last_stage:
             self._norm = weights.take("model.norm.weight", (config.hidden_size,))
             self._lm_head = PackedLinear(self._embedding if is_tied else weights.take("lm_head.weight", vocab_shape))
@@ -147,8 +146,8 @@ class LlamaModel:
         return self._ranks.sum(embedded.masked_fill(is_elsewhere[:, None], 0))
 
 
-def _take_layer(config: ModelConfig, weights: WeightSource, elementwise: Elementwise, index: int) -> _Layer:
-    prefix = f"model.layers.{index}"
+def _take_layer(config: ModelConfig, linears: LinearSource, elementwise: Elementwise, index: int) -> _Layer:
+    weights, prefix = linears.weights, f"model.layers.{index}"
     hidden, head_dim = config.hidden_size, config.head_dim
     query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     attention = f"{prefix}.self_attn"
@@ -162,10 +161,10 @@ def _take_layer(config: ModelConfig, weights: WeightSource, elementwise: Element
     qkv = {f"{attention}.q_proj": query_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
     return _Layer(
         input_norm=weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
-        qkv=take_linear(weights, qkv, hidden, has_bias=config.qkv_bias),
+        qkv=linears.take(qkv, hidden, has_bias=config.qkv_bias),
         head_norm=head_norm,
-        output=take_linear(weights, {f"{attention}.o_proj": hidden}, query_size, has_bias=config.o_bias),
+        output=linears.take({f"{attention}.o_proj": hidden}, query_size, has_bias=config.o_bias),
         post_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        mlp=take_mlp(config, weights, elementwise, index),
+        mlp=take_mlp(config, linears, elementwise, index),
         sliding_window=config.sliding_windows[index],
     )

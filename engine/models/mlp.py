@@ -12,14 +12,13 @@ import torch
 
 from engine.models.config import ModelConfig
 from engine.models.elementwise import Elementwise
-from engine.models.linear import PackedLinear, take_linear
-from engine.models.weights import WeightSource
+from engine.models.linear import Linear, LinearSource, PackedLinear
 
 
 class GatedMLP:
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, gate_up: PackedLinear, down: PackedLinear, elementwise: Elementwise) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, elementwise: Elementwise) -> None:
         self._gate_up = gate_up
         self._down = down
         self._elementwise = elementwise
@@ -32,7 +31,7 @@ class GatedMLP:
 class SparseMLP:
     """The sum of a token's experts, weighted by the router's softmax over all experts."""
 
-    def __init__(self, router: PackedLinear, experts: list[GatedMLP], *, num_per_token: int, normalises: bool) -> None:
+    def __init__(self, router: Linear, experts: list[GatedMLP], *, num_per_token: int, normalises: bool) -> None:
         self._router = router
         self._experts = experts
         self._num_per_token = num_per_token
@@ -64,27 +63,28 @@ class SparseMLP:
 class _Source:
     """Where MLPs are taken from."""
 
-    weights: WeightSource
+    linears: LinearSource
     elementwise: Elementwise
     hidden_size: int
 
-    def linear(self, name: str, num_rows: int) -> PackedLinear:
-        return take_linear(self.weights, {name: num_rows}, self.hidden_size, has_bias=False)
+    def router(self, name: str, num_experts: int) -> Linear:
+        """Never quantised: it decides which experts compute."""
+        return PackedLinear(self.linears.weights.take(f"{name}.weight", (num_experts, self.hidden_size)))
 
     def gated(self, names: tuple[str, str, str], size: int, *, has_bias: bool) -> GatedMLP:
         """`names` of the gate, up and down projections; `size`: between them."""
         gate, up, down = names
-        gate_up = take_linear(self.weights, {gate: size, up: size}, self.hidden_size, has_bias=has_bias)
+        gate_up = self.linears.take({gate: size, up: size}, self.hidden_size, has_bias=has_bias)
         return GatedMLP(
             gate_up,
-            take_linear(self.weights, {down: self.hidden_size}, size, has_bias=has_bias),
+            self.linears.take({down: self.hidden_size}, size, has_bias=has_bias),
             self.elementwise,
         )
 
 
-def take_mlp(config: ModelConfig, weights: WeightSource, elementwise: Elementwise, layer: int) -> GatedMLP | SparseMLP:
+def take_mlp(config: ModelConfig, linears: LinearSource, elementwise: Elementwise, layer: int) -> GatedMLP | SparseMLP:
     """The MLP of `layer`."""
-    source, experts = _Source(weights, elementwise, config.hidden_size), config.experts
+    source, experts = _Source(linears, elementwise, config.hidden_size), config.experts
     prefix = f"model.layers.{layer}.mlp"
     if experts is None or not experts.layers[layer]:
         return source.gated(_projections(prefix), config.intermediate_size, has_bias=config.mlp_bias)
@@ -92,7 +92,7 @@ def take_mlp(config: ModelConfig, weights: WeightSource, elementwise: Elementwis
         prefix = f"model.layers.{layer}.block_sparse_moe"
     names = _mixtral_projections if experts.names == "mixtral" else _projections
     return SparseMLP(
-        source.linear(f"{prefix}.gate", experts.num_experts),
+        source.router(f"{prefix}.gate", experts.num_experts),
         [
             source.gated(names(f"{prefix}.experts.{expert}"), experts.intermediate_size, has_bias=False)
             for expert in range(experts.num_experts)

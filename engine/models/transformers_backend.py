@@ -26,9 +26,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.pytorch_utils import Conv1D
 
 from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
 from engine.models.config import SUPPORTED_DTYPES, ConfigFields, DecoderConfig, read_json, refuse_quantization
-from engine.models.linear import PackedLinear
+from engine.models.linear import Linear, PackedLinear
+from engine.models.quantized import QuantizedLinear, QuantizedMatrix
 from engine.models.weights import DummyWeights
 
 _ATTENTION, _PROBE = "tandem", "tandem-probe"
@@ -48,6 +50,7 @@ _SUPPORTED_OPTIONS = frozenset(
 """Keyword arguments of an attention call that are supported, or have no effect here."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _MAX_NAMED = 5
+_MATRIX = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +98,16 @@ class TransformersModel:
         device: torch.device,
         attention: AttentionBackend,
         dummy_seed: int | None,
+        quantization: Quantization = "none",
     ) -> None:
-        """`dummy_seed`: None for the checkpoint's weights. Raises InvalidCheckpoint for tensors that do not fit."""
+        """`dummy_seed`: None for the checkpoint's weights. Raises InvalidCheckpoint for tensors that do not fit,
+        UnsupportedModel for experts that shall be quantised."""
         self.config = config
         self._attention = attention
         self._model = (
             _load_weights(folder, dtype) if dummy_seed is None else _dummy_model(folder, dtype, dummy_seed)
         ).to(device)
-        _pack_linear_layers(self._model)
+        _pack_linear_layers(self._model, dtype, quantization)
         self._decoder = self._model.get_decoder()
         self._head = _without_decoder(self._model, self._decoder)
 
@@ -345,9 +350,9 @@ def _dummy_model(folder: Path, dtype: torch.dtype, seed: int) -> Any:
 
 
 class _Packed(torch.nn.Module):
-    """A PackedLinear for inputs of any number of dimensions."""
+    """A linear layer for inputs of any number of dimensions."""
 
-    def __init__(self, linear: PackedLinear) -> None:
+    def __init__(self, linear: Linear) -> None:
         super().__init__()
         self._linear = linear
 
@@ -355,19 +360,29 @@ class _Packed(torch.nn.Module):
         return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
-def _pack_linear_layers(model: torch.nn.Module) -> None:
+def _pack_linear_layers(model: Any, dtype: torch.dtype, quantization: Quantization) -> None:
     """Replaces every linear layer in place; a matrix shared with an embedding stays there too."""
+    fused = [name for name, parameter in model.named_parameters() if parameter.dim() > _MATRIX]
+    if fused and quantization != "none":
+        raise UnsupportedModel(
+            f"quantization {quantization} is not supported by the transformers backend for experts ({fused[0]}); "
+            "set none"
+        )
+    output_layer = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is torch.nn.Linear or type(layer) is Conv1D:
-                setattr(parent, name, _Packed(_packed(layer)))
+                kept = "none" if layer is output_layer else quantization
+                setattr(parent, name, _Packed(_packed(layer, dtype, kept)))
 
 
-def _packed(layer: Any) -> PackedLinear:
-    weight = layer.weight.detach()
+def _packed(layer: Any, dtype: torch.dtype, quantization: Quantization) -> Linear:
+    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     if type(layer) is Conv1D:  # GPT-2's linear layer, transposed
         weight = weight.t().contiguous()
-    return PackedLinear(weight, None if layer.bias is None else layer.bias.detach())
+    if quantization == "none":
+        return PackedLinear(weight, bias)
+    return QuantizedLinear(QuantizedMatrix.of(weight, quantization), bias, dtype)
 
 
 class _GivenHidden(torch.nn.Module):

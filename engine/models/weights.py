@@ -13,8 +13,10 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, shown
 from engine.models.config import ModelConfig, read_json
+from engine.models.quantized import QuantizedMatrix
 from engine.partition import Part
 
 _INDEX = "model.safetensors.index.json"
@@ -28,6 +30,9 @@ class WeightSource(Protocol):
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor called `name`, of this shape, on the source's device and of its dtype."""
+
+    def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
+        """The same, in codes. A part has those of the whole."""
 
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         """Raises InvalidCheckpoint if tensors were not taken; names ending in one of `ignored`, or beginning with one
@@ -66,6 +71,10 @@ class SafetensorsWeights:
             raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} is {tensor.dtype}; supported: {_READABLE}")
         return tensor.to(device=self._device, dtype=self._dtype)
 
+    def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
+        """See `WeightSource.take_quantized`."""
+        return QuantizedMatrix.of(self.take(name, shape), quantization)
+
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         left = sorted(name for name in self._file_of if not name.endswith(ignored) and not name.startswith(elsewhere))
         if left:
@@ -99,6 +108,10 @@ class DummyWeights:
             torch.empty(shape).uniform_(-limit, limit, generator=generator).to(device=self._device, dtype=self._dtype)
         )
 
+    def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
+        """See `WeightSource.take_quantized`."""
+        return QuantizedMatrix.of(self.take(name, shape), quantization)
+
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         """See `WeightSource.finish`."""
 
@@ -113,18 +126,31 @@ class PartWeights:
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._source.take(name, shape)
-        owner, _, kind = name.rpartition(".")
-        module = owner.rpartition(".")[2]
-        if module in _KV_HEADS:
-            heads, head_dim = self._part.kv_heads, self._config.head_dim
-            return _cut(tensor, 0, range(heads.start * head_dim, heads.stop * head_dim))
-        if module in _OUTPUTS:
-            return _cut(tensor, 0, self._part.share(shape[0]))
-        if module in _INPUTS and kind == "weight":
-            return _cut(tensor, 1, self._part.share(shape[1]))
-        if module in _INPUTS and self._part.tensor_rank:  # the bias of a sum over the ranks: the first adds it
+        if cut := self._cut(name, shape):
+            return tensor.narrow(*cut).clone()  # so that the whole can be freed
+        if _module(name) in _INPUTS and self._part.tensor_rank:  # the bias of a sum over the ranks: the first adds it
             return torch.zeros_like(tensor)
         return tensor
+
+    def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
+        """See `WeightSource.take_quantized`."""
+        matrix = self._source.take_quantized(name, shape, quantization)
+        cut = self._cut(name, shape)
+        return matrix.narrow(*cut) if cut else matrix
+
+    def _cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+        """Dimension, start and length of the part; None: all of it."""
+        module = _module(name)
+        if module in _KV_HEADS:
+            heads, head_dim = self._part.kv_heads, self._config.head_dim
+            return 0, heads.start * head_dim, len(heads) * head_dim
+        if module in _OUTPUTS:
+            share = self._part.share(shape[0])
+            return 0, share.start, len(share)
+        if module in _INPUTS and name.endswith(".weight"):
+            share = self._part.share(shape[1])
+            return 1, share.start, len(share)
+        return None
 
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         """See `WeightSource.finish`. Other stages take their tensors."""
@@ -142,9 +168,9 @@ _INPUTS = ("o_proj", "down_proj", "w2")
 """Layers whose inputs are, so that their outputs are summed."""
 
 
-def _cut(tensor: torch.Tensor, dim: int, indices: range) -> torch.Tensor:
-    """A copy, so that the whole can be freed."""
-    return tensor.narrow(dim, indices.start, len(indices)).clone()
+def _module(name: str) -> str:
+    """`q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    return name.split(".")[-2]
 
 
 def _shards(folder: Path) -> list[str]:

@@ -114,6 +114,10 @@ _DEMO_TOKENS = 60
     "native decoder.",
 )  # fmt: skip
 @click.option(
+    "--quantization", type=Choice(["none", "int8", "int4"]), default="none", show_default=True,
+    help="Bits of the weights of linear layers: a half or a quarter of the memory of bfloat16, and less exact.",
+)  # fmt: skip
+@click.option(
     "--tensor-parallel-size", type=IntRange(min=1), default=1, show_default=True,
     help="Processes of each instance that divide every layer.",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from engine.config import EngineKind, ModelImpl
+from engine.config import EngineKind, ModelImpl, Quantization
 from engine.partition import Parallelism
 from tandem.client.credentials import TOKEN
 from tandem.local_stack.desired_state import MAX_SIZE, ROLES, Role
@@ -48,6 +48,7 @@ class StackSettings:
     """Equal seeds try free ports in the same order, so that a stack has the same ones at each start."""
     dtype: str | None = None
     model_impl: ModelImpl = "auto"
+    quantization: Quantization = "none"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_model_len: int | None = None
@@ -85,6 +86,11 @@ class StackSettings:
             raise ValueError(
                 "--tensor-parallel-size and --pipeline-parallel-size are for the built-in engine; with --engine vllm "
                 "use --instance-arg='--vllm-args={tensor_parallel_size: 2}'"
+            )
+        if self.engine == "vllm" and self.quantization != "none":
+            raise ValueError(
+                "--quantization is for the built-in engine; with --engine vllm use "
+                "--instance-arg='--vllm-args={quantization: …}'"
             )
         if self.engine_python is not None and self.engine != "vllm":
             raise ValueError("--engine-python is for --engine vllm")

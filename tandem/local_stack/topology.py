@@ -132,6 +132,7 @@ class Topology:
         if self._settings.engine == "tandem":
             return {
                 "--model-impl": self._settings.model_impl,
+                "--quantization": None if self._settings.quantization == "none" else self._settings.quantization,
                 "--tensor-parallel-size": _above_one(self._settings.tensor_parallel_size),
                 "--pipeline-parallel-size": _above_one(self._settings.pipeline_parallel_size),
                 **self._connector_flags(),

@@ -13,7 +13,7 @@ from tandem.demo import MODEL_DIR
 from tests.builders import lively_checkpoint
 from tests.oracle import GreedyOracle, random_prompts
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
 
 
@@ -27,6 +27,16 @@ def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY
     load = llm.core.load
     assert (load.running_blocks, load.held_blocks, load.num_running, load.num_waiting) == (0, 0, 0, 0)
     return [answer.outputs[0].token_ids for answer in answers]
+
+
+def generate_with_logprobs(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """Token ids and their log-probabilities."""
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
+    outputs = [answer.outputs[0] for answer in answers]
+    return [
+        (one.token_ids, [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs or [], strict=True)])
+        for one in outputs
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +67,11 @@ def assert_prompts_at_once_equal_transformers(folder: Path, longest: int, num_pr
     llm = make_llm(folder)
     prompts = random_prompts(num_prompts, longest=longest, vocab_size=llm.core.info.vocab_size)
     oracle = GreedyOracle(folder)
-    outputs = generate(llm, prompts)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert len(output) == 64
-        oracle.check(prompt, output)
-    return outputs
+    outputs = generate_with_logprobs(llm, prompts)
+    for prompt, (token_ids, logprobs) in zip(prompts, outputs, strict=True):
+        assert len(token_ids) == 64
+        oracle.check(prompt, token_ids, logprobs)
+    return [token_ids for token_ids, _ in outputs]
 
 
 @pytest.mark.parametrize(

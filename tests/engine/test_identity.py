@@ -66,6 +66,13 @@ def test_another_backend_is_another_identity(folder: Path) -> None:
     assert {name for name, _, _ in mismatches} == {"config_digest", "fingerprint"}
 
 
+def test_quantised_weights_are_another_identity(folder: Path) -> None:
+    plain, of_8_bits, of_4_bits = (identify(folder, quantization=method) for method in ("none", "int8", "int4"))
+    assert plain == identify(folder)
+    assert plain.mismatches(of_8_bits)[0] == ("dtype", "float32", "float32+int8")
+    assert {name for name, _, _ in of_8_bits.mismatches(of_4_bits)} == {"dtype", "fingerprint"}
+
+
 def test_names_and_dates_in_the_config_do_not_count(folder: Path) -> None:
     before = identify(folder)
     edit_config(folder, _name_or_path="b", transformers_version="5.23.0", torch_dtype="bfloat16", use_cache=False)

@@ -201,7 +201,7 @@ def test_a_field_is_given_once() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"quantization": "awq"}, r"quantization: 'awq' is not supported yet; allowed: None; use a checkpoint with"),
+        ({"quantization": "awq"}, r"quantization: 'awq' is not supported yet; allowed: none, int8, int4"),
         ({"kv_transfer_config": {"kv_role": "kv_both"}}, r"kv_transfer_config: .*allowed: None; use a stack of inst"),
         ({"enable_chunked_prefill": False}, "allowed: True; use max_num_batched_tokens as large as max_model_len"),
         ({"max_logprobs": 5}, r"max_logprobs: 5 .*allowed: 20; use SamplingParams\(logprobs=0\.\.20\)"),

@@ -11,7 +11,7 @@ import pytest
 
 from tandem import AsyncClient, Completion
 from tandem.demo import MODEL_DIR
-from tests.builders import lively_checkpoint
+from tests.builders import dequantised, lively_checkpoint
 from tests.lively import PATIENT_PEERS
 from tests.oracle import GreedyOracle, random_prompts
 from tests.system.reference import Reference
@@ -20,24 +20,28 @@ from tests.system.stacks import Model, Stack, on_stack, started
 
 NUM_PROMPTS, NUM_DEMO_PROMPTS = 50, 16
 NUM_TOKENS = 64
-GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0}
 PAIRS = [
-    *((name, size) for name in ("llama", "qwen2", "qwen3", "mistral", "demo") for size in (1, 2)),
-    ("qwen3_moe", 1),
-    ("gemma2", 1),
+    *((name, size, "none") for name in ("llama", "qwen2", "qwen3", "mistral") for size in (1, 2)),
+    ("demo", 2, "none"),
+    ("qwen3_moe", 1, "none"),
+    ("gemma2", 1, "none"),
+    ("qwen2", 1, "int8"),
+    ("gemma2", 1, "int4"),
 ]
-"""Architecture and instances per pool."""
+"""Architecture, instances per pool, quantization."""
 
 
-@pytest.fixture(params=[pair for pair in PAIRS if pair != ("demo", 1)], ids=lambda pair: "{0}-{1}P{1}D".format(*pair))
+@pytest.fixture(params=PAIRS, ids=lambda pair: "{0}-{1}P{1}D-{2}".format(*pair))
 def architectures_stack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stack]:
     """A stack of its own that serves the architecture."""
-    name, size = request.param
+    name, size, quantization = request.param
     checkpoint = MODEL_DIR if name == "demo" else lively_checkpoint(tmp_path / name, name)
     with started(
         Model(checkpoint, Reference(checkpoint), tmp_path),
         size=size,
         failpoints=False,
+        quantization=quantization,
         num_blocks=4096,
         instance_args=PATIENT_PEERS,
         router_args=("--admission-queue-timeout-s", "60"),
@@ -56,10 +60,13 @@ def test_prompts_of_the_demo_model_equal_transformers_and_their_kv_moved(stack: 
 
 
 @pytest.mark.slow
-def test_fifty_prompts_at_once_equal_transformers_and_their_kv_moved(architectures_stack: Stack) -> None:
-    checkpoint = architectures_stack.reference.folder
+def test_fifty_prompts_at_once_equal_transformers_and_their_kv_moved(
+    architectures_stack: Stack, tmp_path: Path
+) -> None:
+    checkpoint, quantization = architectures_stack.reference.folder, architectures_stack.rig.stack.settings.quantization
+    same = checkpoint if quantization == "none" else dequantised(checkpoint, tmp_path / "numbers", quantization)
     with architectures_stack.leaves_nothing():
-        completions = assert_prompts_are_exact(architectures_stack.rig, checkpoint, NUM_PROMPTS)
+        completions = assert_prompts_are_exact(architectures_stack.rig, same, NUM_PROMPTS)
     if checkpoint != MODEL_DIR:
         assert len({token for completion in completions for token in completion.token_ids}) >= 50
 
@@ -71,7 +78,8 @@ def assert_prompts_are_exact(rig: Rig, checkpoint: Path, num_prompts: int) -> li
     completions = asyncio.run(generate_all(rig.address, prompts))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert len(completion.token_ids) == NUM_TOKENS
-        oracle.check(prompt, list(completion.token_ids))
+        logprobs = [position[0].logprob for position in completion.choices[0].logprobs]
+        oracle.check(prompt, list(completion.token_ids), logprobs)
         usage = completion.usage
         assert usage.external_tokens == len(prompt) - usage.cached_tokens, rig.router_warnings()
         assert usage.recomputed_tokens == 0

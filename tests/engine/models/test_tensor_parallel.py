@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.executor.worker import rank_view
 from engine.models import load_model
 from engine.models.config import ModelConfig
@@ -20,19 +20,33 @@ from tests.engine.rank_threads import on_all_parts
 
 
 @pytest.mark.parametrize(
-    ("arch", "size", "fields"),
+    ("arch", "size", "fields", "quantization"),
     [
-        ("qwen3", 2, {"intermediate_size": 128}),  # the output layer shares the embedding's rows; compiled elementwise
-        ("llama", 2, {"attention_bias": True, "mlp_bias": True}),
-        ("mixtral", 2, {}),
-        ("qwen3_moe", 2, {}),
-        ("mistral", 4, {"vocab_size": 1001}),  # two ranks have copies of each KV head
-        ("qwen2", 3, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 96}),
+        (
+            "qwen3",
+            2,
+            {"intermediate_size": 128},
+            "none",
+        ),  # the output layer shares the embedding's rows; compiled elementwise
+        ("llama", 2, {"attention_bias": True, "mlp_bias": True}, "none"),
+        ("mixtral", 2, {}, "int8"),
+        ("qwen3_moe", 2, {}, "none"),
+        ("llama", 2, {}, "int4"),  # a rank's part of down_proj ends inside of a group
+        ("mistral", 4, {"vocab_size": 1001}, "none"),  # two ranks have copies of each KV head
+        (
+            "qwen2",
+            3,
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 96},
+            "none",
+        ),
     ],
 )
-def test_ranks_compute_what_one_rank_computes(tmp_path: Path, arch: str, size: int, fields: dict[str, Any]) -> None:
+def test_ranks_compute_what_one_rank_computes(
+    tmp_path: Path, arch: str, size: int, fields: dict[str, Any], quantization: Quantization
+) -> None:
     folder = lively_checkpoint(tmp_path, arch, **fields)
-    config, engine = ModelConfig.from_folder(folder), EngineConfig(model=str(folder), dtype="float32", num_threads=1)
+    config = ModelConfig.from_folder(folder)
+    engine = EngineConfig(model=str(folder), dtype="float32", num_threads=1, quantization=quantization)
     metadata, positions, num_blocks = paged_step([(1, 20), (70, 90), (1, 1)], block_size=16)
     tokens = torch.arange(len(positions)) * 37 % config.vocab_size
     layout = config.kv_layout(dtype="float32", block_size=16)

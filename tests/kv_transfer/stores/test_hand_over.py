@@ -48,6 +48,29 @@ def test_tokens_after_a_hand_over_are_the_aggregated_engines(
     assert load.num_generated_tokens == sum(len(outcome.token_ids) - 1 for outcome in outcomes)
 
 
+def test_quantised_engines_hand_over_to_their_like_alone(checkpoint: Path, tmp_path: Path) -> None:
+    """A prompt of three blocks, again and with a stranger's pages in the store."""
+    [prompt] = random_prompts(2, longest=53, vocab_size=1024, seed=5)[1:]
+    kinds = ("int8", "none", "int8")
+    configs = [store_config(checkpoint, tmp_path, quantization=kind) for kind in kinds]
+    answers = []
+    for kind, config in zip(kinds, configs, strict=True):
+        llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_blocks=64, quantization=kind)
+        [expected] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        pair = CorePair(config)
+        pair.start(kind, prompt, GREEDY)
+        pair.run()
+        outcome = pair.outcomes[kind]
+        assert outcome.token_ids == expected.outputs[0].token_ids
+        assert outcome.loaded is not None
+        assert outcome.loaded.num_external_tokens == len(prompt)
+        answers.append((outcome.token_ids, pair.prefill.load.num_prefilled_tokens))
+        pair.close()
+    assert answers[0][0] != answers[1][0]
+    assert answers[1][1] == len(prompt), "it found the pages of quantised weights"
+    assert answers[2][1] < len(prompt), "it did not find its own"
+
+
 def test_penalties_and_logprobs_go_on_across_a_hand_over(checkpoint: Path, pair: CorePair) -> None:
     prompts = random_prompts(12, longest=200, vocab_size=1024, seed=6)
     llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=1024)

@@ -49,7 +49,8 @@ def test_instances_share_store_and_secret_and_have_explicit_memory_and_threads()
 
 
 def test_instances_compute_the_model_as_the_stack_says() -> None:
-    made = topology(model_impl="transformers")
+    made = topology(model_impl="transformers", quantization="int8")
+    assert {option(spec, "--quantization") for spec in instances(made, "prefill-0", "decode-0")} == {"int8"}
     assert {option(spec, "--model-impl") for spec in instances(made, "prefill-0", "decode-0")} == {"transformers"}
     [with_vllm] = instances(topology(engine="vllm", model_impl="transformers"), "decode-0")
     assert "--model-impl" not in with_vllm.argv
@@ -61,6 +62,8 @@ def test_ranks_of_an_instance_divide_its_threads() -> None:
     assert option(spec, "--num-threads") == spec.env["OMP_NUM_THREADS"] == "2"
     with pytest.raises(ValueError, match="--pipeline-parallel-size are for the built-in engine; with --engine vllm"):
         topology(pipeline_parallel_size=2, engine="vllm")
+    with pytest.raises(ValueError, match="--quantization is for the built-in engine"):
+        topology(quantization="int8", engine="vllm")
 
 
 def test_an_instance_with_vllm_gets_its_interpreter_and_a_connector_where_there_is_prefill() -> None:

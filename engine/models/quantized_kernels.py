@@ -1,0 +1,175 @@
+"""Products of rows with matrices of 8-bit or 4-bit codes, called with addresses by `engine.models.quantized`.
+
+A panel is 64 outputs; one task computes all rows of one panel. Codes become numbers in registers: float32, or pairs of
+bfloat16 on processors that multiply them; both are exact. A row's sum takes the numbers of its input in order, group by
+group: the sum of a group, times the group's scale, is added to the total. Four rows and one row add in the same order,
+and each product is rounded together with its addition, so that the bits of a row do not depend on the rows beside it.
+
+Codes of a panel, input after input: those of the 64 outputs; where pairs are multiplied, two inputs of each output.
+In this order as bytes; of 4 bits, sixteen bytes hold 32 codes, the first sixteen in the lower halves.
+"""
+
+# Functions that numba calls with types have no useful annotations of their own.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-unimported"
+# ruff: noqa: PLR0913 - a kernel has no objects to pass
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.attention.micro_kernels import loop
+from engine.attention.simd import (
+    BFLOAT16,
+    FLOAT32,
+    KINDS,
+    WIDTH,
+    as_floats,
+    as_pairs,
+    fused_product,
+    kernel,
+    next_task,
+    pair_product,
+    pointer,
+    put_floats,
+    repeated,
+    vector_at,
+)
+
+PANEL = 64
+"""Outputs."""
+NUM_ROWS = 4
+PAIRS = np.uint32(0)
+"""The kind of an input in pairs of bfloat16."""
+CODES = {8: np.int8(0), 4: np.uint8(0)}
+"""The kinds of codes, by their bits."""
+_VECTORS = PANEL // WIDTH
+_I64 = ir.IntType(64)
+_VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
+_BYTES = ir.VectorType(ir.IntType(8), WIDTH)
+_INTEGERS = ir.VectorType(ir.IntType(32), WIDTH)
+
+
+def multiply_address(dtype: str, bits: int, *, in_pairs: bool) -> int:
+    """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of an input row, numbers of a group, input (rows
+    of float32, or of pairs), codes, their bytes for one number of a panel, scales (bfloat16 [panels, groups, 64]), bias
+    (float32 [panels, 64]), output. `dtype`: of the output."""
+    kind, codes, numbers = KINDS[dtype], CODES[bits], PAIRS if in_pairs else FLOAT32
+
+    @kernel
+    def compiled(a):
+        _multiply(a, kind, codes, numbers)
+
+    return int(compiled.address)
+
+
+@njit
+def _multiply(a, kind, codes_kind, numbers_kind):
+    rows, outputs, num_numbers, group, number_bytes = a[1], a[2], a[3], a[4], a[7]
+    numbers, codes, output = pointer(a[5], numbers_kind), pointer(a[6], codes_kind), pointer(a[10], kind)
+    scales, bias = pointer(a[8], BFLOAT16), pointer(a[9], FLOAT32)
+    num_groups = (num_numbers + group - 1) // group
+    whole = rows // NUM_ROWS * NUM_ROWS
+    while True:
+        panel = next_task(a)
+        column = panel * PANEL
+        if column >= outputs:
+            break
+        matrix = (panel * num_numbers * number_bytes, number_bytes, panel * num_groups * PANEL)
+        for row in range(0, whole, NUM_ROWS):
+            _multiply_rows(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
+        for row in range(whole, rows):
+            _multiply_row(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
+
+
+def _coded(builder, codes, at, vector, bits):
+    """Sixteen codes as floats: vector number `vector` of the codes that begin at byte `at`."""
+    place = builder.add(at, _I64(WIDTH * (vector if bits == 8 else vector // 2)))
+    loaded = builder.sext(builder.load(vector_at(builder, codes, place, _BYTES), align=1), _INTEGERS)
+    if bits == 4 and vector % 2 == 0:
+        loaded = builder.shl(loaded, ir.Constant(_INTEGERS, [28] * WIDTH))
+        loaded = builder.ashr(loaded, ir.Constant(_INTEGERS, [28] * WIDTH))
+    elif bits == 4:
+        loaded = builder.ashr(loaded, ir.Constant(_INTEGERS, [4] * WIDTH))
+    return builder.sitofp(loaded, _VECTOR)
+
+
+def _numbers(builder, codes, at, bits, in_pairs):
+    """A panel's weights for one number of the input."""
+    vectors = [_coded(builder, codes, at, vector, bits) for vector in range(_VECTORS * (2 if in_pairs else 1))]
+    if not in_pairs:
+        return vectors
+    return [as_pairs(builder, *vectors[index : index + 2]) for index in range(0, 2 * _VECTORS, 2)]
+
+
+def _multiply_codegen(num_rows, bits, in_pairs, element):
+    product = pair_product if in_pairs else fused_product
+
+    def codegen(context, builder, sig, args):
+        numbers, (row, num_numbers, group) = args[0], cgutils.unpack_tuple(builder, args[1])
+        codes, scales, (first_byte, number_bytes, first_scale) = *args[2:4], cgutils.unpack_tuple(builder, args[4])
+        bias, output, (outputs, column) = *args[5:7], cgutils.unpack_tuple(builder, args[7])
+        numbers = builder.bitcast(numbers, ir.FloatType().as_pointer())
+        starts = [builder.mul(builder.add(row, _I64(index)), num_numbers) for index in range(num_rows)]
+
+        def add_products(number, sums):
+            at = builder.add(first_byte, builder.mul(number, number_bytes))
+            weights, result = _numbers(builder, codes, at, bits, in_pairs), []
+            for index, start in enumerate(starts):
+                factor = repeated(builder, builder.load(builder.gep(numbers, [builder.add(start, number)])))
+                mine = sums[index * _VECTORS : (index + 1) * _VECTORS]
+                result += [product(builder, factor, *pair) for pair in zip(weights, mine, strict=True)]
+            return result
+
+        def add_group(index, totals):
+            first = builder.mul(index, group)
+            last = builder.add(first, group)
+            last = builder.select(builder.icmp_signed("<", last, num_numbers), last, num_numbers)
+            sums = loop(builder, first, last, [ir.Constant(_VECTOR, [0.0] * WIDTH)] * len(totals), add_products)
+            at = builder.add(first_scale, builder.mul(index, _I64(PANEL)))
+            scale = vectors(scales, at, types.uint16)
+            return [
+                fused_product(builder, one, scale[place % _VECTORS], total)
+                for place, (one, total) in enumerate(zip(sums, totals, strict=True))
+            ]
+
+        def vectors(base, at, kind):
+            places = [builder.add(at, _I64(WIDTH * vector)) for vector in range(_VECTORS)]
+            return [as_floats(builder, base, place, kind) for place in places]
+
+        num_groups = builder.sdiv(builder.sub(builder.add(num_numbers, group), _I64(1)), group)
+        totals = loop(builder, _I64(0), num_groups, vectors(bias, column, types.float32) * num_rows, add_group)
+        for vector in range(_VECTORS):
+            at = builder.add(column, _I64(WIDTH * vector))
+            with builder.if_then(builder.icmp_signed("<", at, outputs)):
+                for index in range(num_rows):
+                    place = builder.add(builder.mul(builder.add(row, _I64(index)), outputs), at)
+                    put_floats(builder, output, place, totals[index * _VECTORS + vector], element)
+        return context.get_dummy_value()
+
+    return codegen
+
+
+def _typed(num_rows, *given):
+    """Places: row, numbers of an input row, numbers of a group; first byte of the panel, bytes of a number, first
+    scale; outputs of a row, first output of the panel."""
+    numbers, codes, output = given[0], given[2], given[6]
+    bits = 8 if codes.dtype == types.int8 else 4
+    places = [types.UniTuple(types.int64, count) for count in (3, 3, 2)]
+    result = types.void(numbers, places[0], codes, given[3], places[1], given[5], output, places[2])
+    return result, _multiply_codegen(num_rows, bits, numbers.dtype == types.uint32, output.dtype)
+
+
+@intrinsic
+def _multiply_rows(typingctx, numbers, row_places, codes, scales, matrix_places, bias, output, output_places):
+    """Four rows times one panel."""
+    return _typed(NUM_ROWS, numbers, row_places, codes, scales, matrix_places, bias, output, output_places)
+
+
+@intrinsic
+def _multiply_row(typingctx, numbers, row_places, codes, scales, matrix_places, bias, output, output_places):
+    """One row times one panel."""
+    return _typed(1, numbers, row_places, codes, scales, matrix_places, bias, output, output_places)

@@ -1,0 +1,127 @@
+"""Weights of 8-bit and 4-bit codes: the nearest ones, products that are exact row by row, answers as transformers gives
+them with the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from engine.config import Quantization
+from engine.errors import UnsupportedModel
+from engine.models.quantized import QuantizedLinear, QuantizedMatrix, stacked
+from tests.builders import dequantised, lively_checkpoint
+from tests.oracle import GreedyOracle, random_prompts
+
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
+METHODS: tuple[Quantization, ...] = ("int8", "int4")
+
+
+def numbers_of(matrix: QuantizedMatrix) -> torch.Tensor:
+    """What the codes stand for."""
+    scales = matrix.scales.double().repeat_interleave(matrix.group, dim=1)
+    return matrix.codes.double() * scales[:, : matrix.codes.shape[1]]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(100, 97), (192, 160)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_is_the_product_with_the_numbers_and_has_the_same_bits_among_any_others(
+    method: Quantization, dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    matrix = QuantizedMatrix.of(random(outputs, inputs) / inputs**0.5, method)
+    bias, x = random(outputs, seed=1), random(70, inputs, seed=2).to(dtype)
+    layer = QuantizedLinear(matrix, bias, dtype)
+    together = layer(x)
+    assert together.dtype == dtype
+    expected = x.double() @ numbers_of(matrix).T + bias.double()
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(together.double(), expected, atol=tolerance, rtol=0)
+    for size in (1, 3, 4, 7, 33):
+        assert torch.equal(torch.cat([layer(part) for part in x.split(size)]), together), f"{size} rows at a time"
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(num_threads, 2))
+        assert torch.equal(layer(x), together)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_codes_take_few_bits_and_err_by_half_a_step(method: Quantization) -> None:
+    weight = random(256, 512)
+    weight[3], weight[4, :32] = 0.0, 0.0
+    matrix = QuantizedMatrix.of(weight, method)
+    error = (numbers_of(matrix) - weight.double()).abs()
+    half_step = matrix.scales.double().abs().repeat_interleave(matrix.group, dim=1) / 2
+    is_clamped = matrix.codes == 7 if method == "int4" else matrix.codes.abs() == 127
+    assert (error <= half_step * 1.001 + is_clamped * half_step).all()
+    assert not numbers_of(matrix)[3].any()
+    layer = QuantizedLinear(matrix, None, torch.bfloat16)
+    assert layer.num_bytes / weight.numel() == pytest.approx({"int8": 1.0, "int4": 0.5625}[method], rel=0.01)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_has_the_numbers_of_the_whole(method: Quantization) -> None:
+    whole = QuantizedMatrix.of(random(12, 160), method)
+    for dim, start, length in ((0, 3, 5), (1, 0, 80), (1, 80, 80), (1, 50, 37)):
+        part = whole.narrow(dim, start, length)
+        assert torch.equal(numbers_of(part), numbers_of(whole).narrow(dim, start, length))
+    halves = [whole.narrow(0, 0, 5), whole.narrow(0, 5, 7)]
+    assert torch.equal(numbers_of(stacked(halves)), numbers_of(whole))
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """Token ids and log-probabilities of each prompt's answer."""
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
+    outputs = [answer.outputs[0] for answer in answers]
+    return [
+        (one.token_ids, [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs or [], strict=True)])
+        for one in outputs
+    ]
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, skip_tokenizer_init=True, **{"dtype": "float32", "num_gpu_blocks_override": 64, **options})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    [
+        ("qwen2", "int8"),
+        ("qwen2", "int4"),
+        ("gpt2", "int4"),
+        pytest.param("gpt2", "int8", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "int8", marks=pytest.mark.slow),
+        pytest.param("mixtral", "int4", marks=pytest.mark.slow),
+    ],
+)
+def test_answers_are_those_of_transformers_with_the_same_numbers(
+    architecture: str, method: Quantization, tmp_path: Path
+) -> None:
+    """In chunks, preempted, from the prefix cache."""
+    folder = lively_checkpoint(tmp_path / "model", architecture, **(GPT2 if architecture == "gpt2" else {}))
+    prompts = random_prompts(5, longest=150, vocab_size=1000)
+    llm = make_llm(folder, quantization=method, max_num_batched_tokens=33, num_gpu_blocks_override=12)
+    answers = generate(llm, prompts)
+    assert llm.core.load.num_preemptions > 0
+    assert generate(llm, prompts) == answers
+    oracle = GreedyOracle(dequantised(folder, tmp_path / "numbers", method))
+    for prompt, (token_ids, logprobs) in zip(prompts, answers, strict=True):
+        oracle.check(prompt, token_ids, logprobs)
+    assert len({token for token_ids, _ in answers for token in token_ids}) > 20, "the output does not vary"
+    assert answers != generate(make_llm(folder), prompts), "nothing was quantised"
+
+
+def test_experts_of_the_transformers_backend_are_refused(tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, "mixtral")
+    with pytest.raises(UnsupportedModel, match=r"quantization int8 .* for experts \(.*experts.*\); set none"):
+        make_llm(folder, quantization="int8", model_impl="transformers")
