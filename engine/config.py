@@ -52,6 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV blocks; None divides kv_cache_bytes by the page size."""
     kv_cache_bytes: int | None = None
     """KV memory; None: a fraction of the memory that is free after the weights are loaded."""
+    gpu_memory_utilization: float = 0.9
+    """Part of a GPU's memory for weights, steps and KV, and for what others have there, where no KV size is given."""
     max_num_seqs: int = 64
     """Maximum number of requests in one step."""
     max_num_batched_tokens: int = 512
@@ -86,6 +88,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {size}; it must be at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1"
+            )
         if self.quantization != "none" and self.device != "cpu":
             raise ValueError(f"quantization {self.quantization} is supported on cpu; set none on {self.device}")
 

@@ -53,7 +53,6 @@ _NO_LORA = "a checkpoint with the adapter merged into its weights"
 _TEXT_ONLY = "text prompts: models of images and audio are not supported"
 
 LLM_ARGUMENTS: dict[str, Fixed] = {
-    "gpu_memory_utilization": Fixed((), "kv_cache_bytes or num_blocks set the KV memory", True),
     "enforce_eager": Fixed((True,), _NO_GRAPHS, True),
     "compilation_config": Fixed((0,), _NO_GRAPHS, True),
     "max_seq_len_to_capture": Fixed((), _NO_GRAPHS, True),

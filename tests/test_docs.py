@@ -18,6 +18,8 @@ from tandem.cli import main as tandem
 from tools.site import ROOT, links, pages
 
 PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
+NOT_OF_THE_ENGINE = ("engine/vllm_names.py", "tandem/bench/transfer/media.py")
+"""These name CUDA and do not run on it."""
 SERVICES = ("router", "prefill_service", "decode_service")
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _OURS = re.compile(rf"(^|[\s/])(tandem|python -m ({'|'.join(SERVICES)})) ")
@@ -45,6 +47,16 @@ def test_links_and_anchors_resolve(name: str) -> None:
     for target, anchor in [*links(page), *own]:
         assert target.is_file(), f"{name}: {target.relative_to(ROOT)} is no file"
         assert not anchor or anchor in anchors(target), f"{name}: {target.name} has no heading #{anchor}"
+
+
+def test_every_module_with_a_line_for_cuda_alone_is_in_the_table_of_gpus() -> None:
+    text, packages = PAGES["docs/gpu.md"].read_text(), ("engine", "kv_transfer", "instance", "serving", "tandem")
+    modules = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    with_cuda = [
+        str(path.relative_to(ROOT)) for path in modules if re.search(r'cuda\b|"cuda', path.read_text().lower())
+    ]
+    assert len(with_cuda) > 5
+    assert not [name for name in with_cuda if name not in text and name not in NOT_OF_THE_ENGINE]
 
 
 def test_examples_in_python_find_the_stack_of_this_machine_by_themselves() -> None:

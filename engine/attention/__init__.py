@@ -27,8 +27,8 @@ def _import_numba() -> None:
 
 _import_numba()
 
-BACKENDS = ("cpu", "triton", "reference")
-_AUTO = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+BACKENDS = ("cpu", "flash", "triton", "reference")
+_AUTO = {"cpu": ("cpu", "reference"), "cuda": ("flash", "triton", "reference")}
 """By type of device, the fastest first."""
 
 
@@ -49,6 +49,10 @@ def select_backend(
     if name not in (*BACKENDS, "auto"):
         raise UnsupportedModel(f"attention backend {shown(name)} is not known; known: auto, {', '.join(BACKENDS)}")
     for candidate in _AUTO.get(device.type, ("reference",)) if name == "auto" else (name,):
+        if candidate == "flash" and not _has_flash_attn():
+            if name == "auto":
+                continue
+            raise UnsupportedModel("attention backend flash requires the package flash-attn, which is not installed")
         backend = _backend(candidate, softcap)
         if backend.supports(block_size=block_size, head_dim=head_dim, dtype=dtype, device=device):
             return backend
@@ -57,12 +61,24 @@ def select_backend(
     )
 
 
+def _has_flash_attn() -> bool:
+    try:
+        importlib.import_module("flash_attn")
+    except ImportError:
+        return False
+    return True
+
+
 def _backend(name: str, softcap: float | None) -> AttentionBackend:
     """Imported late: compiled backends cost start-up time."""
     if name == "cpu":
         from engine.attention.cpu import CpuAttention
 
         return CpuAttention(softcap)
+    if name == "flash":
+        from engine.attention.flash import FlashAttention
+
+        return FlashAttention(softcap)
     if name == "triton":
         from engine.attention.triton_attention import TritonAttention
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import assert_never
 
-import torch
-
 from engine import failpoints
 from engine.config import EngineConfig
 from engine.core.messages import (
@@ -28,11 +26,11 @@ from engine.core.messages import (
     Shutdown,
 )
 from engine.errors import CapacityError
+from engine.executor.executor import Executor
 from engine.executor.multiprocess import make_executor
 from engine.identity import compute_identity
 from engine.kv_connector import KVLoadResult, kv_totals, make_connector, self_test, start_io
 from engine.kv_layout import KVLayout
-from engine.machine import available_bytes
 from engine.model_runner import ModelRunner
 from engine.models import read_config
 from engine.sampling.grammar import GrammarCompiler
@@ -42,8 +40,6 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
 from engine.scheduling.step_cost import StepCostEstimator
 
-_KV_FRACTION = 0.3
-"""Of the memory that is free once the weights are loaded, when no KV size is given: several instances share a host."""
 _SMOOTHING = 0.2
 _MANY_TOKENS = 64
 """From here on a step's time depends on its tokens; below on reading the weights once."""
@@ -93,7 +89,7 @@ class EngineCore:
         )
         self._fingerprint = identity.fingerprint
         self._executor = make_executor(config, model_config, wake)
-        num_blocks = _num_blocks(config, layout, model_config.max_model_len)
+        num_blocks = _num_blocks(config, layout, model_config.max_model_len, self._executor)
         max_model_len = _max_model_len(config, model_config.max_model_len, num_blocks)
         kv_cache = self._executor.allocate_kv(layout, num_blocks)
         kv = KVCacheManager(
@@ -273,16 +269,15 @@ def _widest_window(windows: Sequence[int | None]) -> int | None:
     return max(known) if known and len(known) == len(windows) else None
 
 
-def _num_blocks(config: EngineConfig, layout: KVLayout, model_max_len: int) -> int:
+def _num_blocks(config: EngineConfig, layout: KVLayout, model_max_len: int, executor: Executor) -> int:
     """KV blocks: as configured, else as many as fit into part of the free memory and max_num_seqs requests can use."""
     if config.num_blocks is not None:
         return config.num_blocks
     given = config.kv_cache_bytes
     if given is None:
-        free = torch.cuda.mem_get_info()[0] if config.device == "cuda" else available_bytes()
         longest = min(config.max_model_len or model_max_len, model_max_len)
         useful = config.max_num_seqs * (-(-longest // layout.block_size) + 1) * layout.bytes_per_block
-        given = min(int(free * _KV_FRACTION), useful)
+        given = min(executor.free_for_kv(layout, longest), useful)
     num_blocks = given // layout.bytes_per_block
     if num_blocks < 2:
         raise CapacityError(f"{given} bytes of KV memory are too few for 2 blocks of {layout.bytes_per_block} bytes")

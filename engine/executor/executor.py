@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import mmap
+from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError
+from engine.executor.gpu_memory import bytes_for_kv
 from engine.executor.step import Int64, StepInputs
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes
@@ -21,6 +24,9 @@ class Executor(Protocol):
     """Runs the model. One call at a time; `check` and `shutdown` between steps."""
 
     attention_name: str
+
+    def free_for_kv(self, layout: KVLayout, max_model_len: int) -> int:
+        """Bytes that KV may take where its size is not given. Raises CapacityError."""
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         """The KV memory [num_blocks, *layout.page_shape], zeros; called once, before the first step. Its pages hold
@@ -44,11 +50,30 @@ class OneProcessExecutor:
 
     def __init__(self, config: EngineConfig, model_config: DecoderConfig) -> None:
         """Loads the model. Raises InvalidCheckpoint, UnsupportedModel."""
+        self._config = config
         self._device = torch.device(config.device)
         self._dtype = getattr(torch, model_config.resolve_dtype(config.dtype))
         self._model = load_model(model_config, config)
         self._kv_cache: torch.Tensor
         self.attention_name = self._model.attention_name
+
+    def free_for_kv(self, layout: KVLayout, max_model_len: int) -> int:
+        if self._device.type == "cpu":
+            return free_host_memory_for_kv()
+        step = partial(self.compute_largest_step, layout, max_model_len)
+        return bytes_for_kv(torch.cuda, self._config.gpu_memory_utilization, step)
+
+    def compute_largest_step(self, layout: KVLayout, max_model_len: int) -> torch.Tensor:
+        """Logits of the largest step that the settings allow, over KV memory that exists for this call alone."""
+        config, longest = self._config, max(1, min(max_model_len, self._config.max_num_batched_tokens))
+        num_whole, rest = divmod(config.max_num_batched_tokens, longest)
+        lens = [*[longest] * num_whole, *([rest] if rest else [])][: config.max_num_seqs]
+        inputs = StepInputs.of_prompts(lens, layout.block_size)
+        num_blocks = int(inputs.block_tables.max()) + 1
+        kv_cache = torch.zeros((num_blocks, *layout.page_shape), dtype=self._dtype, device=self._device)
+        token_ids, positions, metadata = inputs.tensors(self._device)
+        hidden = self._model.forward(token_ids, positions, kv_cache, metadata)
+        return self.compute_logits(hidden, np.arange(min(config.max_num_seqs, len(positions))))
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         self._kv_cache = _zeroed_memory((num_blocks, *layout.page_shape), self._dtype, self._device)
@@ -66,6 +91,15 @@ class OneProcessExecutor:
 
     def shutdown(self) -> None:
         return None
+
+
+_KV_FRACTION = 0.3
+"""Of the memory that is free once the weights are loaded, when no KV size is given: several instances share a host."""
+
+
+def free_host_memory_for_kv() -> int:
+    """`Executor.free_for_kv` on CPU."""
+    return int(available_bytes() * _KV_FRACTION)
 
 
 def _zeroed_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -31,7 +31,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineError, UnsupportedModel
-from engine.executor.executor import Executor, OneProcessExecutor, no_kv_memory
+from engine.executor.executor import Executor, OneProcessExecutor, free_host_memory_for_kv, no_kv_memory
 from engine.executor.process import Ready, Start
 from engine.executor.step import AllocateKV, Int64, Logits, Message, Step, StepInputs
 from engine.executor.worker import forward_part, load_part, map_kv, rank_view
@@ -116,6 +116,10 @@ class MultiprocessExecutor:
         self._kv_cache: torch.Tensor
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
+
+    def free_for_kv(self, layout: KVLayout, max_model_len: int) -> int:
+        del layout, max_model_len
+        return free_host_memory_for_kv()
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         num_bytes = num_blocks * layout.bytes_per_block

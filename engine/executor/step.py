@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -31,6 +32,27 @@ class StepInputs:
     block_tables: Int32
     max_query_len: int
     max_seq_len: int
+
+    @classmethod
+    def of_prompts(cls, lens: Sequence[int], block_size: int) -> StepInputs:
+        """The largest step: prompts of these lengths from their beginnings, in blocks one after the other."""
+        blocks = [-(-length // block_size) for length in lens]
+        block_tables = np.zeros((len(lens), max(blocks)), np.int32)
+        for row, (count, last) in enumerate(zip(blocks, np.cumsum(blocks), strict=True)):
+            block_tables[row, :count] = np.arange(last - count, last)
+        positions = np.concatenate([np.arange(length) for length in lens])
+        owners = np.repeat(np.arange(len(lens)), lens)
+        return cls(
+            token_ids=np.zeros_like(positions),
+            positions=positions,
+            slot_mapping=block_tables[owners, positions // block_size].astype(np.int64) * block_size
+            + positions % block_size,
+            query_start_loc=np.concatenate(([0], np.cumsum(lens))).astype(np.int32),
+            seq_lens=np.array(lens, np.int32),
+            block_tables=block_tables,
+            max_query_len=max(lens),
+            max_seq_len=max(lens),
+        )
 
     def micro_batches(self, num_stages: int) -> list[StepInputs]:
         """Parts of the step, one after the other, so that stages compute at the same time: for `num_stages` stages at

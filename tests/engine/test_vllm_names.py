@@ -228,9 +228,9 @@ def test_what_does_not_change_results_is_ignored_in_one_line(caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "engine.vllm_names"):
         assert engine_fields({"enforce_eager": True, "swap_space": 0, "trust_remote_code": False}) == {}
         assert not caplog.messages
-        assert engine_fields({"gpu_memory_utilization": 0.9, "trust_remote_code": True}) == {}
+        assert engine_fields({"max_seq_len_to_capture": 9, "trust_remote_code": True}) == {}
     assert sorted(caplog.messages) == [
-        "LLM ignores gpu_memory_utilization=0.9: kv_cache_bytes or num_blocks set the KV memory",
+        "LLM ignores max_seq_len_to_capture=9: every step runs eagerly, without CUDA graphs and torch.compile",
         "LLM ignores trust_remote_code=True: code in a checkpoint is never executed",
     ]
 

@@ -1,0 +1,87 @@
+"""KV takes what a GPU has left beside the weights and the largest step: with a CPU model and counted memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import CapacityError
+from engine.executor.executor import OneProcessExecutor
+from engine.executor.gpu_memory import bytes_for_kv
+from engine.models import read_config
+from tests.builders import lively_checkpoint
+
+
+@dataclass
+class CountedMemory:
+    """A device as torch sees it: freed memory stays in a cache until that is emptied."""
+
+    total: int
+    others: int
+    weights: int
+    cached: int = 0
+    peak: int = 0
+
+    def step_of(self, num_bytes: int) -> Callable[[], None]:
+        def step() -> None:
+            self.peak, self.cached = max(self.peak, self.weights + num_bytes), num_bytes
+
+        return step
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return self.total - self.others - self.weights - self.cached, self.total
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = self.weights
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+    def memory_allocated(self) -> int:
+        return self.weights
+
+
+def test_kv_takes_what_is_left_beside_weights_step_and_others() -> None:
+    memory = CountedMemory(total=1000, others=100, weights=300, cached=50, peak=900)
+    left = bytes_for_kv(memory, 0.9, memory.step_of(200))
+    assert left == 900 - 100 - 300 - 200
+    memory.weights += left
+    free, _ = memory.mem_get_info()
+    assert free - 200 == 100, "while a step runs, a tenth is free"
+
+
+def test_a_gpu_without_room_is_refused_with_the_figures() -> None:
+    memory = CountedMemory(total=1000, others=100, weights=500)
+    with pytest.raises(
+        CapacityError, match="of 1000 bytes 80% may be used, 600 are used and a step needs 200; raise gpu"
+    ):
+        bytes_for_kv(memory, 0.8, memory.step_of(200))
+
+
+@pytest.mark.parametrize(
+    ("budget", "max_num_seqs", "max_model_len", "num_rows"), [(50, 8, 32, 8), (64, 8, 16, 8), (8, 64, 100, 8)]
+)
+def test_the_largest_step_computes_the_whole_budget_within_the_longest_request(
+    tmp_path: Path, budget: int, max_num_seqs: int, max_model_len: int, num_rows: int
+) -> None:
+    folder = lively_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    config = EngineConfig(model=str(folder), dtype="float32", max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+    model = read_config(folder)
+    executor = OneProcessExecutor(config, model)
+    seen = []
+    forward = executor._model.forward
+    executor._model.forward = lambda *step: (seen.append(step), forward(*step))[1]  # type: ignore[func-returns-value, method-assign]
+    logits = executor.compute_largest_step(model.kv_layout(dtype="float32", block_size=16), max_model_len)
+    assert logits.shape == (num_rows, model.vocab_size)
+    assert logits.isfinite().all()
+    [(token_ids, positions, _, metadata)] = seen
+    assert len(token_ids) == budget
+    assert int(positions.max()) + 1 == metadata.max_seq_len <= max_model_len
+    assert len(set(metadata.slot_mapping.tolist())) == budget, "tokens share a slot"
