@@ -48,12 +48,11 @@ _ALLOWED = {
 }
 
 _SERVE = "a stack of instances: tandem up, docs/disaggregation.md"
-_NO_GRAPHS = "every step runs eagerly, without CUDA graphs and torch.compile"
+_NO_GRAPHS = "enforce_eager decides about CUDA graphs; there is no torch.compile"
 _NO_LORA = "a checkpoint with the adapter merged into its weights"
 _TEXT_ONLY = "text prompts: models of images and audio are not supported"
 
 LLM_ARGUMENTS: dict[str, Fixed] = {
-    "enforce_eager": Fixed((True,), _NO_GRAPHS, True),
     "compilation_config": Fixed((0,), _NO_GRAPHS, True),
     "max_seq_len_to_capture": Fixed((), _NO_GRAPHS, True),
     "swap_space": Fixed((0,), "preempted requests are computed again, not swapped", True),

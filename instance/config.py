@@ -124,6 +124,20 @@ class EngineSection(Section):
     kv_cache_bytes: int | None = setting(
         None, "KV memory in bytes; none: a fraction of the free memory.", flag="--kv-cache-bytes", ge=1
     )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "Part of the GPU's memory for this engine, where no KV size is given. Without effect on CPU; vLLM's is one of "
+        "vllm_args.",
+        flag="--gpu-memory-utilization",
+        gt=0,
+        le=1,
+    )
+    enforce_eager: bool = setting(
+        True,
+        "false: decode steps of dense native models run as CUDA graphs, which no GPU has tested yet. Without effect on "
+        "vLLM.",
+        flag="--enforce-eager",
+    )
     max_num_seqs: int = setting(64, "Maximum number of requests in one step.", flag="--max-num-seqs", ge=1)
     max_num_batched_tokens: int = setting(
         512, "Token budget of one step: the chunk of chunked prefill.", flag="--max-num-batched-tokens", ge=1

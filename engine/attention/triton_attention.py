@@ -131,7 +131,12 @@ class _Step:
 
 
 def _make_plan(metadata: AttentionMetadata, group: int, device: torch.device) -> _Plan:
-    """Reads the metadata on the host, which waits for the device once per step, before its first layer."""
+    """Of single tokens without a look at the device, so that the plan can be part of a CUDA graph. Otherwise it reads
+    the metadata on the host, which waits for the device once per step, before its first layer."""
+    if metadata.max_query_len == 1:
+        index = torch.arange(len(metadata.seq_lens), dtype=torch.int32, device=device)
+        tiles = torch.stack((index, index, torch.ones_like(index), metadata.seq_lens - 1), dim=1)
+        return _Plan(_tiles([], device), tiles, 1, -(-metadata.max_seq_len // SPLIT_KEYS))
     starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     tile_tokens = max(1, _TILE_ROWS // _power_of_two(group))
     prefill: list[tuple[int, int, int, int]] = []

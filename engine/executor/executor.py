@@ -12,12 +12,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError
+from engine.executor.decode_graphs import GraphedDecoder, capture_cuda_graph
 from engine.executor.gpu_memory import bytes_for_kv
 from engine.executor.step import Int64, StepInputs
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes
 from engine.models import load_model
-from engine.models.config import DecoderConfig
+from engine.models.config import DecoderConfig, ModelConfig
+from engine.models.decoder import Decoder
 
 
 class Executor(Protocol):
@@ -53,9 +55,25 @@ class OneProcessExecutor:
         self._config = config
         self._device = torch.device(config.device)
         self._dtype = getattr(torch, model_config.resolve_dtype(config.dtype))
-        self._model = load_model(model_config, config)
+        self._model: Decoder = load_model(model_config, config)
         self._kv_cache: torch.Tensor
         self.attention_name = self._model.attention_name
+        if self.uses_graphs(config, model_config, self.attention_name):
+            longest = min(config.max_model_len or model_config.max_model_len, model_config.max_model_len)
+            self._model = GraphedDecoder(
+                self._model,
+                capture_cuda_graph,
+                max_num_seqs=config.max_num_seqs,
+                max_blocks=-(-longest // config.block_size),
+            )
+
+    @staticmethod
+    def uses_graphs(config: EngineConfig, model_config: DecoderConfig, attention_name: str) -> bool:
+        """Where a forward of single tokens reads nothing on the host: not with experts, whose numbers of tokens are
+        read, with the reference, or in the transformers backend, which is not known."""
+        is_dense = isinstance(model_config, ModelConfig) and model_config.experts is None
+        is_wanted = config.device == "cuda" and not config.enforce_eager
+        return is_wanted and is_dense and attention_name in ("triton", "flash")
 
     def free_for_kv(self, layout: KVLayout, max_model_len: int) -> int:
         if self._device.type == "cpu":

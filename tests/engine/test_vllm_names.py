@@ -226,11 +226,11 @@ def test_a_misspelt_name_gets_a_hint() -> None:
 
 def test_what_does_not_change_results_is_ignored_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "engine.vllm_names"):
-        assert engine_fields({"enforce_eager": True, "swap_space": 0, "trust_remote_code": False}) == {}
+        assert engine_fields({"max_logprobs": 20, "swap_space": 0, "trust_remote_code": False}) == {}
         assert not caplog.messages
         assert engine_fields({"max_seq_len_to_capture": 9, "trust_remote_code": True}) == {}
     assert sorted(caplog.messages) == [
-        "LLM ignores max_seq_len_to_capture=9: every step runs eagerly, without CUDA graphs and torch.compile",
+        "LLM ignores max_seq_len_to_capture=9: enforce_eager decides about CUDA graphs; there is no torch.compile",
         "LLM ignores trust_remote_code=True: code in a checkpoint is never executed",
     ]
 
