@@ -90,11 +90,12 @@ class Sides:
         return f"{work!s:12} {speeds} {cpu} {of_roof}"
 
 
-def make_llm(folder: Path, model_impl: str, dtype: str, threads: int) -> LLM:
+def make_llm(folder: Path, model_impl: str, dtype: str, threads: int, quantization: str = "none") -> LLM:
     return LLM(
         folder,
         model_impl=model_impl,
         dtype=dtype,
+        quantization=quantization,
         load_format="dummy",
         skip_tokenizer_init=True,
         num_threads=threads,

@@ -48,11 +48,12 @@ class QuantizedMatrix:
         bits, group = (8, weight.shape[1]) if quantization == "int8" else (4, INT4_GROUP)
         missing = -weight.shape[1] % group
         groups = torch.nn.functional.pad(weight.float(), (0, missing)).unflatten(1, (-1, group))
-        extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+        least, greatest = groups.aminmax(dim=2, keepdim=True)
+        extreme = torch.where(greatest >= -least, greatest, least)
         # The number farthest from 0 becomes 127 or -127; of 4 bits -8, since there is no 8.
         scales = (extreme.abs() / 127 if bits == 8 else extreme / -8).bfloat16()
-        steps = groups / scales.float().masked_fill(scales == 0, 1)
-        codes = steps.round().clamp(-127 if bits == 8 else -8, 127 if bits == 8 else 7).to(torch.int8)
+        steps = (groups / scales.float().masked_fill(scales == 0, 1)).round_()
+        codes = steps.clamp_(-127 if bits == 8 else -8, 127 if bits == 8 else 7).to(torch.int8)
         return cls(codes.flatten(1)[:, : weight.shape[1]], scales.squeeze(2), bits, group)
 
     def narrow(self, dim: int, start: int, length: int) -> QuantizedMatrix:

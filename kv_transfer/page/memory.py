@@ -76,7 +76,8 @@ class LayeredHostPages:
 
 
 class DevicePages:
-    """Pages of a KV memory on a GPU. A block is read only after the step that wrote it has ended on the host."""
+    """Pages of a KV memory on a GPU, copied after all steps that the model's stream has been given until then: what
+    writes a block has ended before it is read, and what reads it before it is written."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         import torch
@@ -84,6 +85,7 @@ class DevicePages:
         self._torch = torch
         self._layers = [_as_bytes(layer) for layer in layers]
         self._bounds = _bounds([layer.shape[1] for layer in self._layers])
+        self._steps = torch.cuda.default_stream(layers[0].device)
         self._stream = torch.cuda.Stream(layers[0].device)
 
     def page_out(self, block_id: int) -> memoryview:
@@ -106,6 +108,7 @@ class DevicePages:
         return self._torch.empty(self._bounds[-1][1], dtype=self._torch.uint8, pin_memory=True)
 
     def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._stream.wait_stream(self._steps)
         with self._torch.cuda.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
-from kv_transfer.page.memory import make_page_memory
+from kv_transfer.page.memory import DevicePages, make_page_memory
 from tests.kv_transfer.harness import LAYOUT
 
 
@@ -65,6 +68,57 @@ def test_page_of_layers_is_that_of_one_array_with_the_same_contents(device: str)
     for target, layer in zip(targets, layers, strict=True):
         assert torch.equal(target[1], layer[3])
         assert not target[[0, 2, 3, 4]].any()
+
+
+class Streams:
+    """Stands in for torch with CUDA: copies happen at once, and the calls that order them are kept."""
+
+    uint8, frombuffer = torch.uint8, staticmethod(torch.frombuffer)
+
+    def __init__(self) -> None:
+        self.cuda, self.calls = self, []
+
+    def default_stream(self, device: torch.device) -> str:
+        return f"steps on {device}"
+
+    def Stream(self, device: torch.device) -> Streams:
+        return self
+
+    def wait_stream(self, other: str) -> None:
+        self.calls.append(f"wait for {other}")
+
+    @contextmanager
+    def stream(self, stream: Streams) -> Iterator[None]:
+        self.calls.append("copy")
+        yield
+
+    def record_event(self) -> Streams:
+        self.calls.append("record")
+        return self
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def empty(self, size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        return torch.empty(size, dtype=dtype)
+
+
+def test_copies_of_a_gpu_follow_the_steps_given_before_and_end_before_the_page_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Streams()
+    monkeypatch.setattr(torch, "cuda", streams)
+    source, target = kv_memory("cpu"), torch.zeros_like(kv_memory("cpu"))
+    pages, targets = DevicePages([source]), DevicePages([target])
+    pages._torch = targets._torch = streams  # type: ignore[assignment]
+    page = pages.page_out(3)
+    assert bytes(page) == bytes_of(source, 3)
+    entering = targets.page_in(1)
+    entering[:] = page
+    targets.commit(1, entering)
+    assert torch.equal(target[1], source[3])
+    assert streams.calls == ["wait for steps on cpu", "copy", "record", "synchronize"] * 2
 
 
 @pytest.mark.parametrize("block_id", [-1, 5])
