@@ -108,8 +108,10 @@ chart: $(INSTALLED) redis-server ## Lint, render and check the Helm chart, its g
 	$(BIN)/python -m helm.generate --check
 	$(PYTEST) tests/chart -n $(WORKERS) $(ARGS)
 
-test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device.
+test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device, the kernels' tests on it, and benchmarks/gpu.py.
 	$(PYTEST) -m gpu $(ARGS)
+	$(PYTEST) -m "slow or not slow" tests/engine/attention/test_triton.py $(ARGS)
+	$(BIN)/python -m benchmarks.gpu
 
 # vLLM's own dependencies contradict those of Tandem's tests, so it gets an environment; it takes Tandem from this folder.
 # vLLM without a GPU does not start beside the packages that are removed.

@@ -249,11 +249,15 @@ class InstanceSettings(Settings):
 
 def engine_config(settings: InstanceSettings) -> EngineConfig:
     """The engine core's configuration. Raises SettingsError where sections do not fit together."""
-    model, transfer = settings.model, settings.transfer
+    model, transfer, engine = settings.model, settings.transfer, settings.engine
+    if engine.quantization != "none" and engine.device != "cpu":
+        raise SettingsError(
+            f"engine.quantization: {engine.quantization} is supported on cpu, not on {engine.device}; set none"
+        )
     return EngineConfig(
         model=str(model.folder),
         **model.model_dump(exclude={"folder", "name"}),
-        **settings.engine.model_dump(),
+        **engine.model_dump(),
         lease_s=transfer.lease_s,
         max_held_fraction=transfer.max_held_fraction,
         reservation_s=transfer.reservation_s,

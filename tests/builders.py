@@ -122,7 +122,7 @@ def dequantised(folder: Path, target: Path, quantization: str) -> Path:
     for path in target.glob("*.safetensors"):
         tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
         for name, weight in tensors.items():
-            if name.endswith(_LINEAR) and not name.endswith(_NOT_QUANTISED):
+            if name.endswith(_LINEAR):
                 is_transposed = "c_" in name  # GPT-2
                 tensors[name] = _dequantised(weight.t() if is_transposed else weight, quantization)
                 if is_transposed:
@@ -131,10 +131,7 @@ def dequantised(folder: Path, target: Path, quantization: str) -> Path:
     return target
 
 
-_LINEAR = tuple(
-    f"{name}.weight" for name in ("_proj", "w1", "w2", "w3", "gate", "c_attn", "c_fc", "c_proj", "fc1", "fc2")
-)
-_NOT_QUANTISED = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
+_LINEAR = tuple(f"{name}.weight" for name in ("_proj", "w1", "w2", "w3", "c_attn", "c_fc", "fc1", "fc2"))
 
 
 def _dequantised(weight: torch.Tensor, quantization: str) -> torch.Tensor:

@@ -58,14 +58,9 @@ class OneProcessExecutor:
         self._model: Decoder = load_model(model_config, config)
         self._kv_cache: torch.Tensor
         self.attention_name = self._model.attention_name
-        if self.uses_graphs(config, model_config, self.attention_name):
-            longest = min(config.max_model_len or model_config.max_model_len, model_config.max_model_len)
-            self._model = GraphedDecoder(
-                self._model,
-                capture_cuda_graph,
-                max_num_seqs=config.max_num_seqs,
-                max_blocks=-(-longest // config.block_size),
-            )
+        self._uses_graphs = self.uses_graphs(config, model_config, self.attention_name)
+        longest = min(config.max_model_len or model_config.max_model_len, model_config.max_model_len)
+        self._max_blocks = -(-longest // config.block_size)
 
     @staticmethod
     def uses_graphs(config: EngineConfig, model_config: DecoderConfig, attention_name: str) -> bool:
@@ -95,6 +90,9 @@ class OneProcessExecutor:
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         self._kv_cache = _zeroed_memory((num_blocks, *layout.page_shape), self._dtype, self._device)
+        if self._uses_graphs:
+            sizes = {"max_num_seqs": self._config.max_num_seqs, "max_blocks": self._max_blocks}
+            self._model = GraphedDecoder(self._model, capture_cuda_graph, **sizes)
         return self._kv_cache
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:

@@ -88,6 +88,18 @@ def test_prompts_at_once_equal_transformers(architecture: str, num_prompts: int,
     assert len({token for output in outputs for token in output}) >= 50, "the output does not vary: nothing was tested"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3_moe"])
+def test_a_gpu_gives_the_tokens_of_transformers(architecture: str, eager: bool, tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, architecture)
+    llm = make_llm(folder, device="cuda", enforce_eager=eager)
+    assert llm.core.info.attention_backend == "triton"
+    prompts, oracle = random_prompts(20, longest=300, vocab_size=1000), GreedyOracle(folder)
+    for prompt, (token_ids, logprobs) in zip(prompts, generate_with_logprobs(llm, prompts), strict=True):
+        oracle.check(prompt, token_ids, logprobs)
+
+
 @pytest.mark.slow
 def test_fifty_prompts_at_once_equal_transformers_with_the_demo_model() -> None:
     """Ten times the weights of the random models: prompts up to 200 tokens, in several chunks all the same."""

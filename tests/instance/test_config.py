@@ -62,6 +62,11 @@ def test_every_setting_reaches_the_engine() -> None:
     assert config.kv_connector == KVConnectorConfig()
 
 
+def test_weights_of_few_bits_are_for_cpus() -> None:
+    with pytest.raises(SettingsError, match="engine.quantization: int8 is supported on cpu, not on cuda; set none"):
+        engine_config(settings(engine=EngineSection(quantization="int8", device="cuda")))
+
+
 def test_the_connector_gets_the_given_options_alone() -> None:
     connector = engine_config(settings()).kv_connector
     assert connector.class_path == "kv_transfer.stores.files:SharedStorageConnector"
