@@ -63,7 +63,7 @@ def test_every_setting_reaches_the_engine() -> None:
 
 
 def test_weights_of_few_bits_are_for_cpus() -> None:
-    with pytest.raises(SettingsError, match="engine.quantization: int8 is supported on cpu, not on cuda; set none"):
+    with pytest.raises(SettingsError, match=r"engine\.quantization: int8 is supported on cpu, not on cuda; set none"):
         engine_config(settings(engine=EngineSection(quantization="int8", device="cuda")))
 
 

@@ -579,7 +579,7 @@ class Identity(_message.Message):
     tokenizer_digest: _builtins.str
     """SHA-256 over the tokenizer's files."""
     dtype: _builtins.str
-    """dtype of weights and KV."""
+    """dtype of weights and KV; with weights of 8 or 4 bits as in `bfloat16+int8`."""
     block_size: _builtins.int
     """Tokens per KV block."""
     layout_version: _builtins.int

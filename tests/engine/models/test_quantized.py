@@ -63,7 +63,7 @@ def test_codes_take_few_bits_and_err_by_half_a_step(method: Quantization) -> Non
     error = (numbers_of(matrix) - weight.double()).abs()
     half_step = matrix.scales.double().abs().repeat_interleave(matrix.group, dim=1) / 2
     is_clamped = matrix.codes == 7 if method == "int4" else matrix.codes.abs() == 127
-    assert (error <= half_step * 1.001 + is_clamped * half_step).all()
+    assert (error <= half_step * 1.001 + is_clamped * half_step * 1.1).all()
     assert not numbers_of(matrix)[3].any()
     layer = QuantizedLinear(matrix, None, torch.bfloat16)
     assert layer.num_bytes / weight.numel() == pytest.approx({"int8": 1.0, "int4": 0.5625}[method], rel=0.01)
