@@ -347,7 +347,8 @@ def store(typingctx, base, index, value):
     element = base.dtype
 
     def codegen(context, builder, sig, args):
-        put_floats(builder, *args, element)
+        target, offset, vector = args
+        put_floats(builder, target, offset, vector, element)
         return context.get_dummy_value()
 
     return types.void(base, types.int64, floats), codegen

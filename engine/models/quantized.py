@@ -101,7 +101,7 @@ class QuantizedLinear:
     @property
     def num_bytes(self) -> int:
         """Of the weights."""
-        return self._codes.nbytes + self._scales.nbytes
+        return int(self._codes.nbytes) + int(self._scales.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
@@ -126,8 +126,9 @@ class QuantizedLinear:
 
 def _packed(matrix: QuantizedMatrix, missing: int, inputs_per_number: int) -> torch.Tensor:
     """The codes in the order of `quantized_kernels`, with `missing` outputs of zeros at the end."""
-    codes = torch.nn.functional.pad(matrix.codes, (0, 0, 0, missing))
-    codes = codes.unflatten(1, (-1, inputs_per_number)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+    padded = torch.nn.functional.pad(matrix.codes, (0, 0, 0, missing))
+    numbers = padded.reshape(-1, PANEL, padded.shape[1] // inputs_per_number, inputs_per_number)
+    codes = numbers.transpose(1, 2).contiguous()  # [panels, numbers, outputs, inputs of a number]
     if matrix.bits == 8:
         return codes
     lower, upper = codes.view(-1, 2, WIDTH).unbind(1)

@@ -109,9 +109,10 @@ def _multiply_codegen(num_rows, bits, in_pairs, element):
     product = pair_product if in_pairs else fused_product
 
     def codegen(context, builder, sig, args):
-        numbers, (row, num_numbers, group) = args[0], cgutils.unpack_tuple(builder, args[1])
-        codes, scales, (first_byte, number_bytes, first_scale) = *args[2:4], cgutils.unpack_tuple(builder, args[4])
-        bias, output, (outputs, column) = *args[5:7], cgutils.unpack_tuple(builder, args[7])
+        numbers, row_places, codes, scales, matrix_places, bias, output, output_places = args
+        row, num_numbers, group = cgutils.unpack_tuple(builder, row_places)
+        first_byte, number_bytes, first_scale = cgutils.unpack_tuple(builder, matrix_places)
+        outputs, column = cgutils.unpack_tuple(builder, output_places)
         numbers = builder.bitcast(numbers, ir.FloatType().as_pointer())
         starts = [builder.mul(builder.add(row, _I64(index)), num_numbers) for index in range(num_rows)]
 
