@@ -71,6 +71,7 @@ def _generate(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], list[
     ]
 
 
+@pytest.mark.timeout(300)  # the first of them may compile the kernels: 90 s on a machine with eight times its work
 @pytest.mark.parametrize("architecture", _marked(ARCHITECTURES))
 def test_tokens_and_logprobs_equal_transformers_in_chunks_cached_and_preempted(
     architecture: str, tmp_path: Path
