@@ -86,7 +86,14 @@ def test_tokens_and_logprobs_equal_transformers_in_chunks_cached_and_preempted(
     for prompt, (token_ids, logprobs) in zip(prompts, answers, strict=True):
         oracle.check(prompt, token_ids, logprobs)
     computed = llm.core.load.num_prefilled_tokens
-    assert _generate(llm, prompts[:1]) == answers[:1], "from the prefix cache"
+    [(token_ids, logprobs)] = _generate(llm, prompts[:1])
+    assert token_ids == answers[0][0], "from the prefix cache"
+    if (
+        "n_routed_experts" in ARCHITECTURES[architecture]
+    ):  # torch computes the experts: a row's bits depend on its batch
+        assert logprobs == pytest.approx(answers[0][1], abs=1e-4)
+    else:
+        assert logprobs == answers[0][1]
     again = llm.core.load.num_prefilled_tokens - computed
     assert again <= max(16, len(prompts[0])), "at most the last block is computed again"
 
