@@ -14,6 +14,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def main(device: str, shape: str, num_requests: int, longest: int, attention_bac
     num_tokens = sum(length for _, length in work)
     with tempfile.TemporaryDirectory() as folder:
         config = write_config(Path(folder), shape)
-        options = {"device": device, "attention_backend": attention_backend, "max_model_len": 4096}
+        options: dict[str, Any] = {"device": device, "attention_backend": attention_backend, "max_model_len": 4096}
         answers = []
         for eager in (True, False):
             llm = LLM(
@@ -49,7 +50,7 @@ def main(device: str, shape: str, num_requests: int, longest: int, attention_bac
             share = bandwidth_share(llm, config, device)
             generate(llm, work[:1])
             answers.append(generate(llm, work[: max(1, num_requests // 8)]))
-            seconds = timed(lambda llm=llm: generate(llm, work))
+            seconds = timed(partial(generate, llm, work))
             click.echo(f"{name}: {num_tokens / seconds:.0f} tok/s, decode at batch 1 at {share:.0%} of the bandwidth")
             del llm
             gc.collect()
@@ -89,7 +90,7 @@ def measured_bandwidth(device: str) -> float:
         array.sum().item()
 
     read()
-    return array.nbytes / min(timed(read) for _ in range(5))
+    return float(array.nbytes) / min(timed(read) for _ in range(5))
 
 
 def timed(run: Callable[[], object]) -> float:

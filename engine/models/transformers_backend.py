@@ -385,18 +385,15 @@ def _packed(layer: Any, dtype: torch.dtype, quantization: Quantization) -> Linea
     return QuantizedLinear(QuantizedMatrix.of(weight, quantization), bias, dtype)
 
 
-@dataclass
-class _Output(BaseModelOutputWithPastAndCrossAttentions):
-    """What models read of their decoder's output."""
-
-    router_logits: None = None
-
-
 class _GivenHidden(torch.nn.Module):
     """Stands in for the decoder while logits are computed: its output is what it is given."""
 
-    def forward(self, input_ids: None = None, *, inputs_embeds: torch.Tensor, **_: object) -> _Output:
-        return _Output(last_hidden_state=inputs_embeds)
+    def forward(
+        self, input_ids: None = None, *, inputs_embeds: torch.Tensor, **_: object
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
+        output.router_logits = None  # mixtures of experts read it
+        return output
 
 
 def _without_decoder(model: torch.nn.Module, decoder: torch.nn.Module) -> Callable[[], Any]:

@@ -16,7 +16,7 @@ from engine.models.quantized import QuantizedLinear, QuantizedMatrix, stacked
 from tests.builders import dequantised, lively_checkpoint
 from tests.oracle import GreedyOracle, random_prompts
 
-GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512}
+GPT2: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
 METHODS: tuple[Quantization, ...] = ("int8", "int4")
 

@@ -76,7 +76,8 @@ class Streams:
     uint8, frombuffer = torch.uint8, staticmethod(torch.frombuffer)
 
     def __init__(self) -> None:
-        self.cuda, self.calls = self, []
+        self.cuda = self
+        self.calls: list[str] = []
 
     def default_stream(self, device: torch.device) -> str:
         return f"steps on {device}"
