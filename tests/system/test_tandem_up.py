@@ -115,9 +115,9 @@ def test_up_shows_text_answers_generate_and_leaves_nothing(up: Up, folder: Path)
     assert shown
     assert len(shown[0]) > 40, f"no text to be seen: {shown}"
     assert any("handed over" in line for line in up.lines), "\n".join(up.lines)
+    up.wait_for("Ctrl-C ends it")
     for address in ("OpenAI API", "live page"):
         assert [line for line in up.lines if line.startswith(f"  {address}") and "http://127.0.0.1:" in line], up.lines
-    up.wait_for("Ctrl-C ends it")
     # STEP: other commands find it
     answer = up.tandem("generate", "Once upon a time", "--max-tokens", "12", "--temperature", "0", "--stats")
     assert answer.returncode == 0, answer.stderr
