@@ -16,8 +16,9 @@ import torch
 
 from engine.attention import cpu_kernels, pair_kernels
 from engine.attention.backend import AttentionMetadata
+from engine.attention.compilation import converts_float16, multiplies_pairs
 from engine.attention.openmp import launcher_for
-from engine.attention.simd import WIDTH, converts_float16, multiplies_pairs
+from engine.attention.simd import WIDTH
 
 TILE_TOKENS = 32
 """Query tokens that share a pass over the keys."""

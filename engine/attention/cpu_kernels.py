@@ -24,6 +24,7 @@ import functools
 import numpy as np
 from numba import njit
 
+from engine.attention.compilation import kernel
 from engine.attention.micro_kernels import (
     NUM_ROWS,
     add_weighted_16,
@@ -40,7 +41,6 @@ from engine.attention.simd import (
     as_double,
     exp,
     fused,
-    kernel,
     largest,
     load,
     maximum,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from engine.attention.compilation import kernel
 from engine.attention.cpu_kernels import (
     LINE,
     MAXIMUM,
@@ -45,7 +46,6 @@ from engine.attention.simd import (
     exp2,
     first_of,
     fused,
-    kernel,
     largest,
     load,
     maximum,

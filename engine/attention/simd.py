@@ -14,31 +14,18 @@ numba's cache does not depend on this file: delete `__pycache__` after changing 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import functools
-import logging
 import operator
-import platform
-import time
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, types
-from numba.core import cgutils, event
+from numba import njit, types
+from numba.core import cgutils
 from numba.core.datamodel import models, register_default
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic
 
-from engine.machine import START_UP
-
-logger = logging.getLogger(__name__)
-
 WIDTH = 16
-SIGNATURE = types.void(types.CPointer(types.int64))
-"""Every kernel gets the address of its int64 arguments."""
 BFLOAT16 = np.uint16(0)
 FLOAT16 = np.int16(0)
 FLOAT32 = np.float32(0)
@@ -53,61 +40,6 @@ _VECTOR = ir.VectorType(_F32, WIDTH)
 _INTEGERS = ir.VectorType(_I32, WIDTH)
 _HALVES = ir.VectorType(_I16, WIDTH)
 _FLOAT16S = ir.VectorType(ir.HalfType(), WIDTH)
-
-
-@functools.cache
-def _announce_compilation(how_often: str) -> None:
-    logger.info("%scompiling the CPU kernels, %s: 10 to 25 s", START_UP, how_often)
-
-
-class _Compilation(event.Listener):
-    """Announces, once in a process, that numba compiles, which it does not where it loads from its cache."""
-
-    def __init__(self, how_often: str) -> None:
-        self._how_often = how_often
-
-    def on_start(self, event):
-        _announce_compilation(self._how_often)
-
-    def on_end(self, event):
-        pass
-
-
-def _compiled(body, *, cache: bool):
-    started_s = time.monotonic()
-    how_often = "once for this installation" if cache else "at every start"
-    with event.install_listener("numba:run_pass", _Compilation(how_often)):
-        compiled = cfunc(SIGNATURE, cache=cache)(body)
-    if not compiled.cache_hits:
-        name = body.__qualname__.partition("_address.")[0]
-        logger.info("%scompiled %s in %.1f s", START_UP, name, time.monotonic() - started_s)
-    return compiled
-
-
-def kernel(body):
-    """Compiles `void body(int64 *arguments)`, or loads it from numba's cache beside the source, in NUMBA_CACHE_DIR or
-    in the home folder. Of several processes that start together, one compiles and the others load. Without a writable
-    cache it compiles at every start, some seconds in all."""
-    with contextlib.ExitStack() as lock:
-        with contextlib.suppress(OSError):  # no file, or a file system without locks
-            fcntl.flock(lock.enter_context(open(body.__code__.co_filename, "rb")), fcntl.LOCK_EX)
-        try:
-            return _compiled(body, cache=True)
-        except RuntimeError as error:
-            logger.warning("%s is compiled at every start: %s; set NUMBA_CACHE_DIR", body.__qualname__, error)
-            return _compiled(body, cache=False)
-
-
-@functools.cache
-def multiplies_pairs() -> bool:
-    """Whether this processor multiplies pairs of bfloat16, twice as many in the time of float32 (AVX512_BF16)."""
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
-
-
-@functools.cache
-def converts_float16() -> bool:
-    """Whether this processor converts float16: otherwise LLVM calls functions that are not there."""
-    return platform.machine() == "aarch64" or bool(llvmlite.binding.get_host_cpu_features().get("f16c"))
 
 
 class Floats(types.Type):

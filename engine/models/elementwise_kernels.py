@@ -13,13 +13,13 @@ import functools
 import numpy as np
 from numba import njit
 
+from engine.attention.compilation import kernel
 from engine.attention.simd import (
     FLOAT32,
     KINDS,
     WIDTH,
     as_double,
     exp,
-    kernel,
     load,
     next_task,
     pointer,

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.attention.compilation import multiplies_pairs
 from engine.attention.cpu import is_compiled_for
 from engine.attention.openmp import launcher_for
-from engine.attention.simd import WIDTH, multiplies_pairs
+from engine.attention.simd import WIDTH
 from engine.config import Quantization
 from engine.models.quantized_kernels import PANEL, multiply_address
 

@@ -21,6 +21,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.attention.compilation import kernel
 from engine.attention.micro_kernels import loop
 from engine.attention.simd import (
     BFLOAT16,
@@ -30,7 +31,6 @@ from engine.attention.simd import (
     as_floats,
     as_pairs,
     fused_product,
-    kernel,
     next_task,
     pair_product,
     pointer,

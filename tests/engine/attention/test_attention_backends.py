@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from engine.attention import cpu, select_backend
 from engine.attention.backend import AttentionMetadata
+from engine.attention.compilation import multiplies_pairs
 from engine.attention.reference import ReferenceAttention
-from engine.attention.simd import multiplies_pairs
 from engine.errors import UnsupportedModel
 from tests.builders import paged_step
 from tests.engine.attention.paged_tensors import paged_tensors

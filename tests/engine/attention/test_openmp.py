@@ -9,8 +9,9 @@ import pytest
 import torch
 from numba import cfunc
 
+from engine.attention.compilation import SIGNATURE
 from engine.attention.openmp import launcher
-from engine.attention.simd import INT64, SIGNATURE, next_task, pointer
+from engine.attention.simd import INT64, next_task, pointer
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,12 @@ import pytest
 import torch
 from numba import cfunc
 
-from engine.attention import simd
+from engine.attention import compilation
+from engine.attention.compilation import SIGNATURE, kernel
 from engine.attention.simd import (
     FLOAT32,
     KINDS,
-    SIGNATURE,
     exp,
-    kernel,
     largest,
     load,
     pointer,
@@ -109,7 +108,7 @@ def test_compiling_is_announced_and_loading_is_not(tmp_path: Path, caplog: pytes
     file.write_text("def body(a):\n    pointer(a[0], FLOAT32)[0] = 7")
     names: dict[str, Any] = {"pointer": pointer, "FLOAT32": FLOAT32}
     exec(compile(file.read_text(), str(file), "exec"), names)
-    simd._announce_compilation.cache_clear()
+    compilation._announce_compilation.cache_clear()
     caplog.set_level("INFO", "engine")
     kernel(names["body"])
     announced, done = (record.getMessage() for record in caplog.records)
