@@ -180,7 +180,7 @@ def test_auto_takes_the_compiled_backend_on_cpu_and_the_reference_where_sizes_do
 
 
 def test_unknown_and_unfit_backends_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="'magic' is not known; known: auto, cpu, triton, reference"):
+    with pytest.raises(UnsupportedModel, match="'magic' is not known; known: auto, cpu, flash, triton, reference"):
         select_backend("magic", block_size=16, head_dim=64, dtype=torch.float32, device=CPU)
     with pytest.raises(UnsupportedModel, match="cpu does not support block_size 16, head_dim 20"):
         select_backend("cpu", block_size=16, head_dim=20, dtype=torch.float32, device=CPU)
