@@ -79,9 +79,14 @@ def _object(
         else:
             raise ValueError(f"{path}: {default!r} does not tell its type; constraints.yaml has to")
         properties[key] = {"description": docs[path], **one} if path in docs else one
-    # Helm removes a key that a user sets to null, and templates take the lack of one for 0.
-    required = [key for key, default in values.items() if default not in (None, {}, [])]
+    required = [key for key, default in values.items() if _is_required(default, docs.get(f"{above}{key}", ""))]
     return {"type": "object", "additionalProperties": False, "properties": properties, "required": required}
+
+
+def _is_required(default: Any, doc: str) -> bool:
+    """Helm removes a key that a user sets to null, and templates take the lack of one for 0 or empty. That is right
+    where it is the default, or where the value's comment says what null means."""
+    return default not in (None, {}, []) and "null:" not in doc
 
 
 def _partial(schema: Schema) -> Schema:

@@ -368,3 +368,14 @@ def _leaves(values: dict[str, Any], above: str = "") -> list[str]:
     for key, value in values.items():
         found += _leaves(value, f"{above}{key}.") if isinstance(value, dict) and value else [f"{above}{key}"]
     return found
+
+
+NULLS = [value.path for value in documented((CHART / "values.yaml").read_text()) if "null:" in value.doc]
+
+
+@pytest.mark.parametrize("path", NULLS)
+def test_a_null_that_values_yaml_explains_is_accepted(path: str) -> None:
+    values: Any = None
+    for key in reversed(path.split(".")):
+        values = {key: values}
+    assert render(values)

@@ -9,7 +9,7 @@
 Compute threads of each worker where several share the pod's cores; empty: the downward API gives them to the only one, or the pod has no number of cores.
 */}}
 {{- define "tandem.workerThreads" -}}
-{{- $resources := .spec.resources -}}
+{{- $resources := .spec.resources | default dict -}}
 {{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" "" $resources) $resources | toString -}}
 {{- $workers := include "tandem.workers" . | int -}}
 {{- if and $cpu (gt $workers 1) -}}

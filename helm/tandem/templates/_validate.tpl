@@ -259,7 +259,7 @@
 {{- fail (printf "sidecars and initContainers of %s: a name is there twice (%s)" $where (join ", " $containers)) -}}
 {{- end -}}
 {{- with .spec.gpu -}}
-{{- if and (eq (int .count) 0) (hasKey ($.spec.resources.limits | default dict) .resource) (not (dig "engine" "device" "" $.spec.settings)) -}}
+{{- if and (eq (int .count) 0) (hasKey (dig "limits" dict ($.spec.resources | default dict) | default dict) .resource) (not (dig "engine" "device" "" $.spec.settings)) -}}
 {{- fail (printf "resources of %s: with a limit of %s alone the engine would use the CPU; set instance.gpu.count=1 instead, which sets the limit too" $where .resource) -}}
 {{- end -}}
 {{- end -}}

@@ -187,7 +187,7 @@ volumeMounts: {{- include "tandem.mounts" . | nindent 2 }}
 
 {{/* Variables: what only the pod knows, and where libraries may write. Settings in the environment go before the file. */}}
 {{- define "tandem.env" -}}
-{{- $resources := .spec.resources -}}
+{{- $resources := .spec.resources | default dict -}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: TANDEM_SERVER__HOST, value: {{ ternary (include "tandem.bindAddress" .root) "$(POD_IP)" (eq .component "router") | quote }}}
@@ -246,7 +246,7 @@ volumeMounts: {{- include "tandem.mounts" . | nindent 2 }}
 {{- end -}}
 
 {{- define "tandem.securityContext" -}}
-{{- $context := deepCopy .root.Values.containerSecurityContext -}}
+{{- $context := deepCopy (.root.Values.containerSecurityContext | default dict) -}}
 {{- with .spec.addCapabilities -}}
 {{- $_ := set $context "capabilities" (mustMergeOverwrite ($context.capabilities | default dict) (dict "add" .)) -}}
 {{- end -}}
@@ -255,7 +255,7 @@ volumeMounts: {{- include "tandem.mounts" . | nindent 2 }}
 
 {{/* Resources, with the GPUs and all claims of the pod. */}}
 {{- define "tandem.resources" -}}
-{{- $resources := deepCopy .spec.resources -}}
+{{- $resources := deepCopy (.spec.resources | default dict) -}}
 {{- if ne .component "router" -}}
 {{- with .spec.gpu -}}
 {{- if gt (.count | int) 0 -}}
