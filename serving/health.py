@@ -8,6 +8,7 @@ grpcio's own servicer does not fit: its shutdown ends liveness too, and it write
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 from grpc_health.v1 import health_pb2
@@ -54,12 +55,10 @@ class Health:
         self.begin_draining()
         self._ended = True
         self._changed.notify()
-        try:
+        with contextlib.suppress(TimeoutError):  # a client that does not read
             async with asyncio.timeout(within_s):
                 while self._num_watchers:
                     await self._watcher_left.wait()
-        except TimeoutError:
-            pass  # a client that does not read
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._serving:

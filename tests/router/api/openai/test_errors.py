@@ -178,7 +178,7 @@ async def test_values_without_effect_are_ignored(run_http: RunHttp) -> None:
 async def rejected(http: HttpRig, status_code: int, **request: Any) -> httpx.Response:
     request = {"headers": {"content-type": "application/json"}, **request}
     response = await http.http.post("/v1/completions", **request)
-    assert response.status_code == status_code, response.text
+    assert response.status_code == status_code, (request, response.text)
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     return response
 

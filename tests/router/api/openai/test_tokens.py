@@ -48,9 +48,9 @@ async def test_wrong_bodies_are_named(run_http: RunHttp) -> None:
     async with run_http() as http:
         for path, body, param, status in WRONG:
             answer = await http.post(path, **body)
-            assert answer.status_code == status, answer.text
+            assert answer.status_code == status, (path, body, answer.text)
             if param is not None:
-                assert answer.json()["error"]["param"] == param
+                assert answer.json()["error"]["param"] == param, (path, body)
 
 
 async def test_version_and_paths_are_served_to_known_callers(run_http: RunHttp, tmp_path: Path) -> None:
