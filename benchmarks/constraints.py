@@ -1,6 +1,6 @@
 """What constraints cost with a vocabulary of 152 k: masks, the first token, and the neighbours of compilations.
 
-    python -m benchmarks.constraints [--rounds 9] [--schemas 50] [--threads 1] [--prompt-len 32]
+    python -m benchmarks.constraints [--rounds 9] [--schemas 50] [--threads 1] [--prompt-len 32] [--itl-ms 20]
 
 The 33 M shape with a byte-level vocabulary of 151 936 made-up tokens.
 
@@ -9,7 +9,8 @@ The 33 M shape with a byte-level vocabulary of 151 936 made-up tokens.
 - first token: thread CPU time that a cached grammar adds before the first token: check, look-up, matcher, mask
 - neighbours: gaps between the steps of 4 streams while new schemas compile and their requests get a token, against the
   same requests at the same steps with a schema that is compiled, and against the streams alone; wall time. A round has
-  a window of each, equally long; what counts is the median over the rounds of their p99 and of their ratios
+  a window of each, equally long; what counts is the median over the rounds of their p99 and of their ratios.
+  `--itl-ms`: every request has this objective, as by `--slo-itl-ms` of a router
 
 CPU times hardly depend on other work of the machine; wall times do, so that the sides alternate.
 """
@@ -80,23 +81,26 @@ def write_tokenizer(folder: Path) -> None:
 class Bench:
     """One engine core, whose steps this thread computes."""
 
-    def __init__(self, folder: Path, num_threads: int, prompt_len: int) -> None:
+    def __init__(self, folder: Path, num_threads: int, prompt_len: int, itl_ms: float | None) -> None:
         config = EngineConfig(model=str(folder), load_format="dummy", num_blocks=4096)
         set_num_threads(num_threads)
         self.core = EngineCore(config, wake=lambda: None)
         self._prompt_len = prompt_len
+        self._itl_s = None if itl_ms is None else itl_ms / 1e3
         self._ids = itertools.count()
         self._source = random.Random(1)
 
     def add(self, **params: Any) -> str:
         request_id = str(next(self._ids))
         prompt = [self._source.randrange(256) for _ in range(self._prompt_len)]
-        sampling = SamplingParams(**{**_AS_LONG, **params})
-        self.core.handle(
-            AddRequest(
-                EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=sampling, eos_token_ids=(EOS,))
-            )
+        spec = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=SamplingParams(**{**_AS_LONG, **params}),
+            eos_token_ids=(EOS,),
+            itl_s=self._itl_s,
         )
+        self.core.handle(AddRequest(spec))
         return request_id
 
     def step(self) -> set[str]:
@@ -262,12 +266,13 @@ def _p99(values: Sequence[float]) -> float:
 @click.option("--steps", default=100, show_default=True, help="Steps in which masks are measured.")
 @click.option("--threads", default=1, show_default=True, help="Threads that compute a step.")
 @click.option("--prompt-len", default=32, show_default=True, help="1: nothing to prefill, as where KV is handed over.")
-def main(rounds: int, schemas: int, steps: int, threads: int, prompt_len: int) -> None:
+@click.option("--itl-ms", type=float, help="Inter-token objective of every request. By default there is none.")
+def main(rounds: int, schemas: int, steps: int, threads: int, prompt_len: int, itl_ms: float | None) -> None:
     with tempfile.TemporaryDirectory() as name:
         SHAPES["33m"]["vocab_size"] = VOCAB_SIZE
         folder = write_config(Path(name), "33m")
         write_tokenizer(folder)
-        bench = Bench(folder, threads, prompt_len)
+        bench = Bench(folder, threads, prompt_len, itl_ms)
         gaps, _ = measured_first_constraint(bench)
         click.echo(f"first constraint: {sum(gaps):.1f} s, longest gap of neighbours {1e3 * max(gaps):.0f} ms")
         if steps:

@@ -56,6 +56,8 @@ class Request:
     """When it was first scheduled as a stream, and its output tokens then."""
     is_late: bool = False
     """It is predicted to miss its TTFT, and goes behind those that can meet theirs."""
+    is_entering: bool = False
+    """It has waited for its grammar and has no token yet: its prompt is paced."""
     finish_reason: FinishReason | None = None
     grammar: Future[Any] | None = None
     """The compiled constraint (sampling/grammar.py), or its InvalidRequest; None: no constraint."""

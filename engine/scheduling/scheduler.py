@@ -89,6 +89,7 @@ class Scheduler:
         num_streams = sum(not request.is_prompt for request in self.running)
         for request in compiled[: step_budget.num_entering(self.step_cost, num_streams, prompts)]:
             del self.compiling[request.request_id]
+            request.is_entering = True
             self._queue(request, now)
 
     def abort(self, request_id: str) -> None:
@@ -209,12 +210,14 @@ class Scheduler:
     # Internals
 
     def _prompt_budget(self, streams: list[Request], prompts: list[Request]) -> int:
-        """Prompt tokens of the next step, so that requests with objectives meet them (step_budget.py)."""
+        """Prompt tokens of the next step, so that requests with objectives meet them, and those that have waited for a
+        grammar do not stop the streams (step_budget.py)."""
         cost, max_tokens = self.step_cost, self.config.max_num_batched_tokens
+        num_calm = self._num_entering_tokens(streams, prompts)
         untouched = [request for request in self.waiting if request.has_ttft][:_MAX_PLANNED]
         paced = [self._stream(request) for request in streams if request.spec.itl_s is not None]
         if cost is None or not (untouched or paced):
-            return max_tokens
+            return min(max_tokens, num_calm or max_tokens)
         planned = [self._prompt(request) for request in (*prompts, *untouched)]
         late = set(step_budget.late(cost, len(streams), planned, max_tokens))
         for index in late:
@@ -222,7 +225,15 @@ class Scheduler:
         if late:
             self.waiting.sort(key=lambda request: request.order)
         on_time = [prompt for index, prompt in enumerate(planned) if index not in late]
-        return step_budget.prompt_budget(cost, paced, len(streams), on_time, max_tokens)
+        return step_budget.prompt_budget(cost, paced, len(streams), on_time, max_tokens, num_calm)
+
+    def _num_entering_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
+        """None: no bound, since other prompts lengthen the step anyway."""
+        entering = [request for request in (*prompts, *self.waiting) if not request.awaits_kv]
+        if not (entering and all(request.is_entering for request in entering)):
+            return None
+        num_left = sum(request.num_uncomputed_tokens for request in entering)
+        return step_budget.entering_tokens(self.step_cost, len(streams), num_left)
 
     def _stream(self, request: Request) -> Stream:
         itl_s = request.spec.itl_s
@@ -409,6 +420,7 @@ class Scheduler:
                 self._fail(request, "the model's logits are not finite: no token can be sampled")
             return
         request.token_ids.append(token_id)
+        request.is_entering = False
         self.counters.num_generated_tokens += 1
         reason, stop_token_id = request.check_stop(self.max_model_len)
         if reason is None and request.spec.hold_kv is not None:

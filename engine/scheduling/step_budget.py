@@ -20,7 +20,8 @@ that an engine with too much to do serves some requests well instead of all of t
 nothing any more, begin up to a quarter.
 
 Without objectives nothing is paced but requests that have waited for a grammar: compilations end in bursts, and all
-their prompts in one step would stop the streams (`num_entering`).
+their prompts in one step would stop the streams. They enter one by one (`num_entering`), and while there are no other
+prompts theirs are cut as well (`entering_tokens`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ _STREAMS_PART, _STREAMS_PART_FOR_LATE = 0.5, 0.25
 """Of the step time that the objective leaves beside the base: for streams, before and after a late prompt."""
 _ENTERING_PART = 0.25
 """By how much compiled requests may lengthen a step of the streams."""
+_ENTERING_STEPS = 8
+"""A step takes at least one of so many parts of all prompts that enter: they wait for streams, but no backlog grows."""
 _URGENT = 0.8
 """Of the time that a prompt has left: when full speed takes more, it is urgent."""
 
@@ -71,15 +74,23 @@ def slack_s(itl_s: float, first_s: float, num_tokens: int, now_s: float) -> floa
 
 
 def prompt_budget(
-    cost: StepCost | None, streams: Sequence[Stream], num_streams: int, prompts: Iterable[Prompt], max_tokens: int
+    cost: StepCost | None,
+    streams: Sequence[Stream],
+    num_streams: int,
+    prompts: Iterable[Prompt],
+    max_tokens: int,
+    num_calm: int | None = None,
 ) -> int:
     """Prompt tokens of the next step, at most `max_tokens`, beside `num_streams` streams of which `streams` have an
-    objective. Without an objective or a fitted cost it is `max_tokens`."""
-    if cost is None or not streams or cost.per_token_s <= 0:
-        return max_tokens
-    paced = (_paced_s(streams) - cost.seconds(num_streams)) / cost.per_token_s
-    urgent = _num_urgent(_token_s(cost, num_streams, max_tokens), streams, prompts)
-    return int(min(max(paced, urgent, MIN_TOKENS), max_tokens))
+    objective. Without an objective or a fitted cost it is `num_calm`, which urgent prompts alone exceed."""
+    calm = max_tokens if num_calm is None else min(num_calm, max_tokens)
+    if cost is None or cost.per_token_s <= 0:
+        return calm
+    if streams:
+        paced = (_paced_s(streams) - cost.seconds(num_streams)) / cost.per_token_s
+        calm = min(calm, max(int(min(paced, max_tokens)), MIN_TOKENS))
+    urgent = _num_urgent(_token_s(cost, num_streams, max_tokens), streams, prompts) if calm < max_tokens else 0
+    return min(max(calm, urgent), max_tokens)
 
 
 def late(cost: StepCost | None, num_streams: int, prompts: Iterable[Prompt], max_tokens: int) -> Iterator[int]:
@@ -113,6 +124,15 @@ def num_entering(cost: StepCost | None, num_streams: int, prompts: Iterable[int]
         return 1
     spent_s = accumulate(cost.per_stream_s + cost.per_token_s * num_tokens for num_tokens in prompts)
     return max(1, sum(spent <= _ENTERING_PART * cost.seconds(num_streams) for spent in spent_s))
+
+
+def entering_tokens(cost: StepCost | None, num_streams: int, num_left: int) -> int | None:
+    """Prompt tokens of the next step beside streams where all prompts, with `num_left` tokens together, have waited for
+    a grammar: those that lengthen it by a quarter, and never so few that prompts accumulate. None: no bound."""
+    if num_streams == 0 or (cost is not None and cost.per_token_s <= 0):
+        return None
+    by_time = 0 if cost is None else int(_ENTERING_PART * cost.seconds(num_streams) / cost.per_token_s)
+    return max(by_time, -(-num_left // _ENTERING_STEPS), MIN_TOKENS)
 
 
 def _paced_s(streams: Sequence[Stream]) -> float:

@@ -332,6 +332,31 @@ def test_compiled_requests_enter_one_a_step_beside_streams_and_do_not_expire() -
     assert not scheduler.requests
 
 
+def test_prompts_that_have_waited_for_a_grammar_are_cut_beside_streams_unless_others_wait_too() -> None:
+    scheduler = make_scheduler(64, budget=100)
+
+    def enter(request_id: str, token_id: int) -> None:
+        grammar, params = Future[Any](), SamplingParams(max_tokens=2)
+        spec = EngineRequest(request_id=request_id, prompt_token_ids=[token_id] * 40, params=params)
+        scheduler.add_request(Request.from_spec(spec, arrival=100, fingerprint="f", grammar=grammar), 0.0)
+        grammar.set_result(None)
+        scheduler.take_compiled(0.0)
+
+    def shares() -> list[int]:
+        return [share.num_tokens for share in step(scheduler).scheduled]
+
+    enter("alone", 5)
+    assert shares() == [40]
+    scheduler.abort("alone")
+    add(scheduler, [2], max_tokens=30)
+    step(scheduler)
+    enter("a", 6)
+    assert [shares() for _ in range(4)] == [[1, 16], [1, 16], [1, 8], [1, 1]]
+    enter("b", 7)
+    add(scheduler, [3] * 20, max_tokens=30)
+    assert sorted(shares()) == [1, 20, 40]
+
+
 def test_the_wait_for_room_is_reported_and_takes_nothing_from_the_reservation() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     first = add(scheduler, [1] * 10, now=100.0, remote_kv=RemoteKV(transfer_id="a", reservation_s=50.0))

@@ -15,6 +15,7 @@ from engine.scheduling.step_budget import (
     PACE,
     Prompt,
     Stream,
+    entering_tokens,
     late,
     may_begin,
     num_entering,
@@ -155,3 +156,31 @@ def test_compiled_requests_enter_as_long_as_they_lengthen_the_step_of_streams_by
     assert num_entering(cost, 4, [0] * 9) == 6, "a quarter of 24 ms"
     assert num_entering(cost, 4, [2] * 9) == 3
     assert num_entering(cost, 4, [5000, 1]) == 1, "one always enters"
+
+
+def test_prompts_that_enter_lengthen_the_step_of_streams_by_a_quarter() -> None:
+    cost = StepCost(0.020, 0.001, 0.0001)
+    assert entering_tokens(cost, 4, 100) == 60, "a quarter of 24 ms"
+    assert entering_tokens(StepCost(0.020, 0.001, 0.001), 4, 100) == MIN_TOKENS
+    assert entering_tokens(None, 4, 100) == MIN_TOKENS
+    assert entering_tokens(cost, 4, 4000) == 500, "an eighth of what is left"
+    assert entering_tokens(cost, 0, 100) is None
+    assert entering_tokens(StepCost(0.020, 0.001, 0.0), 4, 100) is None
+
+
+@given(costs | st.none(), st.integers(1, 8), st.integers(1, 400))
+def test_no_backlog_of_entering_prompts_grows(cost: StepCost | None, num_streams: int, arriving: int) -> None:
+    left = 0
+    for _ in range(100):
+        left += arriving
+        left -= min(left, entering_tokens(cost, num_streams, left) or left)
+        assert left <= 8 * arriving
+
+
+def test_urgent_prompts_exceed_the_pace_of_entering_ones() -> None:
+    ahead, calm = [Stream(ITL_S, 1.0)], 20
+    assert prompt_budget(COST, ahead, 1, [Prompt(500, 1.0)], MAX, calm) == calm
+    assert prompt_budget(COST, ahead, 1, [Prompt(500, 0.13)], MAX, calm) == 500
+    assert prompt_budget(COST, [], 1, [Prompt(500, 0.13)], MAX, calm) == 500
+    assert prompt_budget(COST, [Stream(ITL_S, 0.0)], 1, [], MAX, MAX) == budget([Stream(ITL_S, 0.0)])
+    assert prompt_budget(None, ahead, 1, [Prompt(500, 0.13)], MAX, calm) == calm
