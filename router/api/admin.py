@@ -42,6 +42,7 @@ def instance_of(role: Role, instance: UpstreamInstance, out: str | None) -> pool
         num_running_here=instance.calls.num_requests,
         num_blocks=instance.info.num_blocks if instance.info else 0,
         weights_digest=instance.info.identity.weights_digest if instance.info else "",
+        dtype=instance.info.identity.dtype if instance.info else "",
     )
 
 

@@ -52,6 +52,14 @@ def instances_out(admin_address: str, *, credentials: Credentials = PLAINTEXT) -
     return [f"{instance.address} is {instance.out}" for instance in listed.instances if instance.out]
 
 
+def dtype(address: str, *, credentials: Credentials = PLAINTEXT) -> str:
+    """Of the weights and KV of the instance at `address`, as bfloat16 or bfloat16+int8; raises grpc.RpcError."""
+    with open_blocking_channel(address, _OPTIONS, credentials) as channel:
+        stub: Any = instance_pb2_grpc.InstanceServiceStub(channel)  # type: ignore[arg-type]  # typed for asyncio alone
+        answer = stub.GetInstanceInfo(instance_pb2.GetInstanceInfoRequest(), timeout=_TIMEOUT_S)
+    return str(answer.identity.dtype)
+
+
 def load(address: str, *, credentials: Credentials = PLAINTEXT) -> instance_pb2.WatchLoadResponse:
     """The next load report of the instance at `address`; raises grpc.RpcError."""
     with open_blocking_channel(address, _OPTIONS, credentials) as channel:

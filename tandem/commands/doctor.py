@@ -328,7 +328,7 @@ def check_running_stacks() -> Iterator[Finding]:
         return
     from tandem.client.channel import ROUTER_SERVICE
     from tandem.client.credentials import stack_credentials
-    from tandem.client.health import INSTANCE_SERVICE, READY, health, load
+    from tandem.client.health import INSTANCE_SERVICE, READY, dtype, health, load
 
     for stack in stacks:
         credentials = stack_credentials(Path(stack.folder))
@@ -341,7 +341,8 @@ def check_running_stacks() -> Iterator[Finding]:
                 report = load(address, credentials=credentials)
                 total = sum(value for _, value in report.blocks.ListFields())
                 detail = (
-                    f", {report.num_running} running, {report.num_waiting} waiting, "
+                    f", {dtype(address, credentials=credentials)}, "
+                    f"{report.num_running} running, {report.num_waiting} waiting, "
                     f"{report.blocks.running + report.blocks.held} of {total} blocks in use"
                 )
             yield _process_finding(name, address, state, detail)

@@ -332,7 +332,7 @@ def restart_hint(listed: pools_pb2.ListPoolsResponse, instance_id: str) -> str:
 def _pools_table(answer: pools_pb2.ListPoolsResponse) -> str:
     """A row for each instance, then a line for each pool."""
     rows: list[tuple[str, ...]] = [
-        ("POOL", "INSTANCE", "STATE", "WAITING", "RUNNING", "LOADING", "KV USED", "OURS", "ADDRESS")
+        ("POOL", "INSTANCE", "STATE", "WAITING", "RUNNING", "LOADING", "KV USED", "OURS", "DTYPE", "ADDRESS")
     ]
     rows += [instance_row(one) for one in answer.instances]
     if len({one.weights_digest for one in answer.instances if one.weights_digest}) > 1:
@@ -353,6 +353,7 @@ def instance_row(one: pools_pb2.PoolInstance) -> tuple[str, ...]:
         *map(str, numbers),
         used,
         str(one.num_running_here),
+        one.dtype or "-",
         one.address,
     )
 
@@ -418,6 +419,7 @@ def _instance_as_dict(instance: pools_pb2.PoolInstance) -> dict[str, Any]:
         "address": instance.address,
         "out": instance.out or None,
         "weights": instance.weights_digest or None,
+        "dtype": instance.dtype or None,
         "num_running_here": instance.num_running_here,
         "load": report if instance.HasField("load") else None,
     }

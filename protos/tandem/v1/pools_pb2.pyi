@@ -325,6 +325,7 @@ class PoolInstance(_message.Message):
     NUM_RUNNING_HERE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Stable name; empty before its first answer."""
     address: _builtins.str
@@ -339,6 +340,8 @@ class PoolInstance(_message.Message):
     """KV blocks in all."""
     weights_digest: _builtins.str
     """Digest of its weights; empty before its first answer."""
+    dtype: _builtins.str
+    """As in Identity: bfloat16, or with weights of 8 or 4 bits bfloat16+int8; empty before its first answer."""
     @_builtins.property
     def load(self) -> _instance_pb2.WatchLoadResponse:
         """Its last report; unset before the first."""
@@ -354,10 +357,11 @@ class PoolInstance(_message.Message):
         num_running_here: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         weights_digest: _builtins.str = ...,
+        dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "load", b"load", "num_blocks", b"num_blocks", "num_running_here", b"num_running_here", "out", b"out", "role", b"role", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "dtype", b"dtype", "instance_id", b"instance_id", "load", b"load", "num_blocks", b"num_blocks", "num_running_here", b"num_running_here", "out", b"out", "role", b"role", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

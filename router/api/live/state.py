@@ -346,6 +346,7 @@ def _load(view: InstanceView) -> Json:
         "step_ms": _ms(load.step_s),
         "slots": info.max_num_seqs,
         "connector": info.kv_connector,
+        "dtype": info.identity.dtype,
         "kv": {
             "blocks": info.num_blocks,
             "free": load.free_blocks,

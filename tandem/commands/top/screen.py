@@ -199,7 +199,7 @@ class TopApp(App[None]):
                     table.update_cell(address, column, cell)
 
     def _row(self, one: pools_pb2.PoolInstance) -> list[Text]:
-        *cells, address = instance_row(one)
+        *cells, _, address = instance_row(one)
         cells[2] = cells[2].partition(":")[0]  # the events have the rest
         rate = f"{self._rates.of(one.address):.0f}" if one.HasField("load") else "-"
         numbers = [Text(cell, justify="right") for cell in (*cells[_NUMBERS:], rate)]

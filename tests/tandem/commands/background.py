@@ -21,7 +21,7 @@ class Background:
 
     def __init__(self, folder: Path) -> None:
         self.model_folder = write_model_folder(folder)
-        identity = {"weights_digest": WEIGHTS}
+        identity = {"weights_digest": WEIGHTS, "dtype": "bfloat16+int8"}
         self.prefill = [FakeInstance("prefill", "prefill-0", identity=identity)]
         self.decode = [FakeInstance("decode", f"decode-{number}", identity=identity) for number in (0, 1)]
         self.decode[1].behaviour.num_waiting, self.decode[1].behaviour.num_running = 1, 2

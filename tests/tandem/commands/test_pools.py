@@ -32,6 +32,7 @@ def test_it_shows_a_table_of_both_pools(stack: Background) -> None:
     assert pools.splitlines() == ["prefill: 1 ready", "decode: 2 ready"]
     header, *rows = [line.split() for line in table.splitlines()]
     assert header[:4] == ["POOL", "INSTANCE", "STATE", "WAITING"]
+    assert [row[-2] for row in rows] == ["bfloat16+int8"] * 3
     assert [row[:5] for row in rows] == [
         ["prefill", "prefill-0", "ready", "0", "0"],
         ["decode", "decode-0", "ready", "0", "0"],
@@ -52,7 +53,7 @@ def test_programs_get_json(stack: Background) -> None:
     }
     last = answer["instances"][-1]
     assert (last["pool"], last["instance"], last["out"]) == ("decode", "decode-1", None)
-    assert last["weights"] == WEIGHTS
+    assert (last["weights"], last["dtype"]) == (WEIGHTS, "bfloat16+int8")
     assert (last["load"]["num_waiting"], last["load"]["draining"]) == (1, False)
 
 

@@ -52,7 +52,7 @@ class Instance {
       isPrefill ? perSecond(one.prefill_speed) : bytesPerSecond(one.hand_over_bytes_per_s),
     ];
     texts.forEach((text, index) => text !== null && setText(this.#cells[index], text));
-    setAttribute(this.#cells[0], "title", address);
+    setAttribute(this.#cells[0], "title", one.dtype ? `${address}, ${one.dtype}` : address);
     setText(this.state, one.silent_s ? `${one.state} ${one.silent_s.toFixed(0)} s` : one.state);
     setAttribute(this.state, "data-state", one.state);
     setAttribute(this.state, "title", one.out ?? "");
