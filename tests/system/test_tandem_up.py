@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -127,7 +128,7 @@ def test_up_shows_text_answers_generate_and_leaves_nothing(up: Up, folder: Path)
     assert chat.returncode == 0, chat.stderr
     doctor = up.tandem("doctor", "--quick")
     assert doctor.returncode == 0, doctor.stdout
-    assert "decode-0" in doctor.stdout
+    assert re.search(r"decode-0 +ready at 127.0.0.1:\d+, (bfloat16|float32), 0 running", doctor.stdout), doctor.stdout
     [stack] = running_stacks()
     with Client() as client:
         assert client.address == stack.address
