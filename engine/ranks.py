@@ -6,6 +6,8 @@ with torch.distributed's gloo it needs no port and no threads, its order is fixe
 one row takes a third of the time (docs/decisions/0011). The sockets close with the process that holds them: a rank that
 waits for one that has ended gets RankLost at once.
 
+GPUs share no memory: their ranks exchange by torch.distributed, with NCCL. The same code with gloo runs in tests.
+
         stage 0: rank 0 ◀─ sums ─▶ rank 1          tensor_parallel_size ranks divide each layer
                    │ hidden states   │
         stage 1: rank 2 ◀─ sums ─▶ rank 3          pipeline_parallel_size stages divide the layers
@@ -13,15 +15,18 @@ waits for one that has ended gets RankLost at once.
 
 from __future__ import annotations
 
+import datetime
 import math
 import mmap
+import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed
 
 from engine.errors import EngineError
 from engine.partition import Parallelism
@@ -46,7 +51,7 @@ class Stages(Protocol):
     stage have, and go to the stage after, which all but the last have."""
 
     def receive(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """What the stage before has sent, [num_rows, num_columns] on CPU."""
+        """What the stage before has sent, [num_rows, num_columns] on this rank's device."""
 
     def send(self, x: torch.Tensor) -> None:
         """`x` to the stage after. Returns when it has taken `x`, but for what fits into the system's buffers."""
@@ -185,8 +190,7 @@ class SharedMemoryRanks:
         return total.view(x.shape)
 
     def columns(self, x: torch.Tensor, num_columns: int) -> torch.Tensor:
-        starts = [num_columns * rank // self._size for rank in range(self._size + 1)]
-        widths = [stop - start for start, stop in pairwise(starts)]
+        widths = _widths(num_columns, self._size)
         num_rows = SLOT_BYTES // (max(widths) * x.element_size())
         whole = x.new_empty(x.shape[0], num_columns if self._rank == 0 else 0)
         for source, target in zip(x.split(num_rows), whole.split(num_rows), strict=True):
@@ -212,6 +216,88 @@ class SharedMemoryRanks:
         return slots.unbind()
 
 
+def _widths(num_columns: int, size: int) -> list[int]:
+    """The columns of each rank (`Part.share`)."""
+    return [stop - start for start, stop in pairwise(num_columns * rank // size for rank in range(size + 1))]
+
+
 def _shaped(slot: torch.Tensor, like: torch.Tensor, *shape: int) -> torch.Tensor:
     """The beginning of a slot as elements of the type of `like`."""
     return slot[: math.prod(shape) * like.element_size()].view(like.dtype).view(shape)
+
+
+_OPERATION_S = 3600.0
+"""Longer than any step. A rank that ends closes its connections before."""
+
+
+@dataclass
+class ProcessGroup:
+    """Some ranks of an engine in torch.distributed. They meet in the inherited file `fd`, and connect at their first
+    exchange: then all have loaded their parts, and none waits for one that could not. Used by one thread."""
+
+    name: str
+    """Of the group in the file."""
+    fd: int
+    rank: int
+    """In the group."""
+    size: int
+    device: torch.device
+    _backend: Any = None
+
+    def connect(self) -> Any:
+        """NCCL on CUDA, which no GPU has run (docs/gpu.md); gloo on CPU. Both on this host alone."""
+        distributed: Any = torch.distributed
+        file = distributed.FileStore(f"/proc/self/fd/{self.fd}")
+        store, timeout = distributed.PrefixStore(self.name, file), datetime.timedelta(seconds=_OPERATION_S)
+        if self.device.type == "cuda":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return distributed.ProcessGroupNCCL(store, self.rank, self.size, options)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
+
+    def run(self, start: Callable[[Any], Any]) -> None:
+        """An exchange: `start` begins it with the backend. Raises RankLost."""
+        try:
+            self._backend = self._backend or self.connect()
+            start(self._backend).wait()
+        except RuntimeError as error:
+            raise RankLost(f"another rank has ended: {str(error).splitlines()[0]}") from error
+
+
+class DistributedRanks:
+    """The end of one rank of `group`, which divide the same layers. The library adds in an order of its own."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        self._group.run(lambda backend: backend.allreduce([total]))
+        return total
+
+    def columns(self, x: torch.Tensor, num_columns: int) -> torch.Tensor:
+        widths = _widths(num_columns, self._group.size)
+        padded = torch.nn.functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in widths]
+        self._group.run(lambda backend: backend.allgather([parts], [padded]))
+        if self._group.rank:
+            return x
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+
+class DistributedStages:
+    """The end of one rank of `group`, which has all ranks of the engine; `distance`: to that of the next stage."""
+
+    def __init__(self, group: ProcessGroup, distance: int) -> None:
+        self._group = group
+        self._distance = distance
+
+    def receive(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        x = torch.empty(num_rows, num_columns, dtype=dtype, device=self._group.device)
+        self._group.run(lambda backend: backend.recv([x], self._group.rank - self._distance, 0))
+        return x
+
+    def send(self, x: torch.Tensor) -> None:
+        self._group.run(lambda backend: backend.send([x.contiguous()], self._group.rank + self._distance, 0))

@@ -7,9 +7,10 @@ A step goes to all ranks at once. Each stage waits for the hidden states of the 
 the last stage, ends the step: then every rank has written its keys and values. A large step is divided into
 micro-batches, on which the stages work side by side; in a small one they compute one after the other.
 
-Everything that the ranks share has no name: sockets, pipes and memory are inherited descriptors and go with the
+On CPU everything that the ranks share has no name: sockets, pipes and memory are inherited descriptors and go with the
 processes. The KV memory is one for all ranks, each of which computes its layers and heads of every page. So a page is
 the same for connectors, whatever the number of ranks: instances with different numbers of ranks and stages exchange KV.
+On GPUs each rank has the KV of its layers and heads on its own device, and no connector can read it yet.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import EngineError, UnsupportedModel
+from engine.config import EngineConfig, KVConnectorConfig
+from engine.errors import CapacityError, EngineError, UnsupportedModel
 from engine.executor.executor import Executor, OneProcessExecutor, free_host_memory_for_kv, no_kv_memory
 from engine.executor.process import Ready, Start
 from engine.executor.step import AllocateKV, Int64, Logits, Message, Step, StepInputs
-from engine.executor.worker import forward_part, load_part, map_kv, rank_view
+from engine.executor.worker import forward_part, load_distributed_part, load_part, map_kv, own_kv, rank_view
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes
 from engine.models import check_ranks
@@ -50,10 +51,26 @@ def make_executor(config: EngineConfig, model_config: DecoderConfig, wake: Calla
     check_ranks(model_config, config.parallelism)
     if config.parallelism.num_ranks == 1 or not isinstance(model_config, ModelConfig):
         return OneProcessExecutor(config, model_config)
-    if config.device != "cpu":
-        name = config.parallelism.name
-        raise UnsupportedModel(f"{name} above 1 is supported on cpu; set it to 1 on {config.device}")
+    if not shares_memory(config):
+        _check_devices(config)
     return MultiprocessExecutor(config, model_config, wake)
+
+
+def shares_memory(config: EngineConfig) -> bool:
+    """Whether the ranks have one KV memory and exchange through memory. GPUs do not."""
+    return config.device == "cpu"
+
+
+def _check_devices(config: EngineConfig) -> None:
+    """Raises UnsupportedModel where ranks on devices of their own cannot run."""
+    num_ranks, name = config.parallelism.num_ranks, config.parallelism.name
+    if config.device == "cuda" and (num_gpus := torch.cuda.device_count()) < num_ranks:
+        raise UnsupportedModel(f"{name} above 1: {num_ranks} ranks need {num_ranks} GPUs, torch sees {num_gpus}")
+    if config.kv_connector != KVConnectorConfig():
+        raise UnsupportedModel(
+            f"{name} above 1 is supported without a KV connector on {config.device}, not with "
+            f"{config.kv_connector.class_path}; set it to 1"
+        )
 
 
 @dataclass(slots=True)
@@ -94,19 +111,24 @@ class MultiprocessExecutor:
         self._wake = wake
         self._lost: str | None = None
         self._closing = threading.Event()
+        self._device = torch.device(config.device)
         self._dtype = getattr(torch, model_config.resolve_dtype(config.dtype))
         self._part = parallelism.part(parallelism.core_rank, model_config)
         self._kv_fd = os.memfd_create("tandem-kv")
         self._slots_fd = os.memfd_create("tandem-slots")
         slots_bytes = SharedMemoryRanks.memory_bytes(parallelism.tensor_parallel_size)
         os.ftruncate(self._slots_fd, parallelism.pipeline_parallel_size * slots_bytes)
+        self._groups_fd = None if shares_memory(config) else os.memfd_create("tandem-groups")
         self._encoder = msgspec.msgpack.Encoder()
         self._workers: list[_Worker] = []
         all_ends = connect_all(parallelism)
         self._ends = all_ends[parallelism.core_rank]
         try:
             self._start_workers(config, all_ends)
-            self._model = load_part(config, model_config, self._part, self._ends, self._slots_fd)
+            if self._groups_fd is None:
+                self._model = load_part(config, model_config, self._part, self._ends, self._slots_fd)
+            else:
+                self._model = load_distributed_part(config, model_config, self._part, self._groups_fd)
             for worker in self._workers:
                 worker.wait_ready()
         except BaseException:
@@ -119,9 +141,15 @@ class MultiprocessExecutor:
 
     def free_for_kv(self, layout: KVLayout, max_model_len: int) -> int:
         del layout, max_model_len
+        if self._groups_fd is not None:
+            raise CapacityError("the free memory of several GPUs is not measured: set kv_cache_bytes or num_blocks")
         return free_host_memory_for_kv()
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
+        if self._groups_fd is not None:
+            self._send(AllocateKV(num_blocks), self._workers)
+            self._kv_cache = own_kv(self._part, layout, num_blocks, self._dtype, self._device)
+            return self._kv_cache
         num_bytes = num_blocks * layout.bytes_per_block
         if num_bytes > available_bytes():  # shared memory is not refused, but ends the process that writes to it
             raise no_kv_memory(num_bytes)
@@ -133,11 +161,11 @@ class MultiprocessExecutor:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         self._send(Step.of(inputs), self._workers)
-        return forward_part(self._model, inputs, self._kv_cache, self._part)
+        return forward_part(self._model, inputs, self._kv_cache, self._part, self._device)
 
     def compute_logits(self, hidden: torch.Tensor, rows: Int64) -> torch.Tensor:
         self._send(Logits(rows.tobytes()), [worker for worker in self._workers if worker.rank > self._part.rank])
-        return self._model.compute_logits(hidden[torch.from_numpy(rows)])
+        return self._model.compute_logits(hidden[torch.from_numpy(rows).to(self._device)])
 
     def check(self) -> None:
         if self._lost is not None:
@@ -153,10 +181,11 @@ class MultiprocessExecutor:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
         close_all([self._ends])
-        for fd in (self._kv_fd, self._slots_fd):
-            if fd >= 0:
+        for fd in (self._kv_fd, self._slots_fd, self._groups_fd):
+            if fd is not None and fd >= 0:
                 os.close(fd)
         self._kv_fd = self._slots_fd = -1
+        self._groups_fd = None
 
     def _start_workers(self, config: EngineConfig, all_ends: Sequence[Ends]) -> None:
         """Start a process for every other rank."""
@@ -172,6 +201,7 @@ class MultiprocessExecutor:
                     after_fd=None if ends.after is None else ends.after.fileno(),
                     slots_fd=self._slots_fd,
                     kv_fd=self._kv_fd,
+                    groups_fd=self._groups_fd,
                     parent_pid=os.getpid() if is_main else None,
                 )
                 self._workers.append(_start_worker(start, ends.sockets))
@@ -205,7 +235,8 @@ class MultiprocessExecutor:
 
 def _start_worker(start: Start, sockets: Sequence[socket.socket]) -> _Worker:
     ours, theirs = Pipe()
-    fds = (theirs.fileno(), start.slots_fd, start.kv_fd, *(sock.fileno() for sock in sockets))
+    groups = () if start.groups_fd is None else (start.groups_fd,)
+    fds = (theirs.fileno(), start.slots_fd, start.kv_fd, *groups, *(sock.fileno() for sock in sockets))
     argv = (sys.executable, "-m", "engine.executor.process", str(theirs.fileno()))
     process = subprocess.Popen(argv, pass_fds=fds, stdin=subprocess.DEVNULL)
     theirs.close()

@@ -36,6 +36,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     slots_fd: int
     """Memory of the exchanges of all stages."""
     kv_fd: int
+    groups_fd: int | None
+    """The file in which the groups of torch.distributed meet; None: the ranks share memory."""
     parent_pid: int | None
     """None: the parent's thread may end before the parent."""
 

@@ -3,13 +3,25 @@ no wait for a rank that ended."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from engine.partition import Parallelism
-from engine.ranks import SLOT_BYTES, RankLost, SharedMemoryRanks, SocketStages, close_all, connect_all
+from engine.ranks import (
+    SLOT_BYTES,
+    DistributedRanks,
+    DistributedStages,
+    ProcessGroup,
+    RankLost,
+    SharedMemoryRanks,
+    SocketStages,
+    close_all,
+    connect_all,
+)
 from tests.engine.rank_threads import group_of, on_all_ranks
 
 
@@ -84,3 +96,52 @@ def test_a_stage_that_ends_is_noticed_at_once() -> None:
     with pytest.raises(RankLost, match="stage before this one has ended"):
         last.receive(1, 3, torch.float32)
     close_all(all_ends)
+
+
+@pytest.fixture
+def three_groups() -> Iterator[list[ProcessGroup]]:
+    """The ends of three ranks in torch.distributed."""
+    fd = os.memfd_create("groups")
+    yield [ProcessGroup("stage 0", fd, rank, 3, torch.device("cpu")) for rank in range(3)]
+    os.close(fd)
+
+
+def on_threads(groups: list[ProcessGroup], compute: Callable[[ProcessGroup], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """What `compute` returns on each."""
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return [tensor for tensors in threads.map(compute, groups) for tensor in tensors]
+
+
+def test_ranks_without_shared_memory_exchange_the_same(three_groups: list[ProcessGroup]) -> None:
+    """By gloo; torch has no NCCL without a GPU."""
+    whole, bounds = of_rank(0, 5, 103), [103 * rank // 3 for rank in range(4)]
+
+    def compute(group: ProcessGroup) -> list[torch.Tensor]:
+        rank, ranks = group.rank, DistributedRanks(group)
+        part = whole[:, bounds[rank] : bounds[rank + 1]]
+        return [ranks.sum(of_rank(rank, 7, 33).bfloat16().T), ranks.columns(part, 103)]
+
+    sums_and_columns = on_threads(three_groups, compute)
+    expected = sum((of_rank(rank, 7, 33).bfloat16().T.double() for rank in range(3)), torch.zeros(33, 7).double())
+    for total in sums_and_columns[::2]:
+        torch.testing.assert_close(total.double(), expected, atol=0.05, rtol=0)
+    assert torch.equal(sums_and_columns[1], whole)
+    assert torch.equal(sums_and_columns[5], whole[:, bounds[2] :])
+
+
+def test_hidden_states_go_on_without_shared_memory_until_a_rank_ends(three_groups: list[ProcessGroup]) -> None:
+    sent = of_rank(0, 700, 513).bfloat16()
+
+    def compute(group: ProcessGroup) -> list[torch.Tensor]:
+        stages = DistributedStages(group, 1)
+        x = stages.receive(700, 513, torch.bfloat16) if group.rank else sent
+        if group.rank < 2:
+            stages.send(x)
+        return [x]
+
+    assert all(torch.equal(x, sent) for x in on_threads(three_groups, compute))
+    waiting, ended, _ = three_groups
+    ended._backend = None
+    three_groups.clear()
+    with pytest.raises(RankLost, match="another rank has ended"):
+        DistributedRanks(waiting).sum(sent)

@@ -9,14 +9,16 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from engine import LLM, AsyncEngine, SamplingParams
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVConnectorConfig
 from engine.core.messages import EngineRequest
 from engine.errors import EngineDeadError, UnsupportedModel
-from engine.executor.multiprocess import MultiprocessExecutor
+from engine.executor.multiprocess import MultiprocessExecutor, make_executor
 from engine.executor.step import MICRO_BATCH_TOKENS
 from engine.machine import usable_cores
+from engine.models.config import ModelConfig
 from engine.ranks import RankLost
 from tests.builders import lively_checkpoint
 from tests.waiting import Stopwatch, wait_until
@@ -118,6 +120,35 @@ def test_several_ranks_answer_as_one_does_and_leave_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline", "dtype"), [(2, 1, "float32"), (1, 2, "bfloat16"), (2, 2, "float32")])
+def test_ranks_with_a_memory_each_answer_as_one_does_until_one_is_killed(
+    checkpoint: Path,
+    expected: Callable[[str], Answers],
+    monkeypatch: pytest.MonkeyPatch,
+    tensor: int,
+    pipeline: int,
+    dtype: str,
+) -> None:
+    """As on GPUs, but by gloo, each with the KV of its own layers and heads."""
+    monkeypatch.setattr("engine.executor.multiprocess.shares_memory", lambda config: False)
+    llm = engine_of(checkpoint, tensor, pipeline, dtype)
+    assert answers(llm)[0] == expected(dtype)[0]
+    rank_processes()[0].kill()
+    with pytest.raises(RankLost):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.core.shutdown()
+    assert rank_processes() == []
+
+
+def test_several_gpus_are_rejected_with_a_connector(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    connector = KVConnectorConfig(class_path="kv_transfer.nixl.connector:NixlConnector")
+    config = EngineConfig(model=str(checkpoint), device="cuda", tensor_parallel_size=2, kv_connector=connector)
+    with pytest.raises(UnsupportedModel, match="supported without a KV connector on cuda, not with kv_transfer"):
+        make_executor(config, ModelConfig.from_folder(checkpoint), lambda: None)
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_engine(two_ranks: LLM) -> None:
     """Between steps. A waiting engine finds out as well."""
     (process,) = rank_processes()
@@ -170,7 +201,10 @@ async def test_a_killed_rank_ends_the_core_within_two_seconds(
             {"pipeline_parallel_size": 2, "model_impl": "transformers"},
             "pipeline_parallel_size above 1 is supported for native models; set it to 1 with the transformers backend",
         ),
-        ({"pipeline_parallel_size": 2, "device": "cuda"}, "pipeline_parallel_size above 1 is supported on cpu"),
+        (
+            {"pipeline_parallel_size": 2, "device": "cuda", "tensor_parallel_size": 2},
+            "tensor_parallel_size above 1: 4 ranks need 4 GPUs, torch sees [0-3]$",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_rejected_before_a_process_starts(
