@@ -129,9 +129,11 @@ def num_entering(cost: StepCost | None, num_streams: int, prompts: Iterable[int]
 def entering_tokens(cost: StepCost | None, num_streams: int, num_left: int) -> int | None:
     """Prompt tokens of the next step beside streams where all prompts, with `num_left` tokens together, have waited for
     a grammar: those that lengthen it by a quarter, and never so few that prompts accumulate. None: no bound."""
-    if num_streams == 0 or (cost is not None and cost.per_token_s <= 0):
+    if num_streams == 0:
         return None
-    by_time = 0 if cost is None else int(_ENTERING_PART * cost.seconds(num_streams) / cost.per_token_s)
+    by_time = 0
+    if cost is not None and cost.per_token_s > 0:  # 0 as long as no step had prompt tokens
+        by_time = int(_ENTERING_PART * cost.seconds(num_streams) / cost.per_token_s)
     return max(by_time, -(-num_left // _ENTERING_STEPS), MIN_TOKENS)
 
 
