@@ -84,7 +84,8 @@ def assert_prompts_are_exact(rig: Rig, checkpoint: Path, num_prompts: int) -> li
         assert usage.external_tokens == len(prompt) - usage.cached_tokens, rig.router_warnings()
         assert usage.recomputed_tokens == 0
     after = rig.loads()
-    assert sum_of("num_generated_tokens", before, after, "decode") == num_prompts * (NUM_TOKENS - 1)
+    num_generated = sum_of("num_generated_tokens", before, after, "decode")
+    assert num_generated == num_prompts * (NUM_TOKENS - 1), rig.router_warnings()
     assert sum_of("num_prefilled_tokens", before, after, "decode") == 0, "decode computed prompt tokens"
     assert sum_of("num_recomputed_blocks", before, after, "decode") == 0
     assert all(sum_of("num_generated_tokens", before, after, name) > 0 for name in after), "an instance had no work"
