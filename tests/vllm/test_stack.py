@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.timeout(1200)
 
 PROMPT = "Once upon a time there was a penguin called Penny who had a tandem. " * 6
-SAMPLED = {"temperature": 0.9, "top_p": 1.0, "top_k": 0, "max_tokens": 64, "ignore_eos": True}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 1.0, "top_k": 0, "max_tokens": 64, "ignore_eos": True}
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "max_tokens": 64},
     "seeded": {**SAMPLED, "seed": 7},
