@@ -9,6 +9,8 @@ VLLM_INSTALLED := $(VLLM)/.installed-with-connectors
 # Tests of whole stacks that pass with vLLM in the instances as well.
 VLLM_STACKS := tests/system/test_openai.py tests/system/test_resize.py::test_both_pools_grow_and_shrink_under_load
 VLLM_STACKS += tests/system/test_kills_under_load.py::test_thirty_cut_streams_of_each_kind_of_end_have_no_wrong_token
+VLLM_STACKS += 'tests/system/test_autoscale.py::test_a_ramp_a_spike_and_a_lull[2]'
+VLLM_STACKS += tests/system/test_rolling_restart.py::test_a_rolling_restart_of_everything_loses_nothing
 SITE_INSTALLED := $(VENV)/.site
 NODE_INSTALLED := node_modules/.installed
 EXAMPLE := examples/node-backend

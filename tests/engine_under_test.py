@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[1]
 IS_VLLM = os.environ.get("TANDEM_TEST_ENGINE", "tandem") == "vllm"
 BLOCK_SIZE = 32 if IS_VLLM else 16
 """vLLM's CPU kernels want a multiple of 32."""
+NUM_KEPT_BLOCKS = 1 if IS_VLLM else 0
+"""Of an instance's blocks, those that the engine keeps for itself."""
 PATIENCE = 5.0 if IS_VLLM else 1.0
 """A start of vLLM takes 20 s of two cores, and its end some seconds: factor of every time limit."""
 _AT_ITS_END = "EngineDeadError|CancelledError|EngineCore|vllm/"

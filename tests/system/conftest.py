@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine import LLM
+from tests.engine_under_test import NUM_KEPT_BLOCKS
 from tests.lively import checkpoint, prompts, reference
 from tests.system.reference import Reference
 from tests.system.rig import Rig
@@ -72,7 +73,7 @@ def killable(shared_stack: Stack) -> Iterator[Stack]:
         wait_until(lambda: stack.rig.is_ready(name), f"{name} is not ready again")  # noqa: B023
     stack.warm_up()
     for name, load in stack.settled().items():
-        assert load.blocks.free + load.blocks.cached == NUM_BLOCKS, f"{name}: {load.blocks}"
+        assert load.blocks.free + load.blocks.cached == NUM_BLOCKS - NUM_KEPT_BLOCKS, f"{name}: {load.blocks}"
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from protos.tandem.v1 import instance_pb2
 from tandem import Client, Completion
 from tandem.demo import MODEL_DIR
 from tandem.local_stack.settings import StackSettings
-from tests.engine_under_test import BLOCK_SIZE, engine_fields
+from tests.engine_under_test import BLOCK_SIZE, PATIENCE, engine_fields
 from tests.lively import CHUNK, PATIENT_PEERS, PATIENT_POOLS
 from tests.system.checker import assert_no_leak, assert_same_answer, busy, footprint
 from tests.system.connectors import CONNECTORS, Backing
@@ -39,7 +39,7 @@ SHORT_LEASE_S = 2.0
 """Where instances die."""
 SETTLE_S = 15.0
 """Far below the patient lease, and long enough for a busy machine."""
-BEAT_TIMEOUT_S = 3.0
+BEAT_TIMEOUT_S = 3.0 * PATIENCE
 """Where instances freeze: longer than the default, so that a stall of the machine is not taken for a frozen one."""
 DECODE_STEP_S = 0.03
 """Of a killable stack: streams last long enough to be hit."""

@@ -16,6 +16,7 @@ import pytest
 
 from engine import LLM
 from protos.tandem.v1 import pools_pb2
+from tests.engine_under_test import PATIENCE
 from tests.system.checker import wait_idle
 from tests.system.load import Load
 from tests.system.questions import Question, make_questions
@@ -29,8 +30,8 @@ STEP_S = 0.03
 MAX_NUM_SEQS = 8
 SCALING = {
     "interval-s": 0.5,
-    "stale-s": 4,
-    "lead-ttl-s": 10,
+    "stale-s": 4 * PATIENCE,
+    "lead-ttl-s": 10 * PATIENCE,
     "prefill-min-size": 1,
     "prefill-max-size": 1,
     "decode-min-size": 1,

@@ -13,9 +13,10 @@ from tandem.client.channel import ROUTER_SERVICE
 from tandem.client.health import READY, health, wait_serving
 from tandem.local_stack.process import ManagedProcess
 from tandem.local_stack.topology import free_ports
+from tests.engine_under_test import PATIENCE
 from tests.system.rig import Rig
 
-HANG_S = 120.0
+HANG_S = 120.0 * PATIENCE
 """For steps that take seconds on a quiet machine."""
 
 
