@@ -6,7 +6,7 @@ import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import grpc
 
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
 from tandem.local_stack.settings import StackSettings
-from tests.engine_under_test import BLOCK_SIZE, engine_fields
+from tests.engine_under_test import BLOCK_SIZE, IS_VLLM, engine_fields
 from tests.system.load import Load, Outcome
 from tests.system.questions import Question
 from tests.system.rig import Rig
@@ -166,7 +166,8 @@ def cut_under_load(
         while len(struck_s) < num_strikes or load.num_cut < num_cut or load.kinds_cut != kinds:
             victim = next(victims)
             others = [name for name in stack.decode if name != victim]
-            wait_until(lambda victim=victim: stack.rig.is_ready(victim), f"{victim} is not back")  # type: ignore[misc]
+            with load.paused() if IS_VLLM else nullcontext():  # vLLM's start would take minutes beside the load
+                wait_until(lambda victim=victim: stack.rig.is_ready(victim), f"{victim} is not back")  # type: ignore[misc]
             wait_until(lambda others=others: any(map(stack.rig.is_ready, others)), "no other is up")  # type: ignore[misc]
             wait_until(lambda: load.bears_another_kill(struck_s), "answers do not end")
             wait_until(lambda victim=victim: stack.num_running(victim) > 0, f"nothing runs at {victim}")  # type: ignore[misc]

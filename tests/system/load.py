@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -100,6 +101,7 @@ class Load:
         self._num_clients = num_clients
         self._credentials = credentials
         self._finishing = threading.Event()
+        self._is_paused = False
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
 
     def __enter__(self) -> Self:
@@ -117,6 +119,15 @@ class Load:
         self._thread.join(self.timeout_s + 10)
         assert not self._thread.is_alive(), "answers do not end"
         return self.outcomes
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No new questions inside of the `with`; those that were sent go on."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     @property
     def num_cut(self) -> int:
@@ -149,7 +160,10 @@ class Load:
 
     async def _ask_in_turn(self, stub: Any) -> None:
         while not self._finishing.is_set():
-            await self._ask_next(stub)
+            if self._is_paused:
+                await asyncio.sleep(0.05)
+            else:
+                await self._ask_next(stub)
 
     async def _ask_next(self, stub: Any) -> None:
         number = len(self.outcomes)

@@ -80,14 +80,15 @@ def small_stack(checkpoint: Path) -> Iterator[KillableStack]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("strike", [KillableStack.kill, KillableStack.drain], ids=["kill -9", "drain"])
 def test_thirty_cut_streams_of_each_kind_of_end_have_no_wrong_token(
-    small_stack: KillableStack, llm: LLM, strike: Callable[[KillableStack, str], int]
+    small_stack: KillableStack, llm: LLM, strike: Callable[[KillableStack, str], int], turn: int
 ) -> None:
     """Every prompt is handed over, and the decode instance that takes the stream over computes or loads its KV."""
     small_stack.wait_up()
     questions = make_questions(llm, 24, random.Random("ends"), num_tokens=NUM_TOKENS)
-    moments = random.Random("moments")
+    moments = random.Random(f"moments {turn}")
 
     def strike_at_any_token(stack: KillableStack, name: str) -> int:
         time.sleep(moments.uniform(0.0, NUM_TOKENS * STEP_S))
