@@ -4,13 +4,15 @@
 
 A stack of one prefill and one decode instance and one of a single instance, float32, one thread each, asked in turns;
 every prompt is new, and nothing else runs at the time. Prints medians, and the least: TTFT of both, the gap between
-tokens 1 and 2 of the first, and the decode step (mean of its later gaps).
+tokens 1 and 2 of the first, and the decode step (mean of its later gaps). Then the CPU time that each process took
+until the first token, on average: what TTFT is made of where processes share cores.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import re
 import shutil
 import statistics
 import tempfile
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
+import psutil
 
 from benchmarks.shapes import SHAPES, write_config
 from tandem.client.client import Client
@@ -34,12 +37,22 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """Of the demo's model, whose vocabulary is smaller: vLLM does not start without."""
 
 
+class Asked(NamedTuple):
+    """A stack that is measured."""
+
+    client: Client
+    processes: dict[str, psutil.Process]
+    """By member and what it is there."""
+
+
 class Times(NamedTuple):
     """Of one request, in seconds."""
 
     ttft_s: float
     gap_s: float
     step_s: float
+    cpu_s: dict[str, float]
+    """Until the first token, by process."""
 
 
 @click.command(help=__doc__)
@@ -59,17 +72,15 @@ def main(interpreter: str, connector: str, shape: str, prompt_len: int, chunk: i
         split = stacks.enter_context(stack(model, interpreter, chunk, connector, "always"))
         whole = stacks.enter_context(stack(model, interpreter, chunk, connector, "never"))
         for index in range(repeat + 2):
-            for kind, client in (("handed over", split), ("aggregated", whole)):
-                times = measure(client, [rng.randrange(3, vocab_size) for _ in range(prompt_len)])
+            for kind, asked in (("handed over", split), ("aggregated", whole)):
+                times = measure(asked, [rng.randrange(3, vocab_size) for _ in range(prompt_len)])
                 if index >= 2:
                     found[kind].append(times)
     show(found["handed over"], found["aggregated"])
 
 
 @contextmanager
-def stack(
-    model: Path, interpreter: str, chunk: int, connector: str, disaggregation: Disaggregation
-) -> Iterator[Client]:
+def stack(model: Path, interpreter: str, chunk: int, connector: str, disaggregation: Disaggregation) -> Iterator[Asked]:
     """Its weights are random, the same in every instance."""
     sizes = ("--load-format", "dummy", "--block-size", "32", "--max-num-batched-tokens", str(chunk))
     settings = StackSettings(
@@ -91,19 +102,39 @@ def stack(
     with LocalStack(settings) as running, Client(running.address) as client:
         while instances_out(running.admin_address):
             time.sleep(0.1)
-        yield client
+        yield Asked(client, dict(processes(running)))
 
 
-def measure(client: Client, prompt: list[int]) -> Times:
+def processes(running: LocalStack) -> Iterator[tuple[str, psutil.Process]]:
+    for name, member in running.processes.items():
+        server = psutil.Process(member.pid)
+        yield name, server
+        for process in server.children(recursive=True):
+            title = process.name() if process.name().startswith("VLLM::") else " ".join(process.cmdline())
+            what = re.search(r"VLLM::\w+|vllm_engine\.process", title)
+            if what is not None:
+                yield f"{name} {what[0]}", process
+
+
+def cpu_s(asked: Asked) -> dict[str, float]:
+    """CPU time that each process has taken so far."""
+    times = {name: process.cpu_times() for name, process in asked.processes.items()}
+    return {name: taken.user + taken.system for name, taken in times.items()}
+
+
+def measure(asked: Asked, prompt: list[int]) -> Times:
     """One request, alone."""
-    started = time.monotonic()
-    stream = client.stream(prompt, temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
-    arrivals = [(time.monotonic(), len(piece.token_ids)) for piece in stream]
+    before, started = cpu_s(asked), time.monotonic()
+    stream = asked.client.stream(prompt, temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+    first = next(stream)
+    arrivals = [(time.monotonic(), len(first.token_ids))]
+    used_s = {name: after - before[name] for name, after in cpu_s(asked).items()}
+    arrivals += [(time.monotonic(), len(piece.token_ids)) for piece in stream]
     assert arrivals[0][1] == 1, "prefill's token comes alone"
     assert sum(count for _, count in arrivals) == OUTPUT_LEN
     times = [at for at, count in arrivals for _ in range(count)]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return Times(times[0] - started, gaps[0], statistics.mean(gaps[1:]))
+    return Times(times[0] - started, gaps[0], statistics.mean(gaps[1:]), used_s)
 
 
 def show(split: list[Times], whole: list[Times]) -> None:
@@ -117,6 +148,11 @@ def show(split: list[Times], whole: list[Times]) -> None:
         click.echo(f"{name:17} median {statistics.median(seconds) * 1e3:6.1f} ms, least {min(seconds) * 1e3:6.1f} ms")
     ratio = statistics.median(times.ttft_s for times in split) / statistics.median(times.ttft_s for times in whole)
     click.echo(f"TTFT handed over / aggregated: {ratio:.2f}")
+    for kind, found in (("handed over", split), ("aggregated", whole)):
+        mean_s = {name: statistics.mean(times.cpu_s[name] for times in found) for name in found[0].cpu_s}
+        click.echo(f"CPU until the first token, {kind}: {sum(mean_s.values()) * 1e3:.0f} ms")
+        for name in sorted(mean_s, key=lambda name: -mean_s[name]):
+            click.echo(f"  {mean_s[name] * 1e3:7.1f} ms {name}")
 
 
 if __name__ == "__main__":
