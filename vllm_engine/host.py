@@ -55,7 +55,7 @@ from vllm_engine.argument_rules import WITHOUT_EFFECT
 from vllm_engine.arguments import engine_arguments, has_connector, set_environment
 from vllm_engine.failures import FailedRequests
 from vllm_engine.kv_link import KVLink
-from vllm_engine.kv_messages import KVSetup
+from vllm_engine.kv_messages import Interrupt, KVSetup
 from vllm_engine.load import LoadMeter, RequestCounts
 from vllm_engine.requests import check_supported, tokens_event, vllm_input, vllm_params
 from vllm_engine.versions import require_vllm
@@ -231,6 +231,7 @@ class Host:
         running = self._running.get(request_id)
         if running is not None and running.task is not None:
             running.task.cancel()
+            self._interrupt()
 
     async def _run(self, running: _Running, request: EngineRequest) -> None:
         try:
@@ -263,6 +264,7 @@ class Host:
         outputs = self._engine.generate(
             vllm_input(request), vllm_params(request), request.request_id, priority=-request.priority
         )
+        self._interrupt()
         async with aclosing(outputs):
             async for output in outputs:
                 if self._failed.take(request.request_id):
@@ -276,6 +278,11 @@ class Host:
                 self._emit(event if running.load is None else _with_origin(event, running))
                 running.has_token = True
         return None
+
+    def _interrupt(self) -> None:
+        """vLLM is about to get a message, which it reads between two steps."""
+        if self._info.kv_connector != "null":
+            self._link.send(Interrupt())
 
     # KV from elsewhere
 

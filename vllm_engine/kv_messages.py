@@ -1,7 +1,7 @@
 """What the three processes of one vLLM tell each other about KV that is handed over.
 
     scheduler half ──KVStep, with each step──▶ worker half ──KVSeeds, with a step's result──▶ scheduler half
-    host ──KVSetup, once; Seed, KVProgress, LeaseCommand──▶ worker half ──KVReport──▶ host
+    host ──KVSetup, once; Seed, KVProgress, LeaseCommand, Interrupt──▶ worker half ──KVReport──▶ host
 
 The host's messages take a ZeroMQ socket in the folder that the processes share, because vLLM has no channel for them.
 """
@@ -20,7 +20,12 @@ from vllm_engine.requests import SampledRequest
 SOCKET = "kv"
 """File name of the host's socket."""
 
-HostCommand = Seed | KVProgress | LeaseCommand
+
+class Interrupt(msgspec.Struct, frozen=True, tag=True):
+    """vLLM gets a request or an abort, which it reads between two steps: a step that waits for KV ends now."""
+
+
+HostCommand = Seed | KVProgress | LeaseCommand | Interrupt
 
 
 @dataclass(slots=True)

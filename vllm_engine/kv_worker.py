@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from engine.scheduling.request import Request
 from vllm_engine.kv_messages import (
     Finished,
     HostCommand,
+    Interrupt,
     KVLoad,
     KVReport,
     KVSetup,
@@ -50,8 +52,12 @@ from vllm_engine.kv_messages import (
 if TYPE_CHECKING:
     import torch
 
-_IDLE_WAIT_S = 0.005
-"""A step that computes nothing waits this long for something to happen: vLLM repeats it without a pause."""
+_IDLE_WAIT_S = 0.05
+"""A step that computes nothing waits this long for something to happen: vLLM repeats it without a pause, and on
+a CPU each takes time from models that compute."""
+_SHORT_WAIT_S = 0.005
+_INTERRUPTED_S = 0.05
+"""So long after an Interrupt such steps are short: EngineCore may get the host's message only after the next one."""
 _TICK_S = 0.25
 
 
@@ -116,6 +122,7 @@ class WorkerHalf:
         self._counts = KVLoad()
         """The counters of the load."""
         self._reported = KVLoad()
+        self._interrupted_until_s = 0.0
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, args=(setup.address,), daemon=True, name="kv-transfers")
         self._thread.start()
@@ -166,9 +173,19 @@ class WorkerHalf:
         """What has ended since the last call. Waits a little where the step computes nothing."""
         with self._changed:
             if step.is_empty and self._transfers:
-                self._changed.wait_for(lambda: bool(self._results), _IDLE_WAIT_S)
+                self._wait_for_results()
             results, self._results = self._results, StepResults()
         return results
+
+    def _wait_for_results(self) -> None:
+        if self._is_interrupted:
+            self._changed.wait_for(lambda: bool(self._results), _SHORT_WAIT_S)
+        else:
+            self._changed.wait_for(lambda: bool(self._results) or self._is_interrupted, _IDLE_WAIT_S)
+
+    @property
+    def _is_interrupted(self) -> bool:
+        return time.monotonic() < self._interrupted_until_s
 
     def shutdown(self) -> None:
         """End I/O, and remove what is this process's own."""
@@ -282,6 +299,8 @@ class WorkerHalf:
                     self._connector.handle(progress)
             case LeaseCommand():
                 self._connector.handle(command)
+            case Interrupt():
+                self._interrupted_until_s = time.monotonic() + _INTERRUPTED_S
 
     def _apply(self, output: KVConnectorOutput) -> None:
         self._events += output.events

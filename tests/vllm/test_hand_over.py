@@ -6,15 +6,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import msgspec
+import psutil
 import pytest
 import pytest_asyncio
 
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
-from engine.core.messages import EngineRequest
+from engine.core.messages import EngineRequest, RemoteKV, ReservedEvent, TokensEvent
 from tests.kv_transfer.stores.redis.redis_server import redis_server
 from tests.vllm.engine_pair import BLOCK_SIZE, Answer, EnginePair, prompt_of, request, with_connector
 from tests.vllm.test_engine import SAMPLINGS, tokens
@@ -140,3 +142,24 @@ async def test_200_aborts_leave_no_block(pair: EnginePair) -> None:
         await asyncio.gather(*(abort(first + number) for number in range(10)))
     await pair.assert_nothing_is_left()
     await assert_handed_over(pair, request(prompt_of(100)))
+
+
+async def test_waiting_for_kv_leaves_the_cores_to_others(pair: EnginePair) -> None:
+    """vLLM steps for as long as it has a request."""
+
+    def cpu_s() -> float:
+        host = psutil.Process(pair.decode.info.pid)
+        times = [process.cpu_times() for process in (host, *host.children(recursive=True))]
+        return sum(taken.user + taken.system for taken in times)
+
+    never = RemoteKV(transfer_id="never", reservation_s=60.0)
+    waiting = pair.decode.add_request(msgspec.structs.replace(request(prompt_of(100)), remote_kv=never))
+    assert isinstance(await anext(waiting), ReservedEvent)
+    await asyncio.sleep(0.5)
+    used_s, begun_s = cpu_s(), time.monotonic()
+    await asyncio.sleep(3)
+    assert cpu_s() - used_s < 0.25 * (time.monotonic() - begun_s)
+    other = [event async for event in pair.decode.add_request(request(prompt_of(40))) if isinstance(event, TokensEvent)]
+    assert len(tokens(other)) == 24
+    await waiting.aclose()
+    await pair.assert_nothing_is_left()
