@@ -25,6 +25,8 @@ _SIGNS = re.compile(
     r"Traceback \(most recent call last\)|exception was never retrieved|Exception ignored in|Task was destroyed"
 )
 _ON_PURPOSE = re.compile(r"engine\.failpoints\.FailpointError|a fault that the test asked for")
+_CANCELLED_AT_ITS_END = re.compile(r'ExecuteBatchError: Failed "execute_batch": .*SendStatusFromServerOperation')
+"""grpcio's own, for a call that its client cancelled in the moment in which the server sent its status."""
 _OWN = ("decode_service", "engine", "instance", "kv_transfer", "prefill_service", "router", "serving", "tandem")
 """Loggers of this process that count, beside lost tasks: grpcio logs exceptions of its own, where several event loops
 have clients and servers, and for calls that end with their server."""
@@ -37,7 +39,8 @@ def exceptions_in(log: str) -> list[str]:
     """The log lines that hold an exception, each with the lines that belong to it."""
     starts = [0, *(match.start() for match in _NEXT_LINE.finditer(log)), len(log)]
     lines = (log[start:end] for start, end in pairwise(starts))
-    return [line for line in lines if _SIGNS.search(line) and not _ON_PURPOSE.search(line)]
+    found = (line for line in lines if _SIGNS.search(line))
+    return [line for line in found if not (_ON_PURPOSE.search(line) or _CANCELLED_AT_ITS_END.search(line))]
 
 
 class ProcessLogs:

@@ -17,6 +17,9 @@ TRACEBACK = """12:00:01.000 ERROR   serving.interceptor [r1] Generate failed
     |   File "x.py", line 1, in <module>
     | {error}
 """
+BATCH_ERROR = (
+    'grpc._cython.cygrpc.ExecuteBatchError: Failed "execute_batch": (<grpc._cython.cygrpc.{operation} object>,)'
+)
 LOST = """12:00:02.000 ERROR   asyncio Task exception was never retrieved
 """
 UNRAISABLE = """Exception ignored in: <function f at 0x7f>
@@ -32,6 +35,8 @@ UNRAISABLE = """Exception ignored in: <function f at 0x7f>
         (UNRAISABLE, 1),
         ('{"time": "t", "traceback": "Traceback (most recent call last):\\\\n  x"}\n' + FINE, 1),
         (TRACEBACK.format(error="engine.failpoints.FailpointError: kv.save") + FINE, 0),
+        (TRACEBACK.format(error=BATCH_ERROR.format(operation="SendStatusFromServerOperation")), 0),
+        (TRACEBACK.format(error=BATCH_ERROR.format(operation="SendMessageOperation")), 1),
     ],
 )
 def test_exceptions_are_found_one_for_each_line_of_the_log(log: str, count: int) -> None:
