@@ -6,6 +6,9 @@ The KV memory of one rank is one contiguous array, block-major:
 
 so that one block, the *page*, is contiguous: one file write, one Redis value, one NIXL descriptor. Another engine's
 memory may be one array for each layer, [num_blocks, ...]; its page is the block of every layer, in their order.
+
+The elements of one head's keys or values, [block_size, head_dim], lie token after token, or in the order in which the
+compiled kernels of the CPU read them, where a vector has the same element of sixteen tokens (`PageOrder`).
 """
 
 from __future__ import annotations
@@ -13,10 +16,16 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+PageOrder = Literal["tokens", "vectors"]
+"""tokens: [block_size, head_dim]. vectors: in numbers of 32 bits, each n = 1 (float32) or 2 elements; keys
+[block_size / 16, head_dim / n, 16, n], so that element d of token t is at [t // 16, d // n, t % 16, d % n]; values
+[block_size / n, head_dim, n], where it is at [t // n, d, t % n], with zeros beside the last token of an odd number."""
 
 
 class PageLayout(Protocol):
@@ -45,6 +54,7 @@ class KVLayout:
     block_size: int
     dtype: str
     num_planes: int = 2
+    order: PageOrder = "tokens"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -65,5 +75,5 @@ class KVLayout:
     @property
     def digest(self) -> bytes:
         """32 bytes, equal exactly for equal layouts."""
-        fields = (LAYOUT_VERSION, *self.page_shape, self.dtype)
+        fields = (LAYOUT_VERSION, *self.page_shape, self.dtype, self.order)
         return hashlib.sha256(":".join(map(str, fields)).encode()).digest()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.attention.backend import AttentionBackend
+    from engine.kv_layout import PageOrder
 
 
 def _import_numba() -> None:
@@ -59,6 +60,11 @@ def select_backend(
     raise UnsupportedModel(
         f"attention backend {name} does not support block_size {block_size}, head_dim {head_dim}, {dtype} on {device}"
     )
+
+
+def page_order(name: str) -> PageOrder:
+    """The order of elements in the pages of the backend called `name`."""
+    return "vectors" if name == "cpu" else "tokens"
 
 
 def _has_flash_attn() -> bool:

@@ -33,7 +33,8 @@ class AttentionBackend(Protocol):
     """Writes the step's keys and values into the pages, then attends over the pages, causally.
 
     kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous from the heads on: the layers
-    and heads of a rank are a slice of the pages of all ranks.
+    and heads of a rank are a slice of the pages of all ranks. Keys and values of a head lie in the order
+    `page_order(name)`.
     """
 
     name: str

@@ -60,8 +60,8 @@ class CpuAttention:
 
     @staticmethod
     def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """float32, bfloat16 and float16 on CPU, head sizes of whole vectors, blocks of whole groups of four keys."""
-        fits = head_dim % WIDTH == 0 and block_size % 4 == 0
+        """float32, bfloat16 and float16 on CPU, heads and blocks of whole vectors."""
+        fits = head_dim % WIDTH == 0 and block_size % WIDTH == 0
         return device.type == "cpu" and is_compiled_for(dtype) and fits
 
     def forward(
@@ -146,7 +146,7 @@ def _attend_tiles(
     num_kv_heads, block_size = kv_cache.shape[3:5]
     group = num_heads // num_kv_heads
     query = _row_major(query)
-    in_pairs = query.dtype == torch.bfloat16 and head_dim % pair_kernels.ELEMENTS == 0 and multiplies_pairs()
+    in_pairs = query.dtype == torch.bfloat16 and multiplies_pairs()
     arguments = _AttentionArguments(
         0,
         plan.tiles.shape[0],

@@ -1,8 +1,8 @@
-"""The inner loops of attention over packed keys and values, for four rows at a time, written as LLVM instructions.
+"""The inner loops of attention over pages, for several rows at a time, written as LLVM instructions.
 
-Written out, because what counts is which values stay in registers: sixteen sums, while every key or value that is
-loaded serves four rows. Each sum adds the same numbers in the same order as the loops for single rows do, and each
-product is rounded together with its addition, so that both give the same bits.
+Written out, because what counts is which values stay in registers: a sum for each row and vector, while every key or
+value that is loaded serves all rows. Whatever the number of rows and keys, each sum adds the same numbers one by one,
+and each product is rounded together with its addition: all variants give the same bits.
 """
 
 # Functions that numba calls with types have no useful annotations of their own.
@@ -15,12 +15,29 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.attention.simd import WIDTH, as_floats, fused_product, pair_product, repeated, vector_at
+from engine.attention.simd import WIDTH, fused_product, halves_of, pair_product, prefetched, repeated, vector_at
 
-NUM_ROWS = 4
 _I64 = ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 _ZERO = ir.Constant(_VECTOR, [0.0] * WIDTH)
+
+
+class _Arithmetic:
+    """How to multiply numbers of 32 bits: floats, pairs of bfloat16, or two elements of 16 bits that become floats."""
+
+    def __init__(self, kind) -> None:
+        self._kind = kind
+        self._in_pairs = kind == types.uint32
+        self.num_factors = 1 if kind in (types.float32, types.uint32) else 2
+        """Of a number: so many queries or weights belong to it."""
+        self.per_number = 1 if kind == types.float32 else 2
+        """Elements of a head, or tokens, in a number."""
+
+    def factors(self, builder, numbers):
+        return [numbers] if self.num_factors == 1 else halves_of(builder, numbers, self._kind)
+
+    def product(self, builder, left, right, added):
+        return (pair_product if self._in_pairs else fused_product)(builder, left, right, added)
 
 
 def loop(builder, first, last, initial, body):
@@ -44,173 +61,145 @@ def loop(builder, first, last, initial, body):
     return values
 
 
-def _store_products(product):
+def _store_products(num_rows, num_groups, *, ahead):
     def codegen(context, builder, sig, args):
-        rows, row_places, keys, key_places = args
+        rows, row_places, cache, offsets, places, _ = args
+        arithmetic = _Arithmetic(sig.args[5])
         queries, stride, target = cgutils.unpack_tuple(builder, row_places)
-        first_key, key_stride, num_groups = cgutils.unpack_tuple(builder, key_places)
-        starts = [builder.add(queries, builder.mul(stride, _I64(row))) for row in range(NUM_ROWS)]
+        first_group, size, plane = cgutils.unpack_tuple(builder, places)
+        starts = [builder.add(queries, builder.mul(stride, _I64(row))) for row in range(num_rows)]
+        groups = [
+            builder.load(builder.gep(offsets, [builder.add(first_group, _I64(group))])) for group in range(num_groups)
+        ]
 
-        def pair(lane):
-            """Per row: the partial sum of numbers lane, lane + 16, …, and that of lane + 8, lane + 24, …, added."""
+        def add_products(number, sums):
+            line = builder.mul(number, _I64(WIDTH))
+            at = [builder.add(group, line) for group in groups]
+            keys = [
+                arithmetic.factors(builder, builder.load(vector_at(builder, cache, place), align=4)) for place in at
+            ]
+            if ahead:
+                for place in at:
+                    prefetched(builder, cache, builder.add(place, plane))
+            sums = list(sums)
+            for factor in range(arithmetic.num_factors):
+                place = builder.add(builder.mul(number, _I64(arithmetic.num_factors)), _I64(factor))
+                for row, start in enumerate(starts):
+                    query = repeated(builder, builder.load(builder.gep(rows, [builder.add(start, place)])))
+                    for group, key in enumerate(keys):
+                        which = row * num_groups + group
+                        sums[which] = arithmetic.product(builder, query, key[factor], sums[which])
+            return sums
 
-            def add_products(group, sums):
-                at = builder.add(builder.mul(group, _I64(WIDTH)), _I64(lane))
-                result = []
-                for half, offset in enumerate((0, WIDTH // 2)):
-                    number = builder.add(at, _I64(offset))
-                    key = builder.load(
-                        vector_at(builder, keys, builder.add(first_key, builder.mul(number, key_stride))), align=4
-                    )
-                    for row in range(NUM_ROWS):
-                        query = builder.load(builder.gep(rows, [builder.add(starts[row], number)]))
-                        total = sums[half * NUM_ROWS + row]
-                        result.append(product(builder, repeated(builder, query), key, total))
-                return result
-
-            sums = loop(builder, _I64(0), num_groups, [_ZERO] * (2 * NUM_ROWS), add_products)
-            return [builder.fadd(sums[row], sums[NUM_ROWS + row]) for row in range(NUM_ROWS)]
-
-        def added(lanes):
-            """The tree over lanes of `pair`, depth first: three sums of each row wait at most."""
-            if len(lanes) == 1:
-                return pair(lanes[0])
-            left, right = added(lanes[::2]), added(lanes[1::2])
-            return [builder.fadd(a, b) for a, b in zip(left, right, strict=True)]
-
-        for row, total in enumerate(added(range(WIDTH // 2))):
-            at = builder.add(target, builder.mul(stride, _I64(row)))
+        sums = loop(builder, _I64(0), size, [_ZERO] * (num_rows * num_groups), add_products)
+        for which, total in enumerate(sums):
+            row, group = divmod(which, num_groups)
+            at = builder.add(target, builder.add(builder.mul(stride, _I64(row)), _I64(WIDTH * group)))
             builder.store(total, vector_at(builder, rows, at), align=4)
         return context.get_dummy_value()
 
-    return codegen
+    def typing(typingctx, rows, row_places, cache, offsets, places, kind):
+        triple = types.UniTuple(types.int64, 3)
+        return types.void(rows, triple, cache, offsets, triple, kind), codegen
 
+    typing.__doc__ = f"""Products of {num_rows} rows with {num_groups} groups of sixteen keys. Places: queries, stride,
+    target; first_group, size, plane.
 
-@intrinsic
-def store_products(typingctx, rows, row_places, keys, key_places):
-    """Products of four rows with sixteen keys. Places: queries, stride, target; first_key, key_stride, num_groups.
-
-    rows[queries + row * stride:] has a row's 16 * num_groups numbers; keys[first_key + d * key_stride + i] is number d
-    of key i. rows[target + row * stride + i] gets the product of a row and key i: the partial sums of every sixteenth
-    number, then their sum in the tree of `store_totals`.
+    rows[queries + row * stride:] has a row's query; the keys' number n is cache[offsets[first_group + g] + 16 * n:].
+    rows[target + row * stride + 16 * g + i] gets the product of a row and key i of group g.
+    With `ahead` the values of these keys are prefetched, `plane` numbers after the keys.
     """
-    places = types.UniTuple(types.int64, 3)
-    return types.void(rows, places, keys, places), _store_products(fused_product)
+    return intrinsic(typing)
 
 
-@intrinsic
-def store_pair_products(typingctx, rows, row_places, keys, key_places):
-    """`store_products` of numbers that are pairs of bfloat16."""
-    places = types.UniTuple(types.int64, 3)
-    return types.void(rows, places, keys, places), _store_products(pair_product)
-
-
-def _add_weighted(num_vectors, product):
+def _add_weighted(num_rows, num_vectors, *, ahead):
     def codegen(context, builder, sig, args):
-        rows, row_places, values, value_places = args
+        rows, row_places, cache, offsets, places, _ = args
+        arithmetic = _Arithmetic(sig.args[5])
+        per_group = _I64(WIDTH // arithmetic.per_number)
         sums, weights, shrinks, stride = cgutils.unpack_tuple(builder, row_places)
-        first_value, value_stride, low, high = cgutils.unpack_tuple(builder, value_places)
-        offsets = [builder.mul(stride, _I64(row)) for row in range(NUM_ROWS)]
-        places = [
+        here, there, plane, first_value, value_stride, low, high = cgutils.unpack_tuple(builder, places)
+        by_row = [builder.mul(stride, _I64(row)) for row in range(num_rows)]
+        targets = [
             vector_at(builder, rows, builder.add(builder.add(sums, offset), _I64(WIDTH * vector)))
-            for offset in offsets
+            for offset in by_row
             for vector in range(num_vectors)
         ]
         shrink = [
-            repeated(builder, builder.load(builder.gep(rows, [builder.add(shrinks, offset)]))) for offset in offsets
+            repeated(builder, builder.load(builder.gep(rows, [builder.add(shrinks, offset)]))) for offset in by_row
         ]
         initial = [
-            builder.fmul(builder.load(place, align=4), shrink[number // num_vectors])
-            for number, place in enumerate(places)
+            builder.fmul(builder.load(target, align=4), shrink[number // num_vectors])
+            for number, target in enumerate(targets)
         ]
 
-        def add_products(token, sums):
-            start = builder.add(first_value, builder.mul(token, value_stride))
-            loaded = [
-                builder.load(vector_at(builder, values, builder.add(start, _I64(WIDTH * vector))), align=4)
-                for vector in range(num_vectors)
-            ]
-            result = []
-            for row, offset in enumerate(offsets):
-                place = builder.gep(rows, [builder.add(builder.add(weights, offset), token)])
-                weight = repeated(builder, builder.load(place))
-                result += [
-                    product(builder, weight, value, sums[row * num_vectors + vector])
-                    for vector, value in enumerate(loaded)
-                ]
-            return result
+        def add_group(group, sums):
+            start = builder.load(builder.gep(offsets, [builder.add(here, group)]))
+            start = builder.add(builder.add(start, plane), first_value)
+            following = builder.add(builder.load(builder.gep(offsets, [builder.add(there, group)])), first_value)
+            begin = builder.mul(group, per_group)
+            end = builder.add(begin, per_group)
 
-        for place, total in zip(places, loop(builder, low, high, initial, add_products), strict=True):
-            builder.store(total, place, align=4)
+            def add_products(number, sums):
+                inside = builder.mul(builder.sub(number, begin), value_stride)
+                at = builder.add(start, inside)
+                values = [
+                    arithmetic.factors(
+                        builder,
+                        builder.load(vector_at(builder, cache, builder.add(at, _I64(WIDTH * vector))), align=4),
+                    )
+                    for vector in range(num_vectors)
+                ]
+                if ahead:
+                    for vector in range(num_vectors):
+                        place = builder.add(builder.add(following, inside), _I64(WIDTH * vector))
+                        prefetched(builder, cache, place)
+                sums = list(sums)
+                for factor in range(arithmetic.num_factors):
+                    place = builder.add(builder.mul(number, _I64(arithmetic.num_factors)), _I64(factor))
+                    place = builder.add(weights, place)
+                    for row, offset in enumerate(by_row):
+                        weight = repeated(builder, builder.load(builder.gep(rows, [builder.add(place, offset)])))
+                        for vector, value in enumerate(values):
+                            which = row * num_vectors + vector
+                            sums[which] = arithmetic.product(builder, weight, value[factor], sums[which])
+                return sums
+
+            first = builder.select(builder.icmp_signed("<", begin, low), low, begin)
+            last = builder.select(builder.icmp_signed("<", high, end), high, end)
+            return loop(builder, first, last, sums, add_products)
+
+        groups = builder.sdiv(builder.add(high, builder.sub(per_group, _I64(1))), per_group)
+        results = loop(builder, builder.sdiv(low, per_group), groups, initial, add_group)
+        for target, total in zip(targets, results, strict=True):
+            builder.store(total, target, align=4)
         return context.get_dummy_value()
 
-    return codegen
+    def typing(typingctx, rows, row_places, cache, offsets, places, kind):
+        four, seven = types.UniTuple(types.int64, 4), types.UniTuple(types.int64, 7)
+        return types.void(rows, four, cache, offsets, seven, kind), codegen
 
-
-@intrinsic
-def add_weighted_64(typingctx, rows, row_places, values, value_places):
-    """Adds to 64 sums of four rows, shrunk first, the values [low, high) times the rows' weights. Places: sums,
-    weights, shrinks, stride; first_value, value_stride, low, high.
+    typing.__doc__ = f"""Adds to {16 * num_vectors} sums of {num_rows} rows, shrunk first, values times the rows'
+    weights. Places: sums, weights, shrinks, stride; here, there, plane, first_value, value_stride, low, high.
 
     rows[sums + row * stride:] has a row's sums, rows[weights + row * stride:] its weights, rows[shrinks + row * stride]
-    its shrink; values[first_value + token * value_stride:] the values.
+    its shrink. The values' numbers [low, high) of the tile are those of groups of sixteen tokens, `value_stride` apart,
+    which begin at cache[offsets[here + group] + plane + first_value].
+    With `ahead` the keys of the groups `there` are prefetched.
     """
-    places = types.UniTuple(types.int64, 4)
-    return types.void(rows, places, values, places), _add_weighted(4, fused_product)
+    return intrinsic(typing)
 
 
-@intrinsic
-def add_weighted_16(typingctx, rows, row_places, values, value_places):
-    """`add_weighted_64` for sixteen sums."""
-    places = types.UniTuple(types.int64, 4)
-    return types.void(rows, places, values, places), _add_weighted(1, fused_product)
-
-
-@intrinsic
-def add_weighted_pairs_64(typingctx, rows, row_places, values, value_places):
-    """`add_weighted_64` where weights and values are pairs of bfloat16: of tokens 2 * i and 2 * i + 1."""
-    places = types.UniTuple(types.int64, 4)
-    return types.void(rows, places, values, places), _add_weighted(4, pair_product)
-
-
-@intrinsic
-def add_weighted_pairs_32(typingctx, rows, row_places, values, value_places):
-    """`add_weighted_pairs_64` for 32 sums."""
-    places = types.UniTuple(types.int64, 4)
-    return types.void(rows, places, values, places), _add_weighted(2, pair_product)
-
-
-@intrinsic
-def store_transposed(typingctx, source, offsets, first, number, target, index, stride):
-    """Sixteen numbers of sixteen rows: target[index + n * stride + i] = source[offsets[first + i] + number + n]."""
-    element = source.dtype
-
-    def codegen(context, builder, sig, args):
-        source, offsets, first, number, target, index, stride = args
-        lines = []
-        for line in range(WIDTH):
-            offset = builder.load(builder.gep(offsets, [builder.add(first, _I64(line))]))
-            lines.append(as_floats(builder, source, builder.add(offset, number), element))
-        for distance in (8, 4, 2, 1):
-            lines = _exchanged(builder, lines, distance)
-        for line, vector in enumerate(lines):
-            at = builder.add(index, builder.mul(stride, _I64(line)))
-            builder.store(vector, vector_at(builder, target, at), align=4)
-        return context.get_dummy_value()
-
-    return types.void(source, offsets, types.int64, types.int64, target, types.int64, types.int64), codegen
-
-
-def _exchanged(builder, lines, distance):
-    """Lines i and i + distance exchange their blocks of `distance` numbers off the diagonal."""
-    result = list(lines)
-    for line in range(WIDTH):
-        if line & distance:
-            continue
-        upper, lower = lines[line], lines[line + distance]
-        own = [n if not n & distance else WIDTH + n - distance for n in range(WIDTH)]
-        other = [n + distance if not n & distance else WIDTH + n for n in range(WIDTH)]
-        for place, order in ((line, own), (line + distance, other)):
-            mask = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), order)
-            result[place] = builder.shuffle_vector(upper, lower, mask)
-    return result
+# For many rows; for three or four; for one or two.
+tile_products = _store_products(4, 4, ahead=False)
+group_products = _store_products(4, 1, ahead=False)
+add_weighted_64 = _add_weighted(4, 4, ahead=False)
+add_weighted_16 = _add_weighted(4, 1, ahead=False)
+few_tile_products = _store_products(4, 4, ahead=True)
+few_group_products = _store_products(4, 1, ahead=True)
+few_add_weighted_64 = _add_weighted(4, 4, ahead=True)
+few_add_weighted_16 = _add_weighted(4, 1, ahead=True)
+two_tile_products = _store_products(2, 4, ahead=True)
+two_group_products = _store_products(2, 1, ahead=True)
+two_add_weighted_64 = _add_weighted(2, 4, ahead=True)
+two_add_weighted_16 = _add_weighted(2, 1, ahead=True)

@@ -29,6 +29,8 @@ WIDTH = 16
 BFLOAT16 = np.uint16(0)
 FLOAT16 = np.int16(0)
 FLOAT32 = np.float32(0)
+PAIRS = np.uint32(0)
+"""Two adjacent bfloat16, which are multiplied and added at once."""
 KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
 """Of the element types, by torch's names."""
 INT32 = np.int32(0)
@@ -134,6 +136,23 @@ def as_floats(builder, base, index, element):
     return builder.bitcast(wide, _VECTOR)
 
 
+def halves_of(builder, numbers, element):
+    """Numbers of 32 bits, each two elements of the numba type `element`: the lower ones as floats, the upper ones."""
+    bits = builder.bitcast(numbers, _INTEGERS)
+    if element == types.int16:
+        halves = (bits, builder.lshr(bits, _constant(16, integer=True)))
+        return [builder.fpext(builder.bitcast(builder.trunc(half, _HALVES), _FLOAT16S), _VECTOR) for half in halves]
+    lower = builder.shl(bits, _constant(16, integer=True))
+    upper = builder.and_(bits, _constant(0xFFFF0000, integer=True))
+    return [builder.bitcast(half, _VECTOR) for half in (lower, upper)]
+
+
+def prefetched(builder, base, index):
+    """Prefetches the cache line of base[index]; never faults."""
+    address = builder.bitcast(builder.gep(base, [index]), _I8.as_pointer())
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, *(ir.Constant(_I32, flag) for flag in (0, 3, 1))])
+
+
 def repeated(builder, number):
     """Sixteen copies of one float."""
     one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(_I32, 0))
@@ -224,30 +243,6 @@ def first_of(typingctx, value):
         return builder.extract_element(args[0], ir.Constant(_I32, 0))
 
     return types.float32(floats), codegen
-
-
-@intrinsic
-def even_pairs(typingctx, first, second):
-    """Of vectors of pairs: pairs of the first's and the second's lower elements."""
-
-    def codegen(context, builder, sig, args):
-        first, second = (builder.bitcast(arg, _INTEGERS) for arg in args)
-        lower = builder.and_(first, _constant(0xFFFF, integer=True))
-        return builder.bitcast(builder.or_(lower, builder.shl(second, _constant(16, integer=True))), _VECTOR)
-
-    return floats(floats, floats), codegen
-
-
-@intrinsic
-def odd_pairs(typingctx, first, second):
-    """Of vectors of pairs: pairs of the first's and the second's upper elements."""
-
-    def codegen(context, builder, sig, args):
-        first, second = (builder.bitcast(arg, _INTEGERS) for arg in args)
-        upper = builder.and_(second, _constant(0xFFFF0000, integer=True))
-        return builder.bitcast(builder.or_(builder.lshr(first, _constant(16, integer=True)), upper), _VECTOR)
-
-    return floats(floats, floats), codegen
 
 
 @intrinsic
@@ -343,28 +338,6 @@ def total(typingctx, value):
 
 
 @intrinsic
-def store_totals(typingctx, base, index, first, second, third, fourth):
-    """Writes the sums of four vectors to elements [index, index + 4). In one tree: a third of the work of four sums."""
-
-    def codegen(context, builder, sig, args):
-        def halves_added(left, right, width):
-            """Groups of `width` elements, of `left` and then of `right`, become groups of half of that."""
-            groups = range(0, 2 * WIDTH if right is not left else left.type.count, width)
-            low = [group + offset for group in groups for offset in range(width // 2)]
-            order = [ir.Constant(ir.VectorType(_I32, len(low)), [at + by for at in low]) for by in (0, width // 2)]
-            return builder.fadd(*(builder.shuffle_vector(left, right, one) for one in order))
-
-        a, b = halves_added(args[2], args[3], WIDTH), halves_added(args[4], args[5], WIDTH)
-        sums = halves_added(a, b, WIDTH // 2)
-        for width in (WIDTH // 4, WIDTH // 8):
-            sums = halves_added(sums, sums, width)
-        builder.store(sums, vector_at(builder, args[0], args[1], sums.type), align=4)
-        return context.get_dummy_value()
-
-    return types.void(base, types.int64, floats, floats, floats, floats), codegen
-
-
-@intrinsic
 def largest(typingctx, value):
     """Maximum of the elements."""
 
@@ -413,20 +386,6 @@ def power_of_two(typingctx, exponent):
         return builder.bitcast(builder.shl(biased, _constant(23, integer=True)), _VECTOR)
 
     return floats(floats), codegen
-
-
-@intrinsic
-def prefetch(typingctx, base, index):
-    """Prefetches the cache line of base[index]; never faults."""
-
-    def codegen(context, builder, sig, args):
-        address = builder.bitcast(builder.gep(args[0], [args[1]]), _I8.as_pointer())
-        flags = [ir.Constant(_I32, flag) for flag in (0, 3, 1)]
-        arguments = [address, *flags]
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), arguments)
-        return context.get_dummy_value()
-
-    return types.void(base, types.int64), codegen
 
 
 @njit

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import assert_never
 
 from engine import failpoints
+from engine.attention import page_order
 from engine.config import EngineConfig
 from engine.core.messages import (
     AbortRequests,
@@ -77,7 +78,9 @@ class EngineCore:
         self.config = config
         model_config = read_config(config.model, config.model_impl)
         dtype = model_config.resolve_dtype(config.dtype)
-        layout = model_config.kv_layout(dtype=dtype, block_size=config.block_size)
+        self._executor = make_executor(config, model_config, wake)
+        order = page_order(self._executor.attention_name)
+        layout = model_config.kv_layout(dtype=dtype, block_size=config.block_size, order=order)
         identity = compute_identity(
             config.model,
             dtype=dtype,
@@ -88,7 +91,6 @@ class EngineCore:
             quantization=config.quantization,
         )
         self._fingerprint = identity.fingerprint
-        self._executor = make_executor(config, model_config, wake)
         num_blocks = _num_blocks(config, layout, model_config.max_model_len, self._executor)
         max_model_len = _max_model_len(config, model_config.max_model_len, num_blocks)
         kv_cache = self._executor.allocate_kv(layout, num_blocks)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from engine.config import Dtype
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
-from engine.kv_layout import KVLayout
+from engine.kv_layout import KVLayout, PageOrder
 
 
 class ConfigFields:
@@ -148,13 +148,14 @@ class DecoderConfig:
         """The engine's `dtype` setting resolved: `auto` is the checkpoint's own."""
         return self.torch_dtype if dtype == "auto" else dtype
 
-    def kv_layout(self, *, dtype: Dtype, block_size: int) -> KVLayout:
+    def kv_layout(self, *, dtype: Dtype, block_size: int, order: PageOrder = "tokens") -> KVLayout:
         return KVLayout(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=self.resolve_dtype(dtype),
+            order=order,
         )
 
 

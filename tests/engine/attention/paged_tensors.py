@@ -31,3 +31,23 @@ def paged_tensors(
     fused = torch.randn(num_tokens, (group + 2) * kv_heads, head_dim, generator=generator).to(dtype)
     query, key, value = fused.split([group * kv_heads, kv_heads, kv_heads], dim=1)
     return query, key, value, cache.to(dtype)
+
+
+def in_vectors(cache: torch.Tensor) -> torch.Tensor:
+    """Pages in the order "tokens" [num_blocks, layers, 2, heads, block_size, head_dim], in the order "vectors"."""
+    n = 4 // cache.element_size()
+    shape, keys, values = cache.shape, *cache.unbind(2)
+    outer, (block_size, head_dim) = keys.shape[:3], shape[-2:]
+    keys = keys.reshape(*outer, block_size // 16, 16, head_dim // n, n).transpose(4, 5)
+    values = values.reshape(*outer, block_size // n, n, head_dim).transpose(4, 5)
+    return torch.stack([keys.reshape(*outer, -1), values.reshape(*outer, -1)], dim=2).view(shape)
+
+
+def in_tokens(pages: torch.Tensor) -> torch.Tensor:
+    """Undoes `in_vectors`."""
+    n = 4 // pages.element_size()
+    shape, keys, values = pages.shape, *pages.unbind(2)
+    outer, (block_size, head_dim) = keys.shape[:3], shape[-2:]
+    keys = keys.reshape(*outer, block_size // 16, head_dim // n, 16, n).transpose(4, 5)
+    values = values.reshape(*outer, block_size // n, head_dim, n).transpose(4, 5)
+    return torch.stack([keys.reshape(*outer, -1), values.reshape(*outer, -1)], dim=2).view(shape)

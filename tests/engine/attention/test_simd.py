@@ -26,7 +26,6 @@ from engine.attention.simd import (
     rounded_to,
     splat,
     store,
-    store_totals,
     total,
 )
 from tests.waiting import wait_until
@@ -36,11 +35,6 @@ def _exponentials(a):  # type: ignore[no-untyped-def]
     source, target = pointer(a[1], FLOAT32), pointer(a[2], FLOAT32)
     for i in range(0, a[0], 16):
         store(target, i, exp(load(source, i)))
-
-
-def _four_totals(a):  # type: ignore[no-untyped-def]
-    source, target = pointer(a[0], FLOAT32), pointer(a[1], FLOAT32)
-    store_totals(target, 3, load(source, 0), load(source, 16), load(source, 32), load(source, 48))
 
 
 def _conversions(kind):  # type: ignore[no-untyped-def]
@@ -146,11 +140,3 @@ def test_operators_and_reductions() -> None:
     x, y = source.chunk(2)
     torch.testing.assert_close(target[:16], (x + y) * x / y - source[3], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(target[16:], torch.stack((x.sum(), x.max())), rtol=1e-5, atol=1e-5)
-
-
-def test_four_sums_in_one_tree() -> None:
-    source = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
-    target = torch.full((9,), 7.0)
-    _call(_four_totals, source.data_ptr(), target.data_ptr())
-    torch.testing.assert_close(target[3:7], source.sum(dim=1), rtol=1e-5, atol=1e-5)
-    assert target[[0, 1, 2, 7, 8]].eq(7).all()

@@ -16,7 +16,7 @@ from engine.models.linear import PackedLinear
 from engine.models.llama import LlamaModel
 from tests.builders import lively_checkpoint, paged_step
 
-BLOCK_SIZE = 8
+BLOCK_SIZE = 16
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
