@@ -48,6 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     """Maximum prompt + output in tokens; None: the model's own limit."""
     block_size: int = 16
+    """Tokens in a KV block. The fast attention of CPUs and Triton needs a multiple of 16."""
     num_blocks: int | None = None
     """KV blocks; None divides kv_cache_bytes by the page size."""
     kv_cache_bytes: int | None = None

@@ -1,8 +1,10 @@
 """The inner loops of attention over pages, for several rows at a time, written as LLVM instructions.
 
 Written out, because what counts is which values stay in registers: a sum for each row and vector, while every key or
-value that is loaded serves all rows. Whatever the number of rows and keys, each sum adds the same numbers one by one,
-and each product is rounded together with its addition: all variants give the same bits.
+value that is loaded serves all rows. Whatever the number of rows and keys, each sum adds the same numbers in one order
+and each product is rounded together with its addition: all variants give the same bits. Products of float32 are summed
+by sixteen first: one by one their logits differ from transformers' by up to 1.3e-4, so by 8e-5. Elements of 16 bits
+round far more.
 """
 
 # Functions that numba calls with types have no useful annotations of their own.
@@ -61,6 +63,26 @@ def loop(builder, first, last, initial, body):
     return values
 
 
+def _store_sums(builder, arithmetic, targets, size, add_products):
+    """The sums of `add_products` over numbers [0, size); of float32 by sixteen, each added to what is stored."""
+    zeros = [_ZERO] * len(targets)
+    if arithmetic.per_number > 1:
+        for place, total in zip(targets, loop(builder, _I64(0), size, zeros, add_products), strict=True):
+            builder.store(total, place, align=4)
+        return
+    for place in targets:
+        builder.store(_ZERO, place, align=4)
+
+    def add_part(part, _):
+        first = builder.mul(part, _I64(WIDTH))
+        sums = loop(builder, first, builder.add(first, _I64(WIDTH)), zeros, add_products)
+        for place, total in zip(targets, sums, strict=True):
+            builder.store(builder.fadd(builder.load(place, align=4), total), place, align=4)
+        return []
+
+    loop(builder, _I64(0), builder.sdiv(size, _I64(WIDTH)), [], add_part)
+
+
 def _store_products(num_rows, num_groups, *, ahead):
     def codegen(context, builder, sig, args):
         rows, row_places, cache, offsets, places, _ = args
@@ -91,11 +113,14 @@ def _store_products(num_rows, num_groups, *, ahead):
                         sums[which] = arithmetic.product(builder, query, key[factor], sums[which])
             return sums
 
-        sums = loop(builder, _I64(0), size, [_ZERO] * (num_rows * num_groups), add_products)
-        for which, total in enumerate(sums):
-            row, group = divmod(which, num_groups)
-            at = builder.add(target, builder.add(builder.mul(stride, _I64(row)), _I64(WIDTH * group)))
-            builder.store(total, vector_at(builder, rows, at), align=4)
+        targets = [
+            vector_at(
+                builder, rows, builder.add(target, builder.add(builder.mul(stride, _I64(row)), _I64(WIDTH * group)))
+            )
+            for row in range(num_rows)
+            for group in range(num_groups)
+        ]
+        _store_sums(builder, arithmetic, targets, size, add_products)
         return context.get_dummy_value()
 
     def typing(typingctx, rows, row_places, cache, offsets, places, kind):

@@ -171,8 +171,8 @@ def test_a_new_instance_that_keeps_exiting_is_dropped(monkeypatch: pytest.Monkey
     scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": BECOMES_READY}, others=DIES)
     with LocalStack(settings()) as stack:
         stack.resize("decode", 2)
-        until(stack, lambda: "decode-1" in stack.processes)
-        texts = until(stack, lambda: "decode-1" not in stack.processes)
+        texts = until(stack, lambda: "decode-1" in stack.processes)
+        texts += until(stack, lambda: "decode-1" not in stack.processes)
         assert sum("restarting in" in line for line in texts) == 5
         assert list(stack.instances) == ["decode-0"]
 
