@@ -3,7 +3,8 @@
     python -m benchmarks.vllm_hand_over [--python .venv-vllm/bin/python] [--connector nixl] [--shape 33m]
 
 A stack of one prefill and one decode instance and one of a single instance, float32, one thread each, asked in turns;
-every prompt is new, and nothing else runs at the time. Prints medians, and the least: TTFT of both, the gap between
+every prompt is new, and nothing else runs at the time: a stack is asked when the other's processes, which poll for a
+second after an answer, are asleep. Prints medians, and the least: TTFT of both, the gap between
 tokens 1 and 2 of the first, and the decode step (mean of its later gaps). Then the CPU time that each process took
 until the first token, on average: what TTFT is made of where processes share cores.
 """
@@ -33,6 +34,8 @@ from tandem.local_stack.settings import Disaggregation, StackSettings
 from tandem.local_stack.stack import LocalStack
 
 OUTPUT_LEN = 24
+PAUSE_S = 1.5
+"""Before each request."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """Of the demo's model, whose vocabulary is smaller: vLLM does not start without."""
 
@@ -73,6 +76,7 @@ def main(interpreter: str, connector: str, shape: str, prompt_len: int, chunk: i
         whole = stacks.enter_context(stack(model, interpreter, chunk, connector, "never"))
         for index in range(repeat + 2):
             for kind, asked in (("handed over", split), ("aggregated", whole)):
+                time.sleep(PAUSE_S)
                 times = measure(asked, [rng.randrange(3, vocab_size) for _ in range(prompt_len)])
                 if index >= 2:
                     found[kind].append(times)
