@@ -3,7 +3,8 @@
 One task is one tile of queries (consecutive tokens of one request) and one key/value head. Its rows are the tile's
 tokens times the query heads of that head. Keys are read once for all rows, in tiles of TILE_KEYS that begin at fixed
 positions, wherever their pages lie; each row keeps a running maximum, sum and weighted values (online softmax, arXiv
-1805.02867) in float32. So a row's bits depend on its query and its keys alone.
+1805.02867) in float32. The maximum is replaced only where a score exceeds it by SLACK: sums are seldom scaled, and
+weights stay below exp(SLACK). So a row's bits depend on its query and its keys alone.
 
 Pages lie in the order in which vectors are read (`KVLayout.order` "vectors"). Their numbers have 32 bits: a float32, or
 two elements of 16 bits. Keys of sixteen tokens are [head_dim numbers, 16 tokens], a number being adjacent elements of a
@@ -11,7 +12,8 @@ head; values are [tokens, head_dim], a number being the same element of tokens 2
 between memory and the products: many rows (prefill) take four at a time, few rows (decode) as many as there are, and
 while keys are read, their values are prefetched, and while values are read, the keys of the next tile.
 
-A row's scratch, float32: query [head_dim], weighted values [head_dim], weights [TILE_KEYS], then maximum, sum, shrink.
+A row's scratch, float32: query [head_dim], weighted values [head_dim], weights [TILE_KEYS], sum of the weights [WIDTH]
+(of every sixteenth), then maximum and shrink.
 
 `pair_kernels` has other steps for the same loops, which multiply two elements at a time.
 """
@@ -49,8 +51,10 @@ from engine.attention.simd import (
     KINDS,
     PAIRS,
     WIDTH,
+    any_above,
     as_double,
     exp,
+    first_of,
     largest,
     load,
     maximum,
@@ -65,8 +69,10 @@ UNSEEN = np.float32(-1e30)
 """Score of a position that a row does not see. Finite, so that differences are numbers."""
 ZERO = np.float32(0)
 ONE = np.float32(1)
-MAXIMUM, SUM, SHRINK = 0, 1, 2
 TILE_KEYS = 64
+SUM, MAXIMUM, SHRINK = TILE_KEYS, TILE_KEYS + WIDTH, TILE_KEYS + WIDTH + 1
+"""From a row's weights on."""
+SLACK = np.float32(8)
 GROUPS = TILE_KEYS // WIDTH
 NUM_ROWS = 4
 MANY_ROWS = 8
@@ -200,9 +206,9 @@ def start_sums(rows, at, head_dim):
     """Nothing has been added to a row yet."""
     for d in range(0, head_dim, WIDTH):
         store(rows, at + head_dim + d, splat(ZERO))
-    state = at + 2 * head_dim + TILE_KEYS
-    rows[state + MAXIMUM] = UNSEEN
-    rows[state + SUM] = ZERO
+    weights = at + 2 * head_dim
+    store(rows, weights + SUM, splat(ZERO))
+    rows[weights + MAXIMUM] = UNSEEN
 
 
 @njit
@@ -214,7 +220,7 @@ def _start_row(rows, at, head_dim, query, column, scale):
 
 @njit
 def _finish_row(rows, at, head_dim, output, column):
-    inverse = splat(ONE / rows[at + 2 * head_dim + TILE_KEYS + SUM])
+    inverse = splat(ONE / total(load(rows, at + 2 * head_dim + SUM)))
     for d in range(0, head_dim, WIDTH):
         store(output, column + d, load(rows, at + head_dim + d) * inverse)
 
@@ -233,48 +239,55 @@ def _weigh_rows(rows, shape, which, tokens, queries):
     head_dim, _, stride, _ = shape
     _, group, position, window, softcap, _ = queries
     for row in range(which[0], which[1]):
+        weights = row * stride + 2 * head_dim
         if softcap > ZERO:
-            cap_scores(rows, row * stride + 2 * head_dim, tokens[0], tokens[1], softcap)
-        seen = visible(position + row // group, window, TILE_KEYS)
-        _weigh(rows, row * stride, head_dim, tokens, seen)
+            cap_scores(rows, weights, tokens[0], tokens[1], softcap)
+        _weigh(rows, weights, tokens, visible(position + row // group, window, TILE_KEYS))
 
 
 @njit
-def _weigh(rows, at, head_dim, tokens, seen):
-    """Scores of `tokens` of one row -> weights relative to the new maximum, 0 where it does not see; moves the running
-    sum."""
+def _weigh(rows, weights, tokens, seen):
+    """Scores of `tokens` of one row -> weights relative to its maximum, 0 where it does not see; adds to their sum."""
     (low, high), (begin, stop) = tokens, seen
     first, past = low // WIDTH * WIDTH, (high + WIDTH - 1) // WIDTH * WIDTH
-    weights, state = at + 2 * head_dim, at + 2 * head_dim + TILE_KEYS
+    rows[weights + SHRINK] = ONE
     if begin >= stop:
         for token in range(first, past, WIDTH):
             store(rows, weights + token, splat(ZERO))
-        rows[state + SHRINK] = ONE
         return
-    fill(rows, weights + first, begin - first, UNSEEN)
-    fill(rows, weights + stop, past - stop, UNSEEN)
-    old = rows[state + MAXIMUM]
-    top = splat(old)
-    for token in range(first, past, WIDTH):
+    hide(rows, weights, (first, past), seen)
+    top = load(rows, weights + first)
+    for token in range(first + WIDTH, past, WIDTH):
         top = maximum(top, load(rows, weights + token))
-    new = largest(top)
-    weight_sum = splat(ZERO)
+    old = rows[weights + MAXIMUM]
+    if any_above(top, old + SLACK):
+        new = largest(top)
+        shrink_sum(rows, weights, new, exp(splat(old - new)))
+    top = splat(rows[weights + MAXIMUM])
+    weight_sum = load(rows, weights + SUM)
     for token in range(first, past, WIDTH):
-        weight = exp(load(rows, weights + token) - splat(new))
+        weight = exp(load(rows, weights + token) - top)
         store(rows, weights + token, weight)
         weight_sum = weight_sum + weight
-    fill(rows, weights + first, begin - first, ZERO)
-    fill(rows, weights + stop, past - stop, ZERO)
-    shrink = largest(exp(splat(old - new)))
-    rows[state + MAXIMUM] = new
-    rows[state + SUM] = rows[state + SUM] * shrink + total(weight_sum)
-    rows[state + SHRINK] = shrink
+    store(rows, weights + SUM, weight_sum)
 
 
 @njit
-def fill(rows, at, count, number):
-    for token in range(count):
-        rows[at + token] = number
+def hide(rows, weights, tokens, seen):
+    """Tokens that a row does not see get no weight."""
+    (first, past), (begin, stop) = tokens, seen
+    for token in range(first, begin):
+        rows[weights + token] = UNSEEN
+    for token in range(stop, past):
+        rows[weights + token] = UNSEEN
+
+
+@njit
+def shrink_sum(rows, weights, new, shrink):
+    """Replaces a row's maximum; `shrink` is the weight of the old one relative to it."""
+    rows[weights + MAXIMUM] = new
+    rows[weights + SHRINK] = first_of(shrink)
+    store(rows, weights + SUM, load(rows, weights + SUM) * shrink)
 
 
 def _row_steps(tile_products, group_products, add_weighted_64, add_weighted_16):
@@ -297,7 +310,7 @@ def _row_steps(tile_products, group_products, add_weighted_64, add_weighted_16):
         head_dim, _, stride, plane = shape
         (found, (here, there)), (low, high) = offsets, numbers
         weights, whole = at + 2 * head_dim, head_dim // 64 * 64
-        shrinks = weights + TILE_KEYS + SHRINK
+        shrinks = weights + SHRINK
         for d in range(0, whole, 64):
             sums = (at + head_dim + d, weights, shrinks, stride)
             add_weighted_64(rows, sums, cache, found, (here, there, plane, d, head_dim, low, high), kind)
@@ -359,7 +372,7 @@ def attention_loops(start_row, weigh_rows):
         query, output, cache = pointer(a[6], query_kind), pointer(a[8], output_kind), pointer(a[12], FLOAT32)
         tiles, tables = pointer(a[9], INT32), pointer(a[10], INT32)
         scale, softcap = splat(np.float32(as_double(a[14]))), np.float32(as_double(a[17]))
-        stride = 2 * head_dim + TILE_KEYS + WIDTH
+        stride = 2 * head_dim + TILE_KEYS + 2 * WIDTH
         shape = (head_dim, size, stride, a[18] // per_number)
         num_scratch = (a[16] + NUM_ROWS - 1) * stride  # the last rows have neighbours
         memory = np.zeros(num_scratch + WIDTH, np.float32)

@@ -17,13 +17,14 @@ from engine.attention.cpu_kernels import (
     MAXIMUM,
     ONE,
     SHRINK,
+    SLACK,
     SUM,
     TILE_KEYS,
-    UNSEEN,
     ZERO,
     attention_loops,
     cap_scores,
-    fill,
+    hide,
+    shrink_sum,
     start_sums,
     visible,
 )
@@ -32,6 +33,7 @@ from engine.attention.simd import (
     FLOAT32,
     PAIRS,
     WIDTH,
+    any_above,
     exp2,
     first_of,
     fused,
@@ -42,7 +44,6 @@ from engine.attention.simd import (
     rounded_pairs,
     splat,
     store,
-    total,
 )
 
 LOG2_E = np.float32(1.4426950408889634)
@@ -90,30 +91,37 @@ def _weigh(rows, weights, tokens, seen, factor):
     """As in `cpu_kernels`, by powers of two of the scores times `factor`; the sum is that of the rounded weights."""
     (low, high), (begin, stop) = tokens, seen
     first, past = low // _TWO_VECTORS * _TWO_VECTORS, (high + _TWO_VECTORS - 1) // _TWO_VECTORS * _TWO_VECTORS
-    state = weights + TILE_KEYS
+    rows[weights + SHRINK] = ONE
     if begin >= stop:
         for token in range(first, past, _TWO_VECTORS):
             store(rows, weights + token // 2, splat(ZERO))
-        rows[state + SHRINK] = ONE
         return
-    fill(rows, weights + first, begin - first, UNSEEN)
-    fill(rows, weights + stop, past - stop, UNSEEN)
-    top = splat(UNSEEN)
-    for token in range(first, past, WIDTH):
-        top = maximum(top, load(rows, weights + token))
-    old = rows[state + MAXIMUM]
-    new = max(old, largest(top) * factor)
-    ones, weight_sum = splat(PAIR_OF_ONES), splat(ZERO)
+    hide(rows, weights, (first, past), seen)
+    if first == 0 and past == TILE_KEYS:
+        _move_weights(rows, weights, 0, TILE_KEYS, factor)  # a loop of a known length
+    else:
+        _move_weights(rows, weights, first, past, factor)
+
+
+@njit
+def _move_weights(rows, weights, first, past, factor):
+    top = maximum(load(rows, weights + first), load(rows, weights + first + WIDTH))
+    for token in range(first + _TWO_VECTORS, past, _TWO_VECTORS):
+        top = maximum(top, maximum(load(rows, weights + token), load(rows, weights + token + WIDTH)))
+    top = top * splat(factor)
+    old = rows[weights + MAXIMUM]
+    if any_above(top, old + SLACK):
+        new = largest(top)
+        shrink_sum(rows, weights, new, exp2(splat(old - new)))
+    start, ones = splat(-rows[weights + MAXIMUM]), splat(PAIR_OF_ONES)
+    weight_sum = load(rows, weights + SUM)
     for token in range(first, past, _TWO_VECTORS):
-        lower = exp2(fused(load(rows, weights + token), splat(factor), splat(-new)))
-        upper = exp2(fused(load(rows, weights + token + WIDTH), splat(factor), splat(-new)))
+        lower = exp2(fused(load(rows, weights + token), splat(factor), start))
+        upper = exp2(fused(load(rows, weights + token + WIDTH), splat(factor), start))
         pairs = rounded_pairs(lower, upper)
         weight_sum = pairs_product(pairs, ones, weight_sum)
         store(rows, weights + token // 2, pairs)  # where tokens lay that have been read
-    shrink = first_of(exp2(splat(old - new)))
-    rows[state + MAXIMUM] = new
-    rows[state + SUM] = rows[state + SUM] * shrink + total(weight_sum)
-    rows[state + SHRINK] = shrink
+    store(rows, weights + SUM, weight_sum)
 
 
 _paged_attention = attention_loops(_start_row, _weigh_rows)

@@ -27,6 +27,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BF16 = torch.bfloat16
 LAYER = 1
 EACH = list(range(1, 301))
+GROWTHS = [1, 10]
 
 
 requests = st.lists(
@@ -40,6 +41,18 @@ requests = st.lists(
 )
 
 
+@example(
+    requests=[(400, 400)],
+    block_size=16,
+    kv_heads=1,
+    group=1,
+    head_dim=64,
+    window=None,
+    softcap=None,
+    dtype=BF16,
+    in_pairs=True,
+    growth=10,
+)
 @settings(max_examples=40)
 @given(
     requests=requests,
@@ -51,6 +64,7 @@ requests = st.lists(
     softcap=st.sampled_from([None, 2.0, 50.0]),
     dtype=st.sampled_from([*TOLERANCE]),
     in_pairs=st.booleans(),
+    growth=st.sampled_from(GROWTHS),
 )
 def test_compiled_attention_equals_the_reference(
     requests: list[tuple[int, int]],
@@ -62,11 +76,13 @@ def test_compiled_attention_equals_the_reference(
     softcap: float | None,
     dtype: torch.dtype,
     in_pairs: bool,
+    growth: int,
 ) -> None:
     metadata, _, num_blocks = paged_step(requests, block_size=block_size)
     query, key, value, cache = paged_tensors(
         metadata, num_blocks, block_size=block_size, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
     )
+    key = growing(key, growth)
     expected_cache, cache = cache, in_vectors(cache)
     backend = select_backend("cpu", block_size=block_size, head_dim=head_dim, dtype=dtype, device=CPU, softcap=softcap)
     scale = head_dim**-0.5
@@ -84,6 +100,12 @@ def test_compiled_attention_equals_the_reference(
     if dtype != torch.float32:
         zero_partners(expected_cache, metadata)
     torch.testing.assert_close(in_tokens(cache), expected_cache, atol=0, rtol=0, equal_nan=True)
+
+
+def growing(key: torch.Tensor, growth: int) -> torch.Tensor:
+    """With the scores of a step's last token `growth` times as large: a row's maximum moves from tile to tile."""
+    ramp = torch.linspace(1, growth, len(key))[:, None, None]
+    return (key * ramp).to(key.dtype)
 
 
 def zero_partners(cache: torch.Tensor, metadata: AttentionMetadata) -> None:
@@ -119,9 +141,9 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     torch.testing.assert_close(output, expected[0].transpose(0, 1), atol=1e-5, rtol=0)
 
 
-@example(ends=EACH, group=2, head_dim=64, window=None, dtype=torch.float32, neighbours=[], in_pairs=False)
-@example(ends=EACH, group=3, head_dim=80, window=100, dtype=BF16, neighbours=[(40, 40)], in_pairs=False)
-@example(ends=EACH, group=3, head_dim=96, window=100, dtype=BF16, neighbours=[(40, 40)], in_pairs=True)
+@example(ends=EACH, group=2, head_dim=64, window=None, dtype=torch.float32, neighbours=[], in_pairs=False, growth=10)
+@example(ends=EACH, group=3, head_dim=80, window=100, dtype=BF16, neighbours=[(40, 40)], in_pairs=False, growth=1)
+@example(ends=EACH, group=3, head_dim=96, window=100, dtype=BF16, neighbours=[(40, 40)], in_pairs=True, growth=10)
 @settings(max_examples=25)
 @given(
     ends=st.lists(st.integers(1, 300), max_size=8, unique=True).map(sorted),
@@ -131,6 +153,7 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     dtype=st.sampled_from([*TOLERANCE]),
     in_pairs=st.booleans(),
     neighbours=st.lists(st.sampled_from([(1, 9), (3, 50), (40, 40)]), max_size=2),
+    growth=st.sampled_from(GROWTHS),
 )
 def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
     ends: list[int],
@@ -140,6 +163,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
     dtype: torch.dtype,
     neighbours: list[tuple[int, int]],
     in_pairs: bool,
+    growth: int,
 ) -> None:
     """A prompt in one step beside other requests, then the same prompt alone, in chunks that end at `ends`."""
     num_tokens, kv_heads = 301, 2
@@ -147,7 +171,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
     query, key, value, cache = paged_tensors(
         metadata, num_blocks, block_size=16, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
     )
-    cache = in_vectors(cache)
+    cache, key = in_vectors(cache), growing(key, growth)
     backend = select_backend("cpu", block_size=16, head_dim=head_dim, dtype=dtype, device=CPU)
 
     def forward(rows: slice, of: AttentionMetadata, into: torch.Tensor) -> torch.Tensor:
