@@ -25,6 +25,8 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic
 
+from engine.attention.compilation import multiplies_pairs
+
 WIDTH = 16
 BFLOAT16 = np.uint16(0)
 FLOAT16 = np.int16(0)
@@ -131,9 +133,7 @@ def as_floats(builder, base, index, element):
         return builder.load(vector_at(builder, base, index), align=4)
     if element == types.int16:
         return builder.fpext(builder.load(vector_at(builder, base, index, _FLOAT16S), align=2), _VECTOR)
-    halves = builder.load(vector_at(builder, base, index, _HALVES), align=2)
-    wide = builder.shl(builder.zext(halves, _INTEGERS), _constant(16, integer=True))
-    return builder.bitcast(wide, _VECTOR)
+    return _from_bfloat16(builder, builder.load(vector_at(builder, base, index, _HALVES), align=2))
 
 
 def halves_of(builder, numbers, element):
@@ -264,8 +264,7 @@ def put_floats(builder, base, index, vector, element):
         narrow = builder.fptrunc(vector, _FLOAT16S)
         builder.store(narrow, vector_at(builder, base, index, _FLOAT16S), align=2)
     else:
-        halves = builder.trunc(builder.lshr(_round(builder, vector), _constant(16, integer=True)), _HALVES)
-        builder.store(halves, vector_at(builder, base, index, _HALVES), align=2)
+        builder.store(_as_bfloat16(builder, vector), vector_at(builder, base, index, _HALVES), align=2)
 
 
 @intrinsic
@@ -281,14 +280,24 @@ def store(typingctx, base, index, value):
     return types.void(base, types.int64, floats), codegen
 
 
-def _round(builder, vector):
-    """Bits of each float, rounded so that the upper half is the nearest bfloat16."""
+def _as_bfloat16(builder, vector):
+    """The nearest bfloat16 of each float, as integers of 16 bits; NaN stays. In hardware numbers below 2**-126, which
+    bfloat16 has with fewer digits, become 0."""
+    if multiplies_pairs():
+        halves = _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(_Bfloat16(), WIDTH), [vector])
+        return builder.bitcast(halves, _HALVES)
     bits = builder.bitcast(vector, _INTEGERS)
     odd = builder.and_(builder.lshr(bits, _constant(16, integer=True)), _constant(1, integer=True))
     rounded = builder.add(bits, builder.add(odd, _constant(0x7FFF, integer=True)))
     magnitude = builder.and_(bits, _constant(0x7FFFFFFF, integer=True))
     is_nan = builder.icmp_unsigned(">", magnitude, _constant(0x7F800000, integer=True))
-    return builder.select(is_nan, _constant(0x7FC00000, integer=True), rounded)
+    rounded = builder.select(is_nan, _constant(0x7FC00000, integer=True), rounded)
+    return builder.trunc(builder.lshr(rounded, _constant(16, integer=True)), _HALVES)
+
+
+def _from_bfloat16(builder, halves):
+    wide = builder.shl(builder.zext(halves, _INTEGERS), _constant(16, integer=True))
+    return builder.bitcast(wide, _VECTOR)
 
 
 @intrinsic
@@ -300,8 +309,7 @@ def rounded_to(typingctx, value, kind):
             return builder.fpext(builder.fptrunc(args[0], _FLOAT16S), _VECTOR)
         if sig.args[1] != types.uint16:
             return args[0]
-        upper = builder.and_(_round(builder, args[0]), _constant(0xFFFF0000, integer=True))
-        return builder.bitcast(upper, _VECTOR)
+        return _from_bfloat16(builder, _as_bfloat16(builder, args[0]))
 
     return floats(floats, kind), codegen
 
