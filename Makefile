@@ -23,7 +23,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check lint types imports protos-check docs docs-check test test-slow test-gpu test-vllm chart protos format wheel bench clean
+.PHONY: help install run check lint types imports protos-check docs docs-check test test-slow test-gpu test-vllm chart protos format wheel bench peers clean
 
 help: ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -128,6 +128,9 @@ $(VLLM_INSTALLED):
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) ## Run the tests with the real vLLM (minutes; no GPU needed).
 	$(PYTEST) tests/vllm $(ARGS)
 	TANDEM_TEST_ENGINE=vllm $(PYTEST) -m 'not gpu' $(VLLM_STACKS) $(ARGS)
+
+peers: $(INSTALLED) $(VLLM_INSTALLED) ## Measure the engine and a hand-over beside vLLM (half an hour; benchmarks/RESULTS.md).
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 protos: $(INSTALLED) $(NODE_INSTALLED) ## Format the protos, generate their stubs and docs/api.md.
 	node_modules/.bin/buf format --write

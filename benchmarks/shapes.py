@@ -45,3 +45,27 @@ def write_config(folder: Path, shape: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**_COMMON, **SHAPES[shape]}, indent=2))
     return folder
+
+
+def layer_weights(shape: str) -> int:
+    """Elements of the weights that every token is multiplied with, without the vocabulary's."""
+    sizes = SHAPES[shape]
+    heads = 2 * (sizes["num_attention_heads"] + sizes["num_key_value_heads"])  # query and output; key and value
+    of_a_layer = heads * sizes["head_dim"] + 3 * sizes["intermediate_size"]
+    return int(sizes["num_hidden_layers"] * sizes["hidden_size"] * of_a_layer)
+
+
+def bytes_of_step(shape: str, num_requests: int, context_len: int) -> int:
+    """What a decode step has to read in bfloat16: each weight once, and the KV of every request."""
+    sizes = SHAPES[shape]
+    weights = layer_weights(shape) + sizes["vocab_size"] * sizes["hidden_size"]
+    kv = 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
+    return int(2 * (weights + num_requests * context_len * kv))
+
+
+def operations_of_prefill(shape: str, num_requests: int, input_len: int) -> int:
+    """Multiplications and additions of the prompts: matrix products, and causal attention without what is masked."""
+    sizes = SHAPES[shape]
+    products = 2 * layer_weights(shape) * input_len
+    width = sizes["num_hidden_layers"] * sizes["num_attention_heads"] * sizes["head_dim"]
+    return int(num_requests * (products + 2 * width * input_len * (input_len + 1)))

