@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain, compress
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.executor.executor import Executor
@@ -16,7 +17,7 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import SamplingRow, sample
 from engine.sampling.token_sampler import TokenSampler
 from engine.scheduling.kv_cache_manager import KVCacheManager
-from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput
+from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput, needs_prompt_logprobs
 
 
 class ModelRunner:
@@ -32,10 +33,11 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> Sampled:
         """Run one step. Returns the next token of each share that samples, unless its logits are not finite."""
         shares = output.scheduled
-        inputs = self._inputs(shares)
+        sampling = [index for index, share in enumerate(shares) if share.samples]
+        is_whole = any(needs_prompt_logprobs(share.request) for share in shares)
+        inputs = self._inputs(shares, None if is_whole else np.array(sampling, np.int64))
         hidden = self._executor.forward(inputs)
         prompt_logprobs = self._prompt_logprobs.collect(shares, hidden)
-        sampling = [index for index, share in enumerate(shares) if share.samples]
         if not sampling:
             return Sampled()
         rows = inputs.query_start_loc[1:][sampling].astype(np.int64) - 1
@@ -69,7 +71,7 @@ class ModelRunner:
             sample(self._executor.compute_logits(hidden, np.array([query_len - 1])), [SamplingRow(SamplingParams())])
         return (time.monotonic() - started) / block_size
 
-    def _inputs(self, shares: list[ScheduledRequest]) -> StepInputs:
+    def _inputs(self, shares: list[ScheduledRequest], needed: npt.NDArray[np.int64] | None) -> StepInputs:
         block_size = self._kv.block_size
         lens = np.array([share.num_tokens for share in shares], np.int64)
         starts = np.array([share.start for share in shares], np.int64)
@@ -93,6 +95,7 @@ class ModelRunner:
             block_tables=block_tables,
             max_query_len=int(lens.max()),
             max_seq_len=max_seq_len,
+            needed=needed,
         )
 
 

@@ -55,5 +55,8 @@ class AttentionBackend(Protocol):
         scale: float,
         sliding_window: int | None,
     ) -> torch.Tensor:
-        """query [num_tokens, num_heads, head_dim], key/value [num_tokens, num_kv_heads, head_dim] ->
-        [num_tokens, num_heads, head_dim] in query's dtype. `sliding_window` w: position p sees (p - w, p]."""
+        """query [num_queries, num_heads, head_dim], key/value [num_tokens, num_kv_heads, head_dim] ->
+        [num_queries, num_heads, head_dim] in query's dtype. `sliding_window` w: position p sees (p - w, p].
+
+        Queries are those of `metadata.query_start_loc`, keys and values those of its slot_mapping: of the same tokens,
+        but in a model's last layer, where only some queries are needed."""

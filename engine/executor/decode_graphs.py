@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.backend import AttentionMetadata
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, LastTokens
 
 Step = Callable[[], torch.Tensor]
 Capture = Callable[[Step], tuple[Callable[[], None], torch.Tensor]]
@@ -62,12 +62,17 @@ class GraphedDecoder:
         return self._model.attention_name
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        needed: LastTokens | None = None,
     ) -> torch.Tensor:
-        """See `Decoder.forward`. `kv_cache` is the same in every call."""
+        """See `Decoder.forward`. `kv_cache` is the same in every call; a step of single tokens is computed whole."""
         num_tokens = len(token_ids)
         if metadata.max_query_len > 1 or num_tokens > self._sizes[-1]:
-            return self._model.forward(token_ids, positions, kv_cache, metadata)
+            return self._model.forward(token_ids, positions, kv_cache, metadata, needed)
         size = next(size for size in self._sizes if size >= num_tokens)
         given = (token_ids, positions, metadata.slot_mapping, metadata.seq_lens, metadata.block_tables)
         graph = self._graphs.get(size)

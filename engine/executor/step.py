@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.backend import AttentionMetadata
+from engine.models.decoder import LastTokens
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -22,7 +23,7 @@ MICRO_BATCH_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The fields are those of AttentionMetadata."""
+    """The fields are those of AttentionMetadata, and which requests' last tokens are needed."""
 
     token_ids: Int64
     positions: Int64
@@ -32,6 +33,8 @@ class StepInputs:
     block_tables: Int32
     max_query_len: int
     max_seq_len: int
+    needed: Int64 | None = None
+    """Requests whose last token's hidden state is needed; None: the hidden states of all tokens are."""
 
     @classmethod
     def of_prompts(cls, lens: Sequence[int], block_size: int) -> StepInputs:
@@ -78,7 +81,13 @@ class StepInputs:
             self.block_tables[first:last],
             int(np.diff(bounds).max()),
             int(seq_lens.max()),
+            None if self.needed is None else self._needed_in(start, stop) - first,
         )
+
+    def _needed_in(self, start: int, stop: int) -> Int64:
+        assert self.needed is not None
+        ends = self.query_start_loc[1:][self.needed]
+        return self.needed[(start < ends) & (ends <= stop)]
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
         """Token ids, positions and metadata on the device. On CPU they share the arrays' memory."""
@@ -91,6 +100,23 @@ class StepInputs:
             max_seq_len=self.max_seq_len,
         )
         return torch.from_numpy(self.token_ids).to(device), torch.from_numpy(self.positions).to(device), metadata
+
+    def last_tokens(self, metadata: AttentionMetadata) -> LastTokens | None:
+        """Those that are needed, where that are not all. Without any it is one: a model has no rows of no token."""
+        if self.needed is None or len(self.needed) == len(self.token_ids):
+            return None
+        requests = self.needed if len(self.needed) else np.zeros(1, np.int64)
+        rows = self.query_start_loc[1:][requests].astype(np.int64) - 1
+        device, chosen = metadata.seq_lens.device, torch.from_numpy(requests).to(metadata.seq_lens.device)
+        alone = AttentionMetadata(
+            query_start_loc=torch.arange(len(requests) + 1, dtype=torch.int32, device=device),
+            seq_lens=metadata.seq_lens[chosen],
+            block_tables=metadata.block_tables[chosen],
+            slot_mapping=metadata.slot_mapping,
+            max_query_len=1,
+            max_seq_len=int(self.seq_lens[requests].max()),
+        )
+        return LastTokens(torch.from_numpy(rows).to(device), alone)
 
 
 # Messages of the core's process to the other ranks
@@ -114,6 +140,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_requests: int
     max_query_len: int
     max_seq_len: int
+    needed: bytes | None
+    """int64: see `StepInputs`."""
 
     @classmethod
     def of(cls, inputs: StepInputs) -> Step:
@@ -124,6 +152,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
             len(inputs.seq_lens),
             inputs.max_query_len,
             inputs.max_seq_len,
+            None if inputs.needed is None else inputs.needed.tobytes(),
         )
 
     def inputs(self) -> StepInputs:
@@ -138,6 +167,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
             np.frombuffer(bytearray(self.block_tables), np.int32).reshape(self.num_requests, -1),
             self.max_query_len,
             self.max_seq_len,
+            None if self.needed is None else np.frombuffer(bytearray(self.needed), np.int64),
         )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.models.config import ModelConfig
+from engine.models.decoder import LastTokens
 from engine.models.elementwise import Elementwise, HeadNorm, HeadShape, elementwise_for
 from engine.models.linear import Linear, LinearSource, PackedLinear
 from engine.models.mlp import GatedMLP, SparseMLP, take_mlp
@@ -81,14 +82,20 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        needed: LastTokens | None = None,
     ) -> torch.Tensor:
-        """One step: token_ids, positions int [num_tokens] -> final hidden states [num_tokens, hidden_size]; before the
-        last stage those that the next one gets.
+        """One step: token_ids, positions int [num_tokens] -> final hidden states [num_tokens, hidden_size], 0 where not
+        `needed`; before the last stage those that the next one gets.
 
         Keys and values of the step are written into kv_cache, which has the layers and heads of this rank, at
-        metadata.slot_mapping.
+        metadata.slot_mapping. In the last layer that is all that other tokens than those `needed` are computed for.
         """
+        last = len(self._layers) - 1 if needed is not None and self._part.is_last_stage else None
         elementwise, eps = self._elementwise, self.config.rms_norm_eps
         num_tokens = token_ids.shape[0]
         head_counts = [self._shape.num_heads, self._shape.num_kv_heads, self._shape.num_kv_heads]
@@ -99,6 +106,9 @@ class LlamaModel:
             qkv = layer.qkv(elementwise.add_rms_norm(x, residual, layer.input_norm, eps))
             elementwise.rotate(qkv, cos, sin, self._shape, layer.head_norm)
             query, key, value = qkv.view(num_tokens, -1, self._shape.head_dim).split_with_sizes(head_counts, dim=1)
+            if index == last:
+                assert needed is not None
+                query, residual, metadata = query[needed.rows], residual[needed.rows], needed.metadata
             attended = self._attention.forward(
                 query,
                 key,
@@ -109,9 +119,13 @@ class LlamaModel:
                 scale=self._scale,
                 sliding_window=layer.sliding_window,
             )
-            x = self._ranks.sum(layer.output(attended.view(num_tokens, -1)))
+            x = self._ranks.sum(layer.output(attended.flatten(1)))
             x = self._ranks.sum(layer.mlp(elementwise.add_rms_norm(x, residual, layer.post_norm, eps)))
-        return self._last_hidden(x, residual)
+        hidden = self._last_hidden(x, residual)
+        if last is None:
+            return hidden
+        assert needed is not None
+        return hidden.new_zeros((num_tokens, hidden.shape[1])).index_copy_(0, needed.rows, hidden)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
 from engine.models.config import SUPPORTED_DTYPES, ConfigFields, DecoderConfig, read_json, refuse_quantization
+from engine.models.decoder import LastTokens
 from engine.models.linear import Linear, PackedLinear
 from engine.models.quantized import QuantizedLinear, QuantizedMatrix
 from engine.models.weights import DummyWeights
@@ -118,9 +119,15 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        needed: LastTokens | None = None,
     ) -> torch.Tensor:
-        """As `LlamaModel.forward`."""
+        """See `Decoder.forward`. All tokens are computed."""
+        del needed
         token = _step.set(_Step(self._attention, kv_cache, metadata, self.config.sliding_windows))
         try:
             output = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)

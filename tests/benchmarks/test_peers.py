@@ -40,8 +40,8 @@ def test_medians_are_compared_and_the_extremes_shown() -> None:
 
 
 def test_decoding_of_long_contexts_is_compared_without_the_prompts() -> None:
-    prompts = Comparison(Work(16, 4032, 1), ours_s=[2.0], theirs_s=[3.0])
-    whole = Comparison(Work(16, 4032, 64), ours_s=[3.0], theirs_s=[5.0])
+    prompts = Comparison(Work(16, 4032, 1), ours_s=[2.0, 2.5], theirs_s=[3.0, 3.1])
+    whole = Comparison(Work(16, 4032, 64), ours_s=[3.1, 3.0], theirs_s=[5.0, 5.1])
     steps_s = 63 * bytes_of_step("33m", 16, 4064) / 1e12
     products_s = operations_of_prefill("33m", 16, 4032) / 1e12
     assert list(shares("33m", [prompts, whole], bandwidth=1e12, speed=1e12)) == [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import InvalidCheckpoint
-from engine.executor.step import MICRO_BATCH_TOKENS, StepInputs
+from engine.executor.step import Step, StepInputs
 from engine.executor.worker import rank_view
 from engine.models import load_model
 from engine.models.config import ModelConfig
@@ -64,14 +66,11 @@ def test_stages_have_the_bits_of_one_stage(
             assert torch.equal(found, one)
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "mistral"])
-def test_micro_batches_have_the_bits_of_the_whole_step(tmp_path: Path, arch: str) -> None:
-    """Cut within requests, long ones and single tokens."""
-    engine = EngineConfig(model=str(lively_checkpoint(tmp_path, arch)), dtype="bfloat16", num_threads=1)
-    config = ModelConfig.from_folder(Path(engine.model))
-    metadata, positions, num_blocks = paged_step([(1, 20), (300, 390), (1, 1), (1, 33), (90, 90)], block_size=16)
+def mixed_step(vocab_size: int) -> tuple[StepInputs, int]:
+    """Long prompts and single tokens, 484 in all; and the number of blocks."""
+    metadata, positions, num_blocks = paged_step([(1, 20), (300, 390), (1, 1), (1, 33), (181, 181)], block_size=16)
     step = StepInputs(
-        token_ids=np.arange(len(positions)) * 37 % config.vocab_size,
+        token_ids=np.arange(len(positions)) * 37 % vocab_size,
         positions=positions.numpy(),
         slot_mapping=metadata.slot_mapping.numpy(),
         query_start_loc=metadata.query_start_loc.numpy(),
@@ -80,17 +79,46 @@ def test_micro_batches_have_the_bits_of_the_whole_step(tmp_path: Path, arch: str
         max_query_len=metadata.max_query_len,
         max_seq_len=metadata.max_seq_len,
     )
-    batches = step.micro_batches(3)
-    assert len(batches) == len(positions) // MICRO_BATCH_TOKENS == 6
-    assert step.micro_batches(1) == [step]
+    return step, num_blocks
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mistral"])
+def test_micro_batches_and_needed_rows_have_the_bits_of_the_whole_step(tmp_path: Path, arch: str) -> None:
+    """Cut within requests; and with the last tokens alone in the last layer, of some requests, of all or of none."""
+    engine = EngineConfig(model=str(lively_checkpoint(tmp_path, arch)), dtype="bfloat16", num_threads=1)
+    config = ModelConfig.from_folder(Path(engine.model))
+    step, num_blocks = mixed_step(config.vocab_size)
     model, layout = load_model(config, engine), config.kv_layout(dtype="bfloat16", block_size=16)
-    caches = [torch.zeros(num_blocks, *layout.page_shape, dtype=torch.bfloat16) for _ in range(2)]
-    computed = []
-    for parts, cache in zip(([step], batches), caches, strict=True):
-        tensors = [part.tensors(torch.device("cpu")) for part in parts]
-        computed.append(torch.cat([model.forward(tokens, places, cache, plan) for tokens, places, plan in tensors]))
-    assert torch.equal(*computed)
-    assert torch.equal(*caches)
+
+    def compute(parts: Sequence[StepInputs]) -> tuple[torch.Tensor, torch.Tensor]:
+        cache, hidden = torch.zeros(num_blocks, *layout.page_shape, dtype=torch.bfloat16), []
+        for part in parts:
+            tokens, places, plan = part.tensors(torch.device("cpu"))
+            hidden.append(model.forward(tokens, places, cache, plan, part.last_tokens(plan)))
+        return torch.cat(hidden), cache
+
+    assert step.micro_batches(1) == [step]
+    assert len(step.micro_batches(3)) == 6
+    whole, expected_cache = compute([step])
+    ends = step.query_start_loc[1:] - 1
+    for needed in (None, np.array([0, 1, 3]), np.arange(5), np.array([4]), np.array([], np.int64)):
+        chosen = replace(step, needed=needed)
+        rows = np.arange(len(whole)) if needed is None else ends[needed]
+        others = np.setdiff1d(np.arange(len(whole)), rows)
+        for parts in ([chosen], chosen.micro_batches(3)):
+            hidden, cache = compute(parts)
+            assert torch.equal(hidden[rows], whole[rows])
+            assert torch.equal(cache, expected_cache)
+            assert hidden[others].count_nonzero(dim=1).bool().sum() <= len(parts), "one row at least in each"
+
+
+def test_a_step_reaches_the_other_ranks_as_it_is() -> None:
+    step, _ = mixed_step(100)
+    for needed in (None, np.array([0, 3]), np.array([], np.int64)):
+        sent = replace(step, needed=needed)
+        message = msgspec.msgpack.decode(msgspec.msgpack.encode(Step.of(sent)), type=Step)
+        for one in fields(StepInputs):
+            np.testing.assert_array_equal(getattr(message.inputs(), one.name), getattr(sent, one.name), one.name)
 
 
 def test_a_tensor_that_no_stage_takes_is_named(tmp_path: Path) -> None:
