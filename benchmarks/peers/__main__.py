@@ -76,7 +76,7 @@ def _preface(origin: str, vllm_python: Path, repeat: int, threads: int) -> str:
 
 def engine_section(vllm_python: Path, shapes: Sequence[str], repeat: int, threads: int) -> str:
     """Both engines offline, with each shape's works."""
-    bandwidth, speed = measure_bandwidth(threads), measure_products(threads)
+    speed = measure_products(threads)
     rows: list[tuple[str, ...]] = []
     limits: list[tuple[str, ...]] = []
     for shape in shapes:
@@ -85,18 +85,19 @@ def engine_section(vllm_python: Path, shapes: Sequence[str], repeat: int, thread
             ready = sides.theirs.start_s / sides.ours.start_s
             rows.append((shape, "process start to ready", f"{sides.ours.start_s:.1f}", f"{sides.theirs.start_s:.1f}",
                          f"{ready:.2f}", ""))  # fmt: skip
-            found: list[Comparison] = []
             for work in WORKS[shape]:
-                found.append(sides.compare(work, repeat))
-                rows.append(engine_row(shape, found[-1]))
+                before = measure_bandwidth(threads)
+                found = sides.compare(work, repeat)
+                bandwidth = statistics.mean((before, measure_bandwidth(threads)))
+                rows.append(engine_row(shape, found))
+                limits += [(shape, *share) for share in shares(shape, found, bandwidth, speed)]
                 click.echo(" ".join(rows[-1]))
-        limits += [(shape, *share) for share in shares(shape, found, bandwidth, speed)]
     return (
         "## The engine (`n`x`prompt`->`answer`, offline)\n\n"
         f"{page.table(_ENGINE_HEAD, rows)}\n\n"
-        f"Share of this machine's limits, measured in the same run: memory is read at {bandwidth / 1e9:.1f} GB/s, "
-        f"matrices of bfloat16 are multiplied at {speed / 1e9:.0f} GFLOP/s (2048 x 2048 x 2048, oneDNN). "
-        "The least time of each counts.\n\n"
+        f"Share of this machine's limits, of the least times: matrices of bfloat16 are multiplied at {speed / 1e9:.0f} "
+        "GFLOP/s (2048 x 2048 x 2048, oneDNN), and memory is read as fast as before and after the work. The operations "
+        "are those of all layers; Tandem leaves out what the last one does for tokens that are not needed.\n\n"
         f"{page.table(('shape', 'work', 'limit', 'Tandem', 'vLLM'), limits)}"
     )
 
@@ -113,26 +114,18 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return " · ".join(f"{value:.{digits}f}" for value in three)
 
 
-def shares(shape: str, found: Sequence[Comparison], bandwidth: float, speed: float) -> Iterator[tuple[str, ...]]:
-    """How near to the limits the least time of each side is: prompts to the products, decoding of one request (its
-    prompt included) and of long contexts (without: that of the same work with one token is subtracted) to the
-    memory."""
-    prompts = {(one.work.num_requests, one.work.input_len): one for one in found if one.work.output_len == 1}
-    for one in found:
-        work = one.work
-        sides = one.ours_s, one.theirs_s
-        if work.output_len == 1:
-            least_s = operations_of_prefill(shape, work.num_requests, work.input_len) / speed
-            yield str(work), "products", *(f"{least_s / min(side):.0%}" for side in sides)
-        elif work.num_requests == 1:
-            least_s = work.output_len * bytes_of_step(shape, 1, work.input_len) / bandwidth
-            yield str(work), "memory", *(f"{least_s / min(side):.0%}" for side in sides)
-        elif (prompt := prompts.get((work.num_requests, work.input_len))) is not None:
-            middle = work.input_len + work.output_len // 2
-            least_s = (work.output_len - 1) * bytes_of_step(shape, work.num_requests, middle) / bandwidth
-            firsts = prompt.ours_s, prompt.theirs_s
-            times = [min(side) - min(first) for side, first in zip(sides, firsts, strict=True)]
-            yield f"{work}, decoding alone", "memory", *(f"{least_s / seconds:.0%}" for seconds in times)
+def shares(shape: str, found: Comparison, bandwidth: float, speed: float) -> Iterator[tuple[str, ...]]:
+    """How near to its limit the least time of each side is: prompts to the products, decoding of one request (its
+    prompt included) to the memory. Other works have no single limit."""
+    work, sides = found.work, (found.ours_s, found.theirs_s)
+    if work.output_len == 1:
+        limit, least_s = "products", operations_of_prefill(shape, work.num_requests, work.input_len) / speed
+    elif work.num_requests == 1:
+        limit = f"memory, {bandwidth / 1e9:.0f} GB/s"
+        least_s = work.output_len * bytes_of_step(shape, 1, work.input_len) / bandwidth
+    else:
+        return
+    yield str(work), limit, *(f"{least_s / min(side):.0%}" for side in sides)
 
 
 def hand_over_section(interpreter: str, repeat: int) -> str:

@@ -29,7 +29,7 @@ from benchmarks.shapes import SHAPES, write_config
 WORKS = {
     "33m": [
         Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(16, 256, 128), Work(1, 1024, 1), Work(8, 512, 1),
-        Work(1, 4095, 1), Work(16, 1024, 64), Work(16, 4032, 1), Work(16, 4032, 64),
+        Work(1, 4095, 1), Work(16, 1024, 64), Work(16, 4032, 64),
     ],
     "0.6b": [
         Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(1, 1024, 1), Work(8, 512, 1), Work(1, 4095, 1),
