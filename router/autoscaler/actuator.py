@@ -5,6 +5,7 @@ A KubernetesActuator (router/kubernetes/actuator.py) does the same for a cluster
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -103,9 +104,14 @@ class StackLink:
 
 @contextmanager
 def _owners_errors() -> Iterator[None]:
-    """A refusal becomes an ActuatorError with the owner's message."""
+    """A refusal becomes an ActuatorError with the owner's message, and so does a channel that is closed meanwhile:
+    grpc cancels its calls, not the task that waits for them."""
     try:
         yield
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise ActuatorError("the router is about to end") from None
     except grpc.aio.AioRpcError as error:
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise ActuatorError(f"the owner of the local stack does not answer ({error.code().name})") from error

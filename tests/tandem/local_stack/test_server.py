@@ -46,6 +46,33 @@ async def link(address: str) -> AsyncIterator[StackLink]:
     await link.close()
 
 
+async def test_a_link_that_is_closed_ends_its_calls_with_an_error_and_cancels_no_task(short_folder: Path) -> None:
+    """As a router does that stops while its pools are watched."""
+    connected, silence = asyncio.Event(), asyncio.Event()
+
+    async def never_answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set()
+        await silence.wait()
+        writer.close()
+
+    async with asyncio.timeout(TIMEOUT_S):
+        async with await asyncio.start_unix_server(never_answer, short_folder / "stack.sock"):
+            link = StackLink(f"unix:{short_folder / 'stack.sock'}")
+            sizes = asyncio.ensure_future(link.sizes())
+            await connected.wait()
+            await link.close()
+            with pytest.raises(ActuatorError, match="about to end"):
+                await sizes
+            link = StackLink(f"unix:{short_folder / 'stack.sock'}")
+            cancelled = asyncio.ensure_future(link.sizes())
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            await link.close()
+            silence.set()
+
+
 def addresses(owned: DesiredState) -> frozenset[str]:
     return frozenset(instance.address for instance in owned.snapshot.pool("decode"))
 
