@@ -186,7 +186,7 @@ class AdmissionController:
     def prefilled(self, ticket: Ticket) -> None:
         """The request has its first token: its prompt delays no other request any more. Idempotent."""
         if ticket.in_flight and not ticket.prefilled:
-            ticket.prefilled = True
+            ticket.prefilled, ticket.prefill_s = True, ticket.in_flight_s(self.clock())
             self.in_use.prefilled(ticket.charge)
             self._start_those_with_room()
 

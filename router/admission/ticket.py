@@ -17,6 +17,9 @@ from typing import Protocol
 from router.admission.capacity import Charge
 from serving.errors import Overloaded
 
+_MIN_PACED = 8
+"""Output tokens of a choice, from which the pace predicts the end: a stall during the first ones counts too much."""
+
 
 class SlotUser(Protocol):
     """A call to an instance that runs in a slot."""
@@ -75,6 +78,8 @@ class Ticket:
     waiting_since_s: float = 0.0
     in_flight: bool = False
     prefilled: bool = False
+    prefill_s: float = 0.0
+    """How long it was in flight until its first token."""
     started_s: float = 0.0
     """When it was in flight last."""
     served_s: float = 0.0
@@ -107,13 +112,13 @@ class Ticket:
         return has_run and self.num_emitted() > self.num_emitted_before
 
     def remaining_s(self, now_s: float) -> float | None:
-        """Expected seconds to its end, at its own pace; None before its first token.
+        """Expected seconds to its end, at its own pace since its first token; None until that is known.
 
         By the expected length, but at least as much as there is already, within its max_tokens: a stream that runs
         up to the expected length is probably one of the longer ones.
         """
-        if not (num_emitted := self.num_emitted()):
+        if (num_emitted := self.num_emitted()) < _MIN_PACED * self.charge.num_sequences:
             return None
         num_allowed = self.max_tokens * self.charge.num_sequences - num_emitted
         num_remaining = min(max(self.charge.num_output_tokens - num_emitted, num_emitted), num_allowed)
-        return num_remaining * self.in_flight_s(now_s) / num_emitted
+        return num_remaining * (self.in_flight_s(now_s) - self.prefill_s) / num_emitted

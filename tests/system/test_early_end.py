@@ -159,25 +159,18 @@ def test_an_aborted_request_frees_everything(stack: Stack, prompts: random.Rando
 @on("shared_storage", "nixl", "redis")
 async def test_requests_cancelled_at_random_leave_nothing(stack: Stack, prompts: random.Random, count: int) -> None:
     shared = random_prompt(prompts, 10 * BLOCK_SIZE)
-    ends = {"cancelled": 0, "finished": 0, "rejected": 0}
+    ends = {"cancelled": 0, "finished": 0}
     logged = stack.rig.logged_exceptions()
 
     async with AsyncClient(stack.rig.address) as client:
 
         async def one() -> None:
-            """A machine that stalls lets the router predict a long wait: it rejects the request."""
             prompt = shared[: prompts.randrange(0, len(shared))] + random_prompt(prompts, prompts.randrange(1, 250))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(prompts.uniform(0.0, 0.3)):
                     several = prompts.choice(({}, {"n": 4, "temperature": 1.0}))
-                    try:
-                        await client.generate(prompt, **{**LONG, "max_tokens": 300, **several})
-                    except TandemError as error:
-                        if error.status != "RESOURCE_EXHAUSTED":
-                            raise
-                        ends["rejected"] += 1
-                    else:
-                        ends["finished"] += 1
+                    await client.generate(prompt, **{**LONG, "max_tokens": 300, **several})
+                    ends["finished"] += 1
                     return
             ends["cancelled"] += 1
 
@@ -186,7 +179,7 @@ async def test_requests_cancelled_at_random_leave_nothing(stack: Stack, prompts:
                 await one()
 
         await asyncio.gather(*(some(count // AT_ONCE) for _ in range(AT_ONCE)))
-    assert ends["cancelled"] > ends["finished"] + ends["rejected"], ends
+    assert ends["cancelled"] > ends["finished"]
     prompt = shared + random_prompt(prompts, 40)
     stack.wait_idle()
     stack.assert_exact(stack.generate(prompt, GREEDY), prompt, GREEDY)

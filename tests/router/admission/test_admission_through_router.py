@@ -78,9 +78,9 @@ async def test_a_waiting_requests_deadline_ends_it(run: Run) -> None:
 
 
 async def test_a_request_behind_a_long_stream_is_rejected_at_once(run: Run) -> None:
-    async with run(decode=[FakeInstance("decode", behaviour=slow(0.5))], admission=ONE) as rig:
-        running = rig.call(max_tokens=200)
-        await rig.decode[0].until("token", 2)
+    async with run(decode=[FakeInstance("decode", behaviour=slow(0.1))], admission=ONE) as rig:
+        running = rig.call(max_tokens=1000)
+        await rig.decode[0].until("token", 10)
         with pytest.raises(grpc.aio.AioRpcError, match="the wait would be") as raised:
             await rig.generate()
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -61,7 +61,10 @@ async def test_a_prompt_is_work_until_its_first_token() -> None:
     await settled()
     assert len(tickets) == 1
     rig.admission.prefilled(tickets[0])
+    prefill_s = tickets[0].prefill_s
+    assert 0.0 < prefill_s < GUARD_S
     rig.admission.prefilled(tickets[0])
+    assert tickets[0].prefill_s == prefill_s
     await settled()
     assert len(tickets) == 2
     await rig.close()

@@ -25,9 +25,20 @@ class House:
         weights = self.weights
         self.shares = TenantShares(lambda one: Share(weights.get(one, 1.0)), yield_after_s=1.0, max_tenants=2)
 
-    def start(self, tenant: str, num: int, *, age_s: float = 50.0, emitted: int = 5, charge: Charge = SLOT) -> None:
+    def start(
+        self,
+        tenant: str,
+        num: int,
+        *,
+        age_s: float = 50.0,
+        prefill_s: float = 0.0,
+        emitted: int = 5,
+        charge: Charge = SLOT,
+        max_tokens: int = 10,
+    ) -> None:
         for _ in range(num):
-            ticket = Ticket(charge, 10, lambda: emitted, in_flight=True, prefilled=emitted > 0, started_s=NOW_S - age_s)
+            ticket = Ticket(charge, max_tokens, lambda: emitted, in_flight=True, started_s=NOW_S - age_s)
+            ticket.prefilled, ticket.prefill_s = emitted > 0, prefill_s
             self.shares.add(Entry(ticket, tenant, charge.num_tokens, 0))
             self.in_use.add(charge)
             if ticket.prefilled:
@@ -122,11 +133,14 @@ def test_what_waits_for_prompts_makes_nothing_pause() -> None:
 
 def test_the_next_end_is_expected_by_lengths_and_once_one_has_ended_by_the_silence() -> None:
     house = House()
-    house.start("greedy", 2, age_s=8.0, emitted=4)  # 6 of 10 to come, at 2 s a token
-    house.start("greedy", 1, age_s=30.0, emitted=9)  # as long as expected, but no longer than max_tokens
-    house.start("new", 1, emitted=0)
+    expects_20 = SLOT._replace(num_tokens=30)
+    house.start("greedy", 2, age_s=20.0, prefill_s=4.0, emitted=8, charge=expects_20, max_tokens=50)  # 12 at 2 s
+    house.start("greedy", 1, age_s=31.0, prefill_s=4.0, emitted=18, charge=expects_20, max_tokens=20)  # 2 at 1.5 s
+    two_choices = SLOT._replace(num_sequences=2)
+    house.start("new", 1, emitted=7)
+    house.start("new", 1, emitted=15, charge=two_choices)
     end_s = [house.shares.next_end_s(ahead, NOW_S, of="greedy") for ahead in (0, 1, 2, 9)]
-    assert [round(one, 2) for one in end_s] == [3.33, 12.0, 12.0, 12.0]
+    assert [round(one, 2) for one in end_s] == [3.0, 24.0, 24.0, 24.0]
     assert house.shares.next_end_s(0, NOW_S, of="new") == 0.0
     ended = Entry(Ticket(SLOT, 10, lambda: 3, prefilled=True), "new", 20, 0)
     house.shares.add(ended)
