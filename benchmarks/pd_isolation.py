@@ -254,7 +254,8 @@ def _ratios(name: str, ours: Report, theirs: Report, rate: float | None) -> list
 def _short(point: Point) -> str:
     report = point.report
     late = "" if report.kept_schedule else " (the load was late)"
-    return f"{point.rate:g}/s TTFT p99 {report.ttft.p99:.0f}, ITL p99 {report.itl.p99:.0f} ms{late}"
+    goodput = f"goodput {report.goodput_per_s or 0.0:.2f}"
+    return f"{point.rate:g}/s {goodput}, TTFT p99 {report.ttft.p99:.0f}, ITL p99 {report.itl.p99:.0f} ms{late}"
 
 
 _PICTURES = """\

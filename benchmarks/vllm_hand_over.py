@@ -1,6 +1,6 @@
 """What a hand-over between two vLLMs costs, against a vLLM that prefills and decodes itself.
 
-    python -m benchmarks.vllm_hand_over [--python .venv-vllm/bin/python] [--connector nixl] [--shape 33m]
+    python -m benchmarks.vllm_hand_over [--vllm-python .venv-vllm/bin/python] [--connector nixl] [--shape 33m]
 
 A stack of one prefill and one decode instance and one of a single instance, float32, one thread each, asked in turns;
 every prompt is new, and nothing else runs at the time: a stack is asked when the other's processes, which poll for a
@@ -26,6 +26,7 @@ from typing import NamedTuple
 import click
 import psutil
 
+from benchmarks.peers import options
 from benchmarks.shapes import SHAPES, write_config
 from tandem.client.client import Client
 from tandem.client.health import instances_out
@@ -59,14 +60,14 @@ class Times(NamedTuple):
 
 
 @click.command(help=__doc__)
-@click.option("--python", "interpreter", default=".venv-vllm/bin/python", show_default=True, help="It has vLLM.")
+@options.vllm_python
 @click.option("--connector", default="shared_storage", show_default=True)
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="33m", show_default=True)
 @click.option("--prompt", "prompt_len", default=1500, show_default=True, help="Tokens of each prompt.")
 @click.option("--chunk", default=512, show_default=True, help="Token budget of one step.")
 @click.option("--repeat", default=15, show_default=True, help="Requests to each stack, after two to warm up.")
-def main(interpreter: str, connector: str, shape: str, prompt_len: int, chunk: int, repeat: int) -> None:
-    split, whole = compare(interpreter, connector, shape, prompt_len, chunk, repeat)
+def main(vllm_python: Path, connector: str, shape: str, prompt_len: int, chunk: int, repeat: int) -> None:
+    split, whole = compare(str(vllm_python), connector, shape, prompt_len, chunk, repeat)
     show(split, whole)
 
 

@@ -1,6 +1,6 @@
 """How many streams of vLLM change when they are computed in another batch, or resumed at another instance.
 
-    python -m benchmarks.vllm_streams [--python .venv-vllm/bin/python] [--dtype bfloat16] [--streams 60]
+    python -m benchmarks.vllm_streams [--vllm-python .venv-vllm/bin/python] [--dtype bfloat16] [--streams 60]
 
 Each stream is computed alone, then with all the others, then resumed alone after a random number of its tokens, which
 vLLM computes as part of a prompt in chunks of 64 tokens; half of them greedy, half with seeds. Prints for each way how
@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 import msgspec
 
+from benchmarks.peers import options
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
 from engine.core.messages import EngineRequest, TokensEvent
@@ -27,13 +29,13 @@ _LENGTHS = (20, 60, 150, 400)
 
 
 @click.command(help=__doc__)
-@click.option("--python", "interpreter", default=".venv-vllm/bin/python", show_default=True, help="It has vLLM.")
+@options.vllm_python
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 @click.option("--streams", "num_streams", default=60, show_default=True)
-def main(interpreter: str, dtype: str, num_streams: int) -> None:
+def main(vllm_python: Path, dtype: str, num_streams: int) -> None:
     config = EngineConfig(
         kind="vllm",
-        python=interpreter,
+        python=str(vllm_python),
         model=str(MODEL_DIR),
         dtype=dtype,
         num_blocks=400,

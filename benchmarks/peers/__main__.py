@@ -20,8 +20,9 @@ import torch
 
 from benchmarks import page, vllm_hand_over
 from benchmarks.engine_vs_transformers import measure_bandwidth
+from benchmarks.peers import options
 from benchmarks.peers.engine_vs_vllm import WORKS, Comparison, both_sides
-from benchmarks.shapes import SHAPES, bytes_of_step, operations_of_prefill
+from benchmarks.shapes import bytes_of_step, operations_of_prefill
 from tandem.bench.serve.results import versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "RESULTS.md"
@@ -39,16 +40,8 @@ _HAND_OVER_HEAD = (
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--vllm-python",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=Path(".venv-vllm/bin/python"),
-    show_default=True,
-    help="Python of the environment that has vLLM.",
-)
-@click.option(
-    "--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), default=list(SHAPES), show_default=True
-)
+@options.vllm_python
+@options.shapes
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Turns; the median counts.")
 @click.option("--threads", default=2, show_default=True, help="Threads of both engines.")
 @click.option("--hand-over/--no-hand-over", default=True, show_default=True, help="Measure P/D too.")

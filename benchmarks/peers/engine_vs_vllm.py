@@ -24,7 +24,8 @@ from pathlib import Path
 import click
 
 from benchmarks.engine_vs_transformers import Work, measure_bandwidth
-from benchmarks.shapes import SHAPES, write_config
+from benchmarks.peers import options
+from benchmarks.shapes import write_config
 
 WORKS = {
     "33m": [
@@ -92,16 +93,8 @@ class Sides:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--vllm-python",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=Path(".venv-vllm/bin/python"),
-    show_default=True,
-    help="Python of the environment that has vLLM.",
-)
-@click.option(
-    "--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), default=list(SHAPES), show_default=True
-)
+@options.vllm_python
+@options.shapes
 @click.option("--work", "only", multiple=True, type=click.Choice(list(_NAMES)), help="Only these.")
 @click.option("--repeat", default=5, show_default=True, help="Runs of each side; the median counts.")
 @click.option("--threads", default=2, show_default=True, help="Threads of both sides.")

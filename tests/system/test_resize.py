@@ -135,6 +135,7 @@ def assert_drained(stack: ResizableStack, count: int) -> None:
     assert sum(line.endswith("is gone") for line in stack.messages) == count
 
 
+@pytest.mark.slow
 def test_a_resize_to_three_and_at_once_to_one_leaves_one(stack: ResizableStack, loaded: Loaded) -> None:
     [survivor] = [name for name in stack.rig.stack.instances if name.startswith("decode")]
     stack.resize(decode=3)
