@@ -72,6 +72,10 @@ class StepInputs:
         last = int(np.searchsorted(self.query_start_loc, stop, side="left"))
         bounds = self.query_start_loc[first : last + 1].clip(start, stop)
         seq_lens = (self.positions[bounds[1:] - 1] + 1).astype(np.int32)
+        needed = self.needed
+        if needed is not None:
+            ends = self.query_start_loc[1:][needed]
+            needed = needed[(start < ends) & (ends <= stop)] - first
         return StepInputs(
             self.token_ids[start:stop],
             self.positions[start:stop],
@@ -81,13 +85,8 @@ class StepInputs:
             self.block_tables[first:last],
             int(np.diff(bounds).max()),
             int(seq_lens.max()),
-            None if self.needed is None else self._needed_in(start, stop) - first,
+            needed,
         )
-
-    def _needed_in(self, start: int, stop: int) -> Int64:
-        assert self.needed is not None
-        ends = self.query_start_loc[1:][self.needed]
-        return self.needed[(start < ends) & (ends <= stop)]
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
         """Token ids, positions and metadata on the device. On CPU they share the arrays' memory."""
