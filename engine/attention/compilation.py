@@ -74,6 +74,12 @@ def multiplies_pairs() -> bool:
 
 
 @functools.cache
+def multiplies_tiles() -> bool:
+    """Whether this processor multiplies tiles of bfloat16 (AMX), which oneDNN uses and no kernel here."""
+    return bool(llvmlite.binding.get_host_cpu_features().get("amx-bf16"))
+
+
+@functools.cache
 def converts_float16() -> bool:
     """Whether this processor converts float16: otherwise LLVM calls functions that are not there."""
     return platform.machine() == "aarch64" or bool(llvmlite.binding.get_host_cpu_features().get("f16c"))

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from engine.config import Quantization
+from engine.models.pair_linear import PairLinear
 from engine.models.quantized import QuantizedLinear, stacked
 from engine.models.weights import WeightSource
 
@@ -28,7 +29,7 @@ class LinearSource:
         shapes = {f"{name}.weight": (size, in_features) for name, size in parts.items()}
         bias = torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in parts.items()]) if has_bias else None
         if quantization == "none":
-            return PackedLinear(torch.cat([weights.take(name, shape) for name, shape in shapes.items()]), bias)
+            return make_linear(torch.cat([weights.take(name, shape) for name, shape in shapes.items()]), bias)
         matrices = [weights.take_quantized(name, shape, quantization) for name, shape in shapes.items()]
         return QuantizedLinear(stacked(matrices), bias, self.dtype)
 
@@ -40,8 +41,14 @@ class Linear(Protocol):
         """x [rows, in_features] -> [rows, out_features], same dtype."""
 
 
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """y = x W^T + b. weight [out_features, in_features], bias [out_features], on the device and of the dtype to run
+    with. On CPU the bits of a row do not depend on the other rows of the call."""
+    return PairLinear(weight, bias) if PairLinear.supports(weight) else PackedLinear(weight, bias)
+
+
 class PackedLinear:
-    """y = x W^T + b. On CPU the weight is copied once into oneDNN's blocked layout.
+    """y = x W^T + b by torch. On CPU the weight is copied once into oneDNN's blocked layout.
 
     Without packing oneDNN reorders the weight, or reads it strided, in every call: one row of bfloat16 then runs at a
     third of the memory bandwidth. In float32 packing pays from a few rows on.
@@ -49,8 +56,8 @@ class PackedLinear:
     On CPU a float16 weight is kept and multiplied in float32: few processors multiply float16. Inputs and results are
     float16.
 
-    On CPU the bits of a row do not depend on the other rows of the call. For a single row oneDNN takes another kernel,
-    which may add in another order: where it does, a single row is computed as two (benchmarks/LOG.md has the cost).
+    For a single row oneDNN takes another kernel, which may add in another order: where it does, a single row is
+    computed as two (benchmarks/LOG.md has the cost).
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -85,16 +92,16 @@ class PackedLinear:
         if self._product is None:
             return False
         if dtype == torch.bfloat16:
-            return _is_one_bfloat16_row_exact()
+            return _is_one_bfloat16_row_exact(self.in_features)
         x = torch.randn(2, self.in_features, generator=torch.Generator().manual_seed(0))
         alone, together = (self._product(rows, self._weight, None, "none", [], "") for rows in (x[:1], x))
         return torch.equal(alone, together[:1])
 
 
 @functools.cache
-def _is_one_bfloat16_row_exact() -> bool:
+def _is_one_bfloat16_row_exact(in_features: int) -> bool:
     """As PackedLinear._is_one_row_exact, on 2^17 results: one in 2,000 to 20,000 shows another order of addition."""
-    weight, x = (torch.randn(n, 1024, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (512, 256))
+    weight, x = (torch.randn(n, in_features, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (512, 256))
     product = torch.ops.mkldnn._linear_pointwise.default
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     one_by_one = torch.cat([product(row, packed, None, "none", [], "") for row in x.split(1)])

@@ -14,7 +14,7 @@ from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.models.config import ModelConfig
 from engine.models.decoder import LastTokens
 from engine.models.elementwise import Elementwise, HeadNorm, HeadShape, elementwise_for
-from engine.models.linear import Linear, LinearSource, PackedLinear
+from engine.models.linear import Linear, LinearSource, make_linear
 from engine.models.mlp import GatedMLP, SparseMLP, take_mlp
 from engine.models.rope import RotaryEmbedding
 from engine.partition import Part
@@ -71,7 +71,7 @@ class LlamaModel:
         self._layers = [_take_layer(config, linears, self._elementwise, layer) for layer in part.layers]
         if part.is_last_stage:
             self._norm = weights.take("model.norm.weight", (config.hidden_size,))
-            self._lm_head = PackedLinear(self._embedding if is_tied else weights.take("lm_head.weight", vocab_shape))
+            self._lm_head = make_linear(self._embedding if is_tied else weights.take("lm_head.weight", vocab_shape))
         # The first is a table in old checkpoints.
         weights.finish(ignored=("rotary_emb.inv_freq", *(("lm_head.weight",) if is_tied else ())))
 
@@ -95,7 +95,8 @@ class LlamaModel:
         Keys and values of the step are written into kv_cache, which has the layers and heads of this rank, at
         metadata.slot_mapping. In the last layer that is all that other tokens than those `needed` are computed for.
         """
-        last = len(self._layers) - 1 if needed is not None and self._part.is_last_stage else None
+        if not self._part.is_last_stage:
+            needed = None
         elementwise, eps = self._elementwise, self.config.rms_norm_eps
         num_tokens = token_ids.shape[0]
         head_counts = [self._shape.num_heads, self._shape.num_kv_heads, self._shape.num_kv_heads]
@@ -106,8 +107,7 @@ class LlamaModel:
             qkv = layer.qkv(elementwise.add_rms_norm(x, residual, layer.input_norm, eps))
             elementwise.rotate(qkv, cos, sin, self._shape, layer.head_norm)
             query, key, value = qkv.view(num_tokens, -1, self._shape.head_dim).split_with_sizes(head_counts, dim=1)
-            if index == last:
-                assert needed is not None
+            if needed is not None and index == len(self._layers) - 1:
                 query, residual, metadata = query[needed.rows], residual[needed.rows], needed.metadata
             attended = self._attention.forward(
                 query,
@@ -122,9 +122,8 @@ class LlamaModel:
             x = self._ranks.sum(layer.output(attended.flatten(1)))
             x = self._ranks.sum(layer.mlp(elementwise.add_rms_norm(x, residual, layer.post_norm, eps)))
         hidden = self._last_hidden(x, residual)
-        if last is None:
+        if needed is None:
             return hidden
-        assert needed is not None
         return hidden.new_zeros((num_tokens, hidden.shape[1])).index_copy_(0, needed.rows, hidden)
 
     @torch.inference_mode()

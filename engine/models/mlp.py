@@ -12,7 +12,7 @@ import torch
 
 from engine.models.config import ModelConfig
 from engine.models.elementwise import Elementwise
-from engine.models.linear import Linear, LinearSource, PackedLinear
+from engine.models.linear import Linear, LinearSource, make_linear
 
 
 class GatedMLP:
@@ -69,7 +69,7 @@ class _Source:
 
     def router(self, name: str, num_experts: int) -> Linear:
         """Never quantised: it decides which experts compute."""
-        return PackedLinear(self.linears.weights.take(f"{name}.weight", (num_experts, self.hidden_size)))
+        return make_linear(self.linears.weights.take(f"{name}.weight", (num_experts, self.hidden_size)))
 
     def gated(self, names: tuple[str, str, str], size: int, *, has_bias: bool) -> GatedMLP:
         """`names` of the gate, up and down projections; `size`: between them."""

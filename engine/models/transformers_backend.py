@@ -30,7 +30,7 @@ from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
 from engine.models.config import SUPPORTED_DTYPES, ConfigFields, DecoderConfig, read_json, refuse_quantization
 from engine.models.decoder import LastTokens
-from engine.models.linear import Linear, PackedLinear
+from engine.models.linear import Linear, make_linear
 from engine.models.quantized import QuantizedLinear, QuantizedMatrix
 from engine.models.weights import DummyWeights
 
@@ -388,7 +388,7 @@ def _packed(layer: Any, dtype: torch.dtype, quantization: Quantization) -> Linea
     if type(layer) is Conv1D:  # GPT-2's linear layer, transposed
         weight = weight.t().contiguous()
     if quantization == "none":
-        return PackedLinear(weight, bias)
+        return make_linear(weight, bias)
     return QuantizedLinear(QuantizedMatrix.of(weight, quantization), bias, dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 from engine.config import EngineConfig
 from engine.models import load_model
 from engine.models.config import ModelConfig
-from engine.models.linear import PackedLinear
+from engine.models.linear import Linear, PackedLinear, make_linear
 from engine.models.llama import LlamaModel
 from tests.builders import lively_checkpoint, paged_step
 
@@ -171,17 +172,19 @@ def test_bfloat16_stays_near_float32(cases: dict[str, _Case]) -> None:
     assert torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min() > 0.99
 
 
-# A packed layer computes what the plain one computes, whatever the number of rows.
+# A linear layer computes what torch's computes, whatever the number of rows.
 
 
+@pytest.mark.parametrize("make", [PackedLinear, make_linear])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_equals_a_plain_linear_layer_for_any_number_of_rows(dtype: torch.dtype, has_bias: bool) -> None:
+def test_equals_a_plain_linear_layer_for_any_number_of_rows(
+    make: Callable[..., Linear], dtype: torch.dtype, has_bias: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 160, generator=generator).to(dtype)
     bias = torch.randn(96, generator=generator).to(dtype) if has_bias else None
-    layer = PackedLinear(weight, bias)
-    assert (layer.in_features, layer.out_features) == (160, 96)
+    layer = make(weight, bias)
     x = torch.randn(70, 160, generator=generator).to(dtype)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     for rows in (1, 2, 7, 32, 70):
