@@ -68,6 +68,12 @@ def kernel(body):
 
 
 @functools.cache
+def has_wide_registers() -> bool:
+    """Whether this processor has 32 registers of sixteen floats (AVX-512)."""
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+
+
+@functools.cache
 def multiplies_pairs() -> bool:
     """Whether this processor multiplies pairs of bfloat16, twice as many in the time of float32 (AVX512_BF16)."""
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from engine.config import Quantization
-from engine.models.pair_linear import PairLinear
+from engine.models.panel_linear import PanelLinear
 from engine.models.quantized import QuantizedLinear, stacked
 from engine.models.weights import WeightSource
 
@@ -44,7 +44,7 @@ class Linear(Protocol):
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """y = x W^T + b. weight [out_features, in_features], bias [out_features], on the device and of the dtype to run
     with. On CPU the bits of a row do not depend on the other rows of the call."""
-    return PairLinear(weight, bias) if PairLinear.supports(weight) else PackedLinear(weight, bias)
+    return PanelLinear(weight, bias) if PanelLinear.supports(weight) else PackedLinear(weight, bias)
 
 
 class PackedLinear:

@@ -1,0 +1,74 @@
+"""Linear layers on CPUs with vectors of sixteen floats, as fast for one row as the memory is.
+
+oneDNN reads its packed matrix at half of the memory's speed where there are few rows, and is no faster for many
+(benchmarks/LOG.md). It adds up a single row in another order than several, in float32 always and in bfloat16 with more
+than 1024 inputs, while here the bits of a row depend on that row alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from engine.attention.compilation import has_wide_registers, multiplies_pairs, multiplies_tiles
+from engine.attention.openmp import launcher_for
+from engine.attention.simd import WIDTH
+from engine.models.panel_linear_kernels import PANEL, multiply_address
+
+SERIAL_PRODUCTS = 1 << 16
+"""With fewer multiplications one thread finishes before a second has started."""
+
+_Arguments = ctypes.c_int64 * 8
+
+
+class PanelLinear:
+    """y = x W^T + b in float32, or in bfloat16: added up in float32 and rounded once."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight [out_features, in_features], copied into the kernels' order; bias [out_features]."""
+        self.out_features, self.in_features = weight.shape
+        self._outputs = -(-self.out_features // WIDTH) * WIDTH
+        self._panels = _in_panels(weight)
+        bias = torch.zeros(self.out_features) if bias is None else bias.float()
+        self._bias = torch.nn.functional.pad(bias, (0, -self.out_features % PANEL))
+        self._launch = launcher_for(multiply_address, weight.dtype)
+
+    @staticmethod
+    def supports(weight: torch.Tensor) -> bool:
+        """bfloat16 where the processor multiplies pairs of it, but not tiles: those are oneDNN's."""
+        if weight.device.type != "cpu" or not has_wide_registers():
+            return False
+        if weight.dtype == torch.bfloat16:
+            return weight.shape[1] % 2 == 0 and multiplies_pairs() and not multiplies_tiles()
+        return weight.dtype == torch.float32
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in_features] -> [rows, out_features], same dtype."""
+        x, num_rows = x.contiguous(), x.shape[0]
+        output = x.new_empty((num_rows, self._outputs))
+        if not num_rows:
+            return output[:, : self.out_features]
+        arguments = _Arguments(
+            0,
+            num_rows,
+            self._outputs,
+            self._panels.shape[1],
+            x.data_ptr(),
+            self._panels.data_ptr(),
+            self._bias.data_ptr(),
+            output.data_ptr(),
+        )
+        is_serial = num_rows * self._panels.numel() < SERIAL_PRODUCTS
+        self._launch(1 if is_serial else torch.get_num_threads(), ctypes.addressof(arguments))
+        return output if self._outputs == self.out_features else output[:, : self.out_features].contiguous()
+
+
+def _in_panels(weight: torch.Tensor) -> torch.Tensor:
+    """Numbers of 32 bits [panels, numbers, 64], the last panel filled with zeros."""
+    numbers = weight.contiguous().view(torch.int32)
+    whole = len(numbers) // PANEL * PANEL
+    panels = numbers.new_zeros((-(-len(numbers) // PANEL), numbers.shape[1], PANEL))
+    panels[: whole // PANEL] = numbers[:whole].view(-1, PANEL, numbers.shape[1]).transpose(1, 2)
+    panels[whole // PANEL :, :, : len(numbers) - whole] = numbers[whole:].t()
+    return panels
