@@ -17,7 +17,7 @@ from engine.attention.simd import WIDTH
 from engine.models.panel_linear_kernels import PANEL, multiply_address
 
 SERIAL_PRODUCTS = 1 << 16
-"""With fewer multiplications one thread finishes before a second has started."""
+"""With fewer multiplications of numbers one thread finishes before a second has started."""
 
 _Arguments = ctypes.c_int64 * 8
 
@@ -36,7 +36,8 @@ class PanelLinear:
 
     @staticmethod
     def supports(weight: torch.Tensor) -> bool:
-        """bfloat16 where the processor multiplies pairs of it, but not tiles: those are oneDNN's."""
+        """float32 with AVX-512, whose registers hold the sums; bfloat16 where the processor multiplies pairs of it
+        besides, but not tiles, which oneDNN uses."""
         if weight.device.type != "cpu" or not has_wide_registers():
             return False
         if weight.dtype == torch.bfloat16:

@@ -37,7 +37,7 @@ from engine.attention.simd import (
 
 PANEL = 64
 """Outputs."""
-GROUP = 256
+_GROUP = 256
 """Numbers. Long sums lose digits: those of groups are shorter."""
 _CHUNK = 128
 """Rows of a task."""
@@ -106,13 +106,13 @@ def _multiply_codegen(num_rows, product, element):
         zeros = [ir.Constant(_VECTOR, [0.0] * WIDTH)] * (num_rows * _VECTORS)
 
         def add_group(index, totals):
-            first = builder.mul(index, _I64(GROUP))
-            last = builder.add(first, _I64(GROUP))
+            first = builder.mul(index, _I64(_GROUP))
+            last = builder.add(first, _I64(_GROUP))
             last = builder.select(builder.icmp_signed("<", last, num_numbers), last, num_numbers)
             sums = loop(builder, first, last, zeros, add_products)
             return [builder.fadd(*two) for two in zip(totals, sums, strict=True)]
 
-        num_groups = builder.sdiv(builder.add(num_numbers, _I64(GROUP - 1)), _I64(GROUP))
+        num_groups = builder.sdiv(builder.add(num_numbers, _I64(_GROUP - 1)), _I64(_GROUP))
         totals = loop(builder, _I64(0), num_groups, zeros, add_group)
         for vector in range(_VECTORS):
             at = builder.add(column, _I64(WIDTH * vector))

@@ -27,6 +27,7 @@ from engine.attention.simd import (
     BFLOAT16,
     FLOAT32,
     KINDS,
+    PAIRS,
     WIDTH,
     as_floats,
     as_pairs,
@@ -42,8 +43,6 @@ from engine.attention.simd import (
 PANEL = 64
 """Outputs."""
 NUM_ROWS = 4
-PAIRS = np.uint32(0)
-"""The kind of an input in pairs of bfloat16."""
 CODES = {8: np.int8(0), 4: np.uint8(0)}
 """The kinds of codes, by their bits."""
 _VECTORS = PANEL // WIDTH

@@ -18,7 +18,7 @@ from router.admission.capacity import Charge
 from serving.errors import Overloaded
 
 _MIN_PACED = 8
-"""Output tokens of a choice, from which the pace predicts the end: a stall during the first ones counts too much."""
+"""Output tokens of each choice before the pace predicts the end: a stall among fewer would count too much."""
 
 
 class SlotUser(Protocol):

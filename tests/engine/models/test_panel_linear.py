@@ -13,13 +13,20 @@ from engine.models.panel_linear import PanelLinear
 
 NUM_RESULTS = 1 << 17
 """Another order of addition rounds one result in 2,000 to 20,000 to another bfloat16."""
-IN_PANELS = {torch.float32: has_wide_registers(), torch.bfloat16: multiplies_pairs() and not multiplies_tiles()}
-"""Whether this processor computes the type in panels."""
+NEEDS = {
+    torch.float32: (has_wide_registers(), "AVX-512"),
+    torch.bfloat16: (multiplies_pairs() and not multiplies_tiles(), "AVX512_BF16 and no AMX"),
+}
+"""Whether this processor computes the type in panels, and what it takes."""
 every_dtype = pytest.mark.parametrize(
     "dtype",
     [
-        pytest.param(dtype, marks=pytest.mark.skipif(not is_here, reason="another processor's kernel"), id=str(dtype))
-        for dtype, is_here in IN_PANELS.items()
+        pytest.param(
+            dtype,
+            marks=pytest.mark.skipif(not is_here, reason=f"the kernel needs {what}; here oneDNN computes the layers"),
+            id=str(dtype),
+        )
+        for dtype, (is_here, what) in NEEDS.items()
     ],
 )
 
@@ -36,7 +43,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [PackedLinear, make_linear])
-@pytest.mark.parametrize("dtype", list(IN_PANELS), ids=str)
+@pytest.mark.parametrize("dtype", list(NEEDS), ids=str)
 @pytest.mark.parametrize("in_features", [512, 1024, 1536, 4864])
 def test_one_row_has_the_bits_that_it_has_among_others(
     kind: type[Linear], dtype: torch.dtype, in_features: int
