@@ -1,13 +1,13 @@
 """Goodput of `auto` with objectives against static stacks, in virtual time.
 
-    python -m benchmarks.goodput_simulation [--seconds 60] [--seed 1] [--only 4]
+    python -m benchmarks.goodput_simulation [--seconds 60] [--seed 1] [--only 4] [--noise 0.1]
 
 The engine's step budget (engine/scheduling/step_budget.py), the fit of its costs and the router's decision
 (router/picking/placement.py) are the product's; instances are stubs whose steps take base + per_stream * streams +
-per_token * prompt tokens. Everything else is ideal: enough KV, no contention for cores, load reports of this very
-moment. 27 points: 2, 4 and 8 instances, three mixes, three rates. Beside `auto` run the static stacks with the same
-instances: aggregated with each chunk budget (all with streams first, as the engine has them), and split always with
-each division into pools.
+per_token * prompt tokens, times a random factor if wanted (`--noise`). Everything else is ideal: enough KV, no
+contention for cores, load reports of this very moment. 27 points: 2, 4 and 8 instances, three mixes, three rates.
+Beside `auto` run the static stacks with the same instances: aggregated with each chunk budget (all with streams first,
+as the engine has them), and split always with each division into pools.
 
     arrival ─place─▶ prompts of an instance ─first token─▶ its own streams, or, after the hand-over, another's ─▶ done
 """
@@ -152,7 +152,7 @@ class Instance:
             shares.append((request, num_tokens))
             left -= num_tokens
         num_tokens = sum(num for _, num in shares)
-        seconds = COST.seconds(num_streams, num_tokens)
+        seconds = COST.seconds(num_streams, num_tokens) * self.simulation.factor()
         self.estimator.record(seconds, num_streams, num_tokens)
         self.simulation.later(seconds, self._end, shares, list(self.streams))
 
@@ -214,17 +214,23 @@ def _hand_over_s(request: Request) -> float:
 class Simulation:
     """One stack under one load."""
 
-    def __init__(self, policy: Policy, num_prefill: int, num_decode: int, chunk: int | None, seed: int) -> None:
+    def __init__(
+        self, policy: Policy, num_prefill: int, num_decode: int, chunk: int | None, seed: int, noise: float
+    ) -> None:
         self.now_s = 0.0
         self.reasons: dict[str, int] = {}
         self._policy = policy
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
-        self._rng = random.Random(seed)
+        self._rng, self._noise, self._noise_rng = random.Random(seed), noise, random.Random(seed)
         self._lengths: deque[int] = deque(maxlen=64)
         prefill_chunk = 2048 if policy == "split" else chunk
         self._prefill = [Instance(self, prefill_chunk) for _ in range(num_prefill)]
         self._decode = [Instance(self, chunk) for _ in range(num_decode)]
+
+    def factor(self) -> float:
+        """By which the next step differs from what it costs on average."""
+        return self._noise_rng.lognormvariate(0.0, self._noise)
 
     def later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
         self._num_events += 1
@@ -323,8 +329,8 @@ def static_stacks(size: int) -> Iterator[Stack]:
         yield Stack(f"{num_prefill}P{size - num_prefill}D always", "split", num_prefill, size - num_prefill, 2048)
 
 
-def goodput(stack: Stack, mix: str, rate: float, seconds: float, seed: int) -> float:
-    simulation = Simulation(stack.policy, stack.num_prefill, stack.num_decode, stack.chunk, seed)
+def goodput(stack: Stack, mix: str, rate: float, seconds: float, seed: int, noise: float) -> float:
+    simulation = Simulation(stack.policy, stack.num_prefill, stack.num_decode, stack.chunk, seed, noise)
     return simulation.run(arrivals(mix, rate, seconds, seed))
 
 
@@ -343,12 +349,16 @@ class Point(NamedTuple):
         return self.auto / self.best if self.best else math.inf
 
 
-def measure(size: int, mix: str, load: float, *, seconds: float, seed: int) -> Point:
+def measure(size: int, mix: str, load: float, *, seconds: float, seed: int, noise: float = 0.0) -> Point:
     rate = load * full_rate(mix, size)
     half = size // 2
-    auto = goodput(Stack("auto", "auto", half, size - half, None), mix, rate, seconds, seed)
-    alone = goodput(Stack("alone", "alone", half, size - half, None), mix, rate, seconds, seed)
-    best, name = max((goodput(one, mix, rate, seconds, seed), one.name) for one in static_stacks(size))
+
+    def run(stack: Stack) -> float:
+        return goodput(stack, mix, rate, seconds, seed, noise)
+
+    auto = run(Stack("auto", "auto", half, size - half, None))
+    alone = run(Stack("alone", "alone", half, size - half, None))
+    best, name = max((run(one), one.name) for one in static_stacks(size))
     return Point(size, mix, load, rate, auto, alone, best, name)
 
 
@@ -356,7 +366,8 @@ def measure(size: int, mix: str, load: float, *, seconds: float, seed: int) -> P
 @click.option("--seconds", default=60.0, show_default=True, help="Of arrivals, in virtual time.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--only", type=int, help="Only stacks of so many instances.")
-def main(seconds: float, seed: int, only: int | None) -> None:
+@click.option("--noise", default=0.0, show_default=True, help="Standard deviation of the logarithm of a step's time.")
+def main(seconds: float, seed: int, only: int | None, noise: float) -> None:
     """Print goodput of auto and of the best static stack at each point, as a Markdown table."""
     click.echo("| instances | mix | load | requests/s | auto | never split | best static | | auto / best |")
     click.echo("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -364,7 +375,7 @@ def main(seconds: float, seed: int, only: int | None) -> None:
     for size in SIZES if only is None else (only,):
         for mix in MIXES:
             for load in LOADS:
-                point = measure(size, mix, load, seconds=seconds, seed=seed)
+                point = measure(size, mix, load, seconds=seconds, seed=seed, noise=noise)
                 ratios.append(point.ratio)
                 click.echo(
                     f"| {size} | {mix} | {load:g} | {point.rate:.1f} | {point.auto:.2f} | {point.alone:.2f} | "

@@ -2,17 +2,18 @@
 
 A stream's tokens should come within its inter-token objective, a prompt's first token within its TTFT objective:
 
-    step time allowed by streams = the least of min(4 S, max(S, slack)) over the streams
+    step time allowed by streams = the least of min(2 S, max(0.7 S, slack)) over the streams
     tokens allowed by streams    = (that - base - per_stream * streams) / per_token
     urgent tokens                = up to a prompt that is on time only at full speed from now on
     prompt tokens                = the larger of the two, within 16 … max_tokens
 
-The slack of a stream is the time until its next token is due, had all come at 0.95 S since its first. The third line is
-the guard against saturation: bounded by the streams alone, an engine computes fewer prompt tokens than arrive, and in
-the end no request meets its TTFT. It acts late and at once: until then the streams run undisturbed, and some end, and
-one long interruption costs fewer streams their objective than many that are somewhat too long. It acts only where it
-saves at least as many prompts as it costs streams, or an engine with too much to do would lose both. Prompts that not
-even full speed can save are computed last (`late`).
+The slack of a stream is the time until its next token is due, had all come at 0.95 S since its first: after a step that
+took longer than planned the next one is shorter. The third line is the guard against saturation: bounded by the streams
+alone, an engine computes fewer prompt tokens than arrive, and in the end no request meets its TTFT. It acts late and at
+once: until then the streams run undisturbed, and some end, and one long interruption costs fewer streams their
+objective than many that are somewhat too long. It acts only where it saves at least as many prompts as it costs
+streams, or an engine with too much to do would lose both. Prompts that not even full speed can save are computed last
+(`late`).
 
 What a prompt becomes matters as much: each stream lengthens every step. Prompts begin while all streams together take
 at most half of what the objective leaves beside the base of a step (`may_begin`); the other half is the prompts', so
@@ -37,7 +38,8 @@ MIN_TOKENS = 16
 """A step beside streams takes at least so many prompt tokens."""
 PACE = 0.95
 """Of the objective: where a stream's tokens are aimed."""
-_MAX_PACED = 4.0
+_MIN_PACED, _MAX_PACED = 0.7, 2.0
+"""Times the objective: the steps of streams that are behind and ahead."""
 _LOST_S = 0.2
 """A stream that is later than this no longer shortens steps, and an interruption does not cost it anything."""
 _STREAMS_PART, _STREAMS_PART_FOR_LATE = 0.5, 0.25
@@ -139,7 +141,7 @@ def entering_tokens(cost: StepCost | None, num_streams: int, num_left: int) -> i
 
 def _paced_s(streams: Sequence[Stream]) -> float:
     """The longest step in which no stream falls behind; those that are lost anyway count no more."""
-    alive = [min(_MAX_PACED * itl_s, max(itl_s, slack)) for itl_s, slack in streams if slack >= -_LOST_S]
+    alive = [min(_MAX_PACED * itl_s, max(_MIN_PACED * itl_s, slack)) for itl_s, slack in streams if slack >= -_LOST_S]
     return min(alive, default=_MAX_PACED * min(stream.itl_s for stream in streams))
 
 

@@ -14,9 +14,14 @@ def test_two_instances_lose_nothing_to_the_best_static_stack(mix: str, load: flo
     assert measure(2, mix, load, seconds=20.0, seed=1).ratio >= 0.97
 
 
+def test_steps_whose_time_varies_lose_nothing_either() -> None:
+    assert measure(2, "code", 0.9, seconds=20.0, seed=1, noise=0.1).ratio >= 0.97
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("size", SIZES)
-def test_no_point_loses_much_and_all_together_gain(size: int) -> None:
-    ratios = [measure(size, mix, load, seconds=60.0, seed=101).ratio for mix in MIXES for load in LOADS]
+def test_no_point_loses_much_and_all_together_gain(size: int, noise: float) -> None:
+    ratios = [measure(size, mix, load, seconds=60.0, seed=101, noise=noise).ratio for mix in MIXES for load in LOADS]
     assert min(ratios) >= 0.97, ratios
     assert fmean(ratios) >= 1.15, ratios

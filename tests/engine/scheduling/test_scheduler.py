@@ -150,7 +150,7 @@ def test_streams_with_an_objective_bound_the_chunk_beside_them_and_not_without()
         return step(scheduler).num_tokens - 1
 
     assert chunk(None) == 190
-    assert chunk(0.01) == 70
+    assert chunk(0.01) == 65
 
 
 def test_a_prompt_that_will_miss_its_ttft_goes_behind_those_that_can_meet_theirs() -> None:

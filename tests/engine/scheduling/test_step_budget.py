@@ -39,11 +39,26 @@ def budget(streams: list[Stream], prompts: list[Prompt] | None = None, cost: Ste
 
 
 def test_streams_on_time_leave_what_their_objective_allows() -> None:
-    allowed_s = ITL_S - COST.seconds(4)
-    assert budget([Stream(ITL_S, 0.0)] * 4) == int(allowed_s * 4500)
+    allowed_s = PACE * ITL_S - COST.seconds(4)
+    assert budget([Stream(ITL_S, PACE * ITL_S)] * 4) == int(allowed_s * 4500)
     ahead = budget([Stream(ITL_S, 1.0)] * 4)
-    assert ahead == int((4 * ITL_S - COST.seconds(4)) * 4500), "streams that are ahead allow longer steps, within 4"
+    assert ahead == int((2 * ITL_S - COST.seconds(4)) * 4500), "streams that are ahead allow longer steps, twice"
     assert budget([*[Stream(ITL_S, 1.0)] * 3, Stream(ITL_S, 0.0)]) < ahead, "the one that is not ahead decides"
+
+
+@pytest.mark.parametrize("slowness", [1.0, 1.2, 1.3])
+def test_steps_that_take_longer_than_planned_still_hold_the_objective(slowness: float) -> None:
+    now_s, num_tokens = 0.0, 1
+    while num_tokens < 16:
+        slack = slack_s(ITL_S, 0.0, num_tokens, now_s)
+        now_s += slowness * COST.seconds(1, budget([Stream(ITL_S, slack)]))
+        num_tokens += 1
+    assert now_s <= (num_tokens - 1) * ITL_S
+
+
+def test_streams_far_behind_still_leave_tokens_for_prompts() -> None:
+    behind = budget([Stream(ITL_S, -0.1)])
+    assert behind == int((0.7 * ITL_S - COST.seconds(1)) * 4500) > MIN_TOKENS
 
 
 def test_without_an_objective_or_a_measured_cost_nothing_is_bounded() -> None:
