@@ -30,6 +30,7 @@ from engine.attention.simd import (
     next_task,
     pair_product,
     pointer,
+    prefetched,
     put_floats,
     repeated,
     vector_at,
@@ -39,6 +40,8 @@ PANEL = 64
 """Outputs."""
 _GROUP = 256
 """Numbers. Long sums lose digits: those of groups are shorter."""
+_AHEAD = 16
+"""Numbers, 4 KiB: for one and two rows the panel is prefetched so far, past its end into the next one."""
 _CHUNK = 128
 """Rows of a task."""
 _VECTORS = PANEL // WIDTH
@@ -96,6 +99,9 @@ def _multiply_codegen(num_rows, product, element):
             first = builder.add(panel, builder.mul(number, _I64(PANEL)))
             places = [builder.add(first, _I64(WIDTH * vector)) for vector in range(_VECTORS)]
             weights = [builder.load(vector_at(builder, matrix, place), align=4) for place in places]
+            if num_rows < 4:
+                for place in places:
+                    prefetched(builder, matrix, builder.add(place, _I64(_AHEAD * PANEL)))
             result = []
             for index, start in enumerate(starts):
                 factor = repeated(builder, builder.load(builder.gep(x, [builder.add(start, number)])))
