@@ -69,8 +69,10 @@ class Rounds:
             for _ in range(3):
                 reader.step()
             self.num_checked += reader.check()
-            if self._ucx_tls == "tcp":
-                assert pinned == sorted(reader.pinned), "nothing can have ended a read of a frozen producer"
+            if self._ucx_tls == "tcp" and pinned != sorted(reader.pinned):
+                # The sockets can hold all that a producer sent before it was frozen: such a read ends without it.
+                num_missing = len(pinned) - reader.num_complete(pinned)
+                assert not num_missing, f"a read of a frozen producer ended with {num_missing} pages missing"
         finally:
             self.producer.signal(signal.SIGCONT)
         # STEP it resumes: what it still sends goes to blocks without an owner
