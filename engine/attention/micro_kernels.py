@@ -24,7 +24,7 @@ _VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 _ZERO = ir.Constant(_VECTOR, [0.0] * WIDTH)
 
 
-class _Arithmetic:
+class Arithmetic:
     """How to multiply numbers of 32 bits: floats, pairs of bfloat16, or two elements of 16 bits that become floats."""
 
     def __init__(self, kind) -> None:
@@ -86,7 +86,7 @@ def _store_sums(builder, arithmetic, targets, size, add_products):
 def _store_products(num_rows, num_groups, *, ahead):
     def codegen(context, builder, sig, args):
         rows, row_places, cache, offsets, places, _ = args
-        arithmetic = _Arithmetic(sig.args[5])
+        arithmetic = Arithmetic(sig.args[5])
         queries, stride, target = cgutils.unpack_tuple(builder, row_places)
         first_group, size, plane = cgutils.unpack_tuple(builder, places)
         starts = [builder.add(queries, builder.mul(stride, _I64(row))) for row in range(num_rows)]
@@ -140,7 +140,7 @@ def _store_products(num_rows, num_groups, *, ahead):
 def _add_weighted(num_rows, num_vectors, *, ahead):
     def codegen(context, builder, sig, args):
         rows, row_places, cache, offsets, places, _ = args
-        arithmetic = _Arithmetic(sig.args[5])
+        arithmetic = Arithmetic(sig.args[5])
         per_group = _I64(WIDTH // arithmetic.per_number)
         sums, weights, shrinks, stride = cgutils.unpack_tuple(builder, row_places)
         here, there, plane, first_value, value_stride, low, high = cgutils.unpack_tuple(builder, places)

@@ -1,9 +1,12 @@
 """Products of rows with a matrix in panels, called with addresses by `engine.models.panel_linear`.
 
-A panel is 64 outputs, and its inputs follow each other in memory: numbers of float32, or pairs of bfloat16 that the
-processor multiplies and adds at once. One task computes 128 rows of one panel, four at once: their sums stay in
-registers, and where there are few rows, the time is that of reading the panel. A row adds the numbers of a group in the
-order of its inputs, and then the groups, whatever the rows beside it.
+A panel is 64 outputs, and its inputs follow each other in memory: numbers of float32, pairs of bfloat16 that the
+processor multiplies and adds at once, or pairs that are converted to two floats. One task computes 128 rows of one
+panel, four at once: their sums stay in registers, and where there are few rows, the time is that of reading the panel.
+A row adds the numbers of a group in the order of its inputs, and then the groups, whatever the rows beside it.
+
+Of four rows, 32 registers of sixteen floats hold the sums of the whole panel. Sixteen registers of eight floats hold
+those of a quarter, and the numbers beside them: there the panel is read quarter by quarter, of two rows half by half.
 """
 
 # Functions that numba calls with types have no useful annotations of their own.
@@ -18,17 +21,15 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.attention.compilation import kernel
-from engine.attention.micro_kernels import loop
+from engine.attention.compilation import has_wide_registers, kernel, multiplies_pairs
+from engine.attention.micro_kernels import Arithmetic, loop
 from engine.attention.simd import (
     FLOAT32,
     KINDS,
     PAIRS,
     WIDTH,
     as_floats,
-    fused_product,
     next_task,
-    pair_product,
     pointer,
     prefetched,
     put_floats,
@@ -41,7 +42,8 @@ PANEL = 64
 _GROUP = 256
 """Numbers. Long sums lose digits: those of groups are shorter."""
 _AHEAD = 16
-"""Numbers, 4 KiB: for one and two rows the panel is prefetched so far, past its end into the next one."""
+"""Numbers, 4 KiB: so far the panel is prefetched, past its end into the next one, by one and two rows, and by the first
+four where it is read in quarters. Elsewhere the processor sees the stream by itself."""
 _CHUNK = 128
 """Rows of a task."""
 _VECTORS = PANEL // WIDTH
@@ -51,10 +53,11 @@ _VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 
 @functools.cache
 def multiply_address(dtype: str) -> int:
-    """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of an input row, input [rows, numbers], matrix
-    [panels, numbers, 64], bias (float32 [panels, 64]), output [rows, outputs]. `dtype`: float32, or bfloat16, whose
-    numbers are pairs."""
-    kind, numbers = KINDS[dtype], PAIRS if dtype == "bfloat16" else FLOAT32
+    """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of 32 bits of an input, input [rows, numbers], or
+    float32 [rows, inputs] where pairs are converted; matrix [panels, numbers, 64], bias (float32 [panels, 64]), output
+    [rows, outputs]. `dtype`: float32, or bfloat16, whose numbers are pairs."""
+    kind = KINDS[dtype]
+    numbers = PAIRS if dtype == "bfloat16" and multiplies_pairs() else kind
 
     @kernel
     def compiled(a):
@@ -64,10 +67,10 @@ def multiply_address(dtype: str) -> int:
 
 
 @njit
-def _multiply(a, kind, numbers_kind):
+def _multiply(a, kind, numbers):
     rows, outputs, num_numbers = a[1], a[2], a[3]
-    x, matrix = pointer(a[4], numbers_kind), pointer(a[5], numbers_kind)
-    bias, output = pointer(a[6], FLOAT32), pointer(a[7], kind)
+    x, matrix, bias = pointer(a[4], FLOAT32), pointer(a[5], FLOAT32), pointer(a[6], FLOAT32)
+    output = pointer(a[7], kind)
     num_chunks = (rows + _CHUNK - 1) // _CHUNK
     while True:
         task = next_task(a)
@@ -76,83 +79,105 @@ def _multiply(a, kind, numbers_kind):
             break
         row = task % num_chunks * _CHUNK
         last = min(row + _CHUNK, rows)
+        if row + 4 <= last:
+            _multiply_first_four(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
+            row += 4
         while row + 4 <= last:
-            _multiply_four(x, (row, num_numbers), matrix, bias, output, (outputs, column))
+            _multiply_four(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
             row += 4
         if row + 2 <= last:
-            _multiply_two(x, (row, num_numbers), matrix, bias, output, (outputs, column))
+            _multiply_two(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
             row += 2
         if row < last:
-            _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column))
+            _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
 
 
-def _multiply_codegen(num_rows, product, element):
+def _multiply_codegen(num_rows, *, is_prefetched):
+    num_vectors = _VECTORS if has_wide_registers() else _VECTORS // num_rows
+
     def codegen(context, builder, sig, args):
-        x, row_places, matrix, bias, output, output_places = args
+        x, row_places, matrix, bias, output, output_places, _ = args
+        arithmetic, element = Arithmetic(sig.args[6]), sig.args[4].dtype
         row, num_numbers = cgutils.unpack_tuple(builder, row_places)
         outputs, column = cgutils.unpack_tuple(builder, output_places)
-        x, matrix = (builder.bitcast(one, ir.FloatType().as_pointer()) for one in (x, matrix))
-        starts = [builder.mul(builder.add(row, _I64(index)), num_numbers) for index in range(num_rows)]
-        panel = builder.mul(column, num_numbers)
-
-        def add_products(number, sums):
-            first = builder.add(panel, builder.mul(number, _I64(PANEL)))
-            places = [builder.add(first, _I64(WIDTH * vector)) for vector in range(_VECTORS)]
-            weights = [builder.load(vector_at(builder, matrix, place), align=4) for place in places]
-            if num_rows < 4:
-                for place in places:
-                    prefetched(builder, matrix, builder.add(place, _I64(_AHEAD * PANEL)))
-            result = []
-            for index, start in enumerate(starts):
-                factor = repeated(builder, builder.load(builder.gep(x, [builder.add(start, number)])))
-                mine = sums[index * _VECTORS : (index + 1) * _VECTORS]
-                result += [product(builder, factor, *two) for two in zip(weights, mine, strict=True)]
-            return result
-
-        zeros = [ir.Constant(_VECTOR, [0.0] * WIDTH)] * (num_rows * _VECTORS)
-
-        def add_group(index, totals):
-            first = builder.mul(index, _I64(_GROUP))
-            last = builder.add(first, _I64(_GROUP))
-            last = builder.select(builder.icmp_signed("<", last, num_numbers), last, num_numbers)
-            sums = loop(builder, first, last, zeros, add_products)
-            return [builder.fadd(*two) for two in zip(totals, sums, strict=True)]
-
+        num_factors = _I64(arithmetic.num_factors)
+        row_size = builder.mul(num_numbers, num_factors)
+        starts = [builder.mul(builder.add(row, _I64(index)), row_size) for index in range(num_rows)]
+        zeros = [ir.Constant(_VECTOR, [0.0] * WIDTH)] * (num_rows * num_vectors)
         num_groups = builder.sdiv(builder.add(num_numbers, _I64(_GROUP - 1)), _I64(_GROUP))
-        totals = loop(builder, _I64(0), num_groups, zeros, add_group)
-        for vector in range(_VECTORS):
-            at = builder.add(column, _I64(WIDTH * vector))
-            with builder.if_then(builder.icmp_signed("<", at, outputs)):
-                added = as_floats(builder, bias, at, types.float32)
-                for index in range(num_rows):
-                    place = builder.add(builder.mul(builder.add(row, _I64(index)), outputs), at)
-                    total = builder.fadd(totals[index * _VECTORS + vector], added)
-                    put_floats(builder, output, place, total, element)
+
+        def multiply_part(part, _):
+            offset = builder.mul(part, _I64(WIDTH * num_vectors))
+            panel = builder.add(builder.mul(column, num_numbers), offset)
+
+            def add_products(number, sums):
+                first = builder.add(panel, builder.mul(number, _I64(PANEL)))
+                places = [builder.add(first, _I64(WIDTH * vector)) for vector in range(num_vectors)]
+                weights = [builder.load(vector_at(builder, matrix, place), align=4) for place in places]
+                for place in range(0, PANEL if is_prefetched else 0, WIDTH):
+                    line = builder.add(first, builder.sub(_I64(_AHEAD * PANEL + place), offset))
+                    prefetched(builder, matrix, line)
+                factors = [arithmetic.factors(builder, weight) for weight in weights]
+                sums = list(sums)
+                for factor in range(arithmetic.num_factors):
+                    at = builder.add(builder.mul(number, num_factors), _I64(factor))
+                    for index, start in enumerate(starts):
+                        value = repeated(builder, builder.load(builder.gep(x, [builder.add(start, at)])))
+                        for vector in range(num_vectors):
+                            which = index * num_vectors + vector
+                            sums[which] = arithmetic.product(builder, value, factors[vector][factor], sums[which])
+                return sums
+
+            def add_group(index, totals):
+                first = builder.mul(index, _I64(_GROUP))
+                last = builder.add(first, _I64(_GROUP))
+                last = builder.select(builder.icmp_signed("<", last, num_numbers), last, num_numbers)
+                sums = loop(builder, first, last, zeros, add_products)
+                return [builder.fadd(*two) for two in zip(totals, sums, strict=True)]
+
+            totals = loop(builder, _I64(0), num_groups, zeros, add_group)
+            for vector in range(num_vectors):
+                at = builder.add(builder.add(column, offset), _I64(WIDTH * vector))
+                with builder.if_then(builder.icmp_signed("<", at, outputs)):
+                    added = as_floats(builder, bias, at, types.float32)
+                    for index in range(num_rows):
+                        place = builder.add(builder.mul(builder.add(row, _I64(index)), outputs), at)
+                        total = builder.fadd(totals[index * num_vectors + vector], added)
+                        put_floats(builder, output, place, total, element)
+            return []
+
+        loop(builder, _I64(0), _I64(_VECTORS // num_vectors), [], multiply_part)
         return context.get_dummy_value()
 
     return codegen
 
 
-def _typed(num_rows, x, row_places, matrix, bias, output, output_places):
-    """Places: row, numbers of an input row; outputs of a row, first output of the panel."""
-    product = pair_product if x.dtype == types.uint32 else fused_product
-    result = types.void(x, row_places, matrix, bias, output, output_places)
-    return result, _multiply_codegen(num_rows, product, output.dtype)
+def _signature(*arguments):
+    """x, (row, numbers of an input row), matrix, bias, output, (outputs of a row, first output of the panel), and how
+    the numbers are multiplied: a kind of `Arithmetic`."""
+    return types.void(*arguments)
 
 
 @intrinsic
-def _multiply_four(typingctx, x, row_places, matrix, bias, output, output_places):
+def _multiply_four(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
     """Four rows times one panel."""
-    return _typed(4, x, row_places, matrix, bias, output, output_places)
+    return _signature(x, row_places, matrix, bias, output, output_places, numbers), _multiply_codegen(4, is_prefetched=False)
 
 
 @intrinsic
-def _multiply_two(typingctx, x, row_places, matrix, bias, output, output_places):
+def _multiply_first_four(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
+    """The same, for a panel that is not in the second level yet."""
+    signature = _signature(x, row_places, matrix, bias, output, output_places, numbers)
+    return signature, _multiply_codegen(4, is_prefetched=not has_wide_registers())
+
+
+@intrinsic
+def _multiply_two(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
     """Two rows times one panel."""
-    return _typed(2, x, row_places, matrix, bias, output, output_places)
+    return _signature(x, row_places, matrix, bias, output, output_places, numbers), _multiply_codegen(2, is_prefetched=True)
 
 
 @intrinsic
-def _multiply_one(typingctx, x, row_places, matrix, bias, output, output_places):
+def _multiply_one(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
     """One row times one panel."""
-    return _typed(1, x, row_places, matrix, bias, output, output_places)
+    return _signature(x, row_places, matrix, bias, output, output_places, numbers), _multiply_codegen(1, is_prefetched=True)

@@ -15,7 +15,10 @@ NUM_RESULTS = 1 << 17
 """Another order of addition rounds one result in 2,000 to 20,000 to another bfloat16."""
 NEEDS = {
     torch.float32: (has_wide_registers(), "AVX-512"),
-    torch.bfloat16: (multiplies_pairs() and not multiplies_tiles(), "AVX512_BF16 and no AMX"),
+    torch.bfloat16: (
+        (multiplies_pairs() and not multiplies_tiles()) or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "AVX512_BF16 and no AMX, or no product of bfloat16 in oneDNN",
+    ),
 }
 """Whether this processor computes the type in panels, and what it takes."""
 every_dtype = pytest.mark.parametrize(
