@@ -97,53 +97,40 @@ def _multiply_codegen(num_rows, *, is_prefetched):
 
     def codegen(context, builder, sig, args):
         x, row_places, matrix, bias, output, output_places, _ = args
-        arithmetic, element = Arithmetic(sig.args[6]), sig.args[4].dtype
+        arithmetic = Arithmetic(sig.args[6])
         row, num_numbers = cgutils.unpack_tuple(builder, row_places)
         outputs, column = cgutils.unpack_tuple(builder, output_places)
+        rows = [builder.add(row, _I64(index)) for index in range(num_rows)]
         num_factors = _I64(arithmetic.num_factors)
-        row_size = builder.mul(num_numbers, num_factors)
-        starts = [builder.mul(builder.add(row, _I64(index)), row_size) for index in range(num_rows)]
-        zeros = [ir.Constant(_VECTOR, [0.0] * WIDTH)] * (num_rows * num_vectors)
-        num_groups = builder.sdiv(builder.add(num_numbers, _I64(_GROUP - 1)), _I64(_GROUP))
+        starts = [builder.mul(one, builder.mul(num_numbers, num_factors)) for one in rows]
+        panel = builder.mul(column, num_numbers)
 
         def multiply_part(part, _):
             offset = builder.mul(part, _I64(WIDTH * num_vectors))
-            panel = builder.add(builder.mul(column, num_numbers), offset)
 
             def add_products(number, sums):
-                first = builder.add(panel, builder.mul(number, _I64(PANEL)))
+                line = builder.add(panel, builder.mul(number, _I64(PANEL)))
+                for place in range(0, PANEL if is_prefetched else 0, WIDTH):
+                    prefetched(builder, matrix, builder.add(line, _I64(_AHEAD * PANEL + place)))
+                first = builder.add(line, offset)
                 places = [builder.add(first, _I64(WIDTH * vector)) for vector in range(num_vectors)]
                 weights = [builder.load(vector_at(builder, matrix, place), align=4) for place in places]
-                for place in range(0, PANEL if is_prefetched else 0, WIDTH):
-                    line = builder.add(first, builder.sub(_I64(_AHEAD * PANEL + place), offset))
-                    prefetched(builder, matrix, line)
                 factors = [arithmetic.factors(builder, weight) for weight in weights]
-                sums = list(sums)
                 for factor in range(arithmetic.num_factors):
                     at = builder.add(builder.mul(number, num_factors), _I64(factor))
-                    for index, start in enumerate(starts):
-                        value = repeated(builder, builder.load(builder.gep(x, [builder.add(start, at)])))
-                        for vector in range(num_vectors):
-                            which = index * num_vectors + vector
-                            sums[which] = arithmetic.product(builder, value, factors[vector][factor], sums[which])
+                    inputs = [builder.load(builder.gep(x, [builder.add(start, at)])) for start in starts]
+                    pairs = [(repeated(builder, one), weight[factor]) for one in inputs for weight in factors]
+                    sums = [arithmetic.product(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
                 return sums
 
-            def add_group(index, totals):
-                first = builder.mul(index, _I64(_GROUP))
-                last = builder.add(first, _I64(_GROUP))
-                last = builder.select(builder.icmp_signed("<", last, num_numbers), last, num_numbers)
-                sums = loop(builder, first, last, zeros, add_products)
-                return [builder.fadd(*two) for two in zip(totals, sums, strict=True)]
-
-            totals = loop(builder, _I64(0), num_groups, zeros, add_group)
+            totals = _summed(builder, num_numbers, num_rows * num_vectors, add_products)
             for vector in range(num_vectors):
                 at = builder.add(builder.add(column, offset), _I64(WIDTH * vector))
                 with builder.if_then(builder.icmp_signed("<", at, outputs)):
                     added = as_floats(builder, bias, at, types.float32)
-                    for index in range(num_rows):
-                        place = builder.add(builder.mul(builder.add(row, _I64(index)), outputs), at)
-                        total = builder.fadd(totals[index * num_vectors + vector], added)
-                        put_floats(builder, output, place, total, element)
+                    for one, total in zip(rows, totals[vector::num_vectors], strict=True):
+                        place = builder.add(builder.mul(one, outputs), at)
+                        put_floats(builder, output, place, builder.fadd(total, added), sig.args[4].dtype)
             return []
 
         loop(builder, _I64(0), _I64(_VECTORS // num_vectors), [], multiply_part)
@@ -152,32 +139,50 @@ def _multiply_codegen(num_rows, *, is_prefetched):
     return codegen
 
 
-def _signature(*arguments):
-    """x, (row, numbers of an input row), matrix, bias, output, (outputs of a row, first output of the panel), and how
-    the numbers are multiplied: a kind of `Arithmetic`."""
-    return types.void(*arguments)
+def _summed(builder, num_numbers, num_sums, add_products):
+    """`num_sums` sums of what `add_products(number, sums)` adds for each number, group by group."""
+    zeros = [ir.Constant(_VECTOR, [0.0] * WIDTH)] * num_sums
+
+    def add_group(index, totals):
+        first = builder.mul(index, _I64(_GROUP))
+        last = builder.add(first, _I64(_GROUP))
+        last = builder.select(builder.icmp_signed("<", last, num_numbers), last, num_numbers)
+        sums = loop(builder, first, last, zeros, add_products)
+        return [builder.fadd(*two) for two in zip(totals, sums, strict=True)]
+
+    num_groups = builder.sdiv(builder.add(num_numbers, _I64(_GROUP - 1)), _I64(_GROUP))
+    return loop(builder, _I64(0), num_groups, zeros, add_group)
+
+
+def _typed(codegen, *arguments):
+    """Arguments: x, (row, numbers of an input row), matrix, bias, output, (outputs of a row, first output of the
+    panel), and how numbers are multiplied: a kind of `Arithmetic`."""
+    return types.void(*arguments), codegen
 
 
 @intrinsic
 def _multiply_four(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
     """Four rows times one panel."""
-    return _signature(x, row_places, matrix, bias, output, output_places, numbers), _multiply_codegen(4, is_prefetched=False)
+    codegen = _multiply_codegen(4, is_prefetched=False)
+    return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)
 
 
 @intrinsic
 def _multiply_first_four(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
     """The same, for a panel that is not in the second level yet."""
-    signature = _signature(x, row_places, matrix, bias, output, output_places, numbers)
-    return signature, _multiply_codegen(4, is_prefetched=not has_wide_registers())
+    codegen = _multiply_codegen(4, is_prefetched=not has_wide_registers())
+    return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)
 
 
 @intrinsic
 def _multiply_two(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
     """Two rows times one panel."""
-    return _signature(x, row_places, matrix, bias, output, output_places, numbers), _multiply_codegen(2, is_prefetched=True)
+    codegen = _multiply_codegen(2, is_prefetched=True)
+    return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)
 
 
 @intrinsic
 def _multiply_one(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
     """One row times one panel."""
-    return _signature(x, row_places, matrix, bias, output, output_places, numbers), _multiply_codegen(1, is_prefetched=True)
+    codegen = _multiply_codegen(1, is_prefetched=True)
+    return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)
