@@ -17,6 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.attention.compilation import has_wide_registers
 from engine.attention.simd import WIDTH, fused_product, halves_of, pair_product, prefetched, repeated, vector_at
 
 _I64 = ir.IntType(64)
@@ -38,8 +39,11 @@ class Arithmetic:
     def factors(self, builder, numbers):
         return [numbers] if self.num_factors == 1 else halves_of(builder, numbers, self._kind)
 
-    def product(self, builder, left, right, added):
-        return (pair_product if self._in_pairs else fused_product)(builder, left, right, added)
+    def outer_product(self, builder, rows, vectors, sums):
+        """`sums` with the product of each number in `rows` and each of `vectors` added, row by row."""
+        product = pair_product if self._in_pairs else fused_product
+        pairs = [(row, vector) for row in (repeated(builder, one) for one in rows) for vector in vectors]
+        return [product(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
 
 def loop(builder, first, last, initial, body):
@@ -63,6 +67,12 @@ def loop(builder, first, last, initial, body):
     return values
 
 
+def num_together(num_rows, num_vectors):
+    """How many of a row's `num_vectors` vectors of sums are computed at once: as many as the registers hold. With 32 of
+    sixteen floats all, with sixteen of eight floats four for all rows together."""
+    return num_vectors if has_wide_registers() else min(num_vectors, 4 // num_rows)
+
+
 def _store_sums(builder, arithmetic, targets, size, add_products):
     """The sums of `add_products` over numbers [0, size); of float32 by sixteen, each added to what is stored."""
     zeros = [_ZERO] * len(targets)
@@ -84,43 +94,44 @@ def _store_sums(builder, arithmetic, targets, size, add_products):
 
 
 def _store_products(num_rows, num_groups, *, ahead):
+    at_once = num_together(num_rows, num_groups)
+
     def codegen(context, builder, sig, args):
         rows, row_places, cache, offsets, places, _ = args
         arithmetic = Arithmetic(sig.args[5])
         queries, stride, target = cgutils.unpack_tuple(builder, row_places)
         first_group, size, plane = cgutils.unpack_tuple(builder, places)
-        starts = [builder.add(queries, builder.mul(stride, _I64(row))) for row in range(num_rows)]
-        groups = [
-            builder.load(builder.gep(offsets, [builder.add(first_group, _I64(group))])) for group in range(num_groups)
-        ]
+        by_row = [builder.mul(stride, _I64(row)) for row in range(num_rows)]
+        starts = [builder.add(queries, offset) for offset in by_row]
 
-        def add_products(number, sums):
-            line = builder.mul(number, _I64(WIDTH))
-            at = [builder.add(group, line) for group in groups]
-            keys = [
-                arithmetic.factors(builder, builder.load(vector_at(builder, cache, place), align=4)) for place in at
+        def store_part(part, _):
+            numbers = [builder.add(builder.mul(part, _I64(at_once)), _I64(group)) for group in range(at_once)]
+            groups = [builder.load(builder.gep(offsets, [builder.add(first_group, number)])) for number in numbers]
+
+            def add_products(number, sums):
+                line = builder.mul(number, _I64(WIDTH))
+                at = [builder.add(group, line) for group in groups]
+                keys = [
+                    arithmetic.factors(builder, builder.load(vector_at(builder, cache, place), align=4)) for place in at
+                ]
+                if ahead:
+                    for place in at:
+                        prefetched(builder, cache, builder.add(place, plane))
+                for factor in range(arithmetic.num_factors):
+                    place = builder.add(builder.mul(number, _I64(arithmetic.num_factors)), _I64(factor))
+                    queries = [builder.load(builder.gep(rows, [builder.add(start, place)])) for start in starts]
+                    sums = arithmetic.outer_product(builder, queries, [key[factor] for key in keys], sums)
+                return sums
+
+            targets = [
+                vector_at(builder, rows, builder.add(builder.add(target, offset), builder.mul(number, _I64(WIDTH))))
+                for offset in by_row
+                for number in numbers
             ]
-            if ahead:
-                for place in at:
-                    prefetched(builder, cache, builder.add(place, plane))
-            sums = list(sums)
-            for factor in range(arithmetic.num_factors):
-                place = builder.add(builder.mul(number, _I64(arithmetic.num_factors)), _I64(factor))
-                for row, start in enumerate(starts):
-                    query = repeated(builder, builder.load(builder.gep(rows, [builder.add(start, place)])))
-                    for group, key in enumerate(keys):
-                        which = row * num_groups + group
-                        sums[which] = arithmetic.product(builder, query, key[factor], sums[which])
-            return sums
+            _store_sums(builder, arithmetic, targets, size, add_products)
+            return []
 
-        targets = [
-            vector_at(
-                builder, rows, builder.add(target, builder.add(builder.mul(stride, _I64(row)), _I64(WIDTH * group)))
-            )
-            for row in range(num_rows)
-            for group in range(num_groups)
-        ]
-        _store_sums(builder, arithmetic, targets, size, add_products)
+        loop(builder, _I64(0), _I64(num_groups // at_once), [], store_part)
         return context.get_dummy_value()
 
     def typing(typingctx, rows, row_places, cache, offsets, places, kind):
@@ -138,6 +149,8 @@ def _store_products(num_rows, num_groups, *, ahead):
 
 
 def _add_weighted(num_rows, num_vectors, *, ahead):
+    at_once = num_together(num_rows, num_vectors)
+
     def codegen(context, builder, sig, args):
         rows, row_places, cache, offsets, places, _ = args
         arithmetic = Arithmetic(sig.args[5])
@@ -145,59 +158,58 @@ def _add_weighted(num_rows, num_vectors, *, ahead):
         sums, weights, shrinks, stride = cgutils.unpack_tuple(builder, row_places)
         here, there, plane, first_value, value_stride, low, high = cgutils.unpack_tuple(builder, places)
         by_row = [builder.mul(stride, _I64(row)) for row in range(num_rows)]
-        targets = [
-            vector_at(builder, rows, builder.add(builder.add(sums, offset), _I64(WIDTH * vector)))
-            for offset in by_row
-            for vector in range(num_vectors)
-        ]
         shrink = [
             repeated(builder, builder.load(builder.gep(rows, [builder.add(shrinks, offset)]))) for offset in by_row
         ]
-        initial = [
-            builder.fmul(builder.load(target, align=4), shrink[number // num_vectors])
-            for number, target in enumerate(targets)
-        ]
+        num_groups = builder.sdiv(builder.add(high, builder.sub(per_group, _I64(1))), per_group)
 
-        def add_group(group, sums):
-            start = builder.load(builder.gep(offsets, [builder.add(here, group)]))
-            start = builder.add(builder.add(start, plane), first_value)
-            following = builder.add(builder.load(builder.gep(offsets, [builder.add(there, group)])), first_value)
-            begin = builder.mul(group, per_group)
-            end = builder.add(begin, per_group)
+        def add_part(part, _):
+            element = builder.mul(part, _I64(WIDTH * at_once))
+            vectors = [builder.add(element, _I64(WIDTH * vector)) for vector in range(at_once)]
+            targets = [
+                vector_at(builder, rows, builder.add(builder.add(sums, offset), vector))
+                for offset in by_row
+                for vector in vectors
+            ]
+            initial = [
+                builder.fmul(builder.load(target, align=4), shrink[number // at_once])
+                for number, target in enumerate(targets)
+            ]
 
-            def add_products(number, sums):
-                inside = builder.mul(builder.sub(number, begin), value_stride)
-                at = builder.add(start, inside)
-                values = [
-                    arithmetic.factors(
-                        builder,
-                        builder.load(vector_at(builder, cache, builder.add(at, _I64(WIDTH * vector))), align=4),
-                    )
-                    for vector in range(num_vectors)
-                ]
-                if ahead:
-                    for vector in range(num_vectors):
-                        place = builder.add(builder.add(following, inside), _I64(WIDTH * vector))
-                        prefetched(builder, cache, place)
-                sums = list(sums)
-                for factor in range(arithmetic.num_factors):
-                    place = builder.add(builder.mul(number, _I64(arithmetic.num_factors)), _I64(factor))
-                    place = builder.add(weights, place)
-                    for row, offset in enumerate(by_row):
-                        weight = repeated(builder, builder.load(builder.gep(rows, [builder.add(place, offset)])))
-                        for vector, value in enumerate(values):
-                            which = row * num_vectors + vector
-                            sums[which] = arithmetic.product(builder, weight, value[factor], sums[which])
-                return sums
+            def add_group(group, sums):
+                start = builder.load(builder.gep(offsets, [builder.add(here, group)]))
+                start = builder.add(builder.add(start, plane), first_value)
+                following = builder.add(builder.load(builder.gep(offsets, [builder.add(there, group)])), first_value)
+                begin = builder.mul(group, per_group)
+                end = builder.add(begin, per_group)
 
-            first = builder.select(builder.icmp_signed("<", begin, low), low, begin)
-            last = builder.select(builder.icmp_signed("<", high, end), high, end)
-            return loop(builder, first, last, sums, add_products)
+                def add_products(number, sums):
+                    inside = builder.mul(builder.sub(number, begin), value_stride)
+                    at = [builder.add(builder.add(start, inside), vector) for vector in vectors]
+                    values = [
+                        arithmetic.factors(builder, builder.load(vector_at(builder, cache, place), align=4))
+                        for place in at
+                    ]
+                    if ahead:
+                        for vector in vectors:
+                            prefetched(builder, cache, builder.add(builder.add(following, inside), vector))
+                    for factor in range(arithmetic.num_factors):
+                        place = builder.add(builder.mul(number, _I64(arithmetic.num_factors)), _I64(factor))
+                        place = builder.add(weights, place)
+                        mine = [builder.load(builder.gep(rows, [builder.add(place, offset)])) for offset in by_row]
+                        sums = arithmetic.outer_product(builder, mine, [value[factor] for value in values], sums)
+                    return sums
 
-        groups = builder.sdiv(builder.add(high, builder.sub(per_group, _I64(1))), per_group)
-        results = loop(builder, builder.sdiv(low, per_group), groups, initial, add_group)
-        for target, total in zip(targets, results, strict=True):
-            builder.store(total, target, align=4)
+                first = builder.select(builder.icmp_signed("<", begin, low), low, begin)
+                last = builder.select(builder.icmp_signed("<", high, end), high, end)
+                return loop(builder, first, last, sums, add_products)
+
+            results = loop(builder, builder.sdiv(low, per_group), num_groups, initial, add_group)
+            for target, total in zip(targets, results, strict=True):
+                builder.store(total, target, align=4)
+            return []
+
+        loop(builder, _I64(0), _I64(num_vectors // at_once), [], add_part)
         return context.get_dummy_value()
 
     def typing(typingctx, rows, row_places, cache, offsets, places, kind):

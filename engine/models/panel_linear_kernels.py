@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.attention.compilation import has_wide_registers, kernel, multiplies_pairs
-from engine.attention.micro_kernels import Arithmetic, loop
+from engine.attention.micro_kernels import Arithmetic, loop, num_together
 from engine.attention.simd import (
     FLOAT32,
     KINDS,
@@ -33,7 +33,6 @@ from engine.attention.simd import (
     pointer,
     prefetched,
     put_floats,
-    repeated,
     vector_at,
 )
 
@@ -93,7 +92,7 @@ def _multiply(a, kind, numbers):
 
 
 def _multiply_codegen(num_rows, *, is_prefetched):
-    num_vectors = _VECTORS if has_wide_registers() else _VECTORS // num_rows
+    num_vectors = num_together(num_rows, _VECTORS)
 
     def codegen(context, builder, sig, args):
         x, row_places, matrix, bias, output, output_places, _ = args
@@ -119,8 +118,7 @@ def _multiply_codegen(num_rows, *, is_prefetched):
                 for factor in range(arithmetic.num_factors):
                     at = builder.add(builder.mul(number, num_factors), _I64(factor))
                     inputs = [builder.load(builder.gep(x, [builder.add(start, at)])) for start in starts]
-                    pairs = [(repeated(builder, one), weight[factor]) for one in inputs for weight in factors]
-                    sums = [arithmetic.product(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+                    sums = arithmetic.outer_product(builder, inputs, [weight[factor] for weight in factors], sums)
                 return sums
 
             totals = _summed(builder, num_numbers, num_rows * num_vectors, add_products)
