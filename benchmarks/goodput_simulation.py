@@ -67,6 +67,7 @@ class Request:
     arrived_s: float
     first_s: float = math.inf
     last_s: float = math.inf
+    """Of its latest token."""
     num_out: int = 0
     num_left: int = 0
     is_late: bool = False
@@ -85,7 +86,8 @@ class Request:
     @property
     def is_good(self) -> bool:
         tpot_s = (self.last_s - self.first_s) / max(self.work.num_output - 1, 1)
-        return self.first_s - self.arrived_s <= TTFT_S and tpot_s <= ITL_S
+        is_complete = self.num_out >= self.work.num_output
+        return is_complete and self.first_s - self.arrived_s <= TTFT_S and tpot_s <= ITL_S
 
 
 @dataclass(eq=False)
@@ -177,7 +179,8 @@ class Instance:
                 on_time[index].is_late = True
             self.prompts.sort(key=lambda one: one.is_late)
             planned = [prompt for index, prompt in enumerate(planned) if index not in late]
-        return step_budget.prompt_budget(cost, streams, len(streams), planned, self.max_tokens)
+        are_late = any(one.is_late for one in self.prompts)
+        return step_budget.prompt_budget(cost, streams, len(streams), planned, self.max_tokens, are_late=are_late)
 
     def _end(self, shares: list[tuple[Request, int]], streams: list[Request]) -> None:
         for request in streams:
@@ -192,13 +195,15 @@ class Instance:
         self._step()
 
     def _token(self, request: Request) -> None:
+        now_s = self.simulation.now_s
         request.num_out += 1
         if request.num_out == 1:
-            request.first_s = self.simulation.now_s
-        if request.num_out >= request.work.num_output:
-            request.last_s = self.simulation.now_s
-            if request in self.streams:
-                self.streams.remove(request)
+            request.first_s = now_s
+        elif request.arrived_s >= _WARM_UP_S:
+            self.simulation.gaps_s.append(now_s - request.last_s)
+        request.last_s = now_s
+        if request.num_out >= request.work.num_output and request in self.streams:
+            self.streams.remove(request)
 
     def _go_on(self, request: Request) -> None:
         if request.stays:
@@ -219,6 +224,8 @@ class Simulation:
     ) -> None:
         self.now_s = 0.0
         self.reasons: dict[str, int] = {}
+        self.gaps_s: list[float] = []
+        """Between the tokens of a stream."""
         self._policy = policy
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
@@ -329,9 +336,11 @@ def static_stacks(size: int) -> Iterator[Stack]:
         yield Stack(f"{num_prefill}P{size - num_prefill}D always", "split", num_prefill, size - num_prefill, 2048)
 
 
-def goodput(stack: Stack, mix: str, rate: float, seconds: float, seed: int, noise: float) -> float:
+def simulate(stack: Stack, mix: str, rate: float, seconds: float, seed: int, noise: float) -> tuple[float, float]:
+    """Goodput, and the 99th percentile of the gaps between tokens, in seconds."""
     simulation = Simulation(stack.policy, stack.num_prefill, stack.num_decode, stack.chunk, seed, noise)
-    return simulation.run(arrivals(mix, rate, seconds, seed))
+    goodput, gaps_s = simulation.run(arrivals(mix, rate, seconds, seed)), sorted(simulation.gaps_s)
+    return goodput, gaps_s[len(gaps_s) * 99 // 100]
 
 
 class Point(NamedTuple):
@@ -343,6 +352,8 @@ class Point(NamedTuple):
     alone: float
     best: float
     best_name: str
+    itl_p99_ms: float
+    """Of auto."""
 
     @property
     def ratio(self) -> float:
@@ -353,13 +364,13 @@ def measure(size: int, mix: str, load: float, *, seconds: float, seed: int, nois
     rate = load * full_rate(mix, size)
     half = size // 2
 
-    def run(stack: Stack) -> float:
-        return goodput(stack, mix, rate, seconds, seed, noise)
+    def run(stack: Stack) -> tuple[float, float]:
+        return simulate(stack, mix, rate, seconds, seed, noise)
 
-    auto = run(Stack("auto", "auto", half, size - half, None))
-    alone = run(Stack("alone", "alone", half, size - half, None))
-    best, name = max((run(one), one.name) for one in static_stacks(size))
-    return Point(size, mix, load, rate, auto, alone, best, name)
+    auto, itl_p99_s = run(Stack("auto", "auto", half, size - half, None))
+    alone, _ = run(Stack("alone", "alone", half, size - half, None))
+    best, name = max((run(one)[0], one.name) for one in static_stacks(size))
+    return Point(size, mix, load, rate, auto, alone, best, name, itl_p99_s * 1e3)
 
 
 @click.command()
@@ -369,8 +380,10 @@ def measure(size: int, mix: str, load: float, *, seconds: float, seed: int, nois
 @click.option("--noise", default=0.0, show_default=True, help="Standard deviation of the logarithm of a step's time.")
 def main(seconds: float, seed: int, only: int | None, noise: float) -> None:
     """Print goodput of auto and of the best static stack at each point, as a Markdown table."""
-    click.echo("| instances | mix | load | requests/s | auto | never split | best static | | auto / best |")
-    click.echo("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    click.echo(
+        "| instances | mix | load | requests/s | auto | its ITL p99, ms | never split | best static | | auto / best |"
+    )
+    click.echo("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     ratios = []
     for size in SIZES if only is None else (only,):
         for mix in MIXES:
@@ -378,8 +391,8 @@ def main(seconds: float, seed: int, only: int | None, noise: float) -> None:
                 point = measure(size, mix, load, seconds=seconds, seed=seed, noise=noise)
                 ratios.append(point.ratio)
                 click.echo(
-                    f"| {size} | {mix} | {load:g} | {point.rate:.1f} | {point.auto:.2f} | {point.alone:.2f} | "
-                    f"{point.best:.2f} | {point.best_name} | {point.ratio:.2f} |"
+                    f"| {size} | {mix} | {load:g} | {point.rate:.1f} | {point.auto:.2f} | {point.itl_p99_ms:.0f} | "
+                    f"{point.alone:.2f} | {point.best:.2f} | {point.best_name} | {point.ratio:.2f} |"
                 )
     click.echo(f"\nauto / best: least {min(ratios):.2f}, mean {fmean(ratios):.2f}")
 

@@ -225,7 +225,8 @@ class Scheduler:
         if late:
             self.waiting.sort(key=lambda request: request.order)
         on_time = [prompt for index, prompt in enumerate(planned) if index not in late]
-        return step_budget.prompt_budget(cost, paced, len(streams), on_time, max_tokens, num_calm)
+        are_late = bool(paced) and any(request.is_late for request in (*prompts, *self.waiting))
+        return step_budget.prompt_budget(cost, paced, len(streams), on_time, max_tokens, num_calm, are_late=are_late)
 
     def _num_entering_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
         """None: no bound, since other prompts lengthen the step anyway."""

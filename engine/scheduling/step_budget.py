@@ -2,13 +2,18 @@
 
 A stream's tokens should come within its inter-token objective, a prompt's first token within its TTFT objective:
 
-    step time allowed by streams = the least of min(2 S, max(0.7 S, slack)) over the streams
+    step time allowed by streams = the least of min(m S, max(0.7 S, slack)) over the streams
     tokens allowed by streams    = (that - base - per_stream * streams) / per_token
+    needed tokens                = those with which each prompt is computed in 0.8 of the time that it has left
+    calm tokens                  = needed tokens, but not fewer than streams allow for m = 1, nor more than for m = 2
     urgent tokens                = up to a prompt that is on time only at full speed from now on
-    prompt tokens                = the larger of the two, within 16 … max_tokens
+    prompt tokens                = the larger of the last two, within 16 … max_tokens
 
 The slack of a stream is the time until its next token is due, had all come at 0.95 S since its first: after a step that
-took longer than planned the next one is shorter. The third line is the guard against saturation: bounded by the streams
+took longer than planned the next one is shorter. A stream that is ahead allows longer steps, which waste less time on
+what a step costs without prompts, but each is a gap in the stream: they are taken where prompts need them, and while
+prompts are late, since an engine with too much to do has no time to waste. Urgent tokens are the guard against
+saturation: bounded by the streams
 alone, an engine computes fewer prompt tokens than arrive, and in the end no request meets its TTFT. It acts late and at
 once: until then the streams run undisturbed, and some end, and one long interruption costs fewer streams their
 objective than many that are somewhat too long. It acts only where it saves at least as many prompts as it costs
@@ -38,8 +43,11 @@ MIN_TOKENS = 16
 """A step beside streams takes at least so many prompt tokens."""
 PACE = 0.95
 """Of the objective: where a stream's tokens are aimed."""
-_MIN_PACED, _MAX_PACED = 0.7, 2.0
-"""Times the objective: the steps of streams that are behind and ahead."""
+_MIN_PACED, _UNHURRIED, _MAX_PACED = 0.7, 1.0, 2.0
+"""Times the objective: the steps of streams that are behind, and of those that are ahead, without and with prompts that
+need longer ones."""
+_NEEDED = 0.8
+"""Of the time that a prompt has left, and of which it takes what it needs."""
 _LOST_S = 0.2
 """A stream that is later than this no longer shortens steps, and an interruption does not cost it anything."""
 _STREAMS_PART, _STREAMS_PART_FOR_LATE = 0.5, 0.25
@@ -82,15 +90,24 @@ def prompt_budget(
     prompts: Iterable[Prompt],
     max_tokens: int,
     num_calm: int | None = None,
+    *,
+    are_late: bool = False,
 ) -> int:
     """Prompt tokens of the next step, at most `max_tokens`, beside `num_streams` streams of which `streams` have an
-    objective. Without an objective or a fitted cost it is `num_calm`, which urgent prompts alone exceed."""
+    objective. Without an objective or a fitted cost it is `num_calm`, which urgent prompts alone exceed. `prompts` are
+    those on time; `are_late`: others are not."""
     calm = max_tokens if num_calm is None else min(num_calm, max_tokens)
     if cost is None or cost.per_token_s <= 0:
         return calm
+    prompts = list(prompts)
     if streams:
-        paced = (_paced_s(streams) - cost.seconds(num_streams)) / cost.per_token_s
-        calm = min(calm, max(int(min(paced, max_tokens)), MIN_TOKENS))
+        least, most = (
+            (_paced_s(streams, longest) - cost.seconds(num_streams)) / cost.per_token_s
+            for longest in (_UNHURRIED, _MAX_PACED)
+        )
+        needed = math.inf if are_late else _num_needed(cost, num_streams, prompts)
+        paced = min(max(least, needed), most, max_tokens)
+        calm = min(calm, max(int(paced), MIN_TOKENS))
     urgent = _num_urgent(_token_s(cost, num_streams, max_tokens), streams, prompts) if calm < max_tokens else 0
     return min(max(calm, urgent), max_tokens)
 
@@ -139,10 +156,22 @@ def entering_tokens(cost: StepCost | None, num_streams: int, num_left: int) -> i
     return max(by_time, -(-num_left // _ENTERING_STEPS), MIN_TOKENS)
 
 
-def _paced_s(streams: Sequence[Stream]) -> float:
-    """The longest step in which no stream falls behind; those that are lost anyway count no more."""
-    alive = [min(_MAX_PACED * itl_s, max(_MIN_PACED * itl_s, slack)) for itl_s, slack in streams if slack >= -_LOST_S]
-    return min(alive, default=_MAX_PACED * min(stream.itl_s for stream in streams))
+def _paced_s(streams: Sequence[Stream], longest: float) -> float:
+    """The longest step, up to `longest` objectives, in which no stream falls behind; those that are lost anyway count
+    no more."""
+    alive = [min(longest * itl_s, max(_MIN_PACED * itl_s, slack)) for itl_s, slack in streams if slack >= -_LOST_S]
+    return min(alive, default=longest * min(stream.itl_s for stream in streams))
+
+
+def _num_needed(cost: StepCost, num_streams: int, prompts: Iterable[Prompt]) -> float:
+    """Tokens of each step with which every prompt, behind those before it, is computed in a part of its time left.
+    Infinite where no step is long enough, and for prompts without an objective: they take what they can get."""
+    ahead, per_s = 0, 0.0
+    for num_tokens, left_s, _ in prompts:
+        ahead += num_tokens
+        per_s = max(per_s, ahead / (_NEEDED * left_s) if 0 < left_s < math.inf else math.inf)
+    prompt_part = per_s * cost.per_token_s
+    return per_s * cost.seconds(num_streams) / (1 - prompt_part) if prompt_part < 1 else math.inf
 
 
 def _num_urgent(token_s: float, streams: Sequence[Stream], prompts: Iterable[Prompt]) -> int:

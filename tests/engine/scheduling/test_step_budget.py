@@ -40,10 +40,39 @@ def budget(streams: list[Stream], prompts: list[Prompt] | None = None, cost: Ste
 
 def test_streams_on_time_leave_what_their_objective_allows() -> None:
     allowed_s = PACE * ITL_S - COST.seconds(4)
-    assert budget([Stream(ITL_S, PACE * ITL_S)] * 4) == int(allowed_s * 4500)
-    ahead = budget([Stream(ITL_S, 1.0)] * 4)
+    assert budget([Stream(ITL_S, PACE * ITL_S)] * 4, [Prompt(1500, 1.0)]) == int(allowed_s * 4500)
+    hurried = [Prompt(9000, math.inf)]
+    ahead = budget([Stream(ITL_S, 1.0)] * 4, hurried)
     assert ahead == int((2 * ITL_S - COST.seconds(4)) * 4500), "streams that are ahead allow longer steps, twice"
-    assert budget([*[Stream(ITL_S, 1.0)] * 3, Stream(ITL_S, 0.0)]) < ahead, "the one that is not ahead decides"
+    assert budget([*[Stream(ITL_S, 1.0)] * 3, Stream(ITL_S, 0.0)], hurried) < ahead, "the one that is not ahead decides"
+
+
+def test_steps_beside_streams_that_are_ahead_are_as_long_as_prompts_need_them() -> None:
+    ahead = [Stream(ITL_S, 1.0)] * 2
+    unhurried, longest = (int((factor * ITL_S - COST.seconds(2)) * 4500) for factor in (1, 2))
+    assert budget(ahead, [Prompt(1500, 1.0)]) == unhurried
+    assert budget(ahead, [Prompt(1500, 0.46)]) == longest
+    chosen = budget(ahead, [Prompt(1500, 0.55)])
+    assert unhurried < chosen < longest
+    assert budget(ahead, [Prompt(500, 0.55), Prompt(1000, 0.55)]) == chosen, "with what is before it"
+    assert budget(ahead, [Prompt(10, math.inf)]) == longest, "without an objective of its own it takes what it can get"
+    assert prompt_budget(COST, ahead, 2, [Prompt(1500, 1.0)], MAX, are_late=True) == longest, "beside late ones too"
+
+
+@given(st.integers(1, 3000), st.floats(0.05, 3.0), st.integers(1, 6))
+def test_a_prompt_with_time_is_computed_in_it(num_tokens: int, left_s: float, num_streams: int) -> None:
+    """Where the longest steps are fast enough, so are those that are chosen, but for the last one."""
+    running = [Stream(ITL_S, 10.0)] * num_streams
+    longest = budget(running, [Prompt(1, math.inf)])
+    if -(-num_tokens // longest) * COST.seconds(num_streams, longest) > 0.75 * left_s:
+        return
+    used_s = 0.0
+    while num_tokens > 0:
+        chosen = budget(running, [Prompt(num_tokens, left_s - used_s, True)])
+        assert chosen <= longest, "full speed was not needed"
+        used_s += COST.seconds(num_streams, min(chosen, num_tokens))
+        num_tokens -= chosen
+    assert used_s <= left_s
 
 
 @pytest.mark.parametrize("slowness", [1.0, 1.2, 1.3])
