@@ -154,10 +154,10 @@ def prefetched(builder, base, index):
     _call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, *(ir.Constant(_I32, flag) for flag in (0, 2, 1))])
 
 
-def repeated(builder, number):
-    """Sixteen copies of one float."""
-    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_INTEGERS, [0] * WIDTH))
+def repeated(builder, number, vector=_VECTOR):
+    """Sixteen copies of one float, or of one number of another type."""
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(_INTEGERS, [0] * WIDTH))
 
 
 def fused_product(builder, left, right, added):

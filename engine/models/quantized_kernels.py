@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.attention.compilation import kernel
-from engine.attention.micro_kernels import loop
+from engine.attention.micro_kernels import loop, num_together
 from engine.attention.simd import (
     BFLOAT16,
     FLOAT32,
@@ -46,10 +46,10 @@ NUM_ROWS = 4
 CODES = {8: np.int8(0), 4: np.uint8(0)}
 """The kinds of codes, by their bits."""
 _VECTORS = PANEL // WIDTH
-_I64 = ir.IntType(64)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 _BYTES = ir.VectorType(ir.IntType(8), WIDTH)
-_INTEGERS = ir.VectorType(ir.IntType(32), WIDTH)
+_INTEGERS = ir.VectorType(_I32, WIDTH)
 
 
 def multiply_address(dtype: str, bits: int, *, in_pairs: bool) -> int:
@@ -85,27 +85,33 @@ def _multiply(a, kind, codes_kind, numbers_kind):
 
 
 def _coded(builder, codes, at, vector, bits):
-    """Sixteen codes as floats: vector number `vector` of the codes that begin at byte `at`."""
-    place = builder.add(at, _I64(WIDTH * (vector if bits == 8 else vector // 2)))
+    """Sixteen codes as floats: vector number `vector` (int64) of the codes that begin at byte `at`."""
+    line = vector if bits == 8 else builder.lshr(vector, _I64(1))
+    place = builder.add(at, builder.mul(line, _I64(WIDTH)))
     loaded = builder.sext(builder.load(vector_at(builder, codes, place, _BYTES), align=1), _INTEGERS)
-    if bits == 4 and vector % 2 == 0:
-        loaded = builder.shl(loaded, ir.Constant(_INTEGERS, [28] * WIDTH))
-        loaded = builder.ashr(loaded, ir.Constant(_INTEGERS, [28] * WIDTH))
-    elif bits == 4:
-        loaded = builder.ashr(loaded, ir.Constant(_INTEGERS, [4] * WIDTH))
+    if bits == 4:  # the lower half of each byte for even vectors, the upper one for odd
+        is_lower = builder.sub(_I64(1), builder.and_(vector, _I64(1)))
+        left = builder.mul(is_lower, _I64(28))
+        right = builder.add(builder.mul(is_lower, _I64(24)), _I64(4))
+        left, right = (repeated(builder, builder.trunc(bits, _I32), _INTEGERS) for bits in (left, right))
+        loaded = builder.ashr(builder.shl(loaded, left), right)
     return builder.sitofp(loaded, _VECTOR)
 
 
-def _numbers(builder, codes, at, bits, in_pairs):
-    """A panel's weights for one number of the input."""
-    vectors = [_coded(builder, codes, at, vector, bits) for vector in range(_VECTORS * (2 if in_pairs else 1))]
+def _numbers(builder, codes, at, vectors, bits, in_pairs):
+    """These vectors of a panel's weights for one number of the input."""
     if not in_pairs:
-        return vectors
-    return [as_pairs(builder, *vectors[index : index + 2]) for index in range(0, 2 * _VECTORS, 2)]
+        return [_coded(builder, codes, at, vector, bits) for vector in vectors]
+    firsts = [builder.mul(vector, _I64(2)) for vector in vectors]
+    return [
+        as_pairs(builder, *(_coded(builder, codes, at, builder.add(first, _I64(half)), bits) for half in (0, 1)))
+        for first in firsts
+    ]
 
 
 def _multiply_codegen(num_rows, bits, in_pairs, element):
     product = pair_product if in_pairs else fused_product
+    num_vectors = num_together(num_rows, _VECTORS)
 
     def codegen(context, builder, sig, args):
         numbers, row_places, codes, scales, matrix_places, bias, output, output_places = args
@@ -113,41 +119,46 @@ def _multiply_codegen(num_rows, bits, in_pairs, element):
         first_byte, number_bytes, first_scale = cgutils.unpack_tuple(builder, matrix_places)
         outputs, column = cgutils.unpack_tuple(builder, output_places)
         numbers = builder.bitcast(numbers, ir.FloatType().as_pointer())
-        starts = [builder.mul(builder.add(row, _I64(index)), num_numbers) for index in range(num_rows)]
-
-        def add_products(number, sums):
-            at = builder.add(first_byte, builder.mul(number, number_bytes))
-            weights, result = _numbers(builder, codes, at, bits, in_pairs), []
-            for index, start in enumerate(starts):
-                factor = repeated(builder, builder.load(builder.gep(numbers, [builder.add(start, number)])))
-                mine = sums[index * _VECTORS : (index + 1) * _VECTORS]
-                result += [product(builder, factor, *pair) for pair in zip(weights, mine, strict=True)]
-            return result
-
-        def add_group(index, totals):
-            first = builder.mul(index, group)
-            last = builder.add(first, group)
-            last = builder.select(builder.icmp_signed("<", last, num_numbers), last, num_numbers)
-            sums = loop(builder, first, last, [ir.Constant(_VECTOR, [0.0] * WIDTH)] * len(totals), add_products)
-            at = builder.add(first_scale, builder.mul(index, _I64(PANEL)))
-            scale = vectors(scales, at, types.uint16)
-            return [
-                fused_product(builder, one, scale[place % _VECTORS], total)
-                for place, (one, total) in enumerate(zip(sums, totals, strict=True))
-            ]
-
-        def vectors(base, at, kind):
-            places = [builder.add(at, _I64(WIDTH * vector)) for vector in range(_VECTORS)]
-            return [as_floats(builder, base, place, kind) for place in places]
-
+        rows = [builder.add(row, _I64(index)) for index in range(num_rows)]
+        starts = [builder.mul(one, num_numbers) for one in rows]
         num_groups = builder.sdiv(builder.sub(builder.add(num_numbers, group), _I64(1)), group)
-        totals = loop(builder, _I64(0), num_groups, vectors(bias, column, types.float32) * num_rows, add_group)
-        for vector in range(_VECTORS):
-            at = builder.add(column, _I64(WIDTH * vector))
-            with builder.if_then(builder.icmp_signed("<", at, outputs)):
-                for index in range(num_rows):
-                    place = builder.add(builder.mul(builder.add(row, _I64(index)), outputs), at)
-                    put_floats(builder, output, place, totals[index * _VECTORS + vector], element)
+
+        def multiply_part(part, _):
+            vectors = [builder.add(builder.mul(part, _I64(num_vectors)), _I64(index)) for index in range(num_vectors)]
+            offsets = [builder.mul(vector, _I64(WIDTH)) for vector in vectors]
+
+            def add_products(number, sums):
+                at = builder.add(first_byte, builder.mul(number, number_bytes))
+                weights, result = _numbers(builder, codes, at, vectors, bits, in_pairs), []
+                for index, start in enumerate(starts):
+                    factor = repeated(builder, builder.load(builder.gep(numbers, [builder.add(start, number)])))
+                    mine = sums[index * num_vectors : (index + 1) * num_vectors]
+                    result += [product(builder, factor, *pair) for pair in zip(weights, mine, strict=True)]
+                return result
+
+            def add_group(index, totals):
+                first = builder.mul(index, group)
+                last = builder.add(first, group)
+                last = builder.select(builder.icmp_signed("<", last, num_numbers), last, num_numbers)
+                sums = loop(builder, first, last, [ir.Constant(_VECTOR, [0.0] * WIDTH)] * len(totals), add_products)
+                scale = floats_at(scales, builder.add(first_scale, builder.mul(index, _I64(PANEL))), types.uint16)
+                return [
+                    fused_product(builder, one, scale[place % num_vectors], total)
+                    for place, (one, total) in enumerate(zip(sums, totals, strict=True))
+                ]
+
+            def floats_at(base, at, kind):
+                return [as_floats(builder, base, builder.add(at, offset), kind) for offset in offsets]
+
+            totals = loop(builder, _I64(0), num_groups, floats_at(bias, column, types.float32) * num_rows, add_group)
+            for index, offset in enumerate(offsets):
+                at = builder.add(column, offset)
+                with builder.if_then(builder.icmp_signed("<", at, outputs)):
+                    for one, total in zip(rows, totals[index::num_vectors], strict=True):
+                        put_floats(builder, output, builder.add(builder.mul(one, outputs), at), total, element)
+            return []
+
+        loop(builder, _I64(0), _I64(_VECTORS // num_vectors), [], multiply_part)
         return context.get_dummy_value()
 
     return codegen

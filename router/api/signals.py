@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from protos.tandem.v1 import signals_pb2
 from router.admission.controller import AdmissionController
-from router.autoscaler.observation import signals_of
+from router.autoscaler.observation import router_signals_of
 from router.metrics import RouterMetrics
 from serving.interceptor import Context
 
@@ -22,4 +22,4 @@ class SignalsService:
     async def GetSignals(
         self, request: signals_pb2.GetSignalsRequest, context: Context
     ) -> signals_pb2.GetSignalsResponse:
-        return signals_of(self.admission, self.metrics.recent).to_wire(self.router_id)
+        return router_signals_of(self.admission, self.metrics.recent).to_wire(self.router_id)

@@ -239,7 +239,7 @@ class Observer:
 
     def observe(self, sizes: Mapping[Role, int]) -> dict[Role, PoolObservation]:
         """Both pools now; `sizes` are the desired ones."""
-        routers = [signals_of(self.admission), *self._others]
+        routers = [router_signals_of(self.admission), *self._others]
         for_prefill = combined(one.queue for one in routers if one.lacking == "prefill")
         prefill = self._observe("prefill", sizes.get("prefill"), for_prefill)
         for_decode = combined(one.queue for one in routers if is_for_decode(one.lacking, prefill))
@@ -255,14 +255,14 @@ class Observer:
         """Since the last request of any router ended; 0 while there is one, or a router does not answer."""
         if self.peers is not None and self.peers.num_silent:
             return 0.0
-        return min(signals.idle_s for signals in (signals_of(self.admission), *self._others))
+        return min(signals.idle_s for signals in (router_signals_of(self.admission), *self._others))
 
     @property
     def _others(self) -> Sequence[RouterSignals]:
         return self.peers.signals() if self.peers is not None else ()
 
 
-def signals_of(admission: AdmissionController, latencies: RecentLatencies | None = None) -> RouterSignals:
+def router_signals_of(admission: AdmissionController, latencies: RecentLatencies | None = None) -> RouterSignals:
     """This router's."""
     samples = {role: latencies.samples(role) for role in ROLES.values()} if latencies is not None else {}
     return RouterSignals(queue_of(admission), lacking_pool(admission), samples, admission.idle_s)

@@ -105,7 +105,7 @@ class RecentLatencies:
         self._windows["prefill"].add(self._clock(), ttft_s)
 
     def ended(self, itl_s: float, num_gaps: float) -> None:
-        """A request is over; it had `num_gaps` gaps between tokens, of `itl_s` in the mean."""
+        """A request is over; it had `num_gaps` gaps between tokens, of `itl_s` on average."""
         self._windows["decode"].add(self._clock(), itl_s, num_gaps)
 
     def samples(self, role: Role) -> list[LatencySample]:
@@ -124,14 +124,14 @@ class QueueSample(NamedTuple):
 
     num_queued: int = 0
     delay_s: float | None = 0.0
-    """How long a new request would wait; None: requests wait, and none has ended yet by which to predict it."""
+    """How long a new request would wait; None: requests wait, and no request has ended yet from which to predict it."""
 
 
 EMPTY_QUEUE = QueueSample()
 
 
 def combined(queues: Iterable[QueueSample]) -> QueueSample:
-    """The queues of several routers as one, whose delay is what its requests wait in the mean. A router without a queue
+    """The queues of several routers as one, whose delay is the average wait of its requests. A router without a queue
     does not hide that of another one."""
     waiting = [queue for queue in queues if queue.num_queued]
     known = [(queue.num_queued, queue.delay_s) for queue in waiting if queue.delay_s is not None]

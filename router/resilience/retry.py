@@ -3,8 +3,8 @@
     attempt ──CallFailed──▶ `AttemptHistory.record` ──▶ `give_up`? ──no──▶ `RetryBudget` permits ──▶ another attempt
                                                           └──yes──▶ the error for the client
 
-Before the first token a request is retried, after it it is resumed from the emitted tokens. Both go to another
-instance, and only if that one could do better. The loop over attempts is `Dispatcher._run_attempts` in
+Before the first token a request is retried, afterwards it is resumed from the emitted tokens. Both go to another
+instance, and only if the failure was not the request's own. The loop over attempts is `Dispatcher._run_attempts` in
 router/dispatch/dispatcher.py.
 """
 

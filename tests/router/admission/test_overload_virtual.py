@@ -71,7 +71,7 @@ class OverloadScenario:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def offer(self, seconds: float, **per_s: float) -> None:
-        """Lets requests of each tenant come at random, `per_s` in the mean."""
+        """Lets requests of each tenant come at random, `per_s` on average."""
         streams = [asyncio.create_task(self._stream(tenant, rate, seconds)) for tenant, rate in per_s.items()]
         await asyncio.gather(*streams)
 

@@ -1,6 +1,6 @@
 """Pools under load in virtual time: a queue that all instances of the decode pool share, beside an idle prefill pool.
 
-Requests arrive at random (Poisson, from a seed), wait until an instance has a place, run for `SERVICE_S` in the mean
+Requests arrive at random (Poisson, from a seed), wait until an instance has a place, run for `SERVICE_S` on average
 and leave. An instance that is asked for starts after `start_s`; one that is to go leaves what it runs to the others.
 The owner of the instances is an `Actuator` with a lease for the leader, and can be set to fail.
 """

@@ -133,7 +133,7 @@ def test_the_survivor_cannot_carry_it_so_the_pool_does_not_oscillate_between_two
 def test_a_pool_that_shrinks_would_not_grow_again_at_once(
     size: int, running: int, waiting: int, used_blocks: int, tokens: int
 ) -> None:
-    """N/(N-1) of every signal, in the mean of the remaining instances, is below target with the margin."""
+    """N/(N-1) of every signal, averaged over the remaining instances, is below target with the margin."""
     policy = policy_of(max_size=64)
     fields = {"num_running": running, "num_waiting": waiting, "used_blocks": used_blocks, "num_waiting_tokens": tokens}
     decision = decided(steady(size, **fields), max_size=64)
