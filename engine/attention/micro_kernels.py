@@ -67,6 +67,14 @@ def loop(builder, first, last, initial, body):
     return values
 
 
+def for_each(builder, count, body):
+    """`body(index)` for each index below `count`; one alone is a constant, with what depends on it."""
+    if count == 1:
+        body(_I64(0))
+    else:
+        loop(builder, _I64(0), _I64(count), [], lambda index, _: body(index) or [])
+
+
 def num_together(num_rows, num_vectors):
     """How many of a row's `num_vectors` vectors of sums are computed at once: as many as the registers hold. With 32 of
     sixteen floats all, with sixteen of eight floats four for all rows together."""
@@ -104,7 +112,7 @@ def _store_products(num_rows, num_groups, *, ahead):
         by_row = [builder.mul(stride, _I64(row)) for row in range(num_rows)]
         starts = [builder.add(queries, offset) for offset in by_row]
 
-        def store_part(part, _):
+        def store_part(part):
             numbers = [builder.add(builder.mul(part, _I64(at_once)), _I64(group)) for group in range(at_once)]
             groups = [builder.load(builder.gep(offsets, [builder.add(first_group, number)])) for number in numbers]
 
@@ -129,9 +137,8 @@ def _store_products(num_rows, num_groups, *, ahead):
                 for number in numbers
             ]
             _store_sums(builder, arithmetic, targets, size, add_products)
-            return []
 
-        loop(builder, _I64(0), _I64(num_groups // at_once), [], store_part)
+        for_each(builder, num_groups // at_once, store_part)
         return context.get_dummy_value()
 
     def typing(typingctx, rows, row_places, cache, offsets, places, kind):
@@ -163,7 +170,7 @@ def _add_weighted(num_rows, num_vectors, *, ahead):
         ]
         num_groups = builder.sdiv(builder.add(high, builder.sub(per_group, _I64(1))), per_group)
 
-        def add_part(part, _):
+        def add_part(part):
             element = builder.mul(part, _I64(WIDTH * at_once))
             vectors = [builder.add(element, _I64(WIDTH * vector)) for vector in range(at_once)]
             targets = [
@@ -207,9 +214,8 @@ def _add_weighted(num_rows, num_vectors, *, ahead):
             results = loop(builder, builder.sdiv(low, per_group), num_groups, initial, add_group)
             for target, total in zip(targets, results, strict=True):
                 builder.store(total, target, align=4)
-            return []
 
-        loop(builder, _I64(0), _I64(num_vectors // at_once), [], add_part)
+        for_each(builder, num_vectors // at_once, add_part)
         return context.get_dummy_value()
 
     def typing(typingctx, rows, row_places, cache, offsets, places, kind):

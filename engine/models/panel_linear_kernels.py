@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.attention.compilation import has_wide_registers, kernel, multiplies_pairs
-from engine.attention.micro_kernels import Arithmetic, loop, num_together
+from engine.attention.micro_kernels import Arithmetic, for_each, loop, num_together
 from engine.attention.simd import (
     FLOAT32,
     KINDS,
@@ -104,7 +104,7 @@ def _multiply_codegen(num_rows, *, is_prefetched):
         starts = [builder.mul(one, builder.mul(num_numbers, num_factors)) for one in rows]
         panel = builder.mul(column, num_numbers)
 
-        def multiply_part(part, _):
+        def multiply_part(part):
             offset = builder.mul(part, _I64(WIDTH * num_vectors))
 
             def add_products(number, sums):
@@ -129,9 +129,8 @@ def _multiply_codegen(num_rows, *, is_prefetched):
                     for one, total in zip(rows, totals[vector::num_vectors], strict=True):
                         place = builder.add(builder.mul(one, outputs), at)
                         put_floats(builder, output, place, builder.fadd(total, added), sig.args[4].dtype)
-            return []
 
-        loop(builder, _I64(0), _I64(_VECTORS // num_vectors), [], multiply_part)
+        for_each(builder, _VECTORS // num_vectors, multiply_part)
         return context.get_dummy_value()
 
     return codegen

@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.attention.compilation import kernel
-from engine.attention.micro_kernels import loop, num_together
+from engine.attention.micro_kernels import for_each, loop, num_together
 from engine.attention.simd import (
     BFLOAT16,
     FLOAT32,
@@ -123,7 +123,7 @@ def _multiply_codegen(num_rows, bits, in_pairs, element):
         starts = [builder.mul(one, num_numbers) for one in rows]
         num_groups = builder.sdiv(builder.sub(builder.add(num_numbers, group), _I64(1)), group)
 
-        def multiply_part(part, _):
+        def multiply_part(part):
             vectors = [builder.add(builder.mul(part, _I64(num_vectors)), _I64(index)) for index in range(num_vectors)]
             offsets = [builder.mul(vector, _I64(WIDTH)) for vector in vectors]
 
@@ -156,9 +156,8 @@ def _multiply_codegen(num_rows, bits, in_pairs, element):
                 with builder.if_then(builder.icmp_signed("<", at, outputs)):
                     for one, total in zip(rows, totals[index::num_vectors], strict=True):
                         put_floats(builder, output, builder.add(builder.mul(one, outputs), at), total, element)
-            return []
 
-        loop(builder, _I64(0), _I64(_VECTORS // num_vectors), [], multiply_part)
+        for_each(builder, _VECTORS // num_vectors, multiply_part)
         return context.get_dummy_value()
 
     return codegen
