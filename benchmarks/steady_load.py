@@ -3,8 +3,9 @@
     python -m benchmarks.steady_load [--streams 64] [--minutes 10] [--shape 33m] [--connector nixl]
 
 Each client starts a new request, with a prompt of its own, when its last one has ended. Prints for each minute the
-tokens a second and the resident memory of the router and of each instance, its engine's process included. Needs nothing
-else running.
+tokens a second and the resident memory of the router and of each instance, its engine's process included. KV memory
+becomes resident as it is first used: an instance grows until all of its blocks have been, which is in its first
+minutes. Needs nothing else running.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from tandem.local_stack.stack import LocalStack
 
 _PROMPT_LEN = 64
 _OUTPUT_LEN = 512
+_KV_BYTES = 320 << 20
+"""Of an instance: 64 streams to their ends, and little more, so that all of it is used soon."""
 _FIRST_ID = 3
 """Below it are the shapes' special tokens."""
 
@@ -66,7 +69,7 @@ def main(streams: int, minutes: int, shape: str, connector: str) -> None:
             dtype="bfloat16",
             connector=connector,
             disaggregation="always",
-            kv_cache_bytes=1 << 30,
+            kv_cache_bytes=_KV_BYTES,
             max_model_len=1024,
             threads=1,
             instance_args=("--load-format", "dummy"),
