@@ -66,7 +66,7 @@ def reference(checkpoint: Path, oracle: GreedyOracle, prompts: list[list[int]]) 
 def assert_prompts_at_once_equal_transformers(folder: Path, longest: int, num_prompts: int = 50) -> list[list[int]]:
     llm = make_llm(folder)
     prompts = random_prompts(num_prompts, longest=longest, vocab_size=llm.core.info.vocab_size)
-    oracle = GreedyOracle(folder)
+    oracle = GreedyOracle(folder, torch.float64)
     outputs = generate_with_logprobs(llm, prompts)
     for prompt, (token_ids, logprobs) in zip(prompts, outputs, strict=True):
         assert len(token_ids) == 64

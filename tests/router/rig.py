@@ -147,6 +147,8 @@ def settings_of(
             "max_backoff_s": 0.1,
         },
         "failover": {"resume_wait_s": 1.0},
+        # Fakes run in this process: a ping that they do not answer in time is a stall of its own, not a dead instance.
+        "channel": {"ping_timeout_ms": 20_000},
         # By length alone: the speeds of fakes say nothing, and a test is to know where its request goes. A busy machine
         # delays reservations; tests of lost ones set less.
         "disaggregation": {"reserve_timeout_s": 20.0, "speed_smoothing": 0.0},
