@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from engine.config import Quantization
-from engine.models.panel_linear import PanelLinear
+from engine.models.panel_linear import PanelLinear, has_onednn_bfloat16
 from engine.models.quantized import QuantizedLinear, stacked
 from engine.models.weights import WeightSource
 
@@ -112,5 +112,5 @@ def _can_pack(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return has_onednn_bfloat16()
     return weight.dtype == torch.float32

@@ -44,7 +44,7 @@ class PanelLinear:
             return False
         if weight.dtype == torch.bfloat16:
             is_best = multiplies_pairs() and not multiplies_tiles()
-            return weight.shape[1] % 2 == 0 and (is_best or not _has_onednn_bfloat16())
+            return weight.shape[1] % 2 == 0 and (is_best or not has_onednn_bfloat16())
         return weight.dtype == torch.float32 and has_wide_registers()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,8 @@ class PanelLinear:
         return output if self._outputs == self.out_features else output[:, : self.out_features].contiguous()
 
 
-def _has_onednn_bfloat16() -> bool:
+def has_onednn_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this processor."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

@@ -93,7 +93,7 @@ def _coded(builder, codes, at, vector, bits):
         is_lower = builder.sub(_I64(1), builder.and_(vector, _I64(1)))
         left = builder.mul(is_lower, _I64(28))
         right = builder.add(builder.mul(is_lower, _I64(24)), _I64(4))
-        left, right = (repeated(builder, builder.trunc(bits, _I32), _INTEGERS) for bits in (left, right))
+        left, right = (repeated(builder, builder.trunc(shift, _I32), _INTEGERS) for shift in (left, right))
         loaded = builder.ashr(builder.shl(loaded, left), right)
     return builder.sitofp(loaded, _VECTOR)
 
