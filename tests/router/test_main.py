@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 from protos.tandem.v1 import generation_pb2_grpc
 from router.config import RouterSection, RouterSettings
 from tests.fakes.instance import FakeInstance
-from tests.process_logs import LOGS
+from tests.router.process import router_process
 from tests.router.rig import request_of
 
 
@@ -34,32 +32,22 @@ def test_the_router_needs_neither_torch_nor_transformers_nor_kv() -> None:
 async def test_a_process_announces_itself_serves_and_drains(model_folder: Path, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     async with FakeInstance("prefill") as prefill, FakeInstance("decode") as decode:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router", "--listen", "127.0.0.1:0", "--model", str(model_folder)),
-            *("--prefill", prefill.address, "--decode", f"{decode.address},127.0.0.1:1", "--ready-file", str(ready)),
-            *("--disaggregation", "always", "--log-format", "json", "--server-drain-accept-s", "0"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "TANDEM_ROUTER__MODEL_NAME": "fake"},
-        )
-        assert process.stdout is not None
-        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
-        assert line.startswith("ready address=127.0.0.1:")
-        assert ready.read_text() == line
-        async with grpc.aio.insecure_channel(line.removeprefix("ready address=").strip()) as channel:
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            for _ in range(200):
-                try:
-                    ids = [i async for response in stub.Generate(request_of()) for i in response.tokens.token_ids]
-                    break
-                except grpc.aio.AioRpcError:  # the pools are not yet known
-                    await asyncio.sleep(0.02)
-            assert len(ids) == 12
-        process.send_signal(signal.SIGTERM)
-        _, errors = await asyncio.wait_for(process.communicate(), 10)
-        assert process.returncode == 0
-    LOGS.search("router", errors.decode())
-    lines = [json.loads(line) for line in errors.decode().splitlines()]
+        pools = ("--prefill", prefill.address, "--decode", f"{decode.address},127.0.0.1:1")
+        options = ("--ready-file", str(ready), "--disaggregation", "always", "--log-format", "json")
+        async with router_process(model_folder, *pools, *options) as router:
+            assert router.ready_line.startswith("ready address=127.0.0.1:")
+            assert ready.read_text() == router.ready_line
+            async with grpc.aio.insecure_channel(router.address) as channel:
+                stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                for _ in range(200):
+                    try:
+                        ids = [i async for response in stub.Generate(request_of()) for i in response.tokens.token_ids]
+                        break
+                    except grpc.aio.AioRpcError:  # the pools are not yet known
+                        await asyncio.sleep(0.02)
+                assert len(ids) == 12
+            errors = await router.end()
+    lines = [json.loads(line) for line in errors.splitlines()]
     finished = [line["fields"] for line in lines if line.get("event") == "finished"]
     assert len(finished) == 1
     fields = finished[0]
