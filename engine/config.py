@@ -56,7 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory for weights, steps and KV, and for what others have there, where no KV size is given."""
     enforce_eager: bool = True
-    """False: steps of single tokens of dense native models run as CUDA graphs on a GPU."""
+    """False: steps of single tokens of dense native models run as CUDA graphs on a GPU. Without effect on CPU."""
     max_num_seqs: int = 64
     """Maximum number of requests in one step."""
     max_num_batched_tokens: int = 512

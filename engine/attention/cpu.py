@@ -25,6 +25,7 @@ TILE_TOKENS = 32
 SERIAL_ELEMENTS = 1 << 15
 """Below this many KV elements one thread finishes before a second has started."""
 
+_TilesArguments = ctypes.c_int64 * 4
 _WriteArguments = ctypes.c_int64 * 13
 _AttentionArguments = ctypes.c_int64 * 19
 
@@ -36,7 +37,7 @@ class _Plan:
     tiles: torch.Tensor
     max_tile_tokens: int
     num_visible: int
-    """Sum over the tiles of their visible positions: the work of one head."""
+    """Sum over the tiles of their visible positions, or more: the work of one head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ def _make_plan(metadata: AttentionMetadata) -> _Plan:
     assert metadata.block_tables.stride(-1) == 1
     assert metadata.slot_mapping.dtype == torch.int64
     assert metadata.slot_mapping.is_contiguous()
+    if metadata.max_query_len == 1:
+        return _plan_of_single_tokens(metadata)
     starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     tiles: list[tuple[int, int, int, int]] = []
     for request, seq_len in enumerate(seq_lens):
@@ -106,6 +109,15 @@ def _make_plan(metadata: AttentionMetadata) -> _Plan:
         max_tile_tokens=max(tile[2] for tile in tiles),
         num_visible=sum(tile[2] + tile[3] for tile in tiles),
     )
+
+
+def _plan_of_single_tokens(metadata: AttentionMetadata) -> _Plan:
+    """Reads no length here, but in a kernel, which is run again when the step is replayed."""
+    num_requests = len(metadata.seq_lens)
+    tiles = torch.empty((num_requests, 4), dtype=torch.int32)
+    arguments = _TilesArguments(0, num_requests, metadata.seq_lens.data_ptr(), tiles.data_ptr())
+    launcher_for(cpu_kernels.single_tiles_address, tiles.dtype)(1, arguments)
+    return _Plan(tiles, 1, num_requests * metadata.max_seq_len)
 
 
 def _write_kv(
@@ -130,7 +142,7 @@ def _write_kv(
     )
     work = num_tokens * num_kv_heads * head_dim
     num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1
-    launcher_for(cpu_kernels.write_kv_address, kv_cache.dtype)(num_threads, ctypes.addressof(arguments))
+    launcher_for(cpu_kernels.write_kv_address, kv_cache.dtype)(num_threads, arguments)
 
 
 def _attend_tiles(
@@ -171,7 +183,7 @@ def _attend_tiles(
     work = plan.num_visible * num_kv_heads * head_dim
     num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1
     kernels = pair_kernels if in_pairs else cpu_kernels
-    launcher_for(kernels.paged_attention_address, kv_cache.dtype)(num_threads, ctypes.addressof(arguments))
+    launcher_for(kernels.paged_attention_address, kv_cache.dtype)(num_threads, arguments)
 
 
 def _row_major(rows: torch.Tensor) -> torch.Tensor:

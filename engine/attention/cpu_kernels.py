@@ -80,6 +80,17 @@ MANY_ROWS = 8
 
 
 @functools.cache
+def single_tiles_address(_: str) -> int:
+    """`void(int64*)`: counter, num_requests, seq_lens, tiles. Each request has one token in the step."""
+
+    @kernel
+    def compiled(a):
+        _single_tiles(a)
+
+    return int(compiled.address)
+
+
+@functools.cache
 def write_kv_address(dtype: str) -> int:
     """`void(int64*)`: counter, num_tokens, num_kv_heads, head_dim, block_size, key, value, their row strides,
     slot_mapping, page of this layer, elements per page, elements from keys to values."""
@@ -112,6 +123,16 @@ def paged_attention_address(dtype: str) -> int:
         _paged_attention(a, kind, kind, kind, per_number, 1)
 
     return int(compiled.address)
+
+
+@njit
+def _single_tiles(a):
+    num_requests, seq_lens, tiles = a[1], pointer(a[2], INT32), pointer(a[3], INT32)
+    for request in range(num_requests):
+        tiles[4 * request] = request
+        tiles[4 * request + 1] = request
+        tiles[4 * request + 2] = 1
+        tiles[4 * request + 3] = seq_lens[request] - 1
 
 
 @njit

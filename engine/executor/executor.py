@@ -13,14 +13,16 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError
-from engine.executor.decode_graphs import GraphedDecoder, capture_cuda_graph
+from engine.executor.decode_graphs import GraphedDecoder, capture_cuda_graph, powers_of_two
 from engine.executor.gpu_memory import bytes_for_kv
+from engine.executor.launch_recording import LaunchRecorder
 from engine.executor.step import Int64, StepInputs
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes
 from engine.models import load_model
 from engine.models.config import DecoderConfig, ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.linear import are_kernels
 
 
 class Executor(Protocol):
@@ -66,10 +68,13 @@ class OneProcessExecutor:
     @staticmethod
     def uses_graphs(config: EngineConfig, model_config: DecoderConfig, attention_name: str) -> bool:
         """Where a forward of single tokens reads nothing on the host: not with experts, whose numbers of tokens are
-        read, with the reference, or in the transformers backend, which is not known."""
+        read, with the reference, or in the transformers backend, which is not known. On CPU it is worth it where the
+        layers are kernels of our own."""
         is_dense = isinstance(model_config, ModelConfig) and model_config.experts is None
-        is_wanted = config.device == "cuda" and not config.enforce_eager
-        return is_wanted and is_dense and attention_name in ("triton", "flash")
+        if config.device == "cpu":
+            dtype = getattr(torch, model_config.resolve_dtype(config.dtype))
+            return is_dense and attention_name == "cpu" and are_kernels(dtype, config.quantization)
+        return is_dense and attention_name in ("triton", "flash") and not config.enforce_eager
 
     def free_for_kv(self, layout: KVLayout, max_model_len: int) -> int:
         if self._device.type == "cpu":
@@ -92,9 +97,16 @@ class OneProcessExecutor:
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         self._kv_cache = _zeroed_memory((num_blocks, *layout.page_shape), self._dtype, self._device)
         if self._uses_graphs:
-            sizes = {"max_num_seqs": self._config.max_num_seqs, "max_blocks": self._max_blocks}
-            self._model = GraphedDecoder(self._model, capture_cuda_graph, **sizes)
+            self._model = self._with_graphs(self._model)
         return self._kv_cache
+
+    def _with_graphs(self, model: Decoder) -> GraphedDecoder:
+        most, max_blocks = self._config.max_num_seqs, self._max_blocks
+        if self._device.type != "cpu":
+            return GraphedDecoder(model, capture_cuda_graph, sizes=powers_of_two(most), max_blocks=max_blocks)
+        # Each row takes time there, and a recording that of some ten steps of a small model.
+        sizes = range(1, most + 1)
+        return GraphedDecoder(model, LaunchRecorder(), sizes=sizes, max_blocks=max_blocks, num_uncaptured=10)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         token_ids, positions, metadata = inputs.tensors(self._device)

@@ -29,6 +29,9 @@ from engine.attention.simd import (
     total,
 )
 
+_CONVERTED = 256
+"""Vectors of a task of a conversion."""
+
 
 @functools.cache
 def add_rms_norm_address(dtype: str) -> int:
@@ -63,6 +66,18 @@ def silu_and_mul_address(dtype: str) -> int:
     @kernel
     def compiled(a):
         _silu_and_mul(a, kind)
+
+    return int(compiled.address)
+
+
+@functools.cache
+def to_float32_address(dtype: str) -> int:
+    """`void(int64*)`: counter, whole vectors, x, float32 output."""
+    kind = KINDS[dtype]
+
+    @kernel
+    def compiled(a):
+        _to_float32(a, kind)
 
     return int(compiled.address)
 
@@ -132,3 +147,14 @@ def _silu_and_mul(a, kind):
             gate = load(gate_up, start + i)
             activated = rounded_to(gate / (one + exp(splat(np.float32(0)) - gate)), kind)
             store(output, row * columns + i, activated * load(gate_up, start + columns + i))
+
+
+@njit
+def _to_float32(a, kind):
+    num_vectors, x, output = a[1], pointer(a[2], kind), pointer(a[3], FLOAT32)
+    while True:
+        first = next_task(a) * _CONVERTED
+        if first >= num_vectors:
+            break
+        for vector in range(first, min(first + _CONVERTED, num_vectors)):
+            store(output, WIDTH * vector, load(x, WIDTH * vector))

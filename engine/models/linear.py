@@ -47,6 +47,11 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     return PanelLinear(weight, bias) if PanelLinear.supports(weight) else PackedLinear(weight, bias)
 
 
+def are_kernels(dtype: torch.dtype, quantization: Quantization) -> bool:
+    """Whether linear layers on CPU are computed by compiled kernels of our own, not by torch."""
+    return quantization != "none" or PanelLinear.supports(torch.empty((1, 2), dtype=dtype))
+
+
 class PackedLinear:
     """y = x W^T + b by torch. On CPU the weight is copied once into oneDNN's blocked layout.
 

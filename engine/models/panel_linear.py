@@ -15,6 +15,7 @@ import torch
 from engine.attention.compilation import has_wide_registers, multiplies_pairs, multiplies_tiles
 from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
+from engine.models.elementwise import to_float32
 from engine.models.panel_linear_kernels import PANEL, multiply_address
 
 SERIAL_PRODUCTS = 1 << 16
@@ -53,7 +54,7 @@ class PanelLinear:
         output = x.new_empty((num_rows, self._outputs))
         if not num_rows:
             return output[:, : self.out_features]
-        x = (x.float() if self._are_converted else x).contiguous()
+        x = to_float32(x) if self._are_converted else x.contiguous()
         arguments = _Arguments(
             0,
             num_rows,
@@ -65,7 +66,7 @@ class PanelLinear:
             output.data_ptr(),
         )
         is_serial = num_rows * self._panels.numel() < SERIAL_PRODUCTS
-        self._launch(1 if is_serial else torch.get_num_threads(), ctypes.addressof(arguments))
+        self._launch(1 if is_serial else torch.get_num_threads(), arguments)
         return output if self._outputs == self.out_features else output[:, : self.out_features].contiguous()
 
 

@@ -43,6 +43,8 @@ _GROUP = 256
 _AHEAD = 16
 """Numbers, 4 KiB: so far the panel is prefetched, past its end into the next one, by one and two rows, and by the first
 four where it is read in quarters. Elsewhere the processor sees the stream by itself."""
+_NEAR = 4
+"""Numbers: so far by one row without AVX-512, which is 8 % faster (benchmarks/LOG.md)."""
 _CHUNK = 128
 """Rows of a task."""
 _VECTORS = PANEL // WIDTH
@@ -91,7 +93,8 @@ def _multiply(a, kind, numbers):
             _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
 
 
-def _multiply_codegen(num_rows, *, is_prefetched):
+def _multiply_codegen(num_rows, *, ahead):
+    """`ahead`: by how many numbers the panel is prefetched, 0: not."""
     num_vectors = num_together(num_rows, _VECTORS)
 
     def codegen(context, builder, sig, args):
@@ -109,8 +112,8 @@ def _multiply_codegen(num_rows, *, is_prefetched):
 
             def add_products(number, sums):
                 line = builder.add(panel, builder.mul(number, _I64(PANEL)))
-                for place in range(0, PANEL if is_prefetched else 0, WIDTH):
-                    prefetched(builder, matrix, builder.add(line, _I64(_AHEAD * PANEL + place)))
+                for place in range(0, PANEL if ahead else 0, WIDTH):
+                    prefetched(builder, matrix, builder.add(line, _I64(ahead * PANEL + place)))
                 first = builder.add(line, offset)
                 places = [builder.add(first, _I64(WIDTH * vector)) for vector in range(num_vectors)]
                 weights = [builder.load(vector_at(builder, matrix, place), align=4) for place in places]
@@ -160,26 +163,26 @@ def _typed(codegen, *arguments):
 @intrinsic
 def _multiply_four(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
     """Four rows times one panel."""
-    codegen = _multiply_codegen(4, is_prefetched=False)
+    codegen = _multiply_codegen(4, ahead=0)
     return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)
 
 
 @intrinsic
 def _multiply_first_four(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
     """The same, for a panel that is not in the second level yet."""
-    codegen = _multiply_codegen(4, is_prefetched=not has_wide_registers())
+    codegen = _multiply_codegen(4, ahead=0 if has_wide_registers() else _AHEAD)
     return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)
 
 
 @intrinsic
 def _multiply_two(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
     """Two rows times one panel."""
-    codegen = _multiply_codegen(2, is_prefetched=True)
+    codegen = _multiply_codegen(2, ahead=_AHEAD)
     return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)
 
 
 @intrinsic
 def _multiply_one(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
     """One row times one panel."""
-    codegen = _multiply_codegen(1, is_prefetched=True)
+    codegen = _multiply_codegen(1, ahead=_AHEAD if has_wide_registers() else _NEAR)
     return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)

@@ -19,6 +19,7 @@ from engine.attention.cpu import is_compiled_for
 from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
 from engine.config import Quantization
+from engine.models.elementwise import to_float32
 from engine.models.quantized_kernels import PANEL, multiply_address
 
 INT4_GROUP = 32
@@ -106,7 +107,7 @@ class QuantizedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
-        numbers = (x if self._in_pairs else x.float()).contiguous()
+        numbers = x.contiguous() if self._in_pairs else to_float32(x)
         output = torch.empty((x.shape[0], self._outputs), dtype=self._stored_dtype)
         arguments = _Arguments(
             0,
@@ -121,7 +122,7 @@ class QuantizedLinear:
             self._bias.data_ptr(),
             output.data_ptr(),
         )
-        self._launch(torch.get_num_threads(), ctypes.addressof(arguments))
+        self._launch(torch.get_num_threads(), arguments)
         return output[:, : self.out_features].to(self._dtype).contiguous()
 
 

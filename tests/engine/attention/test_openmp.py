@@ -10,7 +10,7 @@ import torch
 from numba import cfunc
 
 from engine.attention.compilation import SIGNATURE
-from engine.attention.openmp import launcher
+from engine.attention.openmp import Launch, LaunchProgram, launcher, recording
 from engine.attention.simd import INT64, next_task, pointer
 
 
@@ -37,7 +37,7 @@ _KEPT: list[object] = []  # the compiled code lives as long as this
 def _run(address: int, num_threads: int, num_tasks: int) -> torch.Tensor:
     counts = torch.zeros(num_tasks, dtype=torch.int64)
     arguments = (ctypes.c_int64 * 3)(0, num_tasks, counts.data_ptr())
-    launcher(address)(num_threads, ctypes.addressof(arguments))
+    launcher(address)(num_threads, arguments)
     return counts
 
 
@@ -50,3 +50,47 @@ def test_launches_from_several_python_threads_do_not_disturb_each_other(count_ta
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: _run(count_tasks, 2, 2_000), range(40)))
     assert all(torch.equal(counts, torch.ones(2_000, dtype=torch.int64)) for counts in results)
+
+
+@pytest.fixture(scope="module")
+def multiply_and_add() -> int:
+    """Address of a kernel that replaces number i by twice it plus i, for every task i drawn."""
+
+    @cfunc(SIGNATURE)
+    def kernel(a):  # type: ignore[no-untyped-def]
+        numbers = pointer(a[2], INT64)
+        while True:
+            task = next_task(a)
+            if task >= a[1]:
+                break
+            numbers[task] = 2 * numbers[task] + task
+
+    _KEPT.append(kernel)
+    return int(kernel.address)
+
+
+@pytest.mark.parametrize("threads", [[1, 1, 1], [3, 1, 2], [1, 3, 3, 1, 1, 3], [2]])
+def test_a_program_runs_its_launches_in_order_and_again(
+    count_tasks: int, multiply_and_add: int, threads: list[int]
+) -> None:
+    """The order shows: doubling and adding one do not commute."""
+    numbers = torch.zeros(1000, dtype=torch.int64)
+    launches: list[Launch] = []
+    with recording(launches):
+        for index, num_threads in enumerate(threads):
+            address = count_tasks if index % 2 else multiply_and_add
+            launcher(address)(num_threads, (ctypes.c_int64 * 3)(0, len(numbers), numbers.data_ptr()))
+    assert not numbers.any(), "a recorded launch does not run"
+    program, expected = LaunchProgram(launches), torch.zeros_like(numbers)
+    for _ in range(20):
+        program.run()
+        for index, _ in enumerate(threads):
+            expected = expected + 1 if index % 2 else 2 * expected + torch.arange(len(numbers))
+        assert torch.equal(numbers, expected)
+
+
+def test_another_threads_launches_are_not_recorded(count_tasks: int) -> None:
+    launches: list[Launch] = []
+    with recording(launches), ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(_run, count_tasks, 1, 50).result(), torch.ones(50, dtype=torch.int64))
+    assert not launches

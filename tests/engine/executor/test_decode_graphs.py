@@ -1,4 +1,4 @@
-"""Captured decode steps compute what uncaptured ones do: with a capture that calls the recorded step again, on CPU."""
+"""Captured decode steps compute what uncaptured ones do: on CPU, with its recorder and with a stand-in for CUDA's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
-from engine.executor.decode_graphs import GraphedDecoder, Step
+from engine.executor.decode_graphs import Capture, GraphedDecoder, Step
 from engine.executor.executor import OneProcessExecutor
+from engine.executor.launch_recording import LaunchRecorder
 from engine.models import read_config
+from engine.models.decoder import Decoder
 from tests.builders import lively_checkpoint
 from tests.oracle import random_prompts
 
@@ -25,17 +27,26 @@ SAMPLING = [
 class Recorder:
     """Stands in for CUDA's capture: a replay runs the step on what is at its inputs' addresses then."""
 
-    def __init__(self) -> None:
-        self.replayed: list[int] = []
-
-    def __call__(self, step: Step) -> tuple[Callable[[], None], torch.Tensor]:
+    def __call__(self, step: Step) -> tuple[Callable[[], object], torch.Tensor]:
         hidden = step()
+        return lambda: hidden.copy_(step()), hidden
 
-        def replay() -> None:
-            self.replayed.append(len(hidden))
-            hidden.copy_(step())
 
-        return replay, hidden
+class Counted:
+    """A capture, and the sizes of the steps that were replayed."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self.sizes: list[int] = []
+
+    def __call__(self, step: Step) -> tuple[Callable[[], object], torch.Tensor]:
+        replay, hidden = self._capture(step)
+
+        def counting() -> None:
+            self.sizes.append(len(hidden))
+            replay()
+
+        return counting, hidden
 
 
 def answers(llm: LLM) -> list[tuple[list[int], float | None]]:
@@ -44,19 +55,41 @@ def answers(llm: LLM) -> list[tuple[list[int], float | None]]:
     return [(output.token_ids, output.cumulative_logprob) for output in outputs]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_answers_have_the_bits_of_uncaptured_steps(tmp_path: Path, backend: str) -> None:
+def uncaptured(executor: OneProcessExecutor) -> Decoder:
+    """The executor's model, as it is without graphs from now on."""
+    model = executor._model
+    executor._model = model._model if isinstance(model, GraphedDecoder) else model
+    return executor._model
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("capture", "options"),
+    [
+        (Recorder, {"dtype": "float32"}),
+        (Recorder, {"dtype": "float32", "attention_backend": "reference"}),
+        (LaunchRecorder, {"dtype": "float32"}),
+        (LaunchRecorder, {"dtype": "bfloat16"}),
+        (LaunchRecorder, {"dtype": "bfloat16", "num_threads": 2}),
+        (LaunchRecorder, {"dtype": "bfloat16", "quantization": "int8"}),
+        (LaunchRecorder, {"dtype": "float32", "quantization": "int4"}),
+    ],
+)
+def test_answers_have_the_bits_of_uncaptured_steps(
+    tmp_path: Path, architecture: str, capture: Callable[[], Capture], options: dict[str, Any]
+) -> None:
     """Seven requests that end one after the other, in steps with chunks and without."""
-    folder = lively_checkpoint(tmp_path, "qwen2", num_hidden_layers=2)
-    options: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "attention_backend": backend, "max_num_seqs": 6}
-    llm = LLM(folder, skip_tokenizer_init=True, max_num_batched_tokens=50, max_model_len=128, **options)
-    expected = answers(llm)
-    llm = LLM(folder, skip_tokenizer_init=True, max_num_batched_tokens=50, max_model_len=128, **options)
-    executor, recorder = llm.core._executor, Recorder()
+    folder = lively_checkpoint(tmp_path, architecture, num_hidden_layers=3)
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 50, "enable_prefix_caching": False, **options}
+    llm = LLM(folder, skip_tokenizer_init=True, num_blocks=64, max_model_len=128, **options)
+    executor = llm.core._executor
     assert isinstance(executor, OneProcessExecutor)
-    executor._model = GraphedDecoder(executor._model, recorder, max_num_seqs=6, max_blocks=8)
+    model = uncaptured(executor)
+    expected = answers(llm)
+    replayed, sizes = Counted(capture()), [1, 2, 4, 6]
+    executor._model = GraphedDecoder(model, replayed, sizes=sizes, max_blocks=8)
     assert answers(llm) == expected
-    assert set(recorder.replayed) == {1, 2, 4, 6}, "sizes, of which 4 and 6 have repeated rows"
+    assert set(replayed.sizes) == set(sizes), "4 and 6 have repeated rows"
 
 
 @pytest.mark.parametrize(
@@ -66,13 +99,16 @@ def test_answers_have_the_bits_of_uncaptured_steps(tmp_path: Path, backend: str)
         ("qwen2", {}, False),
         ("qwen3_moe", {"enforce_eager": False}, False),
         ("qwen2", {"enforce_eager": False, "attention_backend": "reference"}, False),
-        ("qwen2", {"enforce_eager": False, "device": "cpu"}, False),
+        ("qwen2", {"device": "cpu", "dtype": "float32", "quantization": "int8"}, True),
+        ("qwen2", {"device": "cpu", "dtype": "float16"}, False),
+        ("qwen3_moe", {"device": "cpu", "dtype": "float32", "quantization": "int8"}, False),
+        ("qwen2", {"device": "cpu", "quantization": "int8", "attention_backend": "reference"}, False),
     ],
 )
-def test_graphs_are_for_dense_native_models_on_cuda(
+def test_graphs_are_for_dense_native_models(
     tmp_path: Path, architecture: str, options: dict[str, Any], is_graphed: bool
 ) -> None:
     folder = lively_checkpoint(tmp_path, architecture, num_hidden_layers=1)
     config = EngineConfig(model=str(folder), **{"device": "cuda", **options})
-    attention = "reference" if "attention_backend" in options else "triton"
+    attention = "reference" if "attention_backend" in options else {"cuda": "triton", "cpu": "cpu"}[config.device]
     assert OneProcessExecutor.uses_graphs(config, read_config(folder), attention) is is_graphed
