@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention.openmp import Launch, LaunchProgram, recording
+from engine.attention.openmp_kernels import run_launches_address
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -36,6 +37,7 @@ class LaunchRecorder:
 
     def __init__(self) -> None:
         self._temporaries = _Temporaries()
+        run_launches_address()  # compiled now, not while streams wait for their next token
 
     def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
         """Records `step`; what it computes meanwhile is undefined."""
