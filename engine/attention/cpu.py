@@ -113,6 +113,8 @@ def _make_plan(metadata: AttentionMetadata) -> _Plan:
 
 def _plan_of_single_tokens(metadata: AttentionMetadata) -> _Plan:
     """Reads no length here, but in a kernel, which is run again when the step is replayed."""
+    assert metadata.seq_lens.dtype == torch.int32
+    assert metadata.seq_lens.is_contiguous()
     num_requests = len(metadata.seq_lens)
     tiles = torch.empty((num_requests, 4), dtype=torch.int32)
     arguments = _TilesArguments(0, num_requests, metadata.seq_lens.data_ptr(), tiles.data_ptr())

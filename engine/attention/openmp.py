@@ -98,29 +98,25 @@ class LaunchProgram:
         for start, launch in zip(self._counters, launches, strict=True):
             numbers = np.frombuffer(launch.arguments, np.int64)
             self._arguments[start : start + len(numbers)] = numbers
-        self._gomp = _gomp()
-        self._num_threads = max(launch.num_threads for launch in launches) if self._gomp is not None else 1
+        kernels = [launch.kernel_address for launch in launches]
         addresses = self._arguments.ctypes.data + 8 * self._counters
-        self._table = np.array(
-            [
-                (launch.kernel_address, address, launch.num_threads > 1)
-                for launch, address in zip(launches, addresses, strict=True)
-            ],
-            np.int64,
-        )
-        barrier = 0 if self._gomp is None or self._num_threads == 1 else self._gomp.barrier_address
-        self._own = (ctypes.c_int64 * 4)(0, len(launches), self._table.ctypes.data, barrier)
-        self._address = run_launches_address()
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)  # without the GIL: it takes a whole step
+        are_parallel = [launch.num_threads > 1 for launch in launches]
+        self._table = np.column_stack((kernels, addresses, are_parallel)).astype(np.int64)
+        gomp, num_threads = _gomp(), max(launch.num_threads for launch in launches)
+        self._own = (ctypes.c_int64 * 4)(0, len(launches), self._table.ctypes.data, 0)
+        run, own = run_launches_address(), ctypes.addressof(self._own)
+        self._launch: Callable[[], object]
+        if gomp is not None and num_threads > 1:
+            self._own[3] = gomp.barrier_address
+            self._launch = functools.partial(gomp.parallel, run, own, num_threads, 0)
+        else:  # without the GIL: it takes a whole step
+            self._launch = functools.partial(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(run), own)
 
     def run(self) -> None:
         """Returns when the last launch has ended."""
         self._arguments[self._counters] = 0
         self._own[0] = 0
-        if self._num_threads > 1 and self._gomp is not None:
-            self._gomp.parallel(self._address, ctypes.addressof(self._own), self._num_threads, 0)
-        else:
-            self._alone(ctypes.addressof(self._own))
+        self._launch()
 
 
 class _Gomp:

@@ -84,12 +84,9 @@ def _is_view(func: Any, inputs: tuple[Any, ...], result: Any) -> bool:
     if func._schema.is_mutable:
         return False
     one = result[0] if isinstance(result, list | tuple) else result
-    return any(isinstance(given, torch.Tensor) and _memory(given) == _memory(one) for given in inputs)
-
-
-def _memory(tensor: torch.Tensor) -> int | None:
-    """Address of its numbers, those that it leaves out included; None for oneDNN's packed weights."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else None
+    # oneDNN's packed weights have another layout, and no address.
+    tensors = [given for given in inputs if isinstance(given, torch.Tensor) and given.layout == torch.strided]
+    return any(given.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for given in tensors)
 
 
 def _again(func: Any, args: Any, kwargs: Any, result: Any) -> Callable[[], object]:

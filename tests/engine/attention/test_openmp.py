@@ -53,39 +53,43 @@ def test_launches_from_several_python_threads_do_not_disturb_each_other(count_ta
 
 
 @pytest.fixture(scope="module")
-def multiply_and_add() -> int:
-    """Address of a kernel that replaces number i by twice it plus i, for every task i drawn."""
+def mix_reversed() -> int:
+    """Address of a kernel whose tasks take longer and longer, and read what another task of the launch before has
+    written, the first one that of its last: counter, number of tasks, int64 source, int64 target."""
 
     @cfunc(SIGNATURE)
     def kernel(a):  # type: ignore[no-untyped-def]
-        numbers = pointer(a[2], INT64)
+        source, target = pointer(a[2], INT64), pointer(a[3], INT64)
         while True:
             task = next_task(a)
             if task >= a[1]:
                 break
-            numbers[task] = 2 * numbers[task] + task
+            number = source[a[1] - 1 - task]
+            for _ in range(10_000 * (task + 1)):
+                number = 3 * number + task
+            target[task] = number
 
     _KEPT.append(kernel)
     return int(kernel.address)
 
 
-@pytest.mark.parametrize("threads", [[1, 1, 1], [3, 1, 2], [1, 3, 3, 1, 1, 3], [2]])
-def test_a_program_runs_its_launches_in_order_and_again(
-    count_tasks: int, multiply_and_add: int, threads: list[int]
-) -> None:
-    """The order shows: doubling and adding one do not commute."""
-    numbers = torch.zeros(1000, dtype=torch.int64)
+@pytest.mark.parametrize("threads", [[1, 1, 1], [3, 1, 2], [2, 3, 3, 1, 1, 3], [2]])
+def test_a_program_runs_its_launches_in_order_and_again(mix_reversed: int, threads: list[int]) -> None:
+    def launch_all(numbers: torch.Tensor, threads: list[int]) -> None:
+        for index, num_threads in enumerate(threads):
+            source, target = numbers[index % 2], numbers[1 - index % 2]
+            arguments = (ctypes.c_int64 * 4)(0, len(source), source.data_ptr(), target.data_ptr())
+            launcher(mix_reversed)(num_threads, arguments)
+
+    numbers, expected = torch.arange(14).view(2, 7), torch.arange(14).view(2, 7)
     launches: list[Launch] = []
     with recording(launches):
-        for index, num_threads in enumerate(threads):
-            address = count_tasks if index % 2 else multiply_and_add
-            launcher(address)(num_threads, (ctypes.c_int64 * 3)(0, len(numbers), numbers.data_ptr()))
-    assert not numbers.any(), "a recorded launch does not run"
-    program, expected = LaunchProgram(launches), torch.zeros_like(numbers)
-    for _ in range(20):
+        launch_all(numbers, threads)
+    assert torch.equal(numbers, expected), "a recorded launch does not run"
+    program = LaunchProgram(launches)
+    for _ in range(25):
         program.run()
-        for index, _ in enumerate(threads):
-            expected = expected + 1 if index % 2 else 2 * expected + torch.arange(len(numbers))
+        launch_all(expected, [1] * len(threads))
         assert torch.equal(numbers, expected)
 
 
