@@ -62,6 +62,11 @@ class _Recorded(TorchDispatchMode):
         self.launches: list[Launch] = []
         self.actions: list[Callable[[], object]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import its compiler, to leave this class out, while a stream waits for a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
