@@ -14,7 +14,7 @@ from kv_transfer.page.format import EPOCH_BYTES
 from kv_transfer.page.memory import make_page_memory
 from kv_transfer.page.naming import PageNaming
 from kv_transfer.stores.base import BlockStore
-from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, CircuitBreaker, PageIO, self_test_store
+from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, Breakers, PageIO, self_test_store
 from kv_transfer.transfer.connector import SKIPPED, OpResult, TransferConnector, TransferOptions
 from kv_transfer.transfer.loader import Load, Loader, LoadOp
 from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, ProducedTransfer, Producer, SaveOp
@@ -24,9 +24,9 @@ class StoreOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fi
     """Options that every store connector has."""
 
     breaker_failures: int = 3
-    """Errors of the store in a row after which it is not used for a while."""
+    """Failed reads, or failed writes, in a row after which the store is not read, or not written, for a while."""
     breaker_retry_s: float = 2.0
-    """How long it is not used before the next try, seconds."""
+    """How long that is before the next try, seconds."""
     lookup: bool = True
     """Before a prompt is computed, look up its blocks in the store."""
     save: bool = True
@@ -65,9 +65,9 @@ class StoreConnector(TransferConnector):
 
     def register_kv_cache(self, kv_cache: KVMemory, layout: PageLayout, fingerprint: bytes) -> None:
         naming = self._naming = PageNaming.of(fingerprint, layout)
-        breaker = CircuitBreaker(max_failures=self._options.breaker_failures, retry_s=self._options.breaker_retry_s)
+        breakers = Breakers.of(self._options.breaker_failures, self._options.breaker_retry_s)
         memory = make_page_memory(kv_cache)
-        self._io = PageIO(self._store, memory, self._key, os.urandom(EPOCH_BYTES), breaker)
+        self._io = PageIO(self._store, memory, self._key, os.urandom(EPOCH_BYTES), breakers)
         options = self._options
         if options.prefix_only:
             max_waiting = MAX_WAITING if options.save else 0
@@ -96,7 +96,7 @@ class StoreConnector(TransferConnector):
         self._apply_results(now)
         self._producer.expire(now)
         for _ in range(self._loader.expire(now)):
-            self._io.breaker.record(ok=False)  # a store that hangs reports nothing itself
+            self._io.breakers.loads.record(ok=False)  # a store that hangs reports nothing itself
         if any(owner.has_cancelled for owner in self._num_ops):
             self._end_cancelled(now)
         for key in self._producer.take_deletes():
@@ -125,7 +125,7 @@ class StoreConnector(TransferConnector):
         now = self._clock()
         self._num_ops[op.owner] += 1
         oldest = next(iter(self._submitted.values()), now)
-        if self._io.breaker.is_open and now - oldest > self._options.breaker_retry_s:
+        if self._io.breakers.for_op(op).is_open and now - oldest > self._options.breaker_retry_s:
             self._end_op(OpResult(op, STORE_DOWN))
             return
         self._submitted[id(op)] = now

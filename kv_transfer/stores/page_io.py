@@ -3,11 +3,13 @@
 A damaged page is removed from the store, so that the next request writes it again and does not fail on it too. Its
 successors may be damaged as well: `inspect` verifies them without a request.
 
-The circuit breaker stops using a store that does not work, so that a dead store costs one timeout now and then and not
+A circuit breaker stops using a store that does not work, so that a dead store costs one timeout now and then and not
 one per page:
 
     closed ──max_failures in a row──▶ open ──retry_s──▶ one try ──ok──▶ closed
                                        ▲──────failed───────┘
+
+Saves and loads have a breaker each: a store that is full or read-only rejects writes, and its pages can still be read.
 """
 
 from __future__ import annotations
@@ -74,6 +76,21 @@ class CircuitBreaker:
             self._retry_at = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Breakers:
+    """Those of one store."""
+
+    saves: CircuitBreaker
+    loads: CircuitBreaker
+
+    @classmethod
+    def of(cls, max_failures: int, retry_s: float) -> Breakers:
+        return cls(*(CircuitBreaker(max_failures=max_failures, retry_s=retry_s) for _ in range(2)))
+
+    def for_op(self, op: SaveOp | LoadOp) -> CircuitBreaker:
+        return self.saves if isinstance(op, SaveOp) else self.loads
+
+
 STORE_DOWN = "store_down"
 _DELETE_PAUSES_S = (0.05, 0.2, 0.0)
 """After each try to remove a page."""
@@ -88,29 +105,31 @@ class PageIO:
     memory: PageMemory
     key: bytes | None
     writer_epoch: bytes
-    breaker: CircuitBreaker
+    breakers: Breakers
 
     def execute(self, op: SaveOp | LoadOp) -> OpResult:
         """Carry out one operation. Never raises."""
         if op.is_cancelled:
             return OpResult(op, SKIPPED)
-        if not self.breaker.allows():
+        breaker = self.breakers.for_op(op)
+        was_open = breaker.is_open
+        if not breaker.allows():
             return OpResult(op, STORE_DOWN)
         started = time.perf_counter()
         try:
             num_bytes = self._save(op) if isinstance(op, SaveOp) else self._load(op)
         except (PageError, BadValue) as error:
-            self.breaker.record(ok=True)  # the store works, the page does not
+            breaker.record(ok=True)  # the store works, the page does not
             self.delete(op.name.key)
             return OpResult(op, DAMAGED + error.reason, duration_s=time.perf_counter() - started)
         except Exception as error:
-            self.breaker.record(ok=False)
+            breaker.record(ok=False)
             return OpResult(op, _reason(error), duration_s=time.perf_counter() - started)
-        if num_bytes is None and isinstance(op, SaveOp):
-            self.breaker.not_tried()
-            return OpResult(op, SKIPPED, duration_s=time.perf_counter() - started)
-        self.breaker.record(ok=True)
-        failure = "missing" if num_bytes is None else None
+        if isinstance(op, LoadOp) or num_bytes or (num_bytes == 0 and was_open):
+            breaker.record(ok=True)
+        else:  # neither a page that is there already nor one that was not stored shows that the store accepts writes
+            breaker.not_tried()
+        failure = None if num_bytes is not None else SKIPPED if isinstance(op, SaveOp) else "missing"
         return OpResult(op, failure, num_bytes or 0, time.perf_counter() - started)
 
     def inspect(self, name: PageName) -> None:
@@ -124,12 +143,12 @@ class PageIO:
             _log.debug("could not inspect a page: %s", _reason(error))
 
     def delete(self, key: PageKey) -> None:
-        """Remove a page. Retried while the store is busy, not while the breaker is open."""
+        """Remove a page. Retried while the store is busy, not while it accepts no writes."""
         for pause_s in _DELETE_PAUSES_S:
             try:
                 self.store.delete(key)
             except Exception as error:
-                if self.breaker.is_open:
+                if self.breakers.saves.is_open:
                     break
                 _log.debug("could not remove a page: %s", _reason(error))
                 time.sleep(pause_s)
@@ -150,7 +169,8 @@ class PageIO:
         return page if found else None
 
     def _save(self, op: SaveOp) -> int | None:
-        """None: it was cancelled. Blocks of cancelled saves may be written to while they are copied."""
+        """Returns the bytes written: 0 where the page is there already, None where the save was cancelled and its block
+        may be written to while it is copied."""
         failpoints.hit("kv.save")
         name = op.name
         if not name.spec.is_tail and self.store.contains(name.key, HEADER_BYTES + name.spec.payload_bytes):

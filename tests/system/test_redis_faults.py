@@ -80,8 +80,7 @@ def num_rejected_writes(server: RedisServer) -> int:
 
 
 def check_breaker_opens(server: RedisServer, clients: Clients, num_before: int) -> None:
-    """From a second after the first rejected write on hardly anything is written, while requests continue. An operation
-    that still works (a page that exists, a miss) closes the breaker at each retry, until the next rejected writes."""
+    """From a second after the first rejected write on hardly anything is written, while requests continue."""
     deadline_s = time.monotonic() + FELT_S
     while num_rejected_writes(server) == num_before:
         assert time.monotonic() < deadline_s, "no write was rejected: this proves nothing"

@@ -1,17 +1,22 @@
-"""A dead store costs one try now and then; what is cancelled while it is copied is not stored."""
+"""A dead store costs one try now and then, and one that accepts no writes is still read; what is cancelled while it is
+copied is not stored."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from kv_transfer.page.format import Buffer
 from kv_transfer.page.memory import PageMemory, make_page_memory
-from kv_transfer.page.naming import PageNaming
-from kv_transfer.stores.base import MemoryStore
-from kv_transfer.stores.page_io import CircuitBreaker, PageIO
+from kv_transfer.page.naming import PageKey, PageNaming
+from kv_transfer.stores.base import MemoryStore, StoreError
+from kv_transfer.stores.page_io import STORE_DOWN, Breakers, CircuitBreaker, PageIO
 from kv_transfer.transfer.connector import SKIPPED
+from kv_transfer.transfer.loader import Load, LoadOp
 from kv_transfer.transfer.producer import ProducedTransfer, SaveOp
-from tests.kv_transfer.harness import FINGERPRINT, LAYOUT
+from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, make_request
 
 
 def test_breaker_opens_tries_again_and_closes() -> None:
@@ -82,13 +87,78 @@ def test_a_save_that_is_cancelled_while_its_block_is_copied_stores_nothing(is_ca
     transfer = ProducedTransfer("request", "transfer", num_pages=1, num_full_blocks=1, num_tokens=4)
     layer = torch.zeros((2, *LAYOUT.page_shape))
     memory = _OverwrittenPages(layer, transfer, before_the_copy_ends=is_cancelled)
-    store, breaker = MemoryStore(), CircuitBreaker(max_failures=2)
-    breaker.record(ok=False)
-    io = PageIO(store, memory, None, bytes(16), breaker)
+    store, breakers = MemoryStore(), Breakers.of(max_failures=2, retry_s=2.0)
+    breakers.saves.record(ok=False)
+    io = PageIO(store, memory, None, bytes(16), breakers)
     name = PageNaming.of(FINGERPRINT, LAYOUT).private_page()
     result = io.execute(SaveOp(0, 1, name, transfer))
     assert result.failure == (SKIPPED if is_cancelled else None)
-    breaker.record(ok=False)
-    assert breaker.is_open == is_cancelled, "what was not stored is no success"
+    breakers.saves.record(ok=False)
+    assert breakers.saves.is_open == is_cancelled, "what was not stored is no success"
     page = LAYOUT.bytes_per_block
     assert [value[-page:] for value in store.values.values()] == ([] if is_cancelled else [bytes(page)])
+
+
+class _FullStore(MemoryStore):
+    """Accepts writes until `is_full`."""
+
+    is_full = False
+    num_rejected = 0
+
+    def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
+        if self.is_full:
+            self.num_rejected += 1
+            raise StoreError("oom")
+        super().put(key, buffers)
+
+
+class _StoreUser:
+    """Saves and loads full blocks of one prompt."""
+
+    def __init__(self, store: MemoryStore, *, retry_s: float) -> None:
+        self.breakers = Breakers.of(max_failures=3, retry_s=retry_s)
+        memory = make_page_memory([torch.zeros((2, *LAYOUT.page_shape))])
+        self._io = PageIO(store, memory, None, bytes(16), self.breakers)
+        naming, prompt = PageNaming.of(FINGERPRINT, LAYOUT), make_request(range(LAYOUT.block_size * 20))
+        hashes = naming.block_hashes(prompt)
+        self._pages = [naming.full_block(hashes, prompt.root_hash, number) for number in range(20)]
+
+    def save(self, number: int) -> str | None:
+        """Returns why it failed."""
+        owner = ProducedTransfer("writer", "transfer", num_pages=1, num_full_blocks=1, num_tokens=LAYOUT.block_size)
+        return self._io.execute(SaveOp(0, 1, self._pages[number], owner)).failure
+
+    def load(self, number: int) -> str | None:
+        owner = Load(
+            "reader", "transfer", num_tokens=LAYOUT.block_size, block_size=LAYOUT.block_size, num_full_blocks=1,
+            num_local_blocks=0, pages=self._pages, block_ids=(1,), is_lookup=True, num_started=0,
+        )  # fmt: skip
+        return self._io.execute(LoadOp(0, 1, self._pages[number], owner)).failure
+
+
+def test_a_full_store_is_read_and_not_written() -> None:
+    store = _FullStore()
+    user = _StoreUser(store, retry_s=60.0)
+    assert user.save(0) is None
+    store.is_full = True
+    failures = []
+    for number in range(1, 20):
+        failures.append(user.save(number))
+        # Neither shows that the store accepts writes.
+        assert user.save(0) in (None, STORE_DOWN)
+        assert user.load(0) is None
+    assert failures == 3 * ["store_oom"] + 16 * [STORE_DOWN]
+    assert store.num_rejected == 3
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["a page that is there", "a new page"])
+def test_a_store_that_answers_again_is_written_again(number: int) -> None:
+    store = _FullStore()
+    user = _StoreUser(store, retry_s=0.0)
+    assert user.save(0) is None
+    store.is_full = True
+    assert [user.save(number) for number in range(1, 4)] == 3 * ["store_oom"]
+    assert user.breakers.saves.is_open
+    store.is_full = False
+    assert user.save(number) is None
+    assert not user.breakers.saves.is_open

@@ -59,9 +59,9 @@ class Load:
         return self._wait(lambda since: self.misses and self.misses[-1] > since, timeout_s)
 
     def wait_for_breaker(self, timeout_s: float) -> float:
-        """Seconds from now until the breaker of either side is open."""
-        cores = (self.prefill, self.decode)
-        return self._wait(lambda _: any(core.connector._io.breaker.is_open for core in cores), timeout_s)
+        """Seconds from now until the prefill side does not save or the decode side does not load."""
+        saves, loads = self.prefill.connector._io.breakers.saves, self.decode.connector._io.breakers.loads
+        return self._wait(lambda _: saves.is_open or loads.is_open, timeout_s)
 
     def _wait(self, condition: Callable[[float], object], timeout_s: float) -> float:
         since, watch = time.monotonic(), Stopwatch()
