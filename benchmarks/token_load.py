@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 
-import grpc.aio
-
+from benchmarks.lean_client import LeanConnection, StreamEnded
 from benchmarks.token_source import age_ms
-from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from protos.tandem.v1 import common_pb2, generation_pb2
 
+_PATH = "/tandem.v1.GenerationService/Generate"
 _PROMPT = tuple(range(20, 36))
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Streams of `num_tokens` each, restarted when they end, until `end_s`, by time.monotonic."""
+    """Streams of `num_tokens` each, more than they get until `end_s`, by time.monotonic."""
 
     address: str
     num_streams: int
@@ -48,38 +46,37 @@ async def _serve(orders: Connection) -> None:
     while (window := await asyncio.to_thread(orders.recv)) is not None:
         try:
             orders.send(await _read(window))
-        except grpc.aio.AioRpcError as error:
-            orders.send(f"{error.code().name}: {error.details()}")
+        except StreamEnded as error:
+            orders.send(str(error))
 
 
 async def _read(window: Window) -> Seen:
     seen = Seen()
-    async with AsyncExitStack() as stack:
-        own = [("grpc.use_local_subchannel_pool", 1)]
-        channels = [grpc.aio.insecure_channel(window.address, options=own) for _ in range(window.num_connections)]
-        stubs = [
-            generation_pb2_grpc.GenerationServiceStub(await stack.enter_async_context(channel)) for channel in channels
-        ]
-        spread_s = max(window.begin_s - time.monotonic(), 0) / 2 / window.num_streams
-        readers = [
-            asyncio.create_task(_keep_reading(stubs[index % len(stubs)], window, seen, index * spread_s))
-            for index in range(window.num_streams)
-        ]
-        done, _ = await asyncio.wait(readers, timeout=window.end_s - time.monotonic())
-        for reader in readers:
-            reader.cancel()
-        await asyncio.wait(readers)
-        for reader in done:
-            reader.result()
+    connections = [await LeanConnection.connect(window.address) for _ in range(window.num_connections)]
+    spread_s = max(window.begin_s - time.monotonic(), 0) / 2 / window.num_streams
+    readers = [
+        asyncio.create_task(_keep_reading(connections[index % len(connections)], window, seen, index * spread_s))
+        for index in range(window.num_streams)
+    ]
+    done, _ = await asyncio.wait(readers, timeout=window.end_s - time.monotonic())
+    for reader in readers:
+        reader.cancel()
+    await asyncio.wait(readers)
+    for connection in connections:
+        connection.close()
+    for reader in done:
+        reader.result()
     return seen
 
 
-async def _keep_reading(stub: Any, window: Window, seen: Seen, delay_s: float) -> None:
+async def _keep_reading(connection: LeanConnection, window: Window, seen: Seen, delay_s: float) -> None:
     sampling = common_pb2.SamplingParams(max_tokens=window.num_tokens, seed=7)
     request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=_PROMPT), sampling=sampling)
     await asyncio.sleep(delay_s)
-    while True:
-        async for response in stub.Generate(request):
-            if window.begin_s <= time.monotonic() < window.end_s:
-                seen.num_messages += 1
-                seen.ages_ms += map(age_ms, response.tokens.text.split())
+
+    def on_message(data: bytes) -> None:
+        if window.begin_s <= time.monotonic() < window.end_s:
+            seen.num_messages += 1
+            seen.ages_ms += map(age_ms, generation_pb2.GenerateResponse.FromString(data).tokens.text.split())
+
+    await connection.read_stream(_PATH, request.SerializeToString(), on_message)

@@ -54,17 +54,31 @@ class Pace:
     in_steps: Synchronized[int]
     """1: the tokens of all streams are due at once, as after an engine's step; 0: each stream has its own moments."""
 
-    async def ticks(self) -> AsyncIterator[float]:
-        """One for each token of one stream: when it is due, which is when its step has ended."""
-        due_s = self._first_s()
-        while True:
-            await asyncio.sleep(max(due_s - time.monotonic(), 0))
-            yield due_s
-            due_s += self.interval_s.value
 
-    def _first_s(self) -> float:
-        now_s, interval_s = time.monotonic(), self.interval_s.value
-        return (now_s // interval_s + 1) * interval_s if self.in_steps.value and interval_s else now_s
+class _Steps:
+    """The steps of the stub's engine: one timer for all streams, since one for each costs more than its token. A step
+    that is late delays those behind it. Belongs to one event loop."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._ended_s = 0.0
+        """When the last step ended."""
+        self._next_ends = asyncio.Event()
+
+    async def run(self) -> None:
+        while True:
+            interval_s = self._pace.interval_s.value if self._pace.in_steps.value else _BEAT_S
+            due_s = max(self._ended_s + interval_s, time.monotonic())
+            await asyncio.sleep(due_s - time.monotonic())
+            self._ended_s = due_s
+            self._next_ends.set()
+            self._next_ends = asyncio.Event()
+
+    async def ticks(self) -> AsyncIterator[float]:
+        """One for each token of one stream: when its step has ended."""
+        while True:
+            await self._next_ends.wait()
+            yield self._ended_s
 
 
 class TokenSource(
@@ -76,7 +90,12 @@ class TokenSource(
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
+        self._steps = _Steps(pace)
         self._token_streams = TokenStreams()
+
+    async def run_steps(self) -> None:
+        """Until it is cancelled."""
+        await self._steps.run()
 
     async def GetInstanceInfo(self, request: Any, context: Any) -> instance_pb2.GetInstanceInfoResponse:
         return instance_pb2.GetInstanceInfoResponse(
@@ -112,7 +131,8 @@ class TokenSource(
 
     async def _chunks(self, num_tokens: int, stream_epoch: int) -> AsyncIterator[common_pb2.TokenChunk]:
         text_offset = index = 0
-        async for due_s in self._pace.ticks():
+        ticks = self._steps.ticks() if self._pace.in_steps.value else self._pace.ticks()
+        async for due_s in ticks:
             chunk = common_pb2.TokenChunk(
                 stream_epoch=stream_epoch,
                 token_index=index,
@@ -143,4 +163,4 @@ async def _serve(ready: Connection, pace: Pace) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     ready.send(f"127.0.0.1:{port}")
-    await server.wait_for_termination()
+    await servicer.run_steps()
