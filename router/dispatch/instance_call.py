@@ -383,14 +383,21 @@ class DecodeCall(InstanceCall):
                     _log.warning("%d blocks recomputed: %s", loaded.num_recomputed_blocks, loaded.reason)
         raise self._broken("ended without a finish")
 
-    def receive(self, response: decode_pb2.DecodeResponse) -> None:
+    def receive(self, response: decode_pb2.DecodeResponse, *, hold: bool = False) -> bool:
         """A message has come in the token stream. If the buffer is full, the call fails: the client is too slow."""
-        if not self._buffer.append(response):
+        is_awaited = self._buffer.is_awaited
+        if not self._buffer.append(response, hold=hold):
             error = Overloaded("client too slow: too many tokens wait for it", None)
             self._buffer.clear()
             self._buffer.close(CallFailed(self.key, "final", error, error.message))
             self._leave_token_stream()
             self._call.cancel()
+        return is_awaited
+
+    def wake(self) -> bool:
+        is_awaited = self._buffer.is_awaited
+        self._buffer.wake()
+        return is_awaited
 
     def cut_off(self, error: grpc.aio.AioRpcError) -> None:
         """The token stream has ended: received messages are read, then the call has failed."""

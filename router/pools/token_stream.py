@@ -6,6 +6,10 @@
 
 A message holds the answers of one engine step. Each answer goes to its call's receiver at once and never waits for it:
 a receiver buffers what it cannot process yet, within its own bounds.
+
+When most calls still write their last answer to the client as the next one comes, this process cannot write as many
+messages as there are steps. Then answers are gathered, for as long as it takes the calls to keep up: each call writes
+fewer and larger messages, which cost a fraction (docs/decisions/0020-gathered-answers.md).
 """
 
 from __future__ import annotations
@@ -78,15 +82,15 @@ class _Joined:
 
 class _Buffered(NamedTuple):
     data: bytes
-    while_away: bool
-    """It has arrived while the reader did something else: its client is behind."""
+    is_late: bool
+    """It has arrived while the reader did something else, or was not to be woken: its client is behind."""
 
 
 class ReceiveBuffer:
     """The answers of a decode instance that its call has not read yet. One reader; belongs to one event loop.
 
         append ──▶ buffered ──read──▶ read          closed ──all buffered answers are read──▶ `read` raises
-          │           └── arrived while the reader wrote to its client ──▶ joined to the one before, read with it
+          │           └── arrived late, while the reader wrote to its client ──▶ joined to the one before, read with it
           └── the buffer is full ──▶ False
 
     The first answer is buffered as it is. It is part of a message that answers many calls, all of which lives as long
@@ -100,19 +104,34 @@ class ReceiveBuffer:
         self._num_bytes = 0
         self._end: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
+        self._is_held = False
+        """Nothing is read until `wake`."""
 
-    def append(self, response: decode_pb2.DecodeResponse) -> bool:
-        """Buffers the next answer; False if there is no room for it."""
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the reader waits for the next answer, and has none to read."""
+        return self._reader is not None and not self._reader.done()
+
+    def append(self, response: decode_pb2.DecodeResponse, *, hold: bool = False) -> bool:
+        """Buffers the next answer; False if there is no room for it. `hold`: nothing is read until `wake`."""
+        self._is_held = self._is_held or hold
         if self._first is None and not self._others:
             self._first = response
-            self._wake()
+            if not self._is_held:
+                self._wake()
             return True
         data = response.SerializeToString()
         if self._num_bytes + len(data) > self._max_bytes:
             return False
-        self._others.append(_Buffered(data, while_away=self._reader is None))
+        self._others.append(_Buffered(data, is_late=self._reader is None or self._is_held))
         self._num_bytes += len(data)
         return True
+
+    def wake(self) -> None:
+        """What is held can be read."""
+        self._is_held = False
+        if self._first is not None or self._others:
+            self._wake()
 
     def close(self, end: Exception) -> None:
         """No answer follows; `read` raises `end` after the buffered ones. The first call counts."""
@@ -128,13 +147,14 @@ class ReceiveBuffer:
     async def read(self) -> decode_pb2.DecodeResponse:
         """The next answer, or several tokens as one. Raises what the buffer was closed with, after the last one."""
         while True:
-            if (response := self._first) is not None:
-                self._first = None
-                return self._with_next(response) if self._others else response
-            if self._others:
-                return self._with_next(decode_pb2.DecodeResponse.FromString(self._take()))
-            if self._end is not None:
-                raise self._end
+            if not self._is_held or self._end is not None:
+                if (response := self._first) is not None:
+                    self._first = None
+                    return self._with_next(response) if self._others else response
+                if self._others:
+                    return self._with_next(decode_pb2.DecodeResponse.FromString(self._take()))
+                if self._end is not None:
+                    raise self._end
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
@@ -147,7 +167,7 @@ class ReceiveBuffer:
         return data
 
     def _with_next(self, response: decode_pb2.DecodeResponse) -> decode_pb2.DecodeResponse:
-        """`response` with those behind it that continue its tokens and have waited for the reader."""
+        """`response` with those behind it that continue its tokens and came late."""
         if not (self._has_late() and response.HasField("tokens")):
             return response
         joined, num_before = _Joined(response.tokens), len(self._others)
@@ -156,8 +176,8 @@ class ReceiveBuffer:
         return response if len(self._others) == num_before else joined.response()
 
     def _has_late(self) -> bool:
-        """Whether the next one behind has arrived while the reader was away."""
-        return bool(self._others) and self._others[0].while_away
+        """Whether the next one behind came late."""
+        return bool(self._others) and self._others[0].is_late
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
@@ -167,11 +187,46 @@ class ReceiveBuffer:
 class Receiver(Protocol):
     """A call that is answered in the stream."""
 
-    def receive(self, response: decode_pb2.DecodeResponse) -> None:
-        """Takes the next answer. It keeps the larger message alive that it is part of."""
+    def receive(self, response: decode_pb2.DecodeResponse, *, hold: bool = False) -> bool:
+        """Takes the next answer, to process it at the next `wake` if `hold`. It keeps the larger message alive of which it
+        is a part. Returns whether the call waited for it; False: it is still busy with the one before."""
+
+    def wake(self) -> bool:
+        """Processes what is held. Returns whether the call waited for it."""
 
     def cut_off(self, error: grpc.aio.AioRpcError) -> None:
         """The stream has ended with `error`; no answer follows."""
+
+
+class GatherTime:
+    """How long the answers of a stream are gathered before its calls get them, by how many of these are still busy.
+
+    0 ──more than half──▶ 2 ms ──more than half──▶ twice as long, up to 32 ms
+    ▲────below 1 ms────── a fifth shorter ◀──a tenth or less
+    """
+
+    _MIN_S, _FIRST_S, _MAX_S = 0.001, 0.002, 0.032
+    _NUM_ANSWERS = 16
+    """Answers that say as much about the calls as all before them."""
+
+    def __init__(self) -> None:
+        self.length_s = 0.0
+        self._busy_share = 0.0
+
+    def delivered(self, num_busy: int, num_answers: int) -> None:
+        """Answers went to their calls at once; `num_busy` of these were busy with the answer before."""
+        if num_answers:
+            self._busy_share += min(1.0, num_answers / self._NUM_ANSWERS) * (num_busy / num_answers - self._busy_share)
+        if self._busy_share > 0.5:
+            self.length_s, self._busy_share = self._FIRST_S, 0.0
+
+    def gathered(self, num_busy: int, num_calls: int) -> None:
+        """That time has passed; `num_busy` of the calls with answers are busy with those before."""
+        if num_busy > 0.5 * num_calls:
+            self.length_s = min(2 * self.length_s, self._MAX_S)
+        elif num_busy <= 0.1 * num_calls:
+            shorter_s = 0.8 * self.length_s
+            self.length_s = shorter_s if shorter_s >= self._MIN_S else 0.0
 
 
 class TokenStream:
@@ -183,6 +238,10 @@ class TokenStream:
         self._receivers: dict[int, Receiver] = {}
         self._numbers = itertools.count(1)
         self._is_retired = False
+        self._gather_time = GatherTime()
+        self._held: set[Receiver] = set()
+        """The calls that have got answers since the last wake-up."""
+        self._wake_timer: asyncio.TimerHandle | None = None
 
     def join(self, receiver: Receiver) -> decode_pb2.TokenStream:
         """Delivers the answers with the call number in the result to `receiver` from now on."""
@@ -201,11 +260,23 @@ class TokenStream:
         self._end_if_unused()
 
     def deliver(self, message: decode_pb2.StreamTokensResponse) -> None:
-        receivers = self._receivers
+        hold, receivers, num_busy = self._gather_time.length_s > 0, self._receivers, 0
         for numbered in message.responses:
             receiver = receivers.get(numbered.call_number)
-            if receiver is not None:
-                receiver.receive(numbered.response)
+            if receiver is None:
+                continue
+            num_busy += not receiver.receive(numbered.response, hold=hold)
+            if hold:
+                self._held.add(receiver)
+        if not hold:
+            self._gather_time.delivered(num_busy, len(message.responses))
+        elif self._held and self._wake_timer is None:
+            self._wake_timer = asyncio.get_running_loop().call_later(self._gather_time.length_s, self._wake_held)
+
+    def _wake_held(self) -> None:
+        held, self._held, self._wake_timer = self._held, set(), None
+        num_busy = sum(not receiver.wake() for receiver in held)
+        self._gather_time.gathered(num_busy, len(held))
 
     def break_off(self, error: grpc.aio.AioRpcError) -> None:
         """The stream has ended, and with it every call that joined."""

@@ -43,6 +43,57 @@ def test_everything_comes_once_and_in_order(steps: list[str]) -> None:
     asyncio.run(run())
 
 
+@given(st.lists(st.sampled_from(["put", "hold", "wake", "turn"]), max_size=40))
+def test_what_is_held_is_not_read_before_it_may_be(steps: list[str]) -> None:
+    async def run() -> None:
+        buffer, found, sent = ReceiveBuffer(), [], stream(41)
+        num_put, num_readable, is_held = 0, 0, False
+
+        async def read() -> None:
+            while len(found) <= 40:
+                found.extend((await buffer.read()).tokens.token_ids)
+
+        reading = asyncio.create_task(read())
+        for step in [*steps, "hold"]:
+            if step in ("put", "hold"):
+                is_held = is_held or step == "hold"
+                assert buffer.append(sent[num_put], hold=step == "hold")
+                num_put += 1
+            elif step == "wake":
+                is_held = False
+                buffer.wake()
+            else:
+                await asyncio.sleep(0)
+            num_readable = num_readable if is_held else num_put
+            assert len(found) <= num_readable
+        for one in sent[num_put:]:
+            buffer.append(one)
+        buffer.wake()
+        await reading
+        assert found == [7 + index for index in range(41)]
+
+    asyncio.run(run())
+
+
+async def test_what_was_held_is_one_answer() -> None:
+    buffer, sent = ReceiveBuffer(), stream(6)
+    reading = asyncio.create_task(buffer.read())
+    await asyncio.sleep(0)
+    for one in sent:
+        assert buffer.is_awaited
+        buffer.append(one, hold=True)
+    buffer.wake()
+    assert not buffer.is_awaited
+    assert rejoined([await reading]) == rejoined(sent)
+
+
+async def test_an_end_releases_what_is_held() -> None:
+    buffer = ReceiveBuffer()
+    buffer.append(answer(0), hold=True)
+    buffer.close(EOFError())
+    assert await read_all(buffer) == [0]
+
+
 async def test_an_end_comes_after_what_was_there_even_if_that_came_later() -> None:
     buffer = ReceiveBuffer()
     buffer.append(answer(0))

@@ -16,7 +16,7 @@ import router.dispatch.instance_call
 from protos.tandem.v1 import decode_pb2, generation_pb2
 from router.app import RouterApp
 from router.pools.settings import PoolSettings
-from router.pools.token_stream import ReceiveBuffer, TokenStream, TokenStreams
+from router.pools.token_stream import GatherTime, ReceiveBuffer, TokenStream, TokenStreams
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -134,10 +134,20 @@ class Recorder:
 
     def __init__(self) -> None:
         self.responses: list[decode_pb2.DecodeResponse] = []
+        self.num_held = 0
+        self.num_held_at_wakes: list[int] = []
+        self.is_busy = False
         self.ends: list[grpc.StatusCode] = []
 
-    def receive(self, response: decode_pb2.DecodeResponse) -> None:
+    def receive(self, response: decode_pb2.DecodeResponse, *, hold: bool = False) -> bool:
         self.responses.append(response)
+        self.num_held += hold
+        return not self.is_busy
+
+    def wake(self) -> bool:
+        self.num_held_at_wakes.append(self.num_held)
+        self.num_held = 0
+        return not self.is_busy
 
     def cut_off(self, error: grpc.aio.AioRpcError) -> None:
         self.ends.append(error.code())
@@ -171,6 +181,81 @@ async def test_a_stream_lives_while_the_instance_is_watched_or_a_call_is_on_it()
         stream.leave(joined)
         await until(lambda: fake.token_streams.num_open == 0)
         assert len(call.ends) == 1
+
+
+def step_of(joined: list[decode_pb2.TokenStream]) -> decode_pb2.StreamTokensResponse:
+    """What a step of the engine brings: an answer for each call."""
+    numbers = [one.call_number for one in joined]
+    return decode_pb2.StreamTokensResponse(responses=[{"call_number": number} for number in numbers])
+
+
+async def test_answers_are_gathered_while_most_calls_are_busy() -> None:
+    stream, calls = TokenStream("stream", call=None), [Recorder() for _ in range(20)]
+    step = step_of([stream.join(call) for call in calls])
+    # STEP calls that keep up get each answer at once
+    for _ in range(100):
+        stream.deliver(step)
+    assert not any(call.num_held for call in calls)
+    # STEP so do calls of which less than half are busy
+    for call in calls[:9]:
+        call.is_busy = True
+    for _ in range(100):
+        stream.deliver(step)
+    assert not any(call.num_held for call in calls)
+    # STEP most are: what comes is held, and each call gets all of it together
+    for call in calls[:11]:
+        call.is_busy = True
+    for _ in range(5):
+        stream.deliver(step)
+    assert [call.num_held for call in calls] == [4] * 20
+    await until(lambda: all(call.num_held_at_wakes == [4] for call in calls))
+    # STEP they keep up again: soon nothing is held
+    for call in calls:
+        call.is_busy = False
+    stream.deliver(step)
+    while calls[0].num_held:
+        await until(lambda: not calls[0].num_held)
+        stream.deliver(step)
+    assert 3 <= len(calls[0].num_held_at_wakes) <= 10
+    assert {len(call.responses) for call in calls} == {len(calls[0].responses)}
+
+
+def test_gathering_takes_longer_while_calls_are_busy_and_ends_when_none_is() -> None:
+    time = GatherTime()
+    for _ in range(8):
+        time.delivered(num_busy=1, num_answers=1)
+    assert time.length_s == 0, "few answers say little"
+    time.delivered(num_busy=16, num_answers=16)
+    assert time.length_s == 0.002
+    time.gathered(num_busy=20, num_calls=64)
+    assert time.length_s == 0.002, "neither behind nor idle"
+    lengths = []
+    for _ in range(6):
+        time.gathered(num_busy=33, num_calls=64)
+        lengths.append(time.length_s)
+    assert lengths == [0.004, 0.008, 0.016, 0.032, 0.032, 0.032]
+    for _ in range(15):
+        assert time.length_s >= 0.001
+        time.gathered(num_busy=6, num_calls=64)
+    time.gathered(num_busy=0, num_calls=64)
+    assert time.length_s == 0
+
+
+@pytest.mark.parametrize("fault", [None, "die_at", "fail_at", "index_error_at"])
+async def test_tokens_that_are_gathered_come_once_and_in_order(
+    run: Run, monkeypatch: pytest.MonkeyPatch, fault: str | None
+) -> None:
+    """With a router that believes to be behind all the time, for longer than it ever is."""
+    monkeypatch.setattr(GatherTime, "length_s", property(lambda _: 0.1, lambda *_: None), raising=False)
+    failing = slow(0.005)
+    if fault is not None:
+        setattr(failing, fault, 40)
+    async with run(prefill=0, decode=decodes(failing, busy(token_s=0.005))) as rig:
+        await until_open(rig)
+        answers = await asyncio.gather(*(rig.generate(with_logprobs(60)) for _ in range(4)))
+        for answer in answers:
+            assert_exact(answer, 60)
+            assert len(answer.chunks()) < 30
 
 
 async def test_ends_that_overtake_the_last_tokens_wait_for_as_long_as_any_come(
