@@ -188,8 +188,8 @@ class Receiver(Protocol):
     """A call that is answered in the stream."""
 
     def receive(self, response: decode_pb2.DecodeResponse, *, hold: bool = False) -> bool:
-        """Takes the next answer, to process it at the next `wake` if `hold`. It keeps the larger message alive of which it
-        is a part. Returns whether the call waited for it; False: it is still busy with the one before."""
+        """Takes the next answer, which keeps the larger message alive that it is in. `hold`: processes it at the next
+        `wake`. Returns whether the call waited for it; False: it is still busy with the one before."""
 
     def wake(self) -> bool:
         """Processes what is held. Returns whether the call waited for it."""
