@@ -54,6 +54,14 @@ class Pace:
     in_steps: Synchronized[int]
     """1: the tokens of all streams are due at once, as after an engine's step; 0: each stream has its own moments."""
 
+    async def ticks(self) -> AsyncIterator[float]:
+        """One for each token of one stream at its own moments: when it is due."""
+        due_s = time.monotonic()
+        while True:
+            await asyncio.sleep(max(due_s - time.monotonic(), 0))
+            yield due_s
+            due_s += self.interval_s.value
+
 
 class _Steps:
     """The steps of the stub's engine: one timer for all streams, since one for each costs more than its token. A step
