@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 MAX_BYTES = 4 << 20
 """Some 70,000 tokens without log-probabilities."""
 MAX_JOINED_BYTES = 1 << 15
+_MIN_CALLS = 8
+"""Fewer calls than these take what has come while they wrote, and their messages are few."""
 
 
 class _Joined:
@@ -260,7 +262,9 @@ class TokenStream:
         self._end_if_unused()
 
     def deliver(self, message: decode_pb2.StreamTokensResponse) -> None:
-        hold, receivers, num_busy = self._gather_time.length_s > 0, self._receivers, 0
+        receivers, num_busy = self._receivers, 0
+        are_many = len(receivers) >= _MIN_CALLS
+        hold = are_many and self._gather_time.length_s > 0
         for numbered in message.responses:
             receiver = receivers.get(numbered.call_number)
             if receiver is None:
@@ -268,10 +272,10 @@ class TokenStream:
             num_busy += not receiver.receive(numbered.response, hold=hold)
             if hold:
                 self._held.add(receiver)
-        if not hold:
-            self._gather_time.delivered(num_busy, len(message.responses))
-        elif self._held and self._wake_timer is None:
+        if self._held and self._wake_timer is None:
             self._wake_timer = asyncio.get_running_loop().call_later(self._gather_time.length_s, self._wake_held)
+        elif are_many and not hold:
+            self._gather_time.delivered(num_busy, len(message.responses))
 
     def _wake_held(self) -> None:
         held, self._held, self._wake_timer = self._held, set(), None

@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 
 import router.dispatch.instance_call
+import router.pools.token_stream
 from protos.tandem.v1 import decode_pb2, generation_pb2
 from router.app import RouterApp
 from router.pools.settings import PoolSettings
@@ -220,6 +221,16 @@ async def test_answers_are_gathered_while_most_calls_are_busy() -> None:
     assert {len(call.responses) for call in calls} == {len(calls[0].responses)}
 
 
+async def test_few_calls_do_not_wait_though_all_are_busy() -> None:
+    stream, calls = TokenStream("stream", call=None), [Recorder() for _ in range(7)]
+    step = step_of([stream.join(call) for call in calls])
+    for call in calls:
+        call.is_busy = True
+    for _ in range(100):
+        stream.deliver(step)
+    assert not any(call.num_held for call in calls)
+
+
 def test_gathering_takes_longer_while_calls_are_busy_and_ends_when_none_is() -> None:
     time = GatherTime()
     for _ in range(8):
@@ -247,6 +258,7 @@ async def test_tokens_that_are_gathered_come_once_and_in_order(
 ) -> None:
     """With a router that believes to be behind all the time, for longer than it ever is."""
     monkeypatch.setattr(GatherTime, "length_s", property(lambda _: 0.1, lambda *_: None), raising=False)
+    monkeypatch.setattr(router.pools.token_stream, "_MIN_CALLS", 1)
     failing = slow(0.005)
     if fault is not None:
         setattr(failing, fault, 40)
