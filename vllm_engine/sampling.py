@@ -21,6 +21,7 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
 from engine import failpoints
+from engine.sampling import sampler
 from engine.sampling.grammar import GrammarCompiler
 from engine.sampling.token_sampler import TokenSampler
 from engine.scheduling.request import Request
@@ -48,7 +49,9 @@ class PositionSampling(LogitsProcessor):
     """Samples the tokens of all requests in vLLM's batch."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        del device, is_pin_memory
+        del is_pin_memory
+        if device.type == "cpu":
+            sampler.prepare()
         model = vllm_config.model_config
         self._sampler = TokenSampler()
         self._grammars = GrammarCompiler(Path(model.model), model.get_vocab_size(), lambda: None)

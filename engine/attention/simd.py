@@ -122,6 +122,16 @@ def as_double(typingctx, bits):
     return types.float64(types.int64), codegen
 
 
+@intrinsic
+def bits_of_double(typingctx, number):
+    """The bits of a double as int64."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], _I64)
+
+    return types.int64(types.float64), codegen
+
+
 def vector_at(builder, base, index, vector=_VECTOR):
     """The address of the vector that begins at base[index]."""
     return builder.bitcast(builder.gep(base, [index]), vector.as_pointer())

@@ -3,33 +3,37 @@
 Each token takes one uniform number from a counter-based generator, which has no state to carry, save or replay, and
 inverts the cumulative distribution over the vocabulary, in vocabulary order and float64. So a token does not depend on
 the rest of the batch, on preemption, or on the instance that continues a stream: every row's arithmetic is the same
-alone or in a batch.
+alone or in a batch. On CPU a compiled kernel does all of it, one row a thread; elsewhere torch, whose sums are rounded
+in another order.
 
 Filters in vLLM's order: temperature, then min_p, top_k, top_p (of what top_k kept). Of equal logits at a filter's edge
-the lowest ids stay, so that top_k=1 is greedy; vLLM keeps all of them for top_k and unspecified ones for top_p. Rows
-without filters are never sorted.
+the lowest ids stay, so that top_k=1 is greedy; vLLM keeps all of them for top_k and unspecified ones for top_p.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.attention.openmp import Launcher, launcher
 from engine.errors import EngineError
+from engine.sampling import sampler_kernels
 from engine.sampling.params import SamplingParams
 
 _MASK32 = 0xFFFFFFFF
 
-Array = Any
-"""A vector over the vocabulary: a numpy array on CPU, a tensor on a GPU, with the same arithmetic for both. numpy,
-because torch divides a vector of 152 k among its threads, and on shared cores waiting for them takes ten times as long
-as the work (8 ms per row instead of 0.6)."""
+_scratch = threading.local()
+"""Of each thread that samples on CPU: `memory`, float64."""
 
 
 class NonFiniteLogits(EngineError):
@@ -82,9 +86,13 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """One token id per row of `logits` [n, vocab] (float32, not changed). Raises `NonFiniteLogits`."""
     logits = _without_forbidden(logits, rows)
     tokens, best_logits = _best(logits)
-    for i, row in enumerate(rows):
-        if not row.params.is_greedy:
-            tokens[i] = _invert(_cdf(logits[i], best_logits[i], row), _uniform_of(row))
+    drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
+    if drawn and logits.device.type == "cpu":
+        for index, token in zip(drawn, _draw(logits, best_logits, rows, drawn), strict=True):
+            tokens[index] = token
+    else:
+        for index in drawn:
+            tokens[index] = _invert(_cdf(logits[index], best_logits[index], rows[index]), _uniform_of(rows[index]))
     return [int(token) for token in tokens]
 
 
@@ -117,64 +125,86 @@ def _uniform_of(row: SamplingRow) -> float:
     return uniform(row.seed, row.choice, row.position)
 
 
-def _cdf(logits: Tensor, best_logit: float, row: SamplingRow) -> Array:
+def _draw(logits: Tensor, best_logits: Sequence[float], rows: Sequence[SamplingRow], drawn: Sequence[int]) -> list[int]:
+    """Tokens of the rows `drawn`, by the compiled kernel."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    vocab, row_bytes = logits.shape[1], logits.stride(0) * logits.element_size()
+    addresses = np.array([logits.data_ptr() + index * row_bytes for index in drawn], np.int64)
+    specs = np.array([_spec(best_logits[index], rows[index]) for index in drawn], np.float64)
+    tokens = np.empty(len(drawn), np.int64)
+    num_threads = min(torch.get_num_threads(), len(drawn))
+    scratch = _scratch_of(num_threads * sampler_kernels.num_scratch(vocab))
+    pointers = (array.ctypes.data for array in (addresses, specs, scratch, tokens))
+    _launch()(num_threads, _Arguments(0, num_threads, len(drawn), vocab, *pointers))
+    return tokens.tolist()
+
+
+_Arguments = ctypes.c_int64 * 8
+
+
+@functools.cache
+def _launch() -> Launcher:
+    return launcher(sampler_kernels.sample_address())
+
+
+def _spec(best_logit: float, row: SamplingRow) -> tuple[float, ...]:
+    """`sampler_kernels.SPEC_FIELDS`."""
+    params = row.params
+    return best_logit, params.temperature, params.min_p, params.top_k, params.top_p, _uniform_of(row)
+
+
+def _scratch_of(num_elements: int) -> npt.NDArray[np.float64]:
+    """Memory of this thread, kept for its next step: fresh pages cost more than the sampling."""
+    memory: npt.NDArray[np.float64] | None = getattr(_scratch, "memory", None)
+    if memory is None or len(memory) < num_elements:
+        memory = _scratch.memory = np.empty(num_elements, np.float64)
+    return memory
+
+
+def prepare() -> None:
+    """Compiles the kernel, or loads it, before the first request needs it."""
+    _launch()
+
+
+# On other devices
+
+
+def _cdf(logits: Tensor, best_logit: float, row: SamplingRow) -> Tensor:
     """Running sums of unnormalised weights [vocab]; the best token's weight is 1, so the total is positive."""
-    weights: Array
-    if logits.device.type == "cpu":
-        weights = logits.detach().numpy().astype(np.float64)
-        weights -= best_logit
-        weights /= row.params.temperature
-        np.exp(weights, out=weights)
-    else:
-        weights = logits.double().sub_(best_logit).div_(row.params.temperature).exp_()
-    return _running_sums(_filtered(weights, row.params) if row.params.is_filtered else weights)
+    weights = logits.double().sub_(best_logit).div_(row.params.temperature).exp_()
+    return (_filtered(weights, row.params) if row.params.is_filtered else weights).cumsum(dim=0)
 
 
-def _invert(cdf: Array, point: float) -> int | Tensor:
-    """First id whose running sum exceeds point * total; a tensor on a GPU, to avoid a synchronisation.
+def _invert(cdf: Tensor, point: float) -> Tensor:
+    """First id whose running sum exceeds point * total; a tensor, to avoid a synchronisation.
 
     It exists: point <= 1 - 2^-53 keeps the rounded product below the total. Its weight is positive, since the sum
     before it does not exceed the product.
     """
-    if isinstance(cdf, Tensor):
-        return torch.searchsorted(cdf, point * cdf[-1:], right=True)
-    return int(np.searchsorted(cdf, point * cdf[-1], side="right"))
+    return torch.searchsorted(cdf, point * cdf[-1:], right=True)
 
 
-def _filtered(weights: Array, params: SamplingParams) -> Array:
+def _filtered(weights: Tensor, params: SamplingParams) -> Tensor:
     """`weights` [vocab] (the best is 1.0) with zeros for tokens that min_p, top_k and top_p exclude."""
     if params.min_p > 0.0:
         weights = weights * (weights >= params.min_p)
-    descending: Array = None
+    descending: Tensor | None = None
     if 0 < params.top_k < len(weights):
-        descending = _largest(weights, params.top_k)
+        descending = weights.topk(params.top_k).values
         weights = _keep_largest(weights, params.top_k, edge=descending[-1])
     if params.top_p < 1.0:
-        descending = _largest(weights, len(weights)) if descending is None else descending
-        sums = _running_sums(descending)
+        descending = weights.sort(descending=True).values if descending is None else descending
+        sums = descending.cumsum(dim=0)
         count = (sums < params.top_p * sums[-1]).sum() + 1
         weights = _keep_largest(weights, count, edge=descending[count - 1])
     return weights
 
 
-def _keep_largest(weights: Array, count: int, *, edge: Array) -> Array:
+def _keep_largest(weights: Tensor, count: int | Tensor, *, edge: Tensor) -> Tensor:
     """Zero all but the `count` largest of `weights`, of which `edge` is the smallest; lowest ids among equals."""
     kept = weights >= edge
     if kept.sum() > count:
         above, ties = weights > edge, weights == edge
         kept = above | (ties & (ties.cumsum(0) <= count - above.sum()))
     return weights * kept
-
-
-def _largest(weights: Array, count: int) -> Array:
-    """The `count` largest weights, descending. numpy on CPU sorts 152 k in 0.8 ms with AVX, torch in 10."""
-    if isinstance(weights, Tensor):
-        return weights.topk(count).values if count < len(weights) else weights.sort(descending=True).values
-    if count < len(weights):
-        weights = np.partition(weights, len(weights) - count)[len(weights) - count :]
-    return np.sort(weights)[::-1].copy()
-
-
-def _running_sums(weights: Array) -> Array:
-    # On CPU torch's running sum of a vector is sequential, as numpy's is, and four times as fast.
-    return weights.cumsum(dim=0) if isinstance(weights, Tensor) else torch.from_numpy(weights).cumsum(dim=0).numpy()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from engine.sampling import sampler
 from engine.sampling.sampler import NonFiniteLogits, SamplingRow, philox4x32, sample, uniform
 from tests.engine.sampling.margins import sample_with_margin, sampling_row
 
@@ -130,6 +132,99 @@ def test_a_draw_is_the_inverse_of_the_cdf_in_vocabulary_order() -> None:
         assert token == expected or margin < 1e-12
         if math.isfinite(margin):
             assert margin == pytest.approx(np.abs(cdf[(cdf > 1e-12) & (cdf < 1 - 1e-12)] - point).min(), abs=1e-12)
+
+
+def drawn_by_torch(logits: torch.Tensor, row: SamplingRow) -> int:
+    """What other devices draw."""
+    cdf = sampler._cdf(logits, float(logits.max()), row)
+    return int(sampler._invert(cdf, sampler._uniform_of(row)))
+
+
+def vocabularies() -> dict[str, torch.Tensor]:
+    """Logits [vocab] that lead to each place in the kernel: several blocks, part of one, buckets with many weights."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(vocab: int, deviation: float) -> torch.Tensor:
+        return torch.randn(vocab, generator=generator) * deviation
+
+    with_gaps = normal(3000, 3.0)
+    with_gaps[torch.rand(3000, generator=generator) < 0.7] = -math.inf
+    return {
+        "one token": torch.zeros(1),
+        "two": torch.tensor([0.5, 0.0]),
+        "flat": normal(10_007, 0.1),
+        "broad": normal(4096, 1.0),
+        "peaked": normal(40_003, 8.0),
+        "all equal": torch.full((1001,), 3.25),
+        "few values": normal(2000, 2.0).round(),
+        "bfloat16": normal(5000, 4.0).bfloat16().float(),
+        "falling far": torch.linspace(0, -900, 777),
+        "one likely and many below the buckets": torch.cat(
+            [torch.full((500,), -50.0), torch.zeros(1), normal(99, 1) - 45]
+        ),
+        "the last block without weight": torch.cat([normal(256, 1.0), torch.full((300,), -1e4)]),
+        "with gaps": with_gaps,
+    }
+
+
+@pytest.mark.parametrize(
+    "narrowed",
+    [
+        {},
+        {"temperature": 0.01},
+        {"temperature": 1e-5, "top_p": 0.9},
+        {"temperature": 50.0, "top_p": 0.999},
+        {"top_p": 0.95},
+        {"top_p": 1e-9},
+        {"top_p": 1 - 1e-15},
+        {"top_k": 1, "top_p": 0.5},
+        {"top_k": 20},
+        {"top_k": 700, "top_p": 0.8},
+        {"top_k": 999_999, "top_p": 0.3},
+        {"min_p": 0.05},
+        {"min_p": 1.0},
+        {"min_p": 1e-30, "top_k": 50, "top_p": 0.99, "temperature": 2.0},
+    ],
+    ids=str,
+)
+def test_the_kernel_draws_what_torch_draws(narrowed: dict[str, Any]) -> None:
+    for name, logits in vocabularies().items():
+        rows = [sampling_row(**narrowed, seed=3, position=position) for position in range(40)]
+        tokens = sample(logits.expand(len(rows), -1), rows)
+        assert tokens == [drawn_by_torch(logits, row) for row in rows], name
+
+
+def test_weights_are_exact_to_the_last_bits() -> None:
+    logits = torch.cat([torch.linspace(0, -689, 30_011), torch.randn(5001, generator=torch.Generator().manual_seed(1))])
+    logits[0] = best = 5.0
+    sample(logits[None], [sampling_row(temperature=0.9)])
+    weights = sampler._scratch.memory[: len(logits)]
+    exact = np.exp((logits.double().numpy() - best) / 0.9)
+    is_kept = exact > 1e-299
+    assert np.abs(weights[is_kept] / exact[is_kept] - 1).max() < 5e-16
+    assert weights[0] == 1.0
+    assert weights[~is_kept].max() < 1e-298
+
+
+def test_rows_may_lie_anywhere_in_memory() -> None:
+    logits = torch.randn(9, 1000, generator=torch.Generator().manual_seed(2))
+    rows = [sampling_row(position=i, temperature=i % 3) for i in range(9)]
+    expected = sample(logits, rows)
+    assert sample(logits.T.contiguous().T, rows) == expected
+    assert sample(torch.cat([torch.zeros(9, 7), logits], dim=1)[:, 7:], rows) == expected
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads_share_rows_and_change_none(num_threads: int) -> None:
+    logits = torch.randn(7, 9000, generator=torch.Generator().manual_seed(2))
+    rows = [sampling_row(position=i, top_p=(1.0, 0.9)[i % 2]) for i in range(7)]
+    expected, before = sample(logits, rows), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert sample(logits, rows) == expected
+        assert sample(logits[:1], rows[:1]) == expected[:1]
+    finally:
+        torch.set_num_threads(before)
 
 
 # The promises
