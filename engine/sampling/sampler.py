@@ -134,13 +134,15 @@ def _draw(logits: Tensor, best_logits: Sequence[float], rows: Sequence[SamplingR
     specs = np.array([_spec(best_logits[index], rows[index]) for index in drawn], np.float64)
     tokens = np.empty(len(drawn), np.int64)
     num_threads = min(torch.get_num_threads(), len(drawn))
-    scratch = _scratch_of(num_threads * sampler_kernels.num_scratch(vocab))
-    pointers = (array.ctypes.data for array in (addresses, specs, scratch, tokens))
-    _launch()(num_threads, _Arguments(0, num_threads, len(drawn), vocab, *pointers))
+    num_scratch = sampler_kernels.num_scratch(vocab)
+    scratch = _scratch_of(num_threads * num_scratch)
+    inputs = (array.ctypes.data for array in (addresses, specs, scratch))
+    arguments = _Arguments(0, num_threads, len(drawn), vocab, *inputs, num_scratch, tokens.ctypes.data)
+    _launch()(num_threads, arguments)
     return tokens.tolist()
 
 
-_Arguments = ctypes.c_int64 * 8
+_Arguments = ctypes.c_int64 * 9
 
 
 @functools.cache

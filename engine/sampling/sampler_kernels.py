@@ -40,14 +40,14 @@ _BEST, _TEMPERATURE, _MIN_P, _TOP_K, _TOP_P, _POINT = range(len(SPEC_FIELDS))
 
 
 def num_scratch(vocab: int) -> int:
-    """float64 of scratch for each thread."""
+    """float64 of scratch for each thread: weights, sums of blocks, sums and counts of buckets, members of a bucket."""
     return 2 * vocab + -(-vocab // BLOCK) + 2 * NUM_BUCKETS
 
 
 @functools.cache
 def sample_address() -> int:
     """`void(int64*)`: counter, threads, rows, vocab, addresses of the rows' float32 logits [rows], specs float64
-    [rows, SPEC_FIELDS], scratch [threads, num_scratch], tokens int64 [rows]."""
+    [rows, SPEC_FIELDS], scratch float64 [threads, num_scratch], num_scratch, tokens int64 [rows]."""
 
     @kernel
     def compiled(a):
@@ -59,10 +59,10 @@ def sample_address() -> int:
 @njit
 def _sample(a):
     num_lanes, num_rows, vocab = a[1], a[2], a[3]
-    rows, tokens = pointer(a[4], INT64), pointer(a[7], INT64)
+    rows, tokens = pointer(a[4], INT64), pointer(a[8], INT64)
     lane = next_task(a)
     while lane < num_lanes:
-        scratch = a[6] + 8 * lane * (2 * vocab + -(-vocab // BLOCK) + 2 * NUM_BUCKETS)
+        scratch = a[6] + 8 * lane * a[7]
         for row in range(lane, num_rows, num_lanes):
             spec = pointer(a[5] + 8 * len(SPEC_FIELDS) * row, FLOAT64)
             tokens[row] = _sample_row(pointer(rows[row], FLOAT32), vocab, spec, scratch)
@@ -78,14 +78,14 @@ def _sample_row(logits, vocab, spec, scratch):
     if is_narrowed or top_p < 1.0:
         after_sums = scratch + 8 * (vocab + -(-vocab // BLOCK))
         bucket_sums, counts = pointer(after_sums, FLOAT64), pointer(after_sums + 8 * NUM_BUCKETS, INT64)
-        bucket = after_sums + 16 * NUM_BUCKETS
+        members = after_sums + 16 * NUM_BUCKETS
         _fill_buckets(weights, vocab, bucket_sums, counts)
         count = top_k if is_narrowed else vocab
         edge, num_equal, has_more = 0.0, 0, False
         if is_narrowed:
-            edge, num_equal, has_more, total = _edge(weights, vocab, bucket_sums, counts, bucket, count, math.inf)
+            edge, num_equal, has_more, total = _edge(weights, vocab, bucket_sums, counts, members, count, math.inf)
         if top_p < 1.0:
-            edge, num_equal, has_more, total = _edge(weights, vocab, bucket_sums, counts, bucket, count, top_p * total)
+            edge, num_equal, has_more, total = _edge(weights, vocab, bucket_sums, counts, members, count, top_p * total)
         total = _keep(weights, vocab, edge, num_equal, has_more, sums)
     return _invert(weights, vocab, sums, spec[_POINT] * total)
 
