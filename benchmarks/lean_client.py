@@ -1,7 +1,7 @@
 """A gRPC client that takes little CPU, so that a load generator leaves the cores to what it measures.
 
-It reads server streams over HTTP/2 (RFC 9113) as gRPC writes them, and no more: windows without bound, so that it never
-updates one; headers sent as literals (RFC 7541) and not read, so that an error has no text; no TLS.
+It reads server streams over HTTP/2 (RFC 9113) as gRPC writes them, and no more. Its windows are of 2 GiB and never
+updated; headers are sent as literals (RFC 7541) and not read, so that an error has no text; there is no TLS.
 """
 
 from __future__ import annotations

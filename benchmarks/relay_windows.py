@@ -36,8 +36,6 @@ class Load:
     tokens_per_s: float
     """Of all streams; 0: without limit."""
     num_streams: int
-    num_tokens: int
-    """Of one stream; a new one replaces it when it ends."""
     in_steps: bool
 
 
@@ -94,9 +92,7 @@ class Windows:
         begin_s = time.monotonic() + warm_up_s
         for index, client in enumerate(self._clients):
             num_streams = len(range(index, load.num_streams, len(self._clients)))
-            window = token_load.Window(
-                relay.address, num_streams, load.num_tokens, begin_s, begin_s + length_s, self._num_connections
-            )
+            window = token_load.Window(relay.address, num_streams, begin_s, begin_s + length_s, self._num_connections)
             client.send(window)
         time.sleep(max(begin_s - time.monotonic(), 0))
         before_s, began_s = relay.cpu_s(), time.monotonic()

@@ -6,8 +6,9 @@ A stub decode instance emits a token for each stream, either for all at once, as
 its own times (`spread`, which costs more: no messages are handled together). Clients read the streams through the
 router (`python -m router`) and, in alternating windows of the same run, through a bare grpc.aio relay that checks
 nothing, or from the stub itself. Each is a separate process. CPU is what the kernel reports for the relay's process,
-user and system, all threads, at full and at half `--rate`; the delay is measured at half of it. A message has one
-token, but for a client that is behind.
+user and system, all threads, at full and at half `--rate`; the delay is measured at half of it. A stream that still
+writes as the stub's next step comes misses that step. A message has one token, but where the client or the router is
+behind.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ Round = dict[Way, Sample]
 @click.command(help=__doc__)
 @click.option("--rate", default=4000.0, show_default=True, help="Tokens a second in all, at full load.")
 @click.option("--streams", default=64, show_default=True, help="Streams that are read at once.")
-@click.option("--tokens", default=100_000, show_default=True, help="Tokens of one stream; a new one replaces it.")
 @click.option("--pattern", type=click.Choice(["steps", "spread", "both"]), default="both", show_default=True)
 @click.option("--clients", default=1, show_default=True, help="Client processes.")
 @click.option("--connections", default=1, show_default=True, help="Connections of each client process.")
@@ -48,7 +48,6 @@ Round = dict[Way, Sample]
 def main(
     rate: float,
     streams: int,
-    tokens: int,
     pattern: str,
     rounds: int,
     window_s: float,
@@ -58,7 +57,7 @@ def main(
     every: list[Sample] = []
     with running(**processes) as windows:
         for in_steps in [name == "steps" for name in ("steps", "spread") if pattern in (name, "both")]:
-            full, half = (Load(part * rate, streams, tokens, in_steps) for part in (1.0, 0.5))
+            full, half = (Load(part * rate, streams, in_steps) for part in (1.0, 0.5))
             name = "steps" if in_steps else "spread"
             at_full = measured(windows, _FULL, full, rounds, window_s, f"{name}, full load")
             at_half = measured(windows, _HALF, half, rounds, window_s, f"{name}, half load")

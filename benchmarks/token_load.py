@@ -13,15 +13,16 @@ from protos.tandem.v1 import common_pb2, generation_pb2
 
 _PATH = "/tandem.v1.GenerationService/Generate"
 _PROMPT = tuple(range(20, 36))
+_NUM_TOKENS = 100_000
+"""More than a stream gets in a window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Streams of `num_tokens` each, more than they get until `end_s`, by time.monotonic."""
+    """Streams that are read until `end_s`, by time.monotonic."""
 
     address: str
     num_streams: int
-    num_tokens: int
     begin_s: float
     end_s: float
     num_connections: int = 1
@@ -46,7 +47,7 @@ async def _serve(orders: Connection) -> None:
     while (window := await asyncio.to_thread(orders.recv)) is not None:
         try:
             orders.send(await _read(window))
-        except StreamEnded as error:
+        except (StreamEnded, OSError) as error:
             orders.send(str(error))
 
 
@@ -70,7 +71,7 @@ async def _read(window: Window) -> Seen:
 
 
 async def _keep_reading(connection: LeanConnection, window: Window, seen: Seen, delay_s: float) -> None:
-    sampling = common_pb2.SamplingParams(max_tokens=window.num_tokens, seed=7)
+    sampling = common_pb2.SamplingParams(max_tokens=_NUM_TOKENS, seed=7)
     request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=_PROMPT), sampling=sampling)
     await asyncio.sleep(delay_s)
 

@@ -83,7 +83,7 @@ class _Steps:
             self._next_ends = asyncio.Event()
 
     async def ticks(self) -> AsyncIterator[float]:
-        """One for each token of one stream: when its step has ended."""
+        """One for each token of one stream: when its step has ended. It misses those that end while it writes."""
         while True:
             await self._next_ends.wait()
             yield self._ended_s

@@ -64,9 +64,10 @@ def recording(launches: list[Launch]) -> Iterator[None]:
         _recording.launches = outer
 
 
-def launcher(kernel_address: int) -> Launcher:
-    """A function that runs the kernel at this address on `num_threads` threads and waits for them."""
-    alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel_address)  # keeps the GIL: cheap calls for short work
+def launcher(kernel_address: int, *, keeps_gil: bool = True) -> Launcher:
+    """A function that runs the kernel at this address on `num_threads` threads and waits for them. `keeps_gil`: on one
+    thread, which is cheaper for short work."""
+    alone = (ctypes.PYFUNCTYPE if keeps_gil else ctypes.CFUNCTYPE)(None, ctypes.c_void_p)(kernel_address)
     gomp = _gomp()
 
     def launch(num_threads: int, arguments: Arguments) -> None:

@@ -3,8 +3,7 @@
 Each token takes one uniform number from a counter-based generator, which has no state to carry, save or replay, and
 inverts the cumulative distribution over the vocabulary, in vocabulary order and float64. So a token does not depend on
 the rest of the batch, on preemption, or on the instance that continues a stream: every row's arithmetic is the same
-alone or in a batch. On CPU a compiled kernel does all of it, one row a thread; elsewhere torch, whose sums are rounded
-in another order.
+alone or in a batch. On CPU a compiled kernel draws, one row a thread; elsewhere torch, which adds up in another order.
 
 Filters in vLLM's order: temperature, then min_p, top_k, top_p (of what top_k kept). Of equal logits at a filter's edge
 the lowest ids stay, so that top_k=1 is greedy; vLLM keeps all of them for top_k and unspecified ones for top_p.
@@ -147,7 +146,7 @@ _Arguments = ctypes.c_int64 * 9
 
 @functools.cache
 def _launch() -> Launcher:
-    return launcher(sampler_kernels.sample_address())
+    return launcher(sampler_kernels.sample_address(), keeps_gil=False)
 
 
 def _spec(best_logit: float, row: SamplingRow) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ BLOCK = 256
 """Weights that are added up together."""
 NUM_BUCKETS = 4096
 _BUCKET_SHIFT = 46
-"""64 buckets for each power of two. The last bucket has the weights below 2**-63."""
+"""64 buckets for each power of two. The last bucket has the weights below about 2**-64."""
 _FIRST_BUCKET = 1023 << (52 - _BUCKET_SHIFT)
 """The upper bits of 1.0, the largest weight."""
 _SMALLEST = -690.0
@@ -92,7 +92,8 @@ def _sample_row(logits, vocab, spec, scratch):
 
 @njit(fastmath={"contract"})
 def _compute_weights(logits, vocab, spec, weights, sums):
-    """Fills weights [vocab], the best is 1, those below min_p are 0, and the sum of each block; returns the total."""
+    """Computes weights [vocab], of which the best is 1 and those below min_p are 0, and the sum of each block.
+    Returns the total."""
     best, temperature, min_p = spec[_BEST], spec[_TEMPERATURE], spec[_MIN_P]
     total = 0.0
     for begin in range(0, vocab, BLOCK):

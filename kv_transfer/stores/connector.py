@@ -125,7 +125,7 @@ class StoreConnector(TransferConnector):
         now = self._clock()
         self._num_ops[op.owner] += 1
         oldest = next(iter(self._submitted.values()), now)
-        if self._io.breakers.for_op(op).is_open and now - oldest > self._options.breaker_retry_s:
+        if self._io.breakers.is_any_open and now - oldest > self._options.breaker_retry_s:
             self._end_op(OpResult(op, STORE_DOWN))
             return
         self._submitted[id(op)] = now

@@ -90,6 +90,10 @@ class Breakers:
     def for_op(self, op: SaveOp | LoadOp) -> CircuitBreaker:
         return self.saves if isinstance(op, SaveOp) else self.loads
 
+    @property
+    def is_any_open(self) -> bool:
+        return self.saves.is_open or self.loads.is_open
+
 
 STORE_DOWN = "store_down"
 _DELETE_PAUSES_S = (0.05, 0.2, 0.0)
@@ -125,10 +129,13 @@ class PageIO:
         except Exception as error:
             breaker.record(ok=False)
             return OpResult(op, _reason(error), duration_s=time.perf_counter() - started)
-        if isinstance(op, LoadOp) or num_bytes or (num_bytes == 0 and was_open):
+        if isinstance(op, LoadOp) or num_bytes:
             breaker.record(ok=True)
-        else:  # neither a page that is there already nor one that was not stored shows that the store accepts writes
-            breaker.not_tried()
+        elif was_open:  # this was the try
+            if num_bytes == 0:  # the page is there: the store answers
+                breaker.record(ok=True)
+            else:
+                breaker.not_tried()
         failure = None if num_bytes is not None else SKIPPED if isinstance(op, SaveOp) else "missing"
         return OpResult(op, failure, num_bytes or 0, time.perf_counter() - started)
 

@@ -35,7 +35,7 @@ MAX_BYTES = 4 << 20
 """Some 70,000 tokens without log-probabilities."""
 MAX_JOINED_BYTES = 1 << 15
 _MIN_CALLS = 8
-"""Fewer calls than these take what has come while they wrote, and their messages are few."""
+"""With fewer calls nothing is gathered: each joins what arrived during its last write, and there are few messages."""
 
 
 class _Joined:
@@ -111,8 +111,8 @@ class ReceiveBuffer:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the reader waits for the next answer, and has none to read."""
-        return self._reader is not None and not self._reader.done()
+        """Whether the reader waits for the next answer, or is about to read it."""
+        return self._reader is not None
 
     def append(self, response: decode_pb2.DecodeResponse, *, hold: bool = False) -> bool:
         """Buffers the next answer; False if there is no room for it. `hold`: nothing is read until `wake`."""
@@ -204,31 +204,38 @@ class GatherTime:
     """How long the answers of a stream are gathered before its calls get them, by how many of these are still busy.
 
     0 ──more than half──▶ 2 ms ──more than half──▶ twice as long, up to 32 ms
-    ▲────below 1 ms────── a fifth shorter ◀──a tenth or less
+    ▲────below 1 ms────── a fifth shorter ◀──otherwise
     """
 
     _MIN_S, _FIRST_S, _MAX_S = 0.001, 0.002, 0.032
-    _NUM_ANSWERS = 16
-    """Answers that say as much about the calls as all before them."""
+    _NUM_CALLS = 16
+    """So many calls at once replace the average of all before them."""
 
     def __init__(self) -> None:
         self.length_s = 0.0
         self._busy_share = 0.0
 
-    def delivered(self, num_busy: int, num_answers: int) -> None:
-        """Answers went to their calls at once; `num_busy` of these were busy with the answer before."""
-        if num_answers:
-            self._busy_share += min(1.0, num_answers / self._NUM_ANSWERS) * (num_busy / num_answers - self._busy_share)
+    def delivered(self, num_busy: int, num_calls: int) -> None:
+        """So many calls got answers, at once; `num_busy` of them were busy with the answer before."""
+        self._average(num_busy, num_calls)
         if self._busy_share > 0.5:
-            self.length_s, self._busy_share = self._FIRST_S, 0.0
+            self.length_s = self._FIRST_S
 
     def gathered(self, num_busy: int, num_calls: int) -> None:
-        """That time has passed; `num_busy` of the calls with answers are busy with those before."""
-        if num_busy > 0.5 * num_calls:
+        """So many calls got what was gathered for `length_s`; `num_busy` of them are busy with the answer before."""
+        self._average(num_busy, num_calls)
+        if self._busy_share > 0.5:
             self.length_s = min(2 * self.length_s, self._MAX_S)
-        elif num_busy <= 0.1 * num_calls:
+        else:
             shorter_s = 0.8 * self.length_s
             self.length_s = shorter_s if shorter_s >= self._MIN_S else 0.0
+
+    def reset(self) -> None:
+        self.length_s = self._busy_share = 0.0
+
+    def _average(self, num_busy: int, num_calls: int) -> None:
+        if num_calls:
+            self._busy_share += min(1.0, num_calls / self._NUM_CALLS) * (num_busy / num_calls - self._busy_share)
 
 
 class TokenStream:
@@ -254,6 +261,8 @@ class TokenStream:
     def leave(self, joined: decode_pb2.TokenStream) -> None:
         """Drops later answers to this call."""
         self._receivers.pop(joined.call_number, None)
+        if len(self._receivers) < _MIN_CALLS:
+            self._gather_time.reset()
         self._end_if_unused()
 
     def retire(self) -> None:
@@ -262,20 +271,22 @@ class TokenStream:
         self._end_if_unused()
 
     def deliver(self, message: decode_pb2.StreamTokensResponse) -> None:
-        receivers, num_busy = self._receivers, 0
-        are_many = len(receivers) >= _MIN_CALLS
-        hold = are_many and self._gather_time.length_s > 0
+        receivers, is_gathering = self._receivers, self._gather_time.length_s > 0
+        num_calls = num_busy = 0
         for numbered in message.responses:
             receiver = receivers.get(numbered.call_number)
             if receiver is None:
                 continue
+            # What comes before the second token, which a client waits for, is not held.
+            hold = is_gathering and numbered.response.tokens.token_index > 0
+            num_calls += 1
             num_busy += not receiver.receive(numbered.response, hold=hold)
             if hold:
                 self._held.add(receiver)
         if self._held and self._wake_timer is None:
             self._wake_timer = asyncio.get_running_loop().call_later(self._gather_time.length_s, self._wake_held)
-        elif are_many and not hold:
-            self._gather_time.delivered(num_busy, len(message.responses))
+        elif not is_gathering and len(receivers) >= _MIN_CALLS:
+            self._gather_time.delivered(num_busy, num_calls)
 
     def _wake_held(self) -> None:
         held, self._held, self._wake_timer = self._held, set(), None

@@ -80,7 +80,8 @@ def num_rejected_writes(server: RedisServer) -> int:
 
 
 def check_breaker_opens(server: RedisServer, clients: Clients, num_before: int) -> None:
-    """From a second after the first rejected write on hardly anything is written, while requests continue."""
+    """From a second after the first rejected write on hardly anything is written, while requests continue. Where a try
+    finds its page there, three more writes are rejected."""
     deadline_s = time.monotonic() + FELT_S
     while num_rejected_writes(server) == num_before:
         assert time.monotonic() < deadline_s, "no write was rejected: this proves nothing"

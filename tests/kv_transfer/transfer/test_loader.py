@@ -186,6 +186,14 @@ def test_store_that_hangs_is_not_used_and_delays_no_other_request(store: MemoryS
     result = decode.complete(reader)
     assert (result.num_verified_tokens, result.retained_id) == (0, None), "it waited for a store that is known to hang"
     assert decode.connector.counters.loaded.failures["store_down"] >= 1
+    # STEP saves, which the same threads carry out, do not queue behind them either
+    writer = writer_of(request_id="writer", transfer_id="writer")
+    decode.allocate(writer)
+    decode.progress(writer, len(PROMPT))
+    decode.finish(writer, "hand_over")
+    decode.wait(lambda: decode.connector.num_transfers == 0)
+    assert decode.ended == "failed"
+    assert decode.connector.counters.saved.failures["store_down"] >= 1
     gated.gate.set()
 
 
