@@ -126,6 +126,8 @@ Authorizer = Callable[[Context], None]
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+_SERVER_STOPPED = "Server already stopped."
+"""grpcio's text when a call that had just begun reads or writes after the server's stop."""
 _MIN_DEADLINE_S = 0.002  # gRPC rounds a deadline of 0 up under way: without this, some such calls get through
 _REJECTED_READ_S = 1.0
 """Longest wait for the message of a call that is rejected: it comes with the headers, or not at all."""
@@ -238,6 +240,8 @@ class CallInterceptor:
                 raise  # the client has disconnected, or the server stops
             _log.exception("%s was cancelled from inside", call.name)
         except Exception as error:
+            if isinstance(error, grpc.aio.BaseError) and str(error) == _SERVER_STOPPED:
+                raise asyncio.CancelledError from None  # as for the calls that the stop found running
             if bound.expired() and isinstance(error, TimeoutError):
                 raise DeadlineExceeded(f"not finished within {limit_s:.3g} s") from None
             _log.exception("%s failed", call.name)

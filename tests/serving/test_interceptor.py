@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import gzip
 import logging
@@ -295,6 +296,36 @@ async def test_a_call_that_ends_without_a_message_is_an_invalid_argument(rigs: R
         await call.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.details().startswith("no GenerateRequest came")
+
+
+async def test_a_call_that_reads_when_the_server_has_stopped_leaves_no_error_in_the_log(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    entered, stopped, read = asyncio.Event(), asyncio.Event(), CallInterceptor._read
+
+    async def read_late(self: CallInterceptor, context: Context, within_s: float) -> bytes | None:
+        entered.set()
+        while not stopped.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await stopped.wait()
+        try:
+            return await read(self, context, within_s)
+        except BaseException as error:
+            ended.append(error)
+            raise
+
+    ended: list[BaseException] = []
+    monkeypatch.setattr(CallInterceptor, "_read", read_late)
+    rig = await rigs.start(drain_grace_s=0.0)
+    call = rig.channel.unary_stream(GENERATE)(pb.GenerateRequest(text="hello").SerializeToString())
+    await entered.wait()
+    await rig.server.stop()
+    stopped.set()
+    await until(lambda: ended)
+    await asyncio.sleep(0.05)
+    assert "stopped" in str(ended[0])
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], caplog.text
+    call.cancel()
 
 
 async def test_calls_that_have_ended_are_gone_without_garbage_collection(rigs: Rigs) -> None:
