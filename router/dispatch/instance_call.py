@@ -395,9 +395,7 @@ class DecodeCall(InstanceCall):
         return is_awaited
 
     def wake(self) -> bool:
-        is_awaited = self._buffer.is_awaited
-        self._buffer.wake()
-        return is_awaited
+        return self._buffer.wake()
 
     def cut_off(self, error: grpc.aio.AioRpcError) -> None:
         """The token stream has ended: received messages are read, then the call has failed."""

@@ -129,11 +129,12 @@ class ReceiveBuffer:
         self._num_bytes += len(data)
         return True
 
-    def wake(self) -> None:
-        """What is held can be read."""
-        self._is_held = False
+    def wake(self) -> bool:
+        """What is held can be read. Returns whether the reader waited for it."""
+        is_awaited, self._is_held = self.is_awaited, False
         if self._first is not None or self._others:
             self._wake()
+        return is_awaited
 
     def close(self, end: Exception) -> None:
         """No answer follows; `read` raises `end` after the buffered ones. The first call counts."""
@@ -215,27 +216,18 @@ class GatherTime:
         self.length_s = 0.0
         self._busy_share = 0.0
 
-    def delivered(self, num_busy: int, num_calls: int) -> None:
-        """So many calls got answers, at once; `num_busy` of them were busy with the answer before."""
-        self._average(num_busy, num_calls)
+    def observe(self, num_busy: int, num_calls: int) -> None:
+        """So many calls got answers now; `num_busy` of them are still busy with the answer before."""
+        if num_calls:
+            self._busy_share += min(1.0, num_calls / self._NUM_CALLS) * (num_busy / num_calls - self._busy_share)
         if self._busy_share > 0.5:
-            self.length_s = self._FIRST_S
-
-    def gathered(self, num_busy: int, num_calls: int) -> None:
-        """So many calls got what was gathered for `length_s`; `num_busy` of them are busy with the answer before."""
-        self._average(num_busy, num_calls)
-        if self._busy_share > 0.5:
-            self.length_s = min(2 * self.length_s, self._MAX_S)
+            self.length_s = min(max(2 * self.length_s, self._FIRST_S), self._MAX_S)
         else:
             shorter_s = 0.8 * self.length_s
             self.length_s = shorter_s if shorter_s >= self._MIN_S else 0.0
 
     def reset(self) -> None:
         self.length_s = self._busy_share = 0.0
-
-    def _average(self, num_busy: int, num_calls: int) -> None:
-        if num_calls:
-            self._busy_share += min(1.0, num_calls / self._NUM_CALLS) * (num_busy / num_calls - self._busy_share)
 
 
 class TokenStream:
@@ -285,13 +277,17 @@ class TokenStream:
                 self._held.add(receiver)
         if self._held and self._wake_timer is None:
             self._wake_timer = asyncio.get_running_loop().call_later(self._gather_time.length_s, self._wake_held)
-        elif not is_gathering and len(receivers) >= _MIN_CALLS:
-            self._gather_time.delivered(num_busy, num_calls)
+        elif not is_gathering:
+            self._observe(num_busy, num_calls)
 
     def _wake_held(self) -> None:
         held, self._held, self._wake_timer = self._held, set(), None
         num_busy = sum(not receiver.wake() for receiver in held)
-        self._gather_time.gathered(num_busy, len(held))
+        self._observe(num_busy, len(held))
+
+    def _observe(self, num_busy: int, num_calls: int) -> None:
+        if len(self._receivers) >= _MIN_CALLS:
+            self._gather_time.observe(num_busy, num_calls)
 
     def break_off(self, error: grpc.aio.AioRpcError) -> None:
         """The stream has ended, and with it every call that joined."""

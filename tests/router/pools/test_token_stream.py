@@ -193,6 +193,14 @@ def step_of(joined: list[decode_pb2.TokenStream], token_index: int = 5) -> decod
     )
 
 
+def busy_calls(count: int) -> tuple[TokenStream, list[Recorder], list[decode_pb2.TokenStream]]:
+    """A stream, so many calls on it that are all busy, and how they joined."""
+    stream, calls = TokenStream("stream", call=None), [Recorder() for _ in range(count)]
+    for call in calls:
+        call.is_busy = True
+    return stream, calls, [stream.join(call) for call in calls]
+
+
 async def test_answers_are_gathered_while_most_calls_are_busy() -> None:
     stream, calls = TokenStream("stream", call=None), [Recorder() for _ in range(20)]
     step = step_of([stream.join(call) for call in calls])
@@ -225,20 +233,14 @@ async def test_answers_are_gathered_while_most_calls_are_busy() -> None:
 
 
 async def test_few_calls_do_not_wait_though_all_are_busy() -> None:
-    stream, calls = TokenStream("stream", call=None), [Recorder() for _ in range(7)]
-    step = step_of([stream.join(call) for call in calls])
-    for call in calls:
-        call.is_busy = True
+    stream, calls, joined = busy_calls(7)
     for _ in range(100):
-        stream.deliver(step)
+        stream.deliver(step_of(joined))
     assert not any(call.num_held for call in calls)
 
 
 async def test_first_tokens_are_not_held() -> None:
-    stream, calls = TokenStream("stream", call=None), [Recorder() for _ in range(16)]
-    joined = [stream.join(call) for call in calls]
-    for call in calls:
-        call.is_busy = True
+    stream, calls, joined = busy_calls(16)
     for _ in range(3):
         stream.deliver(step_of(joined))
     assert [call.num_held for call in calls] == [2] * 16
@@ -247,10 +249,7 @@ async def test_first_tokens_are_not_held() -> None:
 
 
 async def test_gathering_ends_with_the_calls_and_what_is_held_still_comes() -> None:
-    stream, calls = TokenStream("stream", call=None), [Recorder() for _ in range(16)]
-    joined = [stream.join(call) for call in calls]
-    for call in calls:
-        call.is_busy = True
+    stream, calls, joined = busy_calls(16)
     for _ in range(2):
         stream.deliver(step_of(joined))
     assert [call.num_held for call in calls] == [1] * 16
@@ -269,26 +268,26 @@ async def test_gathering_ends_with_the_calls_and_what_is_held_still_comes() -> N
 def test_gathering_takes_longer_while_most_calls_are_busy_and_else_ends() -> None:
     time = GatherTime()
     for _ in range(8):
-        time.delivered(num_busy=1, num_calls=1)
+        time.observe(num_busy=1, num_calls=1)
     assert time.length_s == 0, "few answers say little"
-    time.delivered(num_busy=16, num_calls=16)
+    time.observe(num_busy=16, num_calls=16)
     assert time.length_s == 0.002
     lengths = []
     for _ in range(6):
-        time.gathered(num_busy=33, num_calls=64)
+        time.observe(num_busy=33, num_calls=64)
         lengths.append(time.length_s)
     assert lengths == [0.004, 0.008, 0.016, 0.032, 0.032, 0.032]
     # STEP some slow clients among many others do not keep it up
     for _ in range(15):
         assert time.length_s >= 0.001
-        time.gathered(num_busy=30, num_calls=64)
-    time.gathered(num_busy=30, num_calls=64)
+        time.observe(num_busy=30, num_calls=64)
+    time.observe(num_busy=30, num_calls=64)
     assert time.length_s == 0
     # STEP nor do two calls of five, seen one at a time
-    time.delivered(num_busy=16, num_calls=16)
+    time.observe(num_busy=16, num_calls=16)
     lengths = []
     for number in range(200):
-        time.gathered(num_busy=int(number % 5 < 2), num_calls=1)
+        time.observe(num_busy=int(number % 5 < 2), num_calls=1)
         lengths.append(time.length_s)
     assert lengths[-1] == 0
 
