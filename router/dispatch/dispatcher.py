@@ -13,13 +13,14 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, TypeVar
 
-from protos.tandem.v1 import common_pb2, decode_pb2
+from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.admission.ticket import Slot
-from router.dispatch.instance_call import DecodeCall, PrefillCall, TransferReleases
+from router.dispatch.instance_call import DecodeCall, InstanceCall, PrefillCall, TransferReleases
 from router.dispatch.response_writer import Emit
 from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
 from router.picking.affinity import Affinity, RequestAffinity
@@ -28,8 +29,8 @@ from router.picking.plan import NoPlan, Plan, can_move, make_plan
 from router.picking.scorers import Aims
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
-from router.pools.instance_info import InstanceView
-from router.pools.pool import Pool, Pools
+from router.pools.instance_info import InstanceView, Role
+from router.pools.pool import Pools
 from router.request.choice_state import Choice
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, give_up, no_instance
 from router.resilience.safeguards import Guard, Safeguards
@@ -39,6 +40,7 @@ from serving.logging import Repeats
 _log = logging.getLogger(__name__)
 _repeats = Repeats()
 _PLAN_INTERVAL_S = 0.25
+CallT = TypeVar("CallT", bound=InstanceCall)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,17 @@ class _Flow:
     async def forward(self, chunk: common_pb2.TokenChunk, attempt: AttemptTrace) -> None:
         attempt.token()
         await self.emit(chunk)
+
+
+async def run_together(*running: Coroutine[Any, Any, None]) -> None:
+    """One that fails cancels the others; raises its error, a ServiceError before any other."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in running:
+                group.create_task(one)
+    except BaseExceptionGroup as failed:
+        errors = failed.exceptions
+        raise next((error for error in errors if isinstance(error, ServiceError)), errors[0]) from failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +105,7 @@ class Dispatcher:
             flow.choice.follow(first.choice)
             await self._run_attempts(flow)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._run_attempts(replace(first, emit=emit_first)))
-                for flow in others:
-                    group.create_task(run_after_first(flow))
-        except BaseExceptionGroup as group_of_errors:
-            # One choice that fails ends the request; the others were cancelled.
-            errors = group_of_errors.exceptions
-            raise next((error for error in errors if isinstance(error, ServiceError)), errors[0]) from group_of_errors
+        await run_together(self._run_attempts(replace(first, emit=emit_first)), *map(run_after_first, others))
 
     def _flow(self, choice: Choice, trace: RequestTrace, affinity: RequestAffinity, emit: Emit, slot: Slot) -> _Flow:
         guard = Guard(self.safeguards, choice)
@@ -155,18 +160,21 @@ class Dispatcher:
         attempt = self._attempt_trace(flow, plan)
         flow.affinity.record_placement(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
         if plan.prefill is None:
-            await self._decode_alone(flow, plan, request, attempt)
+            await self._alone(flow, plan.decode.instance, request, attempt)
             return
         # 3. The decode instance reserves blocks or refuses before anything is computed.
         transfer_id = secrets.token_hex(16)
-        prefill_call = self._prefill_call(flow, plan.prefill.instance, attempt)
-        async with self._decode_call(flow, plan, attempt) as decode, prefill_call as prefill:
+        decode_call = self._call(DecodeCall, flow, plan.decode.instance, attempt)
+        prefill_call = self._call(PrefillCall, flow, plan.prefill.instance, attempt)
+        async with decode_call as decode, prefill_call as prefill:
             decode.start(request, self._transfer(plan.prefill.instance, transfer_id))
             await decode.reserved(self.disaggregation.reserve_timeout_s, self.disaggregation.reservation_s)
             try:
                 # 4. The prefill instance computes the prompt; its first token goes to the client at once.
                 await flow.guard.wait_probation(plan.prefill.instance.key)
-                prefill.start(request, transfer_id, self.disaggregation.lease_s)
+                prefill.start(
+                    request, prefill_pb2.HandOver(transfer_id=transfer_id, lease_s=self.disaggregation.lease_s)
+                )
                 attempt.computing("prefill")
                 while not (choice.handed_over or choice.finished):
                     await flow.forward(await prefill.next_tokens(), attempt)
@@ -184,27 +192,16 @@ class Dispatcher:
                 self.releases.send(prefill.instance.channel, transfer_id)  # decode may never have learned of it
                 raise
 
-    async def _decode_alone(
-        self, flow: _Flow, plan: Plan, request: common_pb2.InstanceRequest, attempt: AttemptTrace
+    async def _alone(
+        self, flow: _Flow, view: InstanceView, request: common_pb2.InstanceRequest, attempt: AttemptTrace
     ) -> None:
-        """The decode instance prefills too, or a prefill instance decodes too: steps 3 to 6 vanish."""
-        if plan.decode.instance.info.role == "prefill":
-            await self._prefill_alone(flow, plan.decode.instance, request, attempt)
-            return
-        async with self._decode_call(flow, plan, attempt) as decode:
-            await flow.guard.wait_probation(plan.decode.instance.key)
-            decode.start(request)
-            attempt.computing("decode")
-            await self._decode_rest(flow, plan.decode.instance, decode, attempt)
-
-    async def _prefill_alone(
-        self, flow: _Flow, instance: InstanceView, request: common_pb2.InstanceRequest, attempt: AttemptTrace
-    ) -> None:
-        async with self._prefill_call(flow, instance, attempt) as prefill:
-            await flow.guard.wait_probation(instance.key)
-            prefill.start_alone(request)
-            attempt.computing("prefill")
-            await self._decode_rest(flow, instance, prefill, attempt)
+        """One instance serves the request, with objectives maybe a prefill instance: steps 3 to 6 vanish."""
+        kind: type[PrefillCall | DecodeCall] = PrefillCall if view.info.role == "prefill" else DecodeCall
+        async with self._call(kind, flow, view, attempt) as call:
+            await flow.guard.wait_probation(view.key)
+            call.start(request)
+            attempt.computing(call.role)
+            await self._decode_rest(flow, view, call, attempt)
 
     async def _decode_rest(
         self, flow: _Flow, instance: InstanceView, decode: DecodeCall | PrefillCall, attempt: AttemptTrace
@@ -261,26 +258,20 @@ class Dispatcher:
 
     def _attempt_trace(self, flow: _Flow, plan: Plan) -> AttemptTrace:
         is_prefill = plan.decode.instance.info.role == "prefill"  # a request that runs there alone
-        pool = self.pools.prefill if is_prefill else self.pools.decode
-        decode = self._instance(pool, plan.decode.instance).throughput
+        decode = self._instance("prefill" if is_prefill else "decode", plan.decode.instance).throughput
         if plan.prefill is None:
             decode.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
             return flow.trace.picked(plan, decode, None)
-        prefill = self._instance(self.pools.prefill, plan.prefill.instance).throughput
+        prefill = self._instance("prefill", plan.prefill.instance).throughput
         prefill.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
         return flow.trace.picked(plan, prefill, decode)
 
-    def _decode_call(self, flow: _Flow, plan: Plan, attempt: AttemptTrace) -> DecodeCall:
-        view = plan.decode.instance
-        instance = self._instance(self.pools.decode, view)
-        return DecodeCall(instance, view.key, flow.choice, attempt, partial(self._can_move, flow), flow.slot)
+    def _call(self, kind: type[CallT], flow: _Flow, view: InstanceView, attempt: AttemptTrace) -> CallT:
+        instance = self._instance(kind.role, view)
+        return kind(instance, view.key, flow.choice, attempt, partial(self._can_move, flow), flow.slot)
 
-    def _prefill_call(self, flow: _Flow, view: InstanceView, attempt: AttemptTrace) -> PrefillCall:
-        instance = self._instance(self.pools.prefill, view)
-        return PrefillCall(instance, view.key, flow.choice, attempt, partial(self._can_move, flow), flow.slot)
-
-    def _instance(self, pool: Pool, view: InstanceView) -> UpstreamInstance:
-        instance = pool.instance(view.key)
+    def _instance(self, role: Role, view: InstanceView) -> UpstreamInstance:
+        instance = self.pools.by_role[role].instance(view.key)
         assert instance is not None, "a view is used in the same turn of the event loop in which it was taken"
         return instance
 

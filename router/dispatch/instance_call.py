@@ -22,7 +22,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import grpc
 import grpc.aio
@@ -39,7 +39,7 @@ from protos.tandem.v1 import (
 from router.admission.ticket import Slot
 from router.dispatch.trace import AttemptTrace
 from router.pools.instance import UpstreamInstance
-from router.pools.instance_info import InstanceKey
+from router.pools.instance_info import InstanceKey, Role
 from router.pools.token_stream import ReceiveBuffer, TokenStream
 from router.request.choice_state import Choice, StreamViolation
 from router.resilience.retry import CallFailed, Death, FailureKind
@@ -119,6 +119,8 @@ class ReceiveDrain:
 @dataclass(eq=False)
 class InstanceCall:
     """What both calls share: reading, the loss of the instance, and the end."""
+
+    role: ClassVar[Role]
 
     instance: UpstreamInstance
     key: InstanceKey  # the process that was picked
@@ -268,19 +270,15 @@ def _is_cancelling() -> bool:
 
 
 class PrefillCall(InstanceCall):
-    """Computes the prompt and the first token; the instance holds the KV under `transfer_id`."""
+    """Computes the prompt and the first token; the instance holds the KV under the transfer's id."""
 
-    def start(self, request: common_pb2.InstanceRequest, transfer_id: str, lease_s: float) -> None:
+    role: ClassVar[Role] = "prefill"
+
+    def start(self, request: common_pb2.InstanceRequest, hand_over: prefill_pb2.HandOver | None = None) -> None:
+        """Without `hand_over` the instance generates the whole answer."""
         self._begin()
-        hand_over = prefill_pb2.HandOver(transfer_id=transfer_id, lease_s=lease_s)
         stub = prefill_pb2_grpc.PrefillServiceStub(self.instance.channel)
         self._call = stub.Prefill(prefill_pb2.PrefillRequest(request=request, hand_over=hand_over), **self._options())
-
-    def start_alone(self, request: common_pb2.InstanceRequest) -> None:
-        """The instance generates the whole answer; nothing is handed over."""
-        self._begin()
-        stub = prefill_pb2_grpc.PrefillServiceStub(self.instance.channel)
-        self._call = stub.Prefill(prefill_pb2.PrefillRequest(request=request), **self._options())
 
     async def next_tokens(self) -> common_pb2.TokenChunk:
         """The next chunk, checked and counted as emitted."""
@@ -305,6 +303,8 @@ class DecodeCall(InstanceCall):
     sent. However the call ends, reading raises it. When a client reads too slowly, its request fails with everything in
     its buffer: neither the stream nor the other calls wait for it.
     """
+
+    role: ClassVar[Role] = "decode"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -52,10 +52,11 @@ from router.api.openai.responses import (
 )
 from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest
 from router.api.openai.strict_model import StrictModel
+from router.dispatch.dispatcher import run_together
 from router.dispatch.handler import RequestHandler
 from router.request.tools import Tools
 from router.request.validation import ServedModel, check_model, prompt_ids, service_errors
-from serving.errors import NotFound, ServiceError, Unavailable
+from serving.errors import NotFound, Unavailable
 
 _PROBLEMS = {
     status.HTTP_404_NOT_FOUND: "unknown path; docs/openai.md lists the endpoints",
@@ -279,14 +280,17 @@ class OpenAIApi:
     ) -> list[RequestHandler]:
         """Concurrently; one that fails ends the others."""
         calls = [self.service.handler() for _ in requests]
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, (call, request) in enumerate(zip(calls, requests, strict=True)):
-                    sink, remaining_s = functools.partial(builder.add, index, call), exchange.remaining_s()
-                    group.create_task(call.handle(request, sink, metadata=exchange.metadata, remaining_s=remaining_s))
-        except BaseExceptionGroup as failed:
-            errors = failed.exceptions
-            raise next((error for error in errors if isinstance(error, ServiceError)), errors[0]) from failed
+        await run_together(
+            *(
+                call.handle(
+                    request,
+                    functools.partial(builder.add, index, call),
+                    metadata=exchange.metadata,
+                    remaining_s=exchange.remaining_s(),
+                )
+                for index, (call, request) in enumerate(zip(calls, requests, strict=True))
+            )
+        )
         return calls
 
     def _description(self) -> dict[str, Any]:
