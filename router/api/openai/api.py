@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response, status
 from fastapi.middleware.cors import CORSMiddleware
@@ -32,14 +32,7 @@ from router.api.openai.errors import HttpError
 from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
 from router.api.openai.logprobs import TokenTexts
 from router.api.openai.messages_api import CountTokensRequest, MessagesBuilder, MessagesExchange, MessagesRequest
-from router.api.openai.requests import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    FrontBody,
-    RequestBody,
-    TokenizeBody,
-)
+from router.api.openai.requests import Body, ChatBody, CompletionBody, DetokenizeBody, RequestBody, TokenizeBody
 from router.api.openai.responses import (
     ChatFormat,
     CompletionFormat,
@@ -48,7 +41,6 @@ from router.api.openai.responses import (
     ResponseBuilder,
     StreamedResponse,
     WholeResponse,
-    routing_headers,
 )
 from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest
 from router.api.openai.strict_model import StrictModel
@@ -63,21 +55,7 @@ _PROBLEMS = {
     status.HTTP_405_METHOD_NOT_ALLOWED: "this path does not support this method",
 }
 
-
-B = TypeVar("B", bound=RequestBody)
-F = TypeVar("F", bound=FrontBody)
-
-
-class Body(Protocol):
-    """The body of one endpoint."""
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self: ...
-
-    def requests(self, label: str) -> list[generation_pb2.GenerateRequest]: ...
-
-
-P = TypeVar("P", bound=Body)
+B = TypeVar("B", bound=Body)
 
 
 class Builder(Protocol):
@@ -133,19 +111,25 @@ class OpenAIApi:
 
     async def completions(self) -> Response:
         """Continues a text."""
-        return self._generation(CompletionBody, CompletionFormat)
+        return self._generation(
+            CompletionBody, lambda exchange, body: self._builder(exchange, CompletionFormat(body, self._texts))
+        )
 
     async def chat_completions(self) -> Response:
         """Answers a chat."""
-        return self._generation(ChatBody, ChatFormat)
+        return self._generation(ChatBody, lambda exchange, body: self._builder(exchange, ChatFormat(body, self._texts)))
 
     async def responses(self) -> Response:
         """Answers a chat, as OpenAI's Responses API without its store."""
-        return self._answering(ResponsesRequest, ResponsesBuilder, Exchange)
+        return self._generation(
+            ResponsesRequest, lambda exchange, body: ResponsesBuilder(exchange, body, self.model.name)
+        )
 
     async def messages(self) -> Response:
         """Answers a chat, as Anthropic's Messages API."""
-        return self._answering(MessagesRequest, MessagesBuilder, MessagesExchange)
+        return self._generation(
+            MessagesRequest, lambda exchange, body: MessagesBuilder(exchange, body, self.model.name), MessagesExchange
+        )
 
     async def count_tokens(self) -> Response:
         """The length of a prompt of the Messages API."""
@@ -236,61 +220,41 @@ class OpenAIApi:
     ) -> Exchange:
         return kind(self.limits, handler, self.authorizer, renamed)
 
-    def _answering(
-        self, body_type: type[F], builder_type: Callable[[Exchange, F, str], Builder], kind: type[Exchange]
+    def _generation(
+        self, body_type: type[B], new_builder: Callable[[Exchange, B], Builder], kind: type[Exchange] = Exchange
     ) -> Exchange:
-        """One request of an API that is not OpenAI's older ones."""
-
-        async def handler(exchange: Exchange) -> None:
-            body, requests = await exchange.parsed_body(lambda data: _parsed(body_type, data, exchange.request_id))
-            async with exchange.while_connected():
-                await self._answer(exchange, builder_type(exchange, body, self.model.name), requests)
-
-        return self._exchange(handler, body_type.renamed, kind)
-
-    def _generation(self, body_type: type[B], form_type: Callable[[B, TokenTexts], Format[RequestBody]]) -> Exchange:
         async def handler(exchange: Exchange) -> None:
             body, requests = await exchange.parsed_body(lambda data: _parsed(body_type, data, exchange.request_id))
             exchange.renamed = body.client_names()
-            await self._generate(exchange, form_type(body, self._texts), requests)
+            builder = new_builder(exchange, body)
+            async with exchange.while_connected():
+                calls = await self._call_all(exchange, builder, requests)
+                await builder.finish(dict(calls[0].trace.trailers()) if len(calls) == 1 else {})
 
-        return self._exchange(handler, body_type.renamed)
+        return self._exchange(handler, body_type.renamed, kind)
 
-    async def _generate(
-        self, exchange: Exchange, form: Format[RequestBody], requests: list[generation_pb2.GenerateRequest]
-    ) -> None:
+    def _builder(self, exchange: Exchange, form: Format[RequestBody]) -> ResponseBuilder:
         response = ResponseBody(
             id=f"{form.id_prefix}-{exchange.request_id}",
             created=int(time.time()),
             model=self.model.name,
             system_fingerprint=self._fingerprint(),
         )
-        builder: ResponseBuilder = (StreamedResponse if form.body.stream else WholeResponse)(exchange, form, response)
-        async with exchange.while_connected():
-            await self._answer(exchange, builder, requests)
-
-    async def _answer(
-        self, exchange: Exchange, builder: Builder, requests: list[generation_pb2.GenerateRequest]
-    ) -> None:
-        calls = await self._call_all(exchange, builder, requests)
-        await builder.finish(routing_headers(calls[0]) if len(calls) == 1 else {})
+        return (StreamedResponse if form.body.stream else WholeResponse)(exchange, form, response)
 
     async def _call_all(
         self, exchange: Exchange, builder: Builder, requests: list[generation_pb2.GenerateRequest]
     ) -> list[RequestHandler]:
         """Concurrently; one that fails ends the others."""
+
+        def answered(
+            index: int, call: RequestHandler, request: generation_pb2.GenerateRequest
+        ) -> Coroutine[Any, Any, None]:
+            sink = functools.partial(builder.add, index, call)
+            return call.handle(request, sink, metadata=exchange.metadata, remaining_s=exchange.remaining_s())
+
         calls = [self.service.handler() for _ in requests]
-        await run_together(
-            *(
-                call.handle(
-                    request,
-                    functools.partial(builder.add, index, call),
-                    metadata=exchange.metadata,
-                    remaining_s=exchange.remaining_s(),
-                )
-                for index, (call, request) in enumerate(zip(calls, requests, strict=True))
-            )
-        )
+        await run_together(*map(answered, range(len(calls)), calls, requests))
         return calls
 
     def _description(self) -> dict[str, Any]:
@@ -315,7 +279,7 @@ class OpenAIApi:
         return self._exchange(handler)
 
 
-def _parsed(body_type: type[P], data: bytes, label: str) -> tuple[P, list[generation_pb2.GenerateRequest]]:
+def _parsed(body_type: type[B], data: bytes, label: str) -> tuple[B, list[generation_pb2.GenerateRequest]]:
     body = body_type.parse(data)
     return body, body.requests(label)
 

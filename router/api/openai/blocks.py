@@ -11,7 +11,6 @@ from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.exchange import Exchange
 from router.api.openai.requests import FrontBody
-from router.api.openai.responses import routing_headers
 from router.dispatch.handler import RequestHandler
 from serving.errors import invalid_argument
 
@@ -80,7 +79,7 @@ class BlocksBuilder(ABC, Generic[BodyT]):
         if message.HasField("prompt_tokens"):
             self._num_prompt = message.prompt_tokens
             if self._body.stream:
-                await self._exchange.begin_events(routing_headers(call))
+                await self._exchange.begin_events(dict(call.trace.trailers()))
                 await self._send_begin()
         for block, added in self._blocks.add(message):
             if self._body.stream:

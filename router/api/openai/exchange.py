@@ -91,7 +91,7 @@ class Exchange(Response):
             if self._authorizer is not None:
                 self._authorizer(self.metadata)
             self._peer = grpc_peer(*(scope.get("client") or ("", 0)))
-            await self._handle_within_limits(self._peer)
+            await self._handle_within_limits()
         except ClientDisconnected:
             _log.debug("the client has disconnected")
         except ServiceError as error:
@@ -173,10 +173,10 @@ class Exchange(Response):
         if not connected.expired():
             connected.reschedule(0.0)
 
-    async def _handle_within_limits(self, peer: str) -> None:
+    async def _handle_within_limits(self) -> None:
         policy = self._policy
         deadline = asyncio.timeout(self._limits.max_deadline_s if policy.cap_deadline else None)
-        with self._limits.calls.admitted(peer, policy):
+        with self._limits.calls.admitted(self._peer, policy):
             try:
                 with self._limits.calls.awaited(deadline, policy):
                     async with deadline:
@@ -186,7 +186,7 @@ class Exchange(Response):
                     raise
                 raise DeadlineExceeded(f"not finished within {self._limits.max_deadline_s:g} s") from None
             except (InvalidArgument, HttpError):
-                await self._limits.abuse.delay_invalid(peer)
+                await self._limits.abuse.delay_invalid(self._peer)
                 raise
 
     # What another API of this port does otherwise

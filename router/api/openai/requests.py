@@ -128,14 +128,28 @@ def _biases(value: object) -> object:
     return {int(key): bias for key, bias in value.items()}
 
 
-class RequestBody(StrictModel, ABC):
-    """Parameters of both endpoints. The body's size bounds lists and objects; validation checks their contents."""
+class Body(StrictModel, ABC):
+    """The body of one endpoint that generates."""
 
-    default_max_tokens: ClassVar[int | None] = None
     renamed: ClassVar[dict[str, str]]  # wire fields by their names here, for errors
 
     model: str = ""
     stream: bool = False
+
+    @abstractmethod
+    def requests(self, label: str) -> list[generation_pb2.GenerateRequest]:
+        """One wire request for each prompt."""
+
+    def client_names(self) -> dict[str, str]:
+        """The client's names of wire fields, for errors."""
+        return self.renamed
+
+
+class RequestBody(Body):
+    """Parameters of both endpoints. The body's size bounds lists and objects; validation checks their contents."""
+
+    default_max_tokens: ClassVar[int | None] = None
+
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Int64 | None = None
     n: Int64 = 1
@@ -216,7 +230,6 @@ class RequestBody(StrictModel, ABC):
         return self
 
     def client_names(self) -> dict[str, str]:
-        """The client's names of wire fields, for errors."""
         return {**self.renamed, **{field: name for name, field, _ in self._constraints()}}
 
     def _constraints(self) -> list[tuple[str, str, Any]]:
@@ -230,10 +243,6 @@ class RequestBody(StrictModel, ABC):
             if (value := getattr(self, name)) is not None:
                 given.append((name, field, value))
         return given
-
-    @abstractmethod
-    def requests(self, label: str) -> list[generation_pb2.GenerateRequest]:
-        """One wire request for each prompt."""
 
     def _request(self, label: str, **prompt: Any) -> generation_pb2.GenerateRequest:
         return generation_pb2.GenerateRequest(
@@ -421,15 +430,11 @@ class ChatBody(RequestBody):
         return {**switches, **({"enable_thinking": False} if effort == "none" else {}), **self.chat_template_kwargs}
 
 
-class FrontBody(StrictModel, ABC):
+class FrontBody(Body):
     """The body of another API for chats, as that of a chat."""
 
-    renamed: ClassVar[dict[str, str]]
     ignored: ClassVar[frozenset[str]]
     """Parameters that do not change an answer."""
-
-    model: str = ""
-    stream: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -447,9 +452,6 @@ class FrontBody(StrictModel, ABC):
             return ChatBody.model_validate(self.chat()).requests(label)
         except ValidationError as error:
             raise invalid_body(error) from None
-
-    def client_names(self) -> dict[str, str]:
-        return self.renamed
 
 
 # vLLM's /tokenize and /detokenize.

@@ -33,8 +33,6 @@ from router.api.openai.requests import ChatBody, CompletionBody, RequestBody
 from router.dispatch.handler import RequestHandler
 from router.request.choice_state import finish_reason
 
-_HEADERS = ("tandem-disaggregated", "tandem-reason", "tandem-prefill", "tandem-decode")
-
 
 class Usage(msgspec.Struct):
     """Tokens of all choices of all prompts, or of one choice so far."""
@@ -309,7 +307,7 @@ class StreamedResponse(ResponseBuilder):
         async with self._writing:
             if not self._has_begun:
                 self._has_begun = True
-                await self.exchange.begin_events(routing_headers(call))
+                await self.exchange.begin_events(dict(call.trace.trailers()))
             await self.exchange.send_event(event)
 
     def _is_news(self, choice: Choice) -> bool:
@@ -324,11 +322,6 @@ class StreamedResponse(ResponseBuilder):
             self.response.usage = self._usage()
             await self.exchange.send_event(msgspec.json.encode(self.response))
         await self.exchange.end_events()
-
-
-def routing_headers(call: RequestHandler) -> dict[str, str]:
-    """The call's route so far and its reason, as headers; a gRPC client gets them as trailers."""
-    return {name: value for name, value in call.trace.trailers() if name in _HEADERS}
 
 
 def _candidates(positions: Iterable[common_pb2.TokenLogprobs]) -> list[Candidates]:
