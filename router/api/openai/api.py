@@ -30,7 +30,6 @@ from protos.tandem.v1 import generation_pb2
 from router.api.grpc import GenerationService
 from router.api.openai.errors import HttpError
 from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
-from router.api.openai.logprobs import TokenTexts
 from router.api.openai.messages_api import CountTokensRequest, MessagesBuilder, MessagesExchange, MessagesRequest
 from router.api.openai.requests import Body, ChatBody, CompletionBody, DetokenizeBody, RequestBody, TokenizeBody
 from router.api.openai.responses import (
@@ -40,6 +39,7 @@ from router.api.openai.responses import (
     ResponseBody,
     ResponseBuilder,
     StreamedResponse,
+    TokenTexts,
     WholeResponse,
 )
 from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest
