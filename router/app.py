@@ -237,8 +237,7 @@ class RouterApp:
     def _page_app(self, api: OpenAIApi, limits: HttpLimits, authorizer: Authorizer) -> FastAPI:
         """The application of the HTTP port with the live page."""
         from router.api.live.endpoints import LivePage
-        from router.api.live.feed import LiveFeed
-        from router.api.live.reader import RouterReader
+        from router.api.live.feed import LiveFeed, RouterReader
 
         log = self.service.metrics.log = RequestLog()
         operations, metrics = self._pools_service, self.service.metrics

@@ -12,12 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
 
 import msgspec
 
-from router.api.live.merge_patch import Json, patch_of
-from router.api.live.state import LiveState, Reading
+from router.admission.controller import AdmissionController
+from router.api.admin import PoolsService
+from router.api.live.state import Json, LiveState, PoolReading, Reading
+from router.autoscaler.observation import samples_of
+from router.metrics import RouterMetrics
+from router.request.request_log import RequestLog
+from router.request.validation import ServedModel
 from serving.broadcast import Broadcast
 
 _log = logging.getLogger(__name__)
@@ -94,3 +103,73 @@ class LiveFeed:
         if self._encoded is None:
             self._encoded = msgspec.json.encode({"snapshot": self._state})
         return self._encoded
+
+
+def patch_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> Json:
+    """The JSON merge patch (RFC 7396) that makes `after` of `before`. Null means: the member is gone. So a state has no
+    nulls, and a list is replaced as a whole."""
+    patch: Json = {name: None for name in before if name not in after}
+    for name, value in after.items():
+        old = before.get(name)
+        if old is value or old == value:
+            continue
+        patch[name] = patch_of(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return patch
+
+
+@dataclass(eq=False)
+class RouterReader:
+    """Reads the router's state for the live page, on its event loop: the one place that does."""
+
+    model: ServedModel
+    operations: PoolsService
+    admission: AdmissionController
+    metrics: RouterMetrics
+    log: RequestLog
+    is_serving: Callable[[], bool]
+
+    async def read(self) -> Reading:
+        sizes = await self.operations.sizes()  # first: everything after it is one snapshot
+        safeguards, autoscaler, resizer = (
+            self.operations.safeguards,
+            self.operations.autoscaler,
+            self.operations.resizer,
+        )
+        by_role = safeguards.pools.by_role
+        statuses = autoscaler.status.pools if autoscaler is not None else {}
+        return Reading(
+            at_s=time.time(),
+            now_s=time.monotonic(),
+            router=self._router(),
+            pools={
+                role: PoolReading(pool.num_ready(), sizes.get(role), statuses.get(role))
+                for role, pool in by_role.items()
+            },
+            instances=[
+                (role, instance.address, sample, self.operations.out(role, instance) or "")
+                for role, pool in by_role.items()
+                for instance, sample in zip(pool.instances, samples_of(role, safeguards), strict=True)
+            ],
+            running=[trace.summary() for trace in self.log.running.values()],
+            ended=self.log.ended,
+            changes=tuple(resizer.recent) if resizer is not None else (),
+        )
+
+    def _router(self) -> Json:
+        admission, tokenizer, metrics = self.admission, self.model.tokenizer, self.metrics
+        return {
+            "model": self.model.name,
+            "version": version("tandem-llm"),
+            "chat": tokenizer is not None and tokenizer.chat_template is not None,
+            "serving": self.is_serving(),
+            "resizable": self.operations.resizer is not None,
+            "in_flight": admission.in_use.num_requests,
+            "queued": admission.num_queued,
+            "received": metrics.num_received,
+            "ended": dict(metrics.ended),
+            "rejected": dict(admission.num_rejected),
+            "prompt_tokens": metrics.num_prompt_tokens,
+            "output_tokens": metrics.num_output_tokens,
+            "retried": metrics.num_retried,
+            "resumed": metrics.num_resumed,
+        }

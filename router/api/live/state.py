@@ -14,9 +14,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from router.api.live.merge_patch import Json
 from router.autoscaler.decide import ScaleDecision
 from router.autoscaler.observation import InstanceSample
 from router.autoscaler.resizer import Change
@@ -26,6 +25,8 @@ from router.pools.instance_info import InstanceKey, InstanceView, Role
 from router.request.request_log import RequestSummary
 from serving.logging import RequestEvent
 
+Json = dict[str, Any]
+"""A JSON object without nulls."""
 HISTORY_S = 300
 MAX_RUNNING = 100
 """Running requests that are listed: the oldest."""

@@ -12,10 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.api.live.merge_patch import Json, patched
+from router.api.live.state import Json
 from router.app import RouterApp
 from router.request.validation import ServedModel
 from serving.settings import SettingsError
+from tests.router.api.live.merge_patch import patched
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.api.test_security import ALICE, OPERATOR, write_tokens
 from tests.router.conftest import Run

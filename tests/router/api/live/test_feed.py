@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from router.api.live.feed import LiveFeed
-from router.api.live.merge_patch import Json, patched
-from router.api.live.state import Reading
+from router.api.live.state import Json, Reading
 from tests.process_logs import ProcessLogs
+from tests.router.api.live.merge_patch import patched
 from tests.router.api.live.test_state import WALL_S, reading
 from tests.waiting import until
 

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.live.merge_patch import Json, patch_of, patched
+from router.api.live.feed import patch_of
+from router.api.live.state import Json
+from tests.router.api.live.merge_patch import patched
 
 LEAVES = st.one_of(st.booleans(), st.integers(0, 3), st.text("ab", max_size=2), st.lists(st.integers(0, 2), max_size=2))
 STATES = st.recursive(

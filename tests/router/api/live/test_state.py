@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.api.live.merge_patch import Json
-from router.api.live.state import MAX_ENDED, MAX_RUNNING, LiveState, PoolReading, Reading, stages_of
+from router.api.live.state import MAX_ENDED, MAX_RUNNING, Json, LiveState, PoolReading, Reading, stages_of
 from router.autoscaler.decide import ScaleDecision
 from router.autoscaler.resizer import Change
 from router.autoscaler.settings import DecodePolicy
