@@ -15,6 +15,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from protos.externalscaler import externalscaler_pb2
 from protos.tandem.v1 import generation_pb2, pools_pb2, signals_pb2
 from router.admission.capacity import capacity_of
 from router.admission.controller import AdmissionController
@@ -22,10 +23,8 @@ from router.api.admin import PoolsService
 from router.api.endpoint_picker import SERVICE as _PICKER_SERVICE
 from router.api.endpoint_picker import EndpointPicker, RouterEndpoint
 from router.api.grpc import GenerationService
-from router.api.keda import SERVICE as _KEDA_SERVICE
-from router.api.keda import ExternalScaler
 from router.api.security import Security
-from router.api.signals import SignalsService
+from router.api.signals import ExternalScaler, SignalsService
 from router.api.vllm import SERVICE as _VLLM_SERVICE
 from router.api.vllm import VllmEngineService
 from router.autoscaler.actuator import Actuator, StackLink
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 _ADMIN_SERVICE = pools_pb2.DESCRIPTOR.services_by_name["PoolsService"]
+_KEDA_SERVICE = externalscaler_pb2.DESCRIPTOR.services_by_name["ExternalScaler"]
 _SIGNALS_SERVICE = signals_pb2.DESCRIPTOR.services_by_name["SignalsService"]
 _CHECK_INTERVAL_S = 0.25
 _RELEASES_S = 2.0
@@ -301,7 +301,7 @@ class RouterApp:
             await self._http.start()
 
     async def _serve_signals(self, server: Server) -> None:
-        signals = SignalsService(self._router_id, self.admission, self.service.metrics)
+        signals = SignalsService(self._router_id, self._observer)
         await server.register(_SIGNALS_SERVICE, signals, {"GetSignals": CONTROL})
         names = ("IsActive", "StreamIsActive", "GetMetricSpec", "GetMetrics")
         await server.register(_KEDA_SERVICE, self._scaler, dict.fromkeys(names, CONTROL))

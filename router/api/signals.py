@@ -1,25 +1,123 @@
-"""tandem.v1.SignalsService: what this router's requests show of the pools, for the other routers."""
+"""The services of the listener `signals`, which the other routers and KEDA call.
+
+SignalsService    tandem.v1: what this router's requests show of the pools
+ExternalScaler    externalscaler: the sizes of the pools, and whether they are needed at all
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from protos.externalscaler import externalscaler_pb2 as keda
 from protos.tandem.v1 import signals_pb2
-from router.admission.controller import AdmissionController
-from router.autoscaler.observation import router_signals_of
-from router.metrics import RouterMetrics
+from router.autoscaler.decide import Hold, PoolDecisions, ScaleDecision, balance, decide_now
+from router.autoscaler.observation import Observer, router_signals_of
+from router.pools.instance import State
+from router.pools.instance_info import Role
+from router.pools.pool import Pools
+from serving.errors import Unavailable, invalid_argument
 from serving.interceptor import Context
+
+_POOLS: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
+_CHECK_S = 0.1
+"""How soon a stream reports that a pool is needed."""
+_PROBLEMS: frozenset[Hold | None] = frozenset({"missing", "stale", "nonsense"})
+_ENDING: frozenset[State] = frozenset({"draining", "leaving"})
 
 
 @dataclass(eq=False)
 class SignalsService:
-    """Belongs to one event loop."""
+    """What this router's requests show of the pools. Belongs to one event loop."""
 
     router_id: str
-    admission: AdmissionController
-    metrics: RouterMetrics
+    observer: Observer
 
     async def GetSignals(
         self, request: signals_pb2.GetSignalsRequest, context: Context
     ) -> signals_pb2.GetSignalsResponse:
-        return router_signals_of(self.admission, self.metrics.recent).to_wire(self.router_id)
+        return router_signals_of(self.observer.admission, self.observer.latencies).to_wire(self.router_id)
+
+
+@dataclass(eq=False)
+class ExternalScaler:
+    """KEDA asks for the sizes of the pools. Belongs to one event loop.
+
+        trigger {pool: decode} ──GetMetrics──▶ observation of now ─▶ decide_now of both pools ─▶ balance ─▶ its size
+                               ──IsActive────▶ requests at this router, or at another one; unknown counts as active
+
+    The metric is the number of instances with a target of one for each, so that an HPA orders that number. Windows and
+    steps are the HPA's; bounds, targets, ratio and max_instances are the section `autoscaler`, which need not be
+    enabled.
+    """
+
+    pools: Pools
+    observer: Observer
+    active_s: float
+
+    def __post_init__(self) -> None:
+        self._ending = asyncio.Event()
+
+    def end_streams(self) -> None:
+        """The router is about to stop: KEDA connects to another one."""
+        self._ending.set()
+
+    async def IsActive(self, request: keda.ScaledObjectRef, context: Context) -> keda.IsActiveResponse:
+        _pool_of(request)
+        return keda.IsActiveResponse(result=self._is_active())
+
+    async def StreamIsActive(
+        self, request: keda.ScaledObjectRef, context: Context
+    ) -> AsyncIterator[keda.IsActiveResponse]:
+        _pool_of(request)
+        before: bool | None = None
+        while not self._ending.is_set():
+            if (is_active := self._is_active()) != before:
+                before = is_active
+                yield keda.IsActiveResponse(result=is_active)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CHECK_S):
+                    await self._ending.wait()
+
+    async def GetMetricSpec(self, request: keda.ScaledObjectRef, context: Context) -> keda.GetMetricSpecResponse:
+        spec = keda.MetricSpec(metricName=_metric(_pool_of(request)), targetSize=1, targetSizeFloat=1.0)
+        return keda.GetMetricSpecResponse(metricSpecs=[spec])
+
+    async def GetMetrics(self, request: keda.GetMetricsRequest, context: Context) -> keda.GetMetricsResponse:
+        role = _pool_of(request.scaledObjectRef)
+        if request.metricName != _metric(role):
+            raise invalid_argument("metricName", f"is {request.metricName[:64]!r}", _metric(role))
+        decision = self._decision(role)
+        if decision.hold in _PROBLEMS:
+            raise Unavailable(f"the size of the {role} pool should stay: {decision.reason}")
+        size = decision.new_size
+        value = keda.MetricValue(metricName=request.metricName, metricValue=size, metricValueFloat=size)
+        return keda.GetMetricsResponse(metricValues=[value])
+
+    def _decision(self, role: Role) -> ScaleDecision:
+        settings = self.observer.settings
+        observed = self.observer.observe({role: self._size(role) for role in self.pools.by_role})
+        prefill = decide_now(observed["prefill"], settings.prefill)
+        decode = decide_now(observed["decode"], settings.decode)
+        balanced = balance(PoolDecisions(prefill, decode, sum(one.num_ending for one in observed.values())), settings)
+        return balanced.prefill if role == "prefill" else balanced.decode
+
+    def _size(self, role: Role) -> int:
+        """Instances that are there and stay: KEDA knows how many are ordered."""
+        return sum(instance.state not in _ENDING for instance in self.pools.by_role[role].instances)
+
+    def _is_active(self) -> bool:
+        return self.observer.idle_s() < self.active_s
+
+
+def _pool_of(request: keda.ScaledObjectRef) -> Role:
+    name = request.scalerMetadata.get("pool", "")
+    if (role := _POOLS.get(name)) is None:
+        raise invalid_argument("scalerMetadata", f"pool is {name[:64]!r}", "the metadata pool: prefill or pool: decode")
+    return role
+
+
+def _metric(role: Role) -> str:
+    return f"tandem-{role}-instances"
