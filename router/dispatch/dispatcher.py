@@ -13,7 +13,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.admission.ticket import Slot
 from router.dispatch.instance_call import DecodeCall, InstanceCall, PrefillCall, TransferReleases
-from router.dispatch.response_writer import Emit
 from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
 from router.picking.affinity import Affinity, RequestAffinity
 from router.picking.by_objectives import AimSource
@@ -40,6 +39,8 @@ from serving.logging import Repeats
 _log = logging.getLogger(__name__)
 _repeats = Repeats()
 _PLAN_INTERVAL_S = 0.25
+Emit = Callable[[common_pb2.TokenChunk], Awaitable[None]]
+"""Writes a chunk to the client: returns when it is on its way."""
 CallT = TypeVar("CallT", bound=InstanceCall)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from engine.sampling.constraints import CONSTRAINTS
 from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import common_pb2
-from router.request.chat_output import ChatOutput
+from router.request.chat import ChatOutput
 
 _DEADLINE_MARGIN_S = 0.02
 """Calls end this much before the request does, so that the router ends it and not a timer at the client."""

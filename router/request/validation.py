@@ -29,9 +29,8 @@ from engine.text.tool_calls import TOOL_FORMATS, ToolFormat, tool_format_of
 from protos.tandem.v1 import generation_pb2
 from router.pools.instance_info import InstanceInfo
 from router.request.caller import Caller
-from router.request.chat_output import ChatOutput
+from router.request.chat import ChatOutput, Tools, template_messages
 from router.request.generation_request import GenerationRequest, from_wire
-from router.request.tools import Tools, template_messages
 from serving.errors import FailedPrecondition, NotFound, Unsupported, invalid_argument
 
 

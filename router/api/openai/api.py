@@ -46,7 +46,7 @@ from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest
 from router.api.openai.strict_model import StrictModel
 from router.dispatch.dispatcher import run_together
 from router.dispatch.handler import RequestHandler
-from router.request.tools import Tools
+from router.request.chat import Tools
 from router.request.validation import ServedModel, check_model, prompt_ids, service_errors
 from serving.errors import NotFound, Unavailable
 

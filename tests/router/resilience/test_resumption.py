@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import common_pb2
-from router.dispatch.response_writer import ResponseWriter
+from router.dispatch.handler import ResponseWriter
 from tests.fakes.behaviour import FULL, Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run

@@ -1,8 +1,10 @@
-"""Tools of a chat: from the client's message to the template's form, to a constraint of the output, and back to calls.
+"""A chat: its tools and messages for the template, the constraint of its output, and its output divided again.
 
 tools, tool_choice ─checked─┬─▶ the template's `tools`
                             ├─▶ SamplingParams.structural_tag, if calls are required or a tool is strict
-                            └─▶ ChatOutput ─▶ a parser for each choice ─▶ GenerateResponse.delta
+                            └─▶ ChatOutput ─▶ a parser for each choice ─chunk by chunk─▶ GenerateResponse.delta
+
+What a model thinks comes before its answer, so a constraint of the answer begins behind it.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ import msgspec
 from engine.errors import InvalidRequest, shown
 from engine.sampling.constraints import CONSTRAINTS, check_constraint
 from engine.sampling.params import SamplingParams
+from engine.text.reasoning import BEGIN, END, ReasoningParser
 from engine.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ChatParser, ToolCallParser, ToolFormat
-from protos.tandem.v1 import generation_pb2
+from protos.tandem.v1 import common_pb2, generation_pb2
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_GAP: dict[str, Any] = {"type": "regex", "pattern": "[ \\n]{0,4}"}
+"""Between the reasoning and a constrained answer."""
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -66,7 +71,9 @@ class Tools:
     @classmethod
     def of(cls, chat: generation_pb2.Chat, form: ToolFormat | None) -> Tools | None:
         """None if the chat has none, or none that may be called. Raises InvalidRequest."""
-        tools = tuple(_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(_checked_list(chat)))
+        if len(chat.tools) > MAX_TOOLS:
+            raise InvalidRequest("chat.tools", f"{len(chat.tools)} tools", f"at most {MAX_TOOLS}")
+        tools = tuple(_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools))
         names = [tool.name for tool in tools]
         if len(set(names)) < len(names):
             raise InvalidRequest("chat.tools", "two tools have the same name", "a name for each")
@@ -91,16 +98,14 @@ class Tools:
             for index, tool in enumerate(self.tools)
             if self.required_name in ("", tool.name)
         ]
+        calls = _calls(self.form, schemas, is_single=self.is_single)
         if self.is_required:
-            output = _calls(self.form, schemas, is_single=self.is_single)
+            output = calls
         elif params.is_constrained:
-            output = {
-                "type": "or",
-                "elements": [as_format(params), _calls(self.form, schemas, is_single=self.is_single)],
-            }
+            output = {"type": "or", "elements": [_as_format(params), calls]}
         else:
             output = _text_with_calls(self.form, schemas, is_single=self.is_single)
-        return with_format(params, output)
+        return _with_format(params, output)
 
     def _schema(self, tool: Tool, index: int) -> dict[str, Any]:
         if not (tool.is_strict or self.is_required):
@@ -116,12 +121,6 @@ class Tools:
     def parser(self, *, is_constrained: bool) -> ChatParser:
         names = {tool.name for tool in self.tools}
         return ToolCallParser(self.form, names, max_calls=1 if self.is_single else None, is_forced=is_constrained)
-
-
-def _checked_list(chat: generation_pb2.Chat) -> Sequence[generation_pb2.Tool]:
-    if len(chat.tools) > MAX_TOOLS:
-        raise InvalidRequest("chat.tools", f"{len(chat.tools)} tools", f"at most {MAX_TOOLS}")
-    return chat.tools
 
 
 def _tool(tool: generation_pb2.Tool, field: str) -> Tool:
@@ -195,14 +194,14 @@ def _text_with_calls(form: ToolFormat, schemas: _Schemas, *, is_single: bool) ->
     return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": is_single}
 
 
-def with_format(params: SamplingParams, form: dict[str, Any]) -> SamplingParams:
+def _with_format(params: SamplingParams, form: dict[str, Any]) -> SamplingParams:
     """`params` with this constraint and no other."""
     tag = json.dumps({"type": "structural_tag", "format": form})
     unset = {**dict.fromkeys(CONSTRAINTS), "json_object": False}
     return msgspec.structs.replace(params, **{**unset, "structural_tag": tag})
 
 
-def as_format(params: SamplingParams) -> dict[str, Any]:
+def _as_format(params: SamplingParams) -> dict[str, Any]:
     """The constraint of `params` as part of a structural tag, as the client wrote it: the tag is checked, too. Raises
     InvalidRequest."""
     constraint = params.constraint
@@ -216,6 +215,62 @@ def as_format(params: SamplingParams) -> dict[str, Any]:
     if constraint.kind == "regex":
         return {"type": "regex", "pattern": params.regex}
     return {"type": "grammar", "grammar": constraint.source}
+
+
+# The output
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOutput:
+    """How the output of one chat is divided."""
+
+    tools: Tools | None = None
+    thinks: bool = False
+    """Whether it may begin with reasoning."""
+    is_thinking: bool = False
+    """Whether the prompt ends in the middle of it."""
+
+    def __bool__(self) -> bool:
+        return self.tools is not None or self.thinks
+
+    def constrained(self, params: SamplingParams) -> SamplingParams:
+        """`params` with the constraints that tools require, behind the reasoning. Raises InvalidRequest."""
+        if self.tools is not None:
+            params = self.tools.constrained(params)
+        if not self.thinks or not params.is_constrained:
+            return params
+        tag = {"type": "tag", "begin": "" if self.is_thinking else BEGIN, "content": {"type": "any_text"}, "end": END}
+        reasoning = {"type": "sequence", "elements": [tag, _GAP]}
+        first = reasoning if self.is_thinking else {"type": "optional", "content": reasoning}
+        return _with_format(params, {"type": "sequence", "elements": [first, _as_format(params)]})
+
+    def parser(self, *, is_constrained: bool) -> ChatParser:
+        rest = None if self.tools is None else self.tools.parser(is_constrained=is_constrained)
+        if self.thinks:
+            return ReasoningParser(rest, is_open=self.is_thinking)
+        assert rest is not None, "a chat with neither tools nor reasoning is text"
+        return rest
+
+
+class ChatDeltas:
+    """The deltas of one request's choices. Its caller passes each chunk once, in order."""
+
+    def __init__(self, request_id: str, output: ChatOutput, *, is_constrained: bool) -> None:
+        self._request_id = request_id
+        self._output = output
+        self._is_constrained = is_constrained
+        self._parsers: dict[int, ChatParser] = {}
+
+    def of(self, chunk: common_pb2.TokenChunk) -> generation_pb2.ChatDelta:
+        if chunk.choice not in self._parsers:
+            self._parsers[chunk.choice] = self._output.parser(is_constrained=self._is_constrained)
+        delta = self._parsers[chunk.choice].push(chunk.text, final=chunk.HasField("finish"))
+        message = generation_pb2.ChatDelta(content=delta.content, reasoning=delta.reasoning)
+        for call in delta.tool_calls:
+            # The request's own id is unguessable, and the same for all attempts.
+            call_id = _short_id(f"{self._request_id}/{chunk.choice}/{call.index}") if call.name else ""
+            message.tool_calls.add(index=call.index, id=call_id, name=call.name, arguments=call.arguments)
+        return message
 
 
 # The template's messages
@@ -259,10 +314,10 @@ def _call(call: generation_pb2.ToolCall, form: ToolFormat | None) -> dict[str, A
 
 def _template_id(call_id: str, form: ToolFormat | None) -> str:
     """Mistral's templates reject all but nine letters and digits."""
-    return short_id(call_id) if form is MISTRAL and not _SHORT_ID.fullmatch(call_id) else call_id
+    return _short_id(call_id) if form is MISTRAL and not _SHORT_ID.fullmatch(call_id) else call_id
 
 
-def short_id(source: str) -> str:
+def _short_id(source: str) -> str:
     """Nine letters and digits, a function of `source`."""
     number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big")
     return "".join(_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(9))
