@@ -12,8 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import closing
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from engine.errors import UnsupportedModel
 from router.app import RouterApp
@@ -56,7 +55,8 @@ def _run(settings: RouterSettings, serve: Callable[[RouterSettings], Coroutine[A
     try:
         lost_nothing = asyncio.run(serve(settings))
     except (OSError, SettingsError) as error:
-        _cannot_start(str(error))
+        _log.error("cannot start: %s", error)
+        sys.exit(EXIT_CANNOT_START)
     except WorkersFailed as error:
         _log.error("%s", error)
         sys.exit(error.status)
@@ -72,7 +72,7 @@ async def _serve(settings: RouterSettings) -> bool:
         if settings.router.workers > 1:
             announce_ready(json.dumps({"address": app.address, "metrics": app.metrics_address}) + "\n", None)
         else:
-            _announce(settings, app.address)
+            _announce(settings.router, app.address)
         return await serve_until_stopped(app, signals)
 
 
@@ -80,7 +80,7 @@ async def _serve_workers(settings: RouterSettings) -> bool:
     """Runs the workers until a signal stops them; returns whether no request was cut off."""
     with stop_signals() as signals, closing(Workers(settings)) as workers:
         await workers.start()
-        _announce(settings, workers.address)
+        _announce(settings.router, workers.address)
         return await serve_until_stopped(workers, signals)
 
 
@@ -96,14 +96,8 @@ def _model(section: RouterSection) -> ServedModel:
         raise SettingsError(f"the model's folder: {error}") from None
 
 
-def _announce(settings: RouterSettings, address: str) -> None:
-    ready_file = settings.router.ready_file
-    announce_ready(f"ready address={address}\n", Path(ready_file) if ready_file is not None else None)
-
-
-def _cannot_start(why: str) -> NoReturn:
-    _log.error("cannot start: %s", why)
-    sys.exit(EXIT_CANNOT_START)
+def _announce(section: RouterSection, address: str) -> None:
+    announce_ready(f"ready address={address}\n", section.ready_file)
 
 
 if __name__ == "__main__":

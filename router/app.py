@@ -157,9 +157,7 @@ class RouterApp:
             self._vllm_engine = VllmEngineService(
                 self.service, model, self.pools, lambda: self.admission.num_queued, lambda: self._is_serving
             )
-        self._readiness: asyncio.Task[None] | None = None
-        self._scaling: asyncio.Task[None] | None = None
-        self._following_peers: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
     def address(self) -> str:
@@ -292,10 +290,10 @@ class RouterApp:
         self._metrics_server.start()
         await self.pools.start()
         if self.peers is not None:
-            self._following_peers = _started(self.peers.run(), "peers")
-        self._readiness = _started(self._follow_readiness(), "readiness")
+            self._start_task("peers", self.peers.run())
+        self._start_task("readiness", self._follow_readiness())
         if self.autoscaler is not None:
-            self._scaling = _started(self.autoscaler.run(), "autoscaler")
+            self._start_task("autoscaler", self.autoscaler.run())
         await self._server.start()
         if self._http is not None:
             await self._http.start()
@@ -318,7 +316,7 @@ class RouterApp:
     async def drain(self) -> bool:
         """Drains as the module says; False if requests were cut off at the end of the grace."""
         self._end_watches()
-        await _cancelled(self._scaling)
+        await self._end_task("autoscaler")
         try:
             return await self._server.drain()
         finally:
@@ -335,8 +333,8 @@ class RouterApp:
         self._end_watches()
         if self._http is not None:
             await self._http.stop()
-        for task in (self._scaling, self._readiness, self._following_peers):
-            await _cancelled(task)
+        for name in ("autoscaler", "readiness", "peers"):
+            await self._end_task(name)
         try:
             async with asyncio.timeout(_RELEASES_S):
                 await self._releases.wait()
@@ -387,6 +385,15 @@ class RouterApp:
         discover_service = self._kubernetes.discovery if self._kubernetes is not None else None
         return discovery_of(listed, self._settings.pools.dns_interval_s, discover_service=discover_service)
 
+    def _start_task(self, name: str, running: Coroutine[Any, Any, None]) -> None:
+        self._tasks[name] = asyncio.create_task(running, name=name)
+        self._tasks[name].add_done_callback(_log_failure)
+
+    async def _end_task(self, name: str) -> None:
+        if (task := self._tasks.pop(name, None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     async def _settle(self) -> None:
         """Waits for all instances, at most `pools.settle_s` after the first: it would get every request otherwise."""
         ready_s: float | None = None
@@ -409,18 +416,6 @@ class RouterApp:
             await self.pools.wait_for_change(_CHECK_INTERVAL_S)
 
 
-def _started(running: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    task = asyncio.create_task(running, name=name)
-    task.add_done_callback(_log_failure)
-    return task
-
-
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.critical("the task %s has ended", task.get_name(), exc_info=error)
-
-
-async def _cancelled(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -46,7 +47,7 @@ class RouterSection(Section):
         ge=1,
         le=64,
     )
-    ready_file: str | None = setting(None, "File that gets the line `ready address=host:port`.", flag="--ready-file")
+    ready_file: Path | None = setting(None, "File that gets the line `ready address=host:port`.", flag="--ready-file")
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = setting(
         "auto",
         "How the model writes tool calls; auto: by its chat template; none: no tools.",

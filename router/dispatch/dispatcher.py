@@ -157,40 +157,40 @@ class Dispatcher:
         # 2. Pick a decode instance, and a prefill instance if the request is to be split.
         plan = await self._plan(flow)
         request = choice.begin_attempt(self._aims(flow).objectives)
-        choice.at(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
+        decode_at, prefill_at = plan.decode.instance, plan.prefill.instance if plan.prefill else None
+        choice.at(decode_at, prefill_at)
         attempt = self._attempt_trace(flow, plan)
-        flow.affinity.record_placement(plan.decode.instance, plan.prefill.instance if plan.prefill else None)
-        if plan.prefill is None:
-            await self._alone(flow, plan.decode.instance, request, attempt)
+        flow.affinity.record_placement(decode_at, prefill_at)
+        if prefill_at is None:
+            await self._alone(flow, decode_at, request, attempt)
             return
         # 3. The decode instance reserves blocks or refuses before anything is computed.
-        transfer_id = secrets.token_hex(16)
-        decode_call = self._call(DecodeCall, flow, plan.decode.instance, attempt)
-        prefill_call = self._call(PrefillCall, flow, plan.prefill.instance, attempt)
+        hand_over = prefill_pb2.HandOver(transfer_id=secrets.token_hex(16), lease_s=self.disaggregation.lease_s)
+        decode_call = self._call(DecodeCall, flow, decode_at, attempt)
+        prefill_call = self._call(PrefillCall, flow, prefill_at, attempt)
         async with decode_call as decode, prefill_call as prefill:
-            decode.start(request, self._transfer(plan.prefill.instance, transfer_id))
+            decode.start(request, self._transfer(prefill_at, hand_over.transfer_id))
             await decode.reserved(self.disaggregation.reserve_timeout_s, self.disaggregation.reservation_s)
             try:
                 # 4. The prefill instance computes the prompt; its first token goes to the client at once.
-                await flow.guard.wait_probation(plan.prefill.instance.key)
-                prefill.start(
-                    request, prefill_pb2.HandOver(transfer_id=transfer_id, lease_s=self.disaggregation.lease_s)
-                )
+                await flow.guard.wait_probation(prefill_at.key)
+                prefill.start(request, hand_over)
                 attempt.computing("prefill")
                 while not (choice.handed_over or choice.finished):
                     await flow.forward(await prefill.next_tokens(), attempt)
                 if choice.finished:
                     return
                 # 5, 6. The instances hand the KV over; the seed is what decode cannot know.
-                await flow.guard.wait_probation(plan.decode.instance.key)
+                await flow.guard.wait_probation(decode_at.key)
                 decode.seed(choice.emitted_in_attempt)
                 attempt.computing("decode")
                 prefill.complete()
-                flow.affinity.record_cached(plan.prefill.instance)
+                flow.affinity.record_cached(prefill_at)
                 # 7. The decode instance streams the rest.
-                await self._decode_rest(flow, plan.decode.instance, decode, attempt)
+                await self._decode_rest(flow, decode_at, decode, attempt)
             except BaseException:
-                self.releases.send(prefill.instance.channel, transfer_id)  # decode may never have learned of it
+                # Decode may never have learned of it.
+                self.releases.send(prefill.instance.channel, hand_over.transfer_id)
                 raise
 
     async def _alone(
@@ -259,13 +259,12 @@ class Dispatcher:
 
     def _attempt_trace(self, flow: _Flow, plan: Plan) -> AttemptTrace:
         is_prefill = plan.decode.instance.info.role == "prefill"  # a request that runs there alone
-        decode = self._instance("prefill" if is_prefill else "decode", plan.decode.instance).throughput
-        if plan.prefill is None:
-            decode.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
-            return flow.trace.picked(plan, decode, None)
-        prefill = self._instance("prefill", plan.prefill.instance).throughput
-        prefill.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
-        return flow.trace.picked(plan, prefill, decode)
+        prefilling = self._instance("prefill" if is_prefill else "decode", plan.decode.instance).throughput
+        loading = None
+        if plan.prefill is not None:
+            prefilling, loading = self._instance("prefill", plan.prefill.instance).throughput, prefilling
+        prefilling.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
+        return flow.trace.picked(plan, prefilling, loading)
 
     def _call(self, kind: type[CallT], flow: _Flow, view: InstanceView, attempt: AttemptTrace) -> CallT:
         instance = self._instance(kind.role, view)
