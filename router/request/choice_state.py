@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from protos.tandem.v1 import common_pb2
 from router.pools.instance_info import Identity, InstanceKey, InstanceView
-from router.request.generation_request import NO_OBJECTIVES, GenerationRequest, Objectives
+from router.request.generation_request import NO_OBJECTIVES, GenerationRequest, Objectives, to_wire
 
 _CLIENTS_REASONS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
@@ -69,11 +69,18 @@ class Choice:
         self.stream_epoch += 1
         self.handed_over = False
         self._num_before_attempt = len(self.token_ids)
-        return self.request.for_instance(
-            choice=self.index,
+        request = self.request
+        return common_pb2.InstanceRequest(
+            request_id=f"{request.request_id}-{self.index}-{self.stream_epoch}",
             stream_epoch=self.stream_epoch,
+            choice=self.index,
+            prompt_token_ids=request.prompt_token_ids,
             emitted_token_ids=self.token_ids,
-            objectives=objectives,
+            sampling=to_wire(request.params, request.seed),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            ttft_s=objectives.ttft_s or 0.0,
+            itl_s=objectives.itl_s or 0.0,
         )
 
     def at(self, decode: InstanceView, prefill: InstanceView | None) -> None:

@@ -103,24 +103,3 @@ class GenerationRequest:
         """Most output tokens of one choice."""
         assert self.params.max_tokens is not None, "validation fills max_tokens in"
         return self.params.max_tokens
-
-    def for_instance(
-        self,
-        *,
-        choice: int,
-        stream_epoch: int,
-        emitted_token_ids: list[int],
-        objectives: Objectives = NO_OBJECTIVES,
-    ) -> common_pb2.InstanceRequest:
-        return common_pb2.InstanceRequest(
-            request_id=f"{self.request_id}-{choice}-{stream_epoch}",
-            stream_epoch=stream_epoch,
-            choice=choice,
-            prompt_token_ids=self.prompt_token_ids,
-            emitted_token_ids=emitted_token_ids,
-            sampling=to_wire(self.params, self.seed),
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            ttft_s=objectives.ttft_s or 0.0,
-            itl_s=objectives.itl_s or 0.0,
-        )

@@ -30,35 +30,6 @@ class Block:
     name: str = ""
 
 
-class Blocks:
-    """The blocks of one answer, as its messages come."""
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-
-    def add(self, message: generation_pb2.GenerateResponse) -> Iterator[tuple[Block, str]]:
-        """What the next message adds to which block; a new block is the last of `blocks`."""
-        if not message.HasField("delta"):
-            yield from self._add("text", message.tokens.text)
-            return
-        yield from self._add("reasoning", message.delta.reasoning)
-        yield from self._add("text", message.delta.content)
-        for call in message.delta.tool_calls:
-            if call.name:
-                self.blocks.append(Block("call", len(self.blocks), call_id=call.id, name=call.name))
-            yield self._extended(call.arguments)
-
-    def _add(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[tuple[Block, str]]:
-        if text:
-            if not self.blocks or self.blocks[-1].kind != kind:
-                self.blocks.append(Block(kind, len(self.blocks)))
-            yield self._extended(text)
-
-    def _extended(self, text: str) -> tuple[Block, str]:
-        self.blocks[-1].text += text
-        return self.blocks[-1], text
-
-
 class BlocksBuilder(ABC, Generic[BodyT]):
     """The answer to one request as blocks, whole or as events."""
 
@@ -66,7 +37,7 @@ class BlocksBuilder(ABC, Generic[BodyT]):
         self._exchange = exchange
         self._body = body
         self._model = model
-        self._blocks = Blocks()
+        self._blocks: list[Block] = []
         self._open: Block | None = None
         self._num_prompt = self._num_tokens = 0
         self._finish = common_pb2.Finish()
@@ -81,9 +52,31 @@ class BlocksBuilder(ABC, Generic[BodyT]):
             if self._body.stream:
                 await self._exchange.begin_events(dict(call.trace.trailers()))
                 await self._send_begin()
-        for block, added in self._blocks.add(message):
+        for block, added in self._added(message):
             if self._body.stream:
                 await self._send_part(block, added)
+
+    def _added(self, message: generation_pb2.GenerateResponse) -> Iterator[tuple[Block, str]]:
+        """What the message adds to which block; a new block is the last of `_blocks`."""
+        if not message.HasField("delta"):
+            yield from self._added_text("text", message.tokens.text)
+            return
+        yield from self._added_text("reasoning", message.delta.reasoning)
+        yield from self._added_text("text", message.delta.content)
+        for call in message.delta.tool_calls:
+            if call.name:
+                self._blocks.append(Block("call", len(self._blocks), call_id=call.id, name=call.name))
+            yield self._extended(call.arguments)
+
+    def _added_text(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[tuple[Block, str]]:
+        if text:
+            if not self._blocks or self._blocks[-1].kind != kind:
+                self._blocks.append(Block(kind, len(self._blocks)))
+            yield self._extended(text)
+
+    def _extended(self, text: str) -> tuple[Block, str]:
+        self._blocks[-1].text += text
+        return self._blocks[-1], text
 
     async def _send_part(self, block: Block, added: str) -> None:
         if block is not self._open:

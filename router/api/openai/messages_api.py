@@ -1,6 +1,6 @@
 """Anthropic's Messages API: its body as that of a chat, and its answer, whole or as events.
 
-    MessagesRequest ─▶ ChatBody ─▶ GenerateRequest ─▶ … GenerateResponse ─▶ Blocks ─▶ content blocks
+    MessagesRequest ─▶ ChatBody ─▶ GenerateRequest ─▶ … GenerateResponse ─▶ Block ─▶ content blocks
 
 A content block (thinking, text, tool_use) is one block of the answer (blocks.py). Errors have Anthropic's form; the
 token may come as `x-api-key`.
@@ -177,7 +177,7 @@ class MessagesBuilder(BlocksBuilder[MessagesRequest]):
 
     async def finish(self, headers: Mapping[str, str]) -> None:
         if not self._body.stream:
-            content = [_content(block) for block in self._blocks.blocks]
+            content = [_content(block) for block in self._blocks]
             await self._exchange.send_json({**self._message(content), **self._end()}, headers)
             return
         await self._close()
@@ -219,7 +219,7 @@ class MessagesBuilder(BlocksBuilder[MessagesRequest]):
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if finish.HasField("stop_string"):
             return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_string}
-        has_calls = any(block.kind == "call" for block in self._blocks.blocks)
+        has_calls = any(block.kind == "call" for block in self._blocks)
         return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """OpenAI's Responses API, stateless: its body as that of a chat, and its answer, whole or as events.
 
-    ResponsesRequest ─▶ ChatBody ─▶ GenerateRequest ─▶ … GenerateResponse ─▶ Blocks ─▶ output items
+    ResponsesRequest ─▶ ChatBody ─▶ GenerateRequest ─▶ … GenerateResponse ─▶ Block ─▶ output items
 
 An item of reasoning, a message or a function call is one block of the answer (blocks.py).
 """
@@ -170,7 +170,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
 
     async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
         await super().add(prompt_index, call, message)
-        if self._blocks.blocks and self._blocks.blocks[-1].kind == "reasoning":
+        if self._blocks and self._blocks[-1].kind == "reasoning":
             self._num_thinking = self._num_tokens
 
     async def finish(self, headers: Mapping[str, str]) -> None:
@@ -252,7 +252,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
             "instructions": body.instructions or None,
             "max_output_tokens": body.max_output_tokens,
             "model": self._model,
-            "output": [self._item(block) for block in self._blocks.blocks] if is_last else [],
+            "output": [self._item(block) for block in self._blocks] if is_last else [],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
