@@ -111,13 +111,15 @@ def in_order(routers: Iterable[RouterEndpoint], key: str) -> list[str]:
 
 def conversation(body: bytes) -> str | None:
     """What all turns of one conversation have in common: `prompt_cache_key`, or the beginning of the messages or of the
-    prompt. None: nothing, or no whole JSON object."""
+    prompt. None: nothing, or no whole JSON object, or one that is nested too deeply."""
     try:
         fields = json.loads(body)
-    except ValueError:
+        return _key(fields) if isinstance(fields, dict) else None
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(fields, dict):
-        return None
+
+
+def _key(fields: dict[str, Any]) -> str | None:
     if isinstance(session := fields.get("prompt_cache_key"), str) and session:
         return session
     for name in ("messages", "input", "prompt"):

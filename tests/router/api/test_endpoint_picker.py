@@ -199,7 +199,10 @@ def test_turns_of_one_conversation_have_one_key(first: Any, second: Any, is_one:
     assert (keys[0] == keys[1]) is is_one
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"{}", b'{"messages": []}', b"\xff"])
+DEEP = pytest.param(b"[" * 10**5, id="deep")
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"{}", b'{"messages": []}', b"\xff", DEEP])
 def test_what_is_no_conversation_has_no_key(data: bytes) -> None:
     assert conversation(data) is None
 
