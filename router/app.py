@@ -38,7 +38,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.instance_call import TransferReleases
 from router.metrics import RouterCollector
 from router.picking.affinity import Affinity
-from router.picking.by_objectives import AimSource
+from router.picking.placement import AimSource
 from router.picking.plan import servable
 from router.pools.discovery import ServiceDiscovery, discovery_of, parse_targets
 from router.pools.instance_info import InstanceView, Role

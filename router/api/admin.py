@@ -18,7 +18,7 @@ from router.autoscaler.actuator import ActuatorError
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.resizer import Change, Resizer, SizeRefused
 from router.picking.affinity import Affinity
-from router.picking.by_objectives import AimSource
+from router.picking.placement import AimSource
 from router.picking.plan import explain
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance

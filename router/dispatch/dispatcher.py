@@ -23,7 +23,7 @@ from router.admission.ticket import Slot
 from router.dispatch.instance_call import DecodeCall, InstanceCall, PrefillCall, TransferReleases
 from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
 from router.picking.affinity import Affinity, RequestAffinity
-from router.picking.by_objectives import AimSource
+from router.picking.placement import AimSource
 from router.picking.plan import NoPlan, Plan, can_move, make_plan
 from router.picking.scorers import Aims
 from router.picking.settings import DisaggregationSettings

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from protos.tandem.v1 import pools_pb2
 from router.picking import picker
 from router.picking.affinity import Affinity, RequestAffinity
-from router.picking.by_objectives import AimSource, place_by_objectives
 from router.picking.disaggregation import Decision, Disaggregation, Situation, decide
 from router.picking.picker import Filter, NoPick, Pick
+from router.picking.placement import AimSource, place_by_objectives
 from router.picking.scorers import Criteria, RequestFacts, Scoring, other_domain, queue_now, waiting_tokens
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance_info import InstanceKey, InstanceView

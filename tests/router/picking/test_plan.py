@@ -15,8 +15,8 @@ from engine.sampling.constraints import CONSTRAINTS
 from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import instance_pb2
 from router.picking.affinity import Affinity
-from router.picking.by_objectives import AimSource
 from router.picking.disaggregation import Decision, Reason
+from router.picking.placement import AimSource
 from router.picking.plan import NoPlan, Plan, explain, make_plan, servable
 from router.picking.scorers import Aims, Criteria
 from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings

@@ -12,7 +12,7 @@ import pytest
 
 from engine.sampling.params import SamplingParams
 from router.picking.affinity import Affinity, RequestAffinity
-from router.picking.by_objectives import AimSource
+from router.picking.placement import AimSource
 from router.picking.plan import Plan, explain, make_plan
 from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
 from router.picking.weights_shares import WeightsShares
