@@ -27,12 +27,10 @@ from router.api.security import Security
 from router.api.signals import ExternalScaler, SignalsService
 from router.api.vllm import SERVICE as _VLLM_SERVICE
 from router.api.vllm import VllmEngineService
-from router.autoscaler.actuator import Actuator, StackLink
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.observation import Observer
-from router.autoscaler.peers import Peers
-from router.autoscaler.resizer import Resizer
-from router.autoscaler.router_signals import RecentLatencies
+from router.autoscaler.resizer import Actuator, Resizer, StackLink
+from router.autoscaler.router_signals import Peers, RecentLatencies
 from router.config import RouterSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.instance_call import TransferReleases

@@ -20,11 +20,10 @@ from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
 from router.admission.controller import AdmissionController
-from router.autoscaler.loop import Autoscaler
+from router.autoscaler.loop import Autoscaler, metrics_of
 from router.autoscaler.observation import InstanceSample, samples_of
 from router.autoscaler.router_signals import RecentLatencies
 from router.autoscaler.settings import AutoscalerSettings
-from router.autoscaler.status import collected
 from router.picking.disaggregation import Disaggregation
 from router.picking.weights_shares import SHOWN_DIGITS
 from router.pools.instance import State
@@ -141,7 +140,7 @@ class RouterCollector(Collector):
             "tandem_router_failovers_under_way", "Attempts after a failed one, without a token yet.", num_under_way
         )
         yield from _instances(instances)
-        yield from collected(self.autoscaler.status if self.autoscaler is not None else None)
+        yield from metrics_of(self.autoscaler.status if self.autoscaler is not None else None)
 
     async def _read(self) -> tuple[list[tuple[Role, InstanceSample]], int]:
         samples = [(role, one) for role in get_args(Role) for one in samples_of(role, self.safeguards)]

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import grpc.aio
 
 from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2, instance_pb2_grpc, pools_pb2
-from router.autoscaler.actuator import ActuatorError
 from router.autoscaler.loop import Autoscaler
-from router.autoscaler.resizer import Change, Resizer, SizeRefused
+from router.autoscaler.resizer import ActuatorError, Change, Resizer, SizeRefused
 from router.picking.affinity import Affinity
 from router.picking.placement import AimSource
 from router.picking.plan import explain

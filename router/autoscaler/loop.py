@@ -8,6 +8,8 @@ Every router observes and decides, so that one that takes over the lead has full
 before each step and holds for lead_ttl_s from the request: a router that was held up longer than that does not apply an
 old decision, and a resize that hangs is given up then. A step ends before the next begins, so resizes never overlap.
 No failure of the owner of the instances ends the loop.
+
+Operators and Prometheus read its state (`AutoscalerStatus`); docs/metrics.md lists the metrics.
 """
 
 from __future__ import annotations
@@ -16,24 +18,99 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from router.autoscaler.actuator import Actuator, ActuatorError
-from router.autoscaler.decide import History, PoolDecisions, ScaleDecision, balance, decide
+from prometheus_client import Metric
+
+from protos.tandem.v1 import pools_pb2
+from router.autoscaler.decide import Direction, History, Hold, PoolDecisions, ScaleDecision, balance, decide
 from router.autoscaler.observation import PoolObservation
-from router.autoscaler.resizer import Change, Resizer
-from router.autoscaler.settings import AutoscalerSettings
-from router.autoscaler.status import AutoscalerStatus, PoolStatus
+from router.autoscaler.resizer import Actuator, ActuatorError, Change, Resizer
+from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
 from router.pools.instance_info import Role
+from serving.metrics import counter, gauge
 
 _log = logging.getLogger(__name__)
 _MAX_INTERVALS = 12
 """Between two attempts while the owner of the instances is unavailable."""
+_MAX_RECENT = 32
 
 ObservePools = Callable[[Mapping[Role, int]], Mapping[Role, PoolObservation]]
 """Both pools now, given their desired sizes."""
+
+
+@dataclass(slots=True)
+class PoolStatus:
+    """One pool's, since the start. Written by the loop alone, on the event loop."""
+
+    policy: PoolPolicy
+    decision: ScaleDecision | None = None
+    """The last one; None before the first observation."""
+    failure: str | None = None
+    """Why there was none since."""
+    leads: bool = False
+    """Whether this router was the one that resizes, at the last decision."""
+    holds: Counter[Hold] = field(default_factory=Counter)
+    """Decisions that left the size as it is, by reason."""
+    recent: deque[ScaleDecision] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
+    """The last decisions that differ from the one before in their size or in what holds them."""
+    changes: Counter[Direction] = field(default_factory=Counter)
+    """Resizes that this autoscaler has begun."""
+
+    def decided(self, decision: ScaleDecision, *, leads: bool) -> None:
+        """A decision was made, and applied unless it holds."""
+        before, self.decision, self.leads, self.failure = self.decision, decision, leads, None
+        if before is None or (before.hold, before.new_size) != (decision.hold, decision.new_size):
+            self.recent.append(decision)
+        if decision.hold is not None:
+            self.holds[decision.hold] += 1
+        elif decision.direction is not None:
+            self.changes[decision.direction] += 1
+
+    def failed(self, why: str) -> None:
+        """The owner of the instances is unavailable or has refused, so that no decision was made."""
+        self.failure, self.leads = why, False
+        self.holds["no_answer"] += 1
+
+    def to_wire(self, now_s: float) -> pools_pb2.AutoscalerStatus:
+        """`now_s` is on the autoscaler's clock."""
+        decision = self.decision
+        reason = decision.reason if decision is not None else "no observation yet"
+        return pools_pb2.AutoscalerStatus(
+            min_size=self.policy.min_size,
+            max_size=self.policy.max_size,
+            leads=self.leads,
+            reason=self.failure or reason,
+            desired_size=decision.desired if decision is not None else 0,
+            age_s=now_s - decision.at_s if decision is not None else 0.0,
+        )
+
+
+class AutoscalerStatus:
+    """Both pools' and the lead. Written by the loop."""
+
+    def __init__(self, settings: AutoscalerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.pools: dict[Role, PoolStatus] = {
+            "prefill": PoolStatus(settings.prefill),
+            "decode": PoolStatus(settings.decode),
+        }
+        self.lead_until_s = float("-inf")
+        self.num_failures = 0
+        """Times that the owner of the instances was unavailable or refused."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this router is the one that resizes, now."""
+        return self._clock() < self.lead_until_s
+
+    def to_wire(self, role: Role) -> pools_pb2.AutoscalerStatus:
+        return self.pools[role].to_wire(self._clock())
+
+    def age_s(self, decision: ScaleDecision) -> float:
+        return self._clock() - decision.at_s
 
 
 @dataclass(slots=True)
@@ -181,3 +258,26 @@ class Autoscaler:
     def _failed(self, backoff: _Backoff, error: ActuatorError | TimeoutError) -> None:
         self.status.num_failures += 1
         backoff.failed(str(error) or f"no answer within {self.settings.lead_ttl_s:g} s", self.clock())
+
+
+def metrics_of(status: AutoscalerStatus | None) -> Iterator[Metric]:
+    """Every metric family; without an autoscaler they have no samples."""
+    pools = status.pools if status is not None else {}
+    decided = [((role,), pool.decision) for role, pool in pools.items() if pool.decision is not None]
+    sizes = [(labels, decision.new_size) for labels, decision in decided]
+    desired = [(labels, decision.desired) for labels, decision in decided]
+    ages = [(labels, status.age_s(decision)) for labels, decision in decided if status is not None]
+    leads = [((), status.leads)] if status is not None else []
+    holds = [((role, why), count) for role, pool in pools.items() for why, count in dict(pool.holds).items()]
+    changes = [((role, to), count) for role, pool in pools.items() for to, count in dict(pool.changes).items()]
+    failures = [((), status.num_failures)] if status is not None else []
+    for kind, name, documentation, samples, labels in (
+        (gauge, "size", "Desired size of the pool.", sizes, ["role"]),
+        (gauge, "desired_size", "Size the pool would get if it could change at once.", desired, ["role"]),
+        (gauge, "decision_age_seconds", "Since the last observation with a decision.", ages, ["role"]),
+        (gauge, "leads", "1: this router resizes; 0: another one or none does.", leads, []),
+        (counter, "holds", "Decisions that left a size as it is.", holds, ["role", "reason"]),
+        (counter, "changes", "Resizes by this autoscaler.", changes, ["role", "direction"]),
+        (counter, "failures", "Times that the owner of the instances was unavailable or refused.", failures, []),
+    ):
+        yield kind(f"tandem_router_autoscaler_{name}", documentation, samples, *labels)

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from router.admission.controller import AdmissionController
-from router.autoscaler.peers import Peers
-from router.autoscaler.router_signals import EMPTY_QUEUE, QueueSample, RecentLatencies, RouterSignals, combined
+from router.autoscaler.router_signals import EMPTY_QUEUE, Peers, QueueSample, RecentLatencies, RouterSignals, combined
 from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
 from router.pools.instance import State
 from router.pools.instance_info import ROLES, InstanceView, Role

@@ -24,8 +24,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from router.autoscaler.actuator import ActuatorError
-from router.autoscaler.resizer import MAX_SIZE
+from router.autoscaler.resizer import MAX_SIZE, ActuatorError
 from router.kubernetes.cluster import (
     Cluster,
     ClusterError,

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import click
 import msgspec
 
-from router.autoscaler.actuator import ActuatorError
+from router.autoscaler.resizer import ActuatorError
 from router.kubernetes.actuator import held_by
 from router.kubernetes.cluster import APPLY_PATCH, Cluster, ClusterError, Conflict, Lease, Missing, Scale
 from router.kubernetes.settings import KubernetesSettings

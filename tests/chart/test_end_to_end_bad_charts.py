@@ -12,7 +12,7 @@ from helm_python import Chart, HelmError
 
 from helm.golden import ci_files
 from helm.rendering import CHART, read_values
-from router.autoscaler.actuator import ActuatorError
+from router.autoscaler.resizer import ActuatorError
 from router.kubernetes.actuator import Election, KubernetesActuator
 from router.kubernetes.cluster import Cluster
 from router.kubernetes.settings import KubernetesSettings

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from helm.rendering import Manifest
-from router.autoscaler.actuator import ActuatorError
+from router.autoscaler.resizer import ActuatorError
 from router.config import RouterSettings
 from router.kubernetes.actuator import Election, KubernetesActuator
 from router.kubernetes.cluster import Cluster

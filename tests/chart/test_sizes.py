@@ -12,7 +12,7 @@ import pytest
 from helm_python import Chart
 
 from helm.rendering import CHART, render
-from router.autoscaler.actuator import ActuatorError
+from router.autoscaler.resizer import ActuatorError
 from router.kubernetes.actuator import Election, KubernetesActuator
 from router.kubernetes.cluster import Cluster, Scale
 from router.kubernetes.settings import KubernetesSettings

@@ -17,10 +17,10 @@ from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 from router.autoscaler.decide import ScaleDecision
+from router.autoscaler.loop import PoolStatus
 from router.autoscaler.observation import InstanceSample
 from router.autoscaler.resizer import Change
 from router.autoscaler.router_signals import weighted_quantile
-from router.autoscaler.status import PoolStatus
 from router.pools.instance_info import InstanceKey, InstanceView, Role
 from router.request.request_log import RequestSummary
 from serving.logging import RequestEvent

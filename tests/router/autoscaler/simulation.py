@@ -13,10 +13,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.autoscaler.actuator import ActuatorError
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.observation import PoolObservation
-from router.autoscaler.resizer import Resizer
+from router.autoscaler.resizer import ActuatorError, Resizer
 from router.autoscaler.settings import AutoscalerSettings
 from router.pools.discovery import StaticDiscovery
 from router.pools.instance_info import Role

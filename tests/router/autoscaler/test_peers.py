@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from protos.tandem.v1 import signals_pb2, signals_pb2_grpc
 from router.app import RouterApp
 from router.autoscaler.observation import Observer
-from router.autoscaler.peers import Peers
 from router.autoscaler.router_signals import (
     EMPTY_QUEUE,
     LatencySample,
+    Peers,
     QueueSample,
     RecentLatencies,
     RouterSignals,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from router.autoscaler.actuator import ActuatorError
-from router.autoscaler.resizer import SizeRefused, least_loaded
+from router.autoscaler.resizer import ActuatorError, SizeRefused, least_loaded
 from router.pools.instance import State
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from tests.router.conftest import Run

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from router.autoscaler.actuator import ActuatorError
+from router.autoscaler.resizer import ActuatorError
 from router.kubernetes import cluster as cluster_module
 from router.kubernetes.actuator import DELETION_COST
 from router.kubernetes.cluster import Missing

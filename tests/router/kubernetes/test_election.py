@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.autoscaler.actuator import ActuatorError
+from router.autoscaler.resizer import ActuatorError
 from router.kubernetes import cluster as cluster_module
 from router.kubernetes.actuator import PAUSED, Election
 from tests.router.kubernetes.release import LEASE, FakeRelease, fake_release

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import stack_pb2, stack_pb2_grpc
-from router.autoscaler.actuator import ActuatorError, StackLink
+from router.autoscaler.resizer import ActuatorError, StackLink
 from tandem.local_stack.desired_state import DesiredState
 from tandem.local_stack.server import LeaderLease, StackServer
 from tests.tandem.local_stack.test_desired_state import make_state, names

@@ -25,8 +25,8 @@ from router.api.live.state import PoolReading, Reading
 from router.api.openai.exchange import HttpLimits
 from router.api.openai.server import HttpServer, HttpSettings
 from router.autoscaler.decide import ScaleDecision
+from router.autoscaler.loop import PoolStatus
 from router.autoscaler.settings import DecodePolicy, PrefillPolicy
-from router.autoscaler.status import PoolStatus
 from router.pools.throughput import ThroughputEstimate
 from router.request.request_log import MAX_ENDED, RequestSummary
 from serving.abuse_limits import AbuseLimits

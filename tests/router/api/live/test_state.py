@@ -12,9 +12,9 @@ import pytest
 
 from router.api.live.state import MAX_ENDED, MAX_RUNNING, Json, LiveState, PoolReading, Reading, stages_of
 from router.autoscaler.decide import ScaleDecision
+from router.autoscaler.loop import PoolStatus
 from router.autoscaler.resizer import Change
 from router.autoscaler.settings import DecodePolicy
-from router.autoscaler.status import PoolStatus
 from router.pools.throughput import ThroughputEstimate
 from router.request.request_log import RequestLog, RequestSummary
 from serving.logging import RequestEvent
