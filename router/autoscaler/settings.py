@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
-from router.pools.discovery import parse_targets
+from router.pools.settings import Targets
 from serving.settings import Address, Section, setting
 
 _MIN_STALE_INTERVALS = 2
@@ -185,7 +185,7 @@ class SignalSettings(Section):
         "host:port on which the other routers ask for this one's queue and latencies, and KEDA for the sizes of the "
         "pools; none: not served. With TLS it requires a certificate, of tls.client_names if there are any.",
     )
-    routers: str = setting(
+    routers: Targets = setting(
         "",
         "That listener of all routers, this one included: host:port, dns:name:port, kubernetes:service:port; empty: "
         "this router knows no other one, and admission.num_routers counts them.",
@@ -198,9 +198,3 @@ class SignalSettings(Section):
         "pollingInterval.",
         gt=0,
     )
-
-    @field_validator("routers")
-    @classmethod
-    def _is_list_of_targets(cls, value: str) -> str:
-        parse_targets(value)
-        return value

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import AfterValidator, field_validator, model_validator
 
 from router.pools.discovery import parse_targets
 from serving.settings import Section, setting
 
 
+def _checked(text: str) -> str:
+    parse_targets(text)
+    return text
+
+
+Targets = Annotated[str, AfterValidator(_checked)]
+"""The type of a setting that lists addresses as `parse_targets` reads them."""
+
+
 class PoolSettings(Section):
     """The instances, and when one counts as unavailable."""
 
-    prefill: str = setting(
+    prefill: Targets = setting(
         "", "Prefill instances: host:port, dns:name:port, kubernetes:service:port; comma-separated.", flag="--prefill"
     )
-    decode: str = setting(
+    decode: Targets = setting(
         "", "Decode instances: host:port, dns:name:port, kubernetes:service:port; comma-separated.", flag="--decode"
     )
     stack: str = setting(
@@ -40,12 +49,6 @@ class PoolSettings(Section):
     )
     min_backoff_s: float = setting(0.1, "First wait in seconds before reconnecting to an instance.", gt=0)
     max_backoff_s: float = setting(0.5, "Longest wait in seconds before reconnecting to an instance.", ge=0.1)
-
-    @field_validator("prefill", "decode")
-    @classmethod
-    def _is_list_of_targets(cls, value: str) -> str:
-        parse_targets(value)
-        return value
 
     @field_validator("stack")
     @classmethod

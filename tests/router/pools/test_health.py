@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from router.pools.health import FailureDetector
+from router.pools.instance import FailureDetector
 from tests.waiting import until
 
 TIMEOUT_S = 0.5
