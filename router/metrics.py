@@ -219,9 +219,9 @@ def _instances(instances: list[tuple[Role, InstanceSample]]) -> Iterator[Metric]
     yield per_instance(
         "requests_without_room", "Of the waiting requests: whose KV has no room yet, or no grammar.", without_room
     )
-    tokens = [(labels, view.load.num_waiting_tokens + view.num_unreported_tokens) for labels, view in views]
+    tokens = [(labels, view.num_waiting_tokens) for labels, view in views]
     yield per_instance("waiting_tokens", "Tokens that wait at an instance to be prefilled.", tokens)
-    blocks = [(labels, view.load.free_blocks + view.load.cached_blocks) for labels, view in views]
+    blocks = [(labels, view.load.usable_blocks) for labels, view in views]
     yield per_instance("usable_blocks", "Free and cached KV blocks.", blocks)
     throughput = (
         ((*labels, kind), per_s)

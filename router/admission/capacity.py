@@ -72,8 +72,8 @@ def capacity_of(decode: Sequence[InstanceView], prefill: Sequence[InstanceView])
         num_blocks=_total(view.info.num_blocks for view in ready),
         block_size=max((view.info.identity.block_size for view in ready), default=0) or 1,
         num_batched_tokens=_total(view.info.max_num_batched_tokens for view in prefilling),
-        used_sequences=sum(map(_num_sequences, ready)),
-        used_blocks=sum(view.info.num_blocks - view.load.free_blocks - view.load.cached_blocks for view in ready),
+        used_sequences=sum(view.num_requests for view in ready),
+        used_blocks=sum(view.num_used_blocks for view in ready),
     )
 
 
@@ -195,13 +195,6 @@ class Usage:
         self.num_sequences += sign * charge.num_sequences
         self.num_tokens += sign * charge.num_tokens
         self.num_blocks += sign * charge.num_blocks
-
-
-def _num_sequences(view: InstanceView) -> int:
-    """At one instance now: its last report, corrected by what this router has sent and seen end since."""
-    load = view.load
-    running = max(load.num_running + load.num_loading - view.num_ended, 0)
-    return load.num_waiting + view.num_unreported + running
 
 
 def _total(values: Iterable[int]) -> int | None:

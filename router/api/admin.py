@@ -21,7 +21,7 @@ from router.picking.placement import AimSource
 from router.picking.plan import explain
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
-from router.pools.instance_info import ROLES, WIRE_ROLES, LoadReport, Role
+from router.pools.instance_info import ROLES, WIRE_ROLES, InstanceView, Role
 from router.pools.pool import Pool
 from router.request.generation_request import GenerationRequest
 from router.request.validation import ModelLimits, ServedModel, validated
@@ -37,7 +37,7 @@ def instance_of(role: Role, instance: UpstreamInstance, out: str | None) -> pool
         address=instance.address,
         role=WIRE_ROLES[role],
         out=out or "",
-        load=_load(view.load, view.info.num_blocks) if view else None,
+        load=_load(view) if view else None,
         num_running_here=instance.calls.num_requests,
         num_blocks=instance.info.num_blocks if instance.info else 0,
         weights_digest=instance.info.identity.weights_digest if instance.info else "",
@@ -45,9 +45,9 @@ def instance_of(role: Role, instance: UpstreamInstance, out: str | None) -> pool
     )
 
 
-def _load(load: LoadReport, num_blocks: int) -> instance_pb2.WatchLoadResponse:
+def _load(view: InstanceView) -> instance_pb2.WatchLoadResponse:
     """What the router keeps of a report. Blocks that are neither free nor cached count as running."""
-    num_running_blocks = max(num_blocks - load.free_blocks - load.cached_blocks, 0)
+    load, num_running_blocks = view.load, max(view.num_used_blocks, 0)
     return instance_pb2.WatchLoadResponse(
         instance_epoch=load.epoch,
         sequence=load.sequence,

@@ -134,7 +134,7 @@ def load_of(decode: Iterable[InstanceView], prefill: Iterable[InstanceView], num
     num_running = sum(load.num_running for load in loads)
     num_waiting = sum(load.num_waiting + load.num_loading for load in loads) + num_queued
     total = sum(view.info.num_blocks * view.info.identity.block_size for view in decode)
-    unused = sum((view.load.free_blocks + view.load.cached_blocks) * view.info.identity.block_size for view in decode)
+    unused = sum(view.load.usable_blocks * view.info.identity.block_size for view in decode)
     used = max(0, total - unused)
     return vllm.SchedulerLoad(
         num_running_reqs=num_running,

@@ -158,14 +158,13 @@ def load_of(role: Role, sample: InstanceSample, speed_per_s: float | None) -> In
     speed_per_s = view.throughput.prefill_per_s or speed_per_s
     waiting_s = 0.0 if num_tokens == 0 else num_tokens / speed_per_s if speed_per_s else None
     _check_numbers(sample.name, waiting_s=waiting_s)
-    used_blocks = info.num_blocks - load.free_blocks - load.cached_blocks
     return InstanceLoad(
         name=sample.name,
         num_waiting=num_waiting,
         num_running=num_running,
         score=(WAITING_WEIGHT * num_waiting + num_running) / info.max_num_seqs,
         waiting_s=waiting_s,
-        kv_use=(used_blocks - (load.held_blocks if role == "prefill" else 0)) / max(info.num_blocks, 1),
+        kv_use=(view.num_used_blocks - (load.held_blocks if role == "prefill" else 0)) / max(info.num_blocks, 1),
         is_blocked=is_blocked,
     )
 

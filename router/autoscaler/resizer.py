@@ -177,9 +177,7 @@ def _loss(instance: UpstreamInstance) -> tuple[bool, int, int]:
     view = instance.view()
     if view is None:
         return (False, 0, 0)
-    load = view.load
-    num_requests = load.num_waiting + load.num_running + load.num_loading + view.num_unreported - view.num_ended
-    return (view.out is None, num_requests, max(view.info.num_blocks - load.free_blocks, 0))
+    return (view.out is None, view.num_requests, max(view.info.num_blocks - view.load.free_blocks, 0))
 
 
 class StackLink:

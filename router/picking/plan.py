@@ -19,7 +19,7 @@ from router.picking.affinity import Affinity, RequestAffinity
 from router.picking.disaggregation import Decision, Disaggregation, Situation, decide
 from router.picking.picker import Filter, NoPick, Pick
 from router.picking.placement import AimSource, place_by_objectives
-from router.picking.scorers import Criteria, RequestFacts, Scoring, other_domain, queue_now, waiting_tokens
+from router.picking.scorers import Criteria, RequestFacts, Scoring, other_domain, queue_now
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance_info import InstanceKey, InstanceView
 from router.pools.throughput import Work
@@ -207,7 +207,7 @@ def _situation(
     situation = Situation(
         num_tokens=choice.num_tokens,
         num_cached_at_decode=_num_cached(choice, decode, criteria),
-        num_ahead_at_decode=_num_ahead(decode),
+        num_ahead_at_decode=decode.num_waiting_tokens,
         num_streams=sum(queue_now(decode)),
         decode_per_s=speed.prefill_per_s or _mean(one.prefill_per_s for one in pool),
         hand_over_per_s=speed.hand_over_per_s or _mean(one.hand_over_per_s for one in pool),
@@ -218,7 +218,7 @@ def _situation(
     return replace(
         situation,
         num_cached_at_prefill=_num_cached(choice, prefill.instance, criteria),
-        num_ahead_at_prefill=_num_ahead(prefill.instance),
+        num_ahead_at_prefill=prefill.instance.num_waiting_tokens,
         prefill_per_s=speed.prefill_per_s or _mean(one.prefill_per_s for one in pool),
         since_prefill_s=speed.since_prefill_s,
     )
@@ -229,10 +229,6 @@ def _num_cached(choice: Choice, view: InstanceView, criteria: Criteria) -> int:
     if choice.request.params.prompt_logprobs is not None:
         return 0  # such a request takes nothing from caches
     return max(0, min(criteria.num_cached_tokens(view), choice.num_tokens - 1))
-
-
-def _num_ahead(view: InstanceView) -> int:
-    return int(waiting_tokens(RequestFacts(), view))
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -254,7 +250,7 @@ def has_room(view: InstanceView, num_tokens: int) -> bool:
     block_size = view.info.identity.block_size
     if not view.info.num_blocks or not block_size:
         return True
-    return view.load.free_blocks + view.load.cached_blocks > num_tokens // block_size
+    return view.load.usable_blocks > num_tokens // block_size
 
 
 def explain(

@@ -51,12 +51,12 @@ def queue_now(view: InstanceView) -> tuple[int, int]:
     """
     load, info = view.load, view.info
     room = load.num_running + load.num_loading
-    num_requests = load.num_waiting + room + view.num_unreported - view.num_ended
+    num_requests = view.num_requests
     is_full = load.num_waiting > 0 or view.num_unreported_tokens > info.max_num_batched_tokens > 0
     if not is_full and room < info.max_num_seqs:
         room = info.max_num_seqs
     if num_requests <= room:
-        return 0, max(num_requests, 0)
+        return 0, num_requests
     return num_requests - room, room
 
 
@@ -67,20 +67,19 @@ def queue(request: RequestFacts, view: InstanceView) -> float:
 
 
 def waiting_tokens(request: RequestFacts, view: InstanceView) -> float:
-    """Tokens that the waiting requests have yet to compute, including those sent since the report."""
-    return float(view.load.num_waiting_tokens + view.num_unreported_tokens)
+    """Tokens that the waiting requests have yet to compute."""
+    return float(view.num_waiting_tokens)
 
 
 def kv_pressure(request: RequestFacts, view: InstanceView) -> float:
     """The fraction of the KV blocks in use with this request, 0 … 1; more than 1 where it would not fit.
 
-    Cached blocks count as free: they can be evicted at any time. 0 while an instance does not report its blocks.
+    0 while an instance does not report its blocks.
     """
     num_blocks, block_size = view.info.num_blocks, view.info.identity.block_size
     if num_blocks <= 0 or block_size <= 0:
         return 0.0
-    num_used = num_blocks - view.load.free_blocks - view.load.cached_blocks
-    return (num_used + (view.num_unreported_tokens + request.num_tokens) / block_size) / num_blocks
+    return (view.num_used_blocks + (view.num_unreported_tokens + request.num_tokens) / block_size) / num_blocks
 
 
 def prefix(request: RequestFacts, view: InstanceView) -> float:

@@ -146,6 +146,11 @@ class LoadReport:
     step_cost: StepCost | None = None
     """None: not measured, or not reported."""
 
+    @property
+    def usable_blocks(self) -> int:
+        """Cached blocks count as free: they can be evicted at any time."""
+        return self.free_blocks + self.cached_blocks
+
     @classmethod
     def from_wire(cls, message: instance_pb2.WatchLoadResponse) -> LoadReport:
         return cls(
@@ -182,6 +187,22 @@ class InstanceView:
     @property
     def instance_id(self) -> str:
         return self.info.instance_id or self.key.address
+
+    @property
+    def num_requests(self) -> int:
+        """There now: those of the last report, corrected by what this router has sent and seen end since."""
+        load = self.load
+        num_reported = load.num_waiting + load.num_running + load.num_loading
+        return max(num_reported + self.num_unreported - self.num_ended, 0)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """To be prefilled there, those sent since the last report included."""
+        return self.load.num_waiting_tokens + self.num_unreported_tokens
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.info.num_blocks - self.load.usable_blocks
 
     def pairing_mismatch(self, other: InstanceView) -> Mismatch | None:
         """Why these two cannot hand KV over; None when they can."""
