@@ -18,7 +18,7 @@ from router.admission.fair_queue import Entry, Share
 from router.admission.ticket import Ticket
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Holding:
     """One tenant's requests in flight."""
 
@@ -31,22 +31,6 @@ class _Holding:
 
     def part(self, limits: Limits) -> float:
         return self.usage.part_of(limits) / self.weight
-
-
-class _Remaining:
-    """A tenant's part while its streams are considered one by one."""
-
-    def __init__(self, holding: _Holding, pausable: Iterator[Entry[Ticket]]) -> None:
-        self._weight, self._usage, self._pausable = holding.weight, replace(holding.usage), pausable
-
-    def part(self, limits: Limits) -> float:
-        return self._usage.part_of(limits) / self._weight
-
-    def pause_next(self) -> Entry[Ticket] | None:
-        entry = next(self._pausable, None)
-        if entry is not None:
-            self._usage.remove(entry.item.charge)
-        return entry
 
 
 class TenantShares:
@@ -89,14 +73,17 @@ class TenantShares:
         others = [one for name, one in self._holdings.items() if name != tenant and one.part(limits) > part]
         if not others or in_use.num_prefill_tokens >= limits.num_prefill_tokens:
             return []  # no tenant has more, or what runs is not in its way
-        left, remaining = replace(in_use), [_Remaining(one, self._pausable(one, now_s)) for one in others]
+        left = replace(in_use)
+        remaining = [(replace(one, usage=replace(one.usage)), self._pausable(one, now_s)) for one in others]
         yielding = list[Entry[Ticket]]()
         while left.exceeded_limit(charge, limits) is not None:
             if not remaining:
                 return []
-            largest = max(remaining, key=lambda one: one.part(limits))
-            entry = largest.pause_next()
-            if entry is None or largest.part(limits) < part:
+            largest = max(remaining, key=lambda one: one[0].part(limits))
+            holding, pausable = largest
+            if (entry := next(pausable, None)) is not None:
+                holding.usage.remove(entry.item.charge)
+            if entry is None or holding.part(limits) < part:
                 remaining.remove(largest)
             else:
                 left.remove(entry.item.charge)

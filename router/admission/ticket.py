@@ -62,17 +62,13 @@ class Slot:
         await self._held.wait()
 
 
-def _no_tokens() -> int:
-    return 0
-
-
 @dataclass(slots=True, eq=False)
 class Ticket:
     """One request. Its owner sets `num_emitted`."""
 
     charge: Charge
     max_tokens: int
-    num_emitted: Callable[[], int] = _no_tokens
+    num_emitted: Callable[[], int] = lambda: 0
     """Output tokens so far, of all choices."""
     slot: Slot = field(default_factory=Slot)
     waiting_since_s: float = 0.0

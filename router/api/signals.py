@@ -15,7 +15,7 @@ from protos.externalscaler import externalscaler_pb2 as keda
 from protos.tandem.v1 import signals_pb2
 from router.autoscaler.decide import Hold, PoolDecisions, ScaleDecision, balance, decide_now
 from router.autoscaler.observation import Observer, router_signals_of
-from router.pools.instance import State
+from router.pools.instance import ENDING
 from router.pools.instance_info import Role
 from router.pools.pool import Pools
 from serving.errors import Unavailable, invalid_argument
@@ -25,7 +25,6 @@ _POOLS: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
 _CHECK_S = 0.1
 """How soon a stream reports that a pool is needed."""
 _PROBLEMS: frozenset[Hold | None] = frozenset({"missing", "stale", "nonsense"})
-_ENDING: frozenset[State] = frozenset({"draining", "leaving"})
 
 
 @dataclass(eq=False)
@@ -106,7 +105,7 @@ class ExternalScaler:
 
     def _size(self, role: Role) -> int:
         """Instances that are there and stay: KEDA knows how many are ordered."""
-        return sum(instance.state not in _ENDING for instance in self.pools.by_role[role].instances)
+        return sum(instance.state not in ENDING for instance in self.pools.by_role[role].instances)
 
     def _is_active(self) -> bool:
         return self.observer.idle_s() < self.active_s

@@ -19,16 +19,14 @@ from typing import Literal, NamedTuple
 from router.admission.controller import AdmissionController
 from router.autoscaler.router_signals import EMPTY_QUEUE, Peers, QueueSample, RecentLatencies, RouterSignals, combined
 from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
-from router.pools.instance import State
+from router.picking.scorers import WAITING_WEIGHT
+from router.pools.instance import ENDING, State
 from router.pools.instance_info import ROLES, InstanceView, Role
 from router.resilience.safeguards import Safeguards
 
-WAITING_WEIGHT = 4.0
-"""Of a waiting request against a running one, as in the picker's queue score."""
 _COUNTS = ("num_waiting", "num_running", "num_loading", "num_waiting_tokens")
 _BLOCKS = ("free_blocks", "cached_blocks", "held_blocks", "quarantined_blocks")
-_ENDING: frozenset[State] = frozenset({"draining", "leaving"})
-_LOADED: frozenset[State] = _ENDING | {"ready"}
+_LOADED: frozenset[State] = ENDING | {"ready"}
 
 
 class Problem(NamedTuple):
@@ -138,7 +136,7 @@ def observe(
         warm=warm_loads,
         others=other_loads,
         num_silent=len(silent),
-        num_ending=sum(sample.state in _ENDING for sample in samples) + max(num_ready - (size or 0), 0),
+        num_ending=sum(sample.state in ENDING for sample in samples) + max(num_ready - (size or 0), 0),
         queue=EMPTY_QUEUE if any(load.is_blocked for load in warm_loads) else queue,
         latency_s=latency_s,
         problem=_problem(samples, warm, silent, stale_s),

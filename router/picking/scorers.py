@@ -20,6 +20,9 @@ from protos.tandem.v1 import pools_pb2
 from router.pools.instance_info import InstanceKey, InstanceView
 from router.request.generation_request import Objectives
 
+WAITING_WEIGHT = 4.0
+"""Of a waiting request against a running one."""
+
 
 def _no_cached_tokens(view: InstanceView) -> int:
     return 0
@@ -63,7 +66,7 @@ def queue_now(view: InstanceView) -> tuple[int, int]:
 def queue(request: RequestFacts, view: InstanceView) -> float:
     """`4*waiting + running`, of the estimated present queue."""
     num_waiting, num_running = queue_now(view)
-    return 4.0 * num_waiting + num_running
+    return WAITING_WEIGHT * num_waiting + num_running
 
 
 def waiting_tokens(request: RequestFacts, view: InstanceView) -> float:
@@ -154,9 +157,7 @@ class Scoring:
         return partial(self.score, request)
 
 
-QUEUE_ALONE = Scoring((Term("queue", 1.0, queue),))
-"""The default."""
-queue_score: ViewScorer = QUEUE_ALONE.for_request(RequestFacts())
+queue_score: ViewScorer = partial(queue, RequestFacts())
 """The default, which uses no facts about the request."""
 
 

@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 State = Literal["connecting", "ready", "draining", "leaving", "wedged", "lost", "foreign"]
 """foreign: what answers at the address does not belong to the pool."""
+ENDING: frozenset[State] = frozenset({"draining", "leaving"})
 LEFT = "its address has left the pool"
 """Why an instance is out that runs its calls to their end; tandem/commands/pools.py knows it."""
 _SILENT_STEPS = 5
