@@ -109,7 +109,7 @@ class _WorstCase(AdmissionController):
 
     def __init__(self, *args: object, **named: object) -> None:
         super().__init__(*args, **named)  # type: ignore[arg-type]
-        self._lengths.expected = lambda max_tokens: max_tokens  # type: ignore[method-assign]
+        self.lengths.expected = lambda max_tokens: max_tokens  # type: ignore[method-assign]
 
 
 async def _measure(load: float, fraction: float, *, worst_case: bool) -> str:

@@ -120,7 +120,7 @@ class RouterApp:
             settings.quarantine,
             beat_timeout_s=settings.pools.beat_timeout_s,
         )
-        aims = AimSource(settings.slo, self.admission.expected_tokens, self.admission.short_tokens)
+        aims = AimSource(settings.slo, self.admission.lengths.expected, self.admission.lengths.short)
         dispatcher = Dispatcher(
             self.pools,
             self.safeguards,

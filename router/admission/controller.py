@@ -93,7 +93,7 @@ class AdmissionController:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._lengths = OutputLengths(self.settings.expected_tokens)
+        self.lengths = OutputLengths(self.settings.expected_tokens)
         self._rate = ServiceRate()
         self._mean_stay_s: float | None = None
         self._external = ExternalLoadEstimator()
@@ -166,7 +166,7 @@ class AdmissionController:
         """Inside, `request` may run. Waits for its turn, at most `queue_timeout_s`; raises Overloaded, with a hint when
         to retry, as soon as it is known that the turn will not come in time."""
         self._refresh()
-        expected = self._lengths.expected(request.max_tokens)
+        expected = self.lengths.expected(request.max_tokens)
         ticket = Ticket(Charge.of(request, expected, self._capacity.block_size), request.max_tokens)
         self._check_quota(request.tenant, ticket.charge)
         ticket.waiting_since_s = entered_s = self.clock()
@@ -278,26 +278,15 @@ class AdmissionController:
             if ticket.num_emitted():
                 self._learn(ticket)
             ticket.in_flight = False
-            self.queue.finish(entry, ticket.charge.num_tokens + self._num_unexpected(ticket))
+            num_unexpected = ticket.num_emitted() - ticket.charge.num_output_tokens  # may be negative
+            self.queue.finish(entry, ticket.charge.num_tokens + num_unexpected)
         self._start_those_with_room()
 
     def _learn(self, ticket: Ticket) -> None:
-        self._lengths.observe(ticket.max_tokens, round(ticket.num_emitted() / ticket.charge.num_sequences))
+        self.lengths.observe(ticket.max_tokens, round(ticket.num_emitted() / ticket.charge.num_sequences))
         stay_s = ticket.in_flight_s(self.clock())
         mean_s = stay_s if self._mean_stay_s is None else self._mean_stay_s
         self._mean_stay_s = mean_s + _STAY_WEIGHT * (stay_s - mean_s)
-
-    def expected_tokens(self, max_tokens: int) -> int:
-        """Output tokens to expect of a choice that may have `max_tokens`."""
-        return self._lengths.expected(max_tokens)
-
-    def short_tokens(self, max_tokens: int) -> int | None:
-        """Output tokens that nine of ten such choices exceed; None: not known."""
-        return self._lengths.short(max_tokens)
-
-    def _num_unexpected(self, ticket: Ticket) -> int:
-        """Output tokens beyond what the ticket was charged for, or below."""
-        return ticket.num_emitted() - ticket.charge.num_output_tokens
 
     async def _wait_turn(self, entry: Entry[Ticket]) -> None:
         ticket = entry.item

@@ -241,8 +241,7 @@ class Peers:
 
     @property
     def num_silent(self) -> int:
-        oldest_s = time.monotonic() - _SILENT_INTERVALS * self._settings.interval_s
-        return sum(peer.answered_s < oldest_s for peer in self._others)
+        return sum(map(self._is_silent, self._others))
 
     def signals(self) -> Sequence[RouterSignals]:
         """Of every other router that has answered, as of its last answer."""
@@ -251,13 +250,14 @@ class Peers:
     @property
     def hosts(self) -> Sequence[tuple[str, RouterSignals | None]]:
         """Host of each router that answers, and its signals; None: this router."""
-        oldest_s = time.monotonic() - _SILENT_INTERVALS * self._settings.interval_s
-        known = [(parse_address(peer.address)[0], peer) for peer in self._known]
         return [
-            (host, None if peer.is_self else peer.signals)
-            for host, peer in known
-            if peer.is_self or peer.answered_s >= oldest_s
+            (parse_address(peer.address)[0], None if peer.is_self else peer.signals)
+            for peer in self._known
+            if peer.is_self or not self._is_silent(peer)
         ]
+
+    def _is_silent(self, peer: _Peer) -> bool:
+        return time.monotonic() - peer.answered_s > _SILENT_INTERVALS * self._settings.interval_s
 
     @property
     def _known(self) -> Sequence[_Peer]:

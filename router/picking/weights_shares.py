@@ -44,7 +44,7 @@ class WeightsShares:
 
     def filter_for(self, request: GenerationRequest) -> Callable[[InstanceView], str | None]:
         """Passes the instances whose weights the request was drawn for."""
-        drawn, point = "", _point(request)
+        drawn, point, digests = "", _point(request), tuple(digest for digest, _ in self.shares)
         for digest, share in self.shares:
             if point < share:
                 drawn = digest
@@ -53,15 +53,11 @@ class WeightsShares:
 
         def check(view: InstanceView) -> str | None:
             weights = view.info.identity.weights_digest
-            if weights.startswith(drawn) if drawn else not weights.startswith(self._digests):
+            if weights.startswith(drawn) if drawn else not weights.startswith(digests):
                 return None
             return f"this request was drawn for other weights than {weights[:SHOWN_DIGITS]} (picking.weights_shares)"
 
         return check
-
-    @property
-    def _digests(self) -> tuple[str, ...]:
-        return tuple(digest for digest, _ in self.shares)
 
 
 def _point(request: GenerationRequest) -> float:
