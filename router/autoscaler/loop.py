@@ -91,13 +91,13 @@ class PoolStatus:
 class AutoscalerStatus:
     """Both pools' and the lead. Written by the loop."""
 
-    def __init__(self, settings: AutoscalerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: AutoscalerSettings, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.pools: dict[Role, PoolStatus] = {
             "prefill": PoolStatus(settings.prefill),
             "decode": PoolStatus(settings.decode),
         }
-        self.lead_until_s = float("-inf")
+        self.lead_until_s = -math.inf
         self.num_failures = 0
         """Times that the owner of the instances was unavailable or refused."""
 

@@ -47,36 +47,31 @@ class ActuatorError(Exception):
     """The owner of the instances is unavailable or has refused; the message says which."""
 
 
+class SizeRefused(ActuatorError):
+    """A size that no pool of that role may have; the message names the allowed range."""
+
+
 class Actuator(Protocol):
     """One per router. Every method may take seconds, and raises ActuatorError."""
 
     async def sizes(self) -> Mapping[Role, int]:
         """The desired size of each pool. A role that is absent cannot be resized."""
-        ...
 
     async def resize(self, role: Role, size: int, victims: Sequence[str]) -> None:
         """Begins to start or to drain instances until the pool has `size`.
 
         `victims` are the addresses of the instances to remove first, in this order; their requests are not lost.
         """
-        ...
 
     async def take_lead(self, holder: str, ttl_s: float) -> bool:
         """Whether `holder` is the one router that scales, for `ttl_s` seconds from now on."""
-        ...
 
     @property
     def pause(self) -> str | None:
         """Why an operator lets no pool be resized automatically, as of the last `take_lead`; None: they may be."""
-        ...
 
     async def no_room(self, role: Role) -> str | None:
         """Why instances that are ordered cannot start, so that more orders would not help; None: not known."""
-        ...
-
-
-class SizeRefused(ActuatorError):
-    """A size that no pool of that role may have; the message names the allowed range."""
 
 
 @dataclass(frozen=True, slots=True)
