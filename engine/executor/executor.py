@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -13,9 +14,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError
-from engine.executor.decode_graphs import GraphedDecoder, capture_cuda_graph, powers_of_two
-from engine.executor.gpu_memory import bytes_for_kv
-from engine.executor.launch_recording import LaunchRecorder
+from engine.executor.decode_graphs import GraphedDecoder, LaunchRecorder, capture_cuda_graph, powers_of_two
 from engine.executor.step import Int64, StepInputs
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes
@@ -129,6 +128,38 @@ _KV_FRACTION = 0.3
 def free_host_memory_for_kv() -> int:
     """`Executor.free_for_kv` on CPU."""
     return int(available_bytes() * _KV_FRACTION)
+
+
+class DeviceMemory(Protocol):
+    """The functions of `torch.cuda` that `bytes_for_kv` calls."""
+
+    def mem_get_info(self) -> tuple[int, int]:
+        """Bytes free and in all, for every process on the device."""
+
+    def empty_cache(self) -> None: ...
+    def reset_peak_memory_stats(self) -> None: ...
+    def max_memory_allocated(self) -> int: ...
+    def memory_allocated(self) -> int: ...
+
+
+def bytes_for_kv(device: DeviceMemory, utilization: float, largest_step: Callable[[], object]) -> int:
+    """What the engine's part of a GPU's memory leaves beside the weights and the largest step. `utilization`: the part
+    for this engine and all that is there already. No GPU has run this (docs/gpu.md).
+
+    Raises CapacityError where weights and a step need all of it."""
+    device.empty_cache()
+    device.reset_peak_memory_stats()
+    largest_step()
+    for_steps = device.max_memory_allocated() - device.memory_allocated()
+    device.empty_cache()  # what the step has left in torch's cache is free
+    free, total = device.mem_get_info()
+    left = int(total * utilization) - (total - free) - for_steps
+    if left <= 0:
+        raise CapacityError(
+            f"the GPU has no memory for KV: of {total} bytes {utilization:.0%} may be used, {total - free} are used "
+            f"and a step needs {for_steps}; raise gpu_memory_utilization, or lower max_num_batched_tokens"
+        )
+    return left
 
 
 def _zeroed_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

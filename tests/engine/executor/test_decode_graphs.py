@@ -11,9 +11,8 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
-from engine.executor.decode_graphs import Capture, GraphedDecoder, Step
+from engine.executor.decode_graphs import Capture, GraphedDecoder, LaunchRecorder, Step
 from engine.executor.executor import OneProcessExecutor
-from engine.executor.launch_recording import LaunchRecorder
 from engine.models import read_config
 from engine.models.decoder import Decoder
 from tests.builders import lively_checkpoint

@@ -10,8 +10,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError
-from engine.executor.executor import OneProcessExecutor
-from engine.executor.gpu_memory import bytes_for_kv
+from engine.executor.executor import OneProcessExecutor, bytes_for_kv
 from engine.models import read_config
 from tests.builders import lively_checkpoint
 

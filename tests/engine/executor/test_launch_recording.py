@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from engine.executor.launch_recording import LaunchRecorder
+from engine.executor.decode_graphs import LaunchRecorder
 from engine.models.elementwise import CompiledElementwise, to_float32
 
 SHAPE = (3, 32)
@@ -86,7 +86,7 @@ def test_steps_of_one_recorder_do_not_disturb_each_other() -> None:
 def test_a_recording_does_not_import_the_compiler() -> None:
     """Which takes a second, and streams would wait for it."""
     code = (
-        "import sys, torch; from engine.executor.launch_recording import LaunchRecorder\n"
+        "import sys, torch; from engine.executor.decode_graphs import LaunchRecorder\n"
         "replay, result = LaunchRecorder()(lambda: torch.ones(3).cos() + 1); replay()\n"
         "print(result.tolist() == (torch.ones(3).cos() + 1).tolist(), 'torch._dynamo' in sys.modules)"
     )
