@@ -80,6 +80,7 @@ class GraphedDecoder:
     ) -> None:
         """`sizes`: numbers of tokens, ascending; `max_blocks`: of one request; `num_uncaptured`: steps of each size
         before it is worth a capture."""
+        self.attention_name = model.attention_name
         self._model = model
         self._capture = capture
         self._sizes = sizes
@@ -87,11 +88,6 @@ class GraphedDecoder:
         self._num_uncaptured = dict.fromkeys(sizes, num_uncaptured)
         self._inputs: _Inputs | None = None
         self._graphs: dict[int, _Graph] = {}
-
-    @property
-    def attention_name(self) -> str:
-        """See `Decoder`."""
-        return self._model.attention_name
 
     @torch.inference_mode()
     def forward(

@@ -23,9 +23,8 @@ class LastTokens:
 class Decoder(Protocol):
     """Owns the weights; the caller owns the KV cache and the step's metadata. Used by one thread."""
 
-    @property
-    def attention_name(self) -> str:
-        """Name of the attention backend."""
+    attention_name: str
+    """Name of the attention backend."""
 
     def forward(
         self,

@@ -15,7 +15,6 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import LastTokens
 from engine.models.elementwise import Elementwise, HeadNorm, HeadShape, elementwise_for
 from engine.models.linear import Linear, LinearSource, make_linear
-from engine.models.mlp import GatedMLP, SparseMLP, take_mlp
 from engine.models.rope import RotaryEmbedding
 from engine.partition import Part
 from engine.ranks import RankGroup, Stages
@@ -55,6 +54,7 @@ class LlamaModel:
         self.config = config
         self.dtype = linears.dtype
         self.device = device
+        self.attention_name = attention.name
         self._attention = attention
         self._part = part
         self._ranks = ranks
@@ -74,11 +74,6 @@ class LlamaModel:
             self._lm_head = make_linear(self._embedding if is_tied else weights.take("lm_head.weight", vocab_shape))
         # The first is a table in old checkpoints.
         weights.finish(ignored=("rotary_emb.inv_freq", *(("lm_head.weight",) if is_tied else ())))
-
-    @property
-    def attention_name(self) -> str:
-        """Name of the attention backend."""
-        return self._attention.name
 
     @torch.inference_mode()
     def forward(
@@ -178,6 +173,82 @@ def _take_layer(config: ModelConfig, linears: LinearSource, elementwise: Element
         head_norm=head_norm,
         output=linears.take({f"{attention}.o_proj": hidden}, query_size, has_bias=config.o_bias),
         post_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        mlp=take_mlp(config, linears, elementwise, index),
+        mlp=_take_mlp(config, linears, elementwise, index),
         sliding_window=config.sliding_windows[index],
+    )
+
+
+# The MLP of a layer. Experts compute their tokens together, in ascending order of the experts. A token's bits depend on
+# that token alone: a linear layer's row does not depend on the other rows, and a token's experts are added in the same
+# order in any batch.
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, gate_up: Linear, down: Linear, elementwise: Elementwise) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._elementwise = elementwise
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self._down(self._elementwise.silu_and_mul(self._gate_up(x)))
+
+
+class SparseMLP:
+    """The sum of a token's experts, weighted by the router's softmax over all experts."""
+
+    def __init__(self, router: Linear, experts: list[GatedMLP], *, num_per_token: int, normalises: bool) -> None:
+        self._router = router
+        self._experts = experts
+        self._num_per_token = num_per_token
+        self._normalises = normalises
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        weights, chosen = self._route(x)
+        counts = torch.bincount(chosen, minlength=len(self._experts)).tolist()
+        by_expert = chosen.argsort(stable=True)
+        tokens = by_expert // self._num_per_token
+        inputs, weights = x[tokens].split(counts), weights[by_expert, None].split(counts)
+        output = torch.zeros_like(x)
+        for expert, rows, part, weight in zip(self._experts, tokens.split(counts), inputs, weights, strict=True):
+            if len(rows):
+                output.index_add_(0, rows, expert(part) * weight)
+        return output
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight (dtype of x) and expert of every choice, [tokens * num_per_token], token after token."""
+        probabilities = self._router(x).softmax(dim=-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self._num_per_token, dim=-1)
+        if self._normalises:
+            weights /= weights.sum(dim=-1, keepdim=True)
+        return weights.to(x.dtype).flatten(), chosen.flatten()
+
+
+def _take_mlp(config: ModelConfig, linears: LinearSource, elementwise: Elementwise, layer: int) -> GatedMLP | SparseMLP:
+    hidden, experts, prefix = config.hidden_size, config.experts, f"model.layers.{layer}.mlp"
+    names = ("gate_proj", "up_proj", "down_proj")
+
+    def gated(prefix: str, size: int, *, has_bias: bool) -> GatedMLP:
+        """`size`: between the projections."""
+        gate, up, down = (f"{prefix}.{name}" for name in names)
+        gate_up = linears.take({gate: size, up: size}, hidden, has_bias=has_bias)
+        return GatedMLP(gate_up, linears.take({down: hidden}, size, has_bias=has_bias), elementwise)
+
+    if experts is None or not experts.layers[layer]:
+        return gated(prefix, config.intermediate_size, has_bias=config.mlp_bias)
+    if experts.names == "mixtral":
+        prefix, names = f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
+    # The router is never quantised: it decides which experts compute.
+    router = make_linear(linears.weights.take(f"{prefix}.gate.weight", (experts.num_experts, hidden)))
+    return SparseMLP(
+        router,
+        [
+            gated(f"{prefix}.experts.{expert}", experts.intermediate_size, has_bias=False)
+            for expert in range(experts.num_experts)
+        ],
+        num_per_token=experts.num_per_token,
+        normalises=experts.normalises,
     )

@@ -1,4 +1,4 @@
-"""Products of rows with a matrix in panels, called with addresses by `engine.models.panel_linear`.
+"""Products of rows with a matrix in panels, called with addresses by `engine.models.linear`.
 
 A panel is 64 outputs, and its inputs follow each other in memory: numbers of float32, pairs of bfloat16 that the
 processor multiplies and adds at once, or pairs that are converted to two floats. One task computes 128 rows of one

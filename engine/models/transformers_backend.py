@@ -104,6 +104,7 @@ class TransformersModel:
         """`dummy_seed`: None for the checkpoint's weights. Raises InvalidCheckpoint for tensors that do not fit,
         UnsupportedModel for experts that shall be quantised."""
         self.config = config
+        self.attention_name = attention.name
         self._attention = attention
         self._model = (
             _load_weights(folder, dtype) if dummy_seed is None else _dummy_model(folder, dtype, dummy_seed)
@@ -111,11 +112,6 @@ class TransformersModel:
         _pack_linear_layers(self._model, dtype, quantization)
         self._decoder = self._model.get_decoder()
         self._head = _without_decoder(self._model, self._decoder)
-
-    @property
-    def attention_name(self) -> str:
-        """Name of the attention backend."""
-        return self._attention.name
 
     @torch.inference_mode()
     def forward(

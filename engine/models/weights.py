@@ -33,13 +33,14 @@ class WeightSource(Protocol):
 
     def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
         """The same, in codes. A part has those of the whole."""
+        return QuantizedMatrix.of(self.take(name, shape), quantization)
 
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         """Raises InvalidCheckpoint if tensors were not taken; names ending in one of `ignored`, or beginning with one
         of `elsewhere`, may be left."""
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(WeightSource):
     """`model.safetensors`, or the shards that `model.safetensors.index.json` names, of a checkpoint folder."""
 
     def __init__(self, folder: Path | str, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -71,10 +72,6 @@ class SafetensorsWeights:
             raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} is {tensor.dtype}; supported: {_READABLE}")
         return tensor.to(device=self._device, dtype=self._dtype)
 
-    def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
-        """See `WeightSource.take_quantized`."""
-        return QuantizedMatrix.of(self.take(name, shape), quantization)
-
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         left = sorted(name for name in self._file_of if not name.endswith(ignored) and not name.startswith(elsewhere))
         if left:
@@ -85,7 +82,7 @@ class SafetensorsWeights:
             )
 
 
-class DummyWeights:
+class DummyWeights(WeightSource):
     """Random weights with varied output: matrices of std 2/sqrt(fan_in), embeddings 1, biases 0.1, norms 1.
 
     A tensor depends on (seed, name, shape) alone, and not on the order of loading.
@@ -108,15 +105,11 @@ class DummyWeights:
             torch.empty(shape).uniform_(-limit, limit, generator=generator).to(device=self._device, dtype=self._dtype)
         )
 
-    def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
-        """See `WeightSource.take_quantized`."""
-        return QuantizedMatrix.of(self.take(name, shape), quantization)
-
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         """See `WeightSource.finish`."""
 
 
-class PartWeights:
+class PartWeights(WeightSource):
     """The tensors of another source, cut to one rank's part. Names and shapes are those of the whole model."""
 
     def __init__(self, source: WeightSource, part: Part, config: ModelConfig) -> None:

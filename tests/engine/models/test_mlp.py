@@ -7,7 +7,7 @@ import torch
 
 from engine.models.elementwise import elementwise_for
 from engine.models.linear import PackedLinear
-from engine.models.mlp import GatedMLP, SparseMLP
+from engine.models.llama import GatedMLP, SparseMLP
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_PER_TOKEN = 64, 48, 16, 4
 CPU = torch.device("cpu")

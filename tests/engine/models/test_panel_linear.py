@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from engine.attention.compilation import has_wide_registers, multiplies_pairs, multiplies_tiles
-from engine.models.linear import Linear, PackedLinear, make_linear
-from engine.models.panel_linear import PanelLinear
+from engine.models.linear import Linear, PackedLinear, PanelLinear, make_linear
 
 NUM_RESULTS = 1 << 17
 """Another order of addition rounds one result in 2,000 to 20,000 to another bfloat16."""
