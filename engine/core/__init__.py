@@ -1,1 +1,1 @@
-"""The engine core: what it computes, the loop that steps it, its process, and the links to it."""
+"""The engine core: what it computes, the loop that steps it, its process, and the client of it."""
