@@ -14,8 +14,7 @@ from engine.executor.executor import Executor
 from engine.executor.step import StepInputs
 from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.params import SamplingParams
-from engine.sampling.sampler import SamplingRow, sample
-from engine.sampling.token_sampler import TokenSampler
+from engine.sampling.sampler import SamplingRow, TokenSampler, sample
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput, needs_prompt_logprobs
 

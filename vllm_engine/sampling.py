@@ -1,6 +1,6 @@
 """Tandem's sampling inside of vLLM's V1 model runner, as one of its logits processors.
 
-Every token is sampled by engine/sampling/token_sampler.py, as in the built-in engine: a pure function of the logits, of
+Every token is sampled by engine/sampling/sampler.py, as in the built-in engine: a pure function of the logits, of
 (seed, choice, position) and of the request's tokens. vLLM then takes the best token of a row, which is the sampled one,
 because its logit is infinite. A stream that another instance began therefore continues exactly, with penalties, seeds
 and grammars, although vLLM counts the emitted tokens as prompt.
@@ -23,7 +23,6 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_update
 from engine import failpoints
 from engine.sampling import sampler
 from engine.sampling.grammar import GrammarCompiler
-from engine.sampling.token_sampler import TokenSampler
 from engine.scheduling.request import Request
 from vllm_engine.arguments import FOLDER
 from vllm_engine.failures import FailureLog
@@ -53,7 +52,7 @@ class PositionSampling(LogitsProcessor):
         if device.type == "cpu":
             sampler.prepare()
         model = vllm_config.model_config
-        self._sampler = TokenSampler()
+        self._sampler = sampler.TokenSampler()
         self._grammars = GrammarCompiler(Path(model.model), model.get_vocab_size(), lambda: None)
         self._failures = FailureLog(Path(os.environ[FOLDER]))
         self._rows: dict[int, _Row] = {}

@@ -42,7 +42,7 @@ class Constraint(NamedTuple):
     kind: Literal["json_schema", "regex", "grammar", "structural_tag"]
     source: str
     limits_whitespace: bool = False
-    """To MAX_WHITESPACE, by the masks (whitespace.py): its grammar does not."""
+    """To MAX_WHITESPACE, by the masks (`WhitespaceLimit`): its grammar does not."""
 
 
 def has_xgrammar() -> bool:
