@@ -26,7 +26,7 @@ from engine.generation_config import GenerationDefaults
 from engine.machine import set_num_threads
 from engine.sampling.params import SamplingParams, validate, validate_prompt, with_bad_word_ids
 from engine.text.chat_template import Tools
-from engine.text.stop import OutputProcessor
+from engine.text.detokenizer import OutputProcessor
 from engine.text.tokenizer import Tokenizer
 from engine.vllm_names import engine_fields
 

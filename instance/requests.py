@@ -17,7 +17,7 @@ from contextlib import aclosing, asynccontextmanager
 from engine.core.async_engine import AsyncEngine, RequestStream
 from engine.core.messages import Command, FinishReason, LoadedEvent, ReservedEvent, Seed, TokenLogprob, TokensEvent
 from engine.errors import CapacityError, EngineDeadError, EngineError, InvalidRequest
-from engine.text.stop import OutputProcessor
+from engine.text.detokenizer import OutputProcessor
 from engine.text.tokenizer import Tokenizer
 from instance.convert import FINISH_REASONS, Choice, Limits
 from protos.tandem.v1 import common_pb2

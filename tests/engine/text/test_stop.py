@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling.params import SamplingParams
-from engine.text.stop import OutputProcessor, TextDelta
+from engine.text.detokenizer import OutputProcessor, TextDelta
 from engine.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import byte_fallback, byte_level
 

@@ -38,7 +38,7 @@ TEXTS = [*CORPUS, "", " ", "  two  spaces ", "\n\n", "\U0001f468\u200d\U0001f469
 
 
 def test_the_torch_free_modules_import_neither_torch_nor_transformers() -> None:
-    text = ["tokenizer", "token_bytes", "chat_template", "detokenizer", "stop"]
+    text = ["tokenizer", "token_bytes", "chat_template", "detokenizer"]
     names = ["sampling.params", "generation_config", *(f"text.{name}" for name in text)]
     script = (
         f"import sys, {', '.join(f'engine.{name}' for name in names)}\n"
