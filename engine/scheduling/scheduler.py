@@ -23,8 +23,7 @@ from engine.config import EngineConfig
 from engine.core.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, StepCost, TokensEvent
 from engine.kv_connector import KVConnector, KVLoadResult
 from engine.scheduling import step_budget
-from engine.scheduling.block_pool import KVBlock
-from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.kv_cache_manager import KVBlock, KVCacheManager
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler_output import (
     Sampled,

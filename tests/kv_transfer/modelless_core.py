@@ -15,8 +15,7 @@ from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import EngineLoad, TokensEvent, TransferEvent
 from engine.kv_connector import start_io
-from engine.scheduling.block_pool import KVBlock
-from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.kv_cache_manager import KVBlock, KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import Sampled, SchedulerOutput

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.scheduling.block_pool import BlockPool, KVBlock
+from engine.scheduling.kv_cache_manager import BlockPool, KVBlock
 
 NUM_BLOCKS = 12
 
