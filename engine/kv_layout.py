@@ -2,7 +2,7 @@
 
 The KV memory of one rank is one contiguous array, block-major:
 
-    [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]
+    [num_blocks, num_layers, 2 (keys, values), num_kv_heads, block_size, head_dim]
 
 so that one block, the *page*, is contiguous: one file write, one Redis value, one NIXL descriptor. Another engine's
 memory may be one array for each layer, [num_blocks, ...]; its page is the block of every layer, in their order.
@@ -43,29 +43,25 @@ class PageLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape of a page. Instances exchange pages only if the digests of their layouts are equal.
-
-    `num_planes` is 2 (keys, values); latent attention would have 1.
-    """
+    """The shape of a page. Instances exchange pages only if the digests of their layouts are equal."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: str
-    num_planes: int = 2
     order: PageOrder = "tokens"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"KV dtype {self.dtype!r} is not one of {sorted(DTYPE_BYTES)}")
-        if min(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.num_planes) < 1:
+        if min(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size) < 1:
             raise ValueError(f"every size in a KV layout must be at least 1: {self}")
 
     @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
-        """(num_layers, num_planes, num_kv_heads, block_size, head_dim)."""
-        return (self.num_layers, self.num_planes, self.num_kv_heads, self.block_size, self.head_dim)
+        """(num_layers, 2: keys and values, num_kv_heads, block_size, head_dim)."""
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
     def bytes_per_block(self) -> int:

@@ -53,18 +53,14 @@ class ModelRunner:
         """Compile kernels and touch memory before the first request. Writes to block 0, while no request has blocks.
         Returns the seconds per token of a step of one block."""
         block_size = self._kv.block_size
-        for query_len, seq_len in ((1, block_size), (block_size, block_size), (block_size, block_size)):
+        for query_len in (1, block_size, block_size):
             started = time.monotonic()
-            positions = np.arange(seq_len - query_len, seq_len)
-            inputs = StepInputs(
-                token_ids=np.zeros_like(positions),
-                positions=positions,
-                slot_mapping=positions,
-                query_start_loc=np.array([0, query_len], np.int32),
-                seq_lens=np.array([seq_len], np.int32),
+            inputs = StepInputs.of(
+                token_ids=np.zeros(query_len, np.int64),
+                starts=np.array([block_size - query_len]),
+                lens=np.array([query_len]),
                 block_tables=np.zeros((1, 1), np.int32),
-                max_query_len=query_len,
-                max_seq_len=seq_len,
+                block_size=block_size,
             )
             hidden = self._executor.forward(inputs)
             sample(self._executor.compute_logits(hidden, np.array([query_len - 1])), [SamplingRow(SamplingParams())])
@@ -74,27 +70,11 @@ class ModelRunner:
         block_size = self._kv.block_size
         lens = np.array([share.num_tokens for share in shares], np.int64)
         starts = np.array([share.start for share in shares], np.int64)
-        query_start_loc = np.zeros(len(shares) + 1, np.int64)
-        np.cumsum(lens, out=query_start_loc[1:])
-        num_tokens = int(query_start_loc[-1])
-        seq_lens = starts + lens
-        positions = np.repeat(starts - query_start_loc[:-1], lens) + np.arange(num_tokens)
         table_rows = np.array([self._kv.rows[share.request.request_id] for share in shares])
-        max_seq_len = int(seq_lens.max())
-        block_tables = self._kv.block_tables[table_rows, : -(-max_seq_len // block_size)]
-        owners = np.repeat(np.arange(len(shares)), lens)
-        slots = block_tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        token_ids = np.fromiter(chain.from_iterable(_known_tokens(share) for share in shares), np.int64, num_tokens)
-        return StepInputs(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slots,
-            query_start_loc=query_start_loc.astype(np.int32),
-            seq_lens=seq_lens.astype(np.int32),
-            block_tables=block_tables,
-            max_query_len=int(lens.max()),
-            max_seq_len=max_seq_len,
-            needed=needed,
+        num_blocks = -(-int((starts + lens).max()) // block_size)
+        token_ids = np.fromiter(chain.from_iterable(map(_known_tokens, shares)), np.int64, int(lens.sum()))
+        return StepInputs.of(
+            token_ids, starts, lens, self._kv.block_tables[table_rows, :num_blocks], block_size, needed
         )
 
 

@@ -37,25 +37,44 @@ class StepInputs:
     """Requests whose last token's hidden state is needed; None: the hidden states of all tokens are."""
 
     @classmethod
+    def of(
+        cls,
+        token_ids: Int64,
+        starts: Int64,
+        lens: Int64,
+        block_tables: Int32,
+        block_size: int,
+        needed: Int64 | None = None,
+    ) -> StepInputs:
+        """A step of the tokens [start, start + length) of each request; `token_ids` are theirs, request after request,
+        `block_tables` [num_requests, max_blocks]."""
+        query_start_loc = np.zeros(len(lens) + 1, np.int64)
+        np.cumsum(lens, out=query_start_loc[1:])
+        seq_lens = starts + lens
+        positions = np.repeat(starts - query_start_loc[:-1], lens) + np.arange(len(token_ids))
+        owners = np.repeat(np.arange(len(lens)), lens)
+        blocks = block_tables[owners, positions // block_size].astype(np.int64)
+        return cls(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=blocks * block_size + positions % block_size,
+            query_start_loc=query_start_loc.astype(np.int32),
+            seq_lens=seq_lens.astype(np.int32),
+            block_tables=block_tables,
+            max_query_len=int(lens.max()),
+            max_seq_len=int(seq_lens.max()),
+            needed=needed,
+        )
+
+    @classmethod
     def of_prompts(cls, lens: Sequence[int], block_size: int) -> StepInputs:
         """The largest step: prompts of these lengths from their beginnings, in blocks one after the other."""
         blocks = [-(-length // block_size) for length in lens]
         block_tables = np.zeros((len(lens), max(blocks)), np.int32)
         for row, (count, last) in enumerate(zip(blocks, np.cumsum(blocks), strict=True)):
             block_tables[row, :count] = np.arange(last - count, last)
-        positions = np.concatenate([np.arange(length) for length in lens])
-        owners = np.repeat(np.arange(len(lens)), lens)
-        return cls(
-            token_ids=np.zeros_like(positions),
-            positions=positions,
-            slot_mapping=block_tables[owners, positions // block_size].astype(np.int64) * block_size
-            + positions % block_size,
-            query_start_loc=np.concatenate(([0], np.cumsum(lens))).astype(np.int32),
-            seq_lens=np.array(lens, np.int32),
-            block_tables=block_tables,
-            max_query_len=max(lens),
-            max_seq_len=max(lens),
-        )
+        token_ids, starts = np.zeros(sum(lens), np.int64), np.zeros(len(lens), np.int64)
+        return cls.of(token_ids, starts, np.array(lens, np.int64), block_tables, block_size)
 
     def micro_batches(self, num_stages: int) -> list[StepInputs]:
         """Parts of the step, one after the other, so that stages compute at the same time: for `num_stages` stages at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
@@ -68,9 +69,8 @@ def map_kv(kv_fd: int, layout: KVLayout, num_blocks: int, dtype: torch.dtype) ->
 
 def own_kv(part: Part, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The rank's layers and heads of the KV memory, where each rank has memory of its own."""
-    _, num_planes, _, block_size, head_dim = layout.page_shape
-    shape = (num_blocks, len(part.layers), num_planes, len(part.kv_heads), block_size, head_dim)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    own = replace(layout, num_layers=len(part.layers), num_kv_heads=len(part.kv_heads))
+    return torch.zeros((num_blocks, *own.page_shape), dtype=dtype, device=device)
 
 
 def forward_part(
