@@ -60,3 +60,8 @@ class AttentionBackend(Protocol):
 
         Queries are those of `metadata.query_start_loc`, keys and values those of its slot_mapping: of the same tokens,
         but in a model's last layer, where only some queries are needed."""
+
+
+def adjacent_heads(rows: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, head_dim] with adjacent heads; a copy if they are not."""
+    return rows if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] else rows.contiguous()

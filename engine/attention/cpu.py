@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention import cpu_kernels, pair_kernels
-from engine.attention.backend import AttentionMetadata
+from engine.attention.backend import AttentionMetadata, adjacent_heads
 from engine.attention.compilation import converts_float16, multiplies_pairs
 from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
@@ -126,7 +126,7 @@ def _write_kv(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, layer: int, slot_mapping: torch.Tensor
 ) -> None:
     num_tokens, num_kv_heads, head_dim = key.shape
-    key, value = _row_major(key), _row_major(value)
+    key, value = adjacent_heads(key), adjacent_heads(value)
     arguments = _WriteArguments(
         0,
         num_tokens,
@@ -159,7 +159,7 @@ def _attend_tiles(
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[3:5]
     group = num_heads // num_kv_heads
-    query = _row_major(query)
+    query = adjacent_heads(query)
     in_pairs = query.dtype == torch.bfloat16 and multiplies_pairs()
     arguments = _AttentionArguments(
         0,
@@ -186,11 +186,6 @@ def _attend_tiles(
     num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1
     kernels = pair_kernels if in_pairs else cpu_kernels
     launcher_for(kernels.paged_attention_address, kv_cache.dtype)(num_threads, arguments)
-
-
-def _row_major(rows: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, head_dim] with adjacent heads; a copy if they are not."""
-    return rows if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] else rows.contiguous()
 
 
 def _layer_address(kv_cache: torch.Tensor, layer: int) -> int:

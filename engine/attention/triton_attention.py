@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.backend import AttentionMetadata
+from engine.attention.backend import AttentionMetadata, adjacent_heads
 
 MAX_HEAD_DIM = 256
 SPLIT_KEYS = 256
@@ -71,9 +71,9 @@ class TritonAttention:
             plan = self._plan = _make_plan(metadata, group, query.device)
             self._metadata = metadata
         pages = kv_cache[:, layer]
-        _write(_adjacent(key), _adjacent(value), pages, metadata.slot_mapping)
+        _write(adjacent_heads(key), adjacent_heads(value), pages, metadata.slot_mapping)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        step = _Step(_adjacent(query), pages, metadata.block_tables, scale, sliding_window or 0, self._softcap)
+        step = _Step(adjacent_heads(query), pages, metadata.block_tables, scale, sliding_window or 0, self._softcap)
         if len(plan.prefill):
             step.attend(plan.prefill, output, output, tile_tokens=plan.tile_tokens, num_splits=0)
         if len(plan.decode):
@@ -165,11 +165,6 @@ def _write(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slot_map
         key, value, pages, slot_mapping, key.stride(0), value.stride(0), pages.stride(0), pages.stride(1),
         HEAD_DIM=head_dim, BLOCK_D=_power_of_two(head_dim), BLOCK_SIZE=pages.shape[3],
     )  # fmt: skip
-
-
-def _adjacent(rows: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, head_dim] with adjacent heads; a copy if they are not."""
-    return rows if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] else rows.contiguous()
 
 
 def _power_of_two(size: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from engine.config import Dtype
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
@@ -121,6 +121,8 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_h
 class DecoderConfig:
     """What the engine must know of a decoder, whatever computes it. Sizes are elements, layers, heads or tokens."""
 
+    backend: ClassVar[Backend] = "transformers"
+    """What computes it."""
     architecture: str
     vocab_size: int
     num_layers: int
@@ -133,11 +135,6 @@ class DecoderConfig:
     """The checkpoint's own."""
     softcap: float | None = None
     """With c, an attention score s becomes c * tanh(s / c)."""
-
-    @property
-    def backend(self) -> Backend:
-        """What computes it."""
-        return "transformers"
 
     @property
     def max_model_len(self) -> int:
@@ -163,6 +160,7 @@ class DecoderConfig:
 class ModelConfig(DecoderConfig):
     """The shape of a native decoder, of the Llama, Qwen, Mistral or Mixtral family."""
 
+    backend: ClassVar[Backend] = "native"
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -193,11 +191,6 @@ class ModelConfig(DecoderConfig):
     def from_folder(cls, folder: Path | str) -> ModelConfig:
         """Reads config.json. Raises UnsupportedModel, naming the field, for what the decoder does not support."""
         return _parse(ConfigFields(read_json(Path(folder) / "config.json")))
-
-    @property
-    def backend(self) -> Backend:
-        """See `DecoderConfig.backend`."""
-        return "native"
 
     @property
     def intermediate_sizes(self) -> tuple[int, ...]:
