@@ -81,9 +81,9 @@ for _symbol, _instruction in (
     _define_operator(_symbol, _instruction)
 
 
-def _constant(value: float | int, integer: bool = False):
-    kind = _INTEGERS if integer else _VECTOR
-    return ir.Constant(kind, [ir.Constant(kind.element, value)] * WIDTH)
+def _integers(value: int):
+    """Sixteen copies of a constant."""
+    return ir.Constant(_INTEGERS, [ir.Constant(_I32, value)] * WIDTH)
 
 
 def _call(builder, name: str, result, args, fastmath=()):
@@ -150,10 +150,10 @@ def halves_of(builder, numbers, element):
     """Numbers of 32 bits, each two elements of the numba type `element`: the lower ones as floats, the upper ones."""
     bits = builder.bitcast(numbers, _INTEGERS)
     if element == types.int16:
-        halves = (bits, builder.lshr(bits, _constant(16, integer=True)))
+        halves = (bits, builder.lshr(bits, _integers(16)))
         return [builder.fpext(builder.bitcast(builder.trunc(half, _HALVES), _FLOAT16S), _VECTOR) for half in halves]
-    lower = builder.shl(bits, _constant(16, integer=True))
-    upper = builder.and_(bits, _constant(0xFFFF0000, integer=True))
+    lower = builder.shl(bits, _integers(16))
+    upper = builder.and_(bits, _integers(0xFFFF0000))
     return [builder.bitcast(half, _VECTOR) for half in (lower, upper)]
 
 
@@ -298,16 +298,16 @@ def _as_bfloat16(builder, vector):
         halves = _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(_Bfloat16(), WIDTH), [vector])
         return builder.bitcast(halves, _HALVES)
     bits = builder.bitcast(vector, _INTEGERS)
-    odd = builder.and_(builder.lshr(bits, _constant(16, integer=True)), _constant(1, integer=True))
-    rounded = builder.add(bits, builder.add(odd, _constant(0x7FFF, integer=True)))
-    magnitude = builder.and_(bits, _constant(0x7FFFFFFF, integer=True))
-    is_nan = builder.icmp_unsigned(">", magnitude, _constant(0x7F800000, integer=True))
-    rounded = builder.select(is_nan, _constant(0x7FC00000, integer=True), rounded)
-    return builder.trunc(builder.lshr(rounded, _constant(16, integer=True)), _HALVES)
+    odd = builder.and_(builder.lshr(bits, _integers(16)), _integers(1))
+    rounded = builder.add(bits, builder.add(odd, _integers(0x7FFF)))
+    magnitude = builder.and_(bits, _integers(0x7FFFFFFF))
+    is_nan = builder.icmp_unsigned(">", magnitude, _integers(0x7F800000))
+    rounded = builder.select(is_nan, _integers(0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(rounded, _integers(16)), _HALVES)
 
 
 def _from_bfloat16(builder, halves):
-    wide = builder.shl(builder.zext(halves, _INTEGERS), _constant(16, integer=True))
+    wide = builder.shl(builder.zext(halves, _INTEGERS), _integers(16))
     return builder.bitcast(wide, _VECTOR)
 
 
@@ -413,8 +413,8 @@ def power_of_two(typingctx, exponent):
     """2**n for whole n in [-126, 127], built from exponent bits."""
 
     def codegen(context, builder, sig, args):
-        biased = builder.add(builder.fptosi(args[0], _INTEGERS), _constant(127, integer=True))
-        return builder.bitcast(builder.shl(biased, _constant(23, integer=True)), _VECTOR)
+        biased = builder.add(builder.fptosi(args[0], _INTEGERS), _integers(127))
+        return builder.bitcast(builder.shl(biased, _integers(23)), _VECTOR)
 
     return floats(floats), codegen
 

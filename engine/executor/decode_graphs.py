@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.attention.backend import AttentionMetadata
 from engine.attention.openmp import Launch, LaunchProgram, recording
 from engine.attention.openmp_kernels import run_launches_address
-from engine.models.decoder import Decoder, LastTokens
+from engine.models import Decoder, LastTokens
 
 Step = Callable[[], torch.Tensor]
 Capture = Callable[[Step], tuple[Callable[[], object], torch.Tensor]]

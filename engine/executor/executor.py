@@ -18,9 +18,8 @@ from engine.executor.decode_graphs import GraphedDecoder, LaunchRecorder, captur
 from engine.executor.step import Int64, StepInputs
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes
-from engine.models import load_model
+from engine.models import Decoder, load_model
 from engine.models.config import DecoderConfig, ModelConfig
-from engine.models.decoder import Decoder
 from engine.models.linear import are_kernels
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.backend import AttentionMetadata
-from engine.models.decoder import LastTokens
+from engine.models import LastTokens
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

@@ -15,9 +15,8 @@ from engine.config import EngineConfig
 from engine.executor.process import Start
 from engine.executor.step import AllocateKV, Logits, Message, Step, StepInputs
 from engine.kv_layout import KVLayout
-from engine.models import load_model
+from engine.models import Decoder, load_model
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
 from engine.partition import Part
 from engine.ranks import (
     DistributedRanks,

@@ -1,18 +1,56 @@
-"""Models: the checkpoint's config (free of torch), native decoders and their weights, and those of transformers."""
+"""Models: the checkpoint's config (free of torch), the interface of a decoder, native decoders and their weights, and
+those of transformers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import UnsupportedModel
 
 if TYPE_CHECKING:
+    import torch
+
+    from engine.attention.backend import AttentionMetadata
     from engine.config import EngineConfig
     from engine.models.config import DecoderConfig
-    from engine.models.decoder import Decoder
     from engine.partition import Parallelism, Part
     from engine.ranks import RankGroup, Stages
+
+
+@dataclass(frozen=True, slots=True)
+class LastTokens:
+    """The tokens of a step whose hidden states are needed: the last ones of some requests, one at least."""
+
+    rows: torch.Tensor
+    """int64 [num_rows]: their places in the step."""
+    metadata: AttentionMetadata
+    """As if these were the step's only queries; its slot_mapping is that of all tokens."""
+
+
+class Decoder(Protocol):
+    """Owns the weights; the caller owns the KV cache and the step's metadata. Used by one thread."""
+
+    attention_name: str
+    """Name of the attention backend."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        needed: LastTokens | None = None,
+    ) -> torch.Tensor:
+        """One step: token_ids, positions int [num_tokens] -> final hidden states [num_tokens, hidden_size].
+
+        Keys and values of the step are written into kv_cache at metadata.slot_mapping. With `needed` the hidden states
+        of other tokens may be anything.
+        """
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden_size] -> float32 [rows, vocab_size]."""
 
 
 def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.models import LastTokens
 from engine.models.config import ModelConfig
-from engine.models.decoder import LastTokens
 from engine.models.elementwise import Elementwise, HeadNorm, HeadShape, elementwise_for
 from engine.models.linear import Linear, LinearSource, make_linear
 from engine.models.rope import RotaryEmbedding

@@ -28,8 +28,8 @@ from transformers.pytorch_utils import Conv1D
 from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
+from engine.models import LastTokens
 from engine.models.config import SUPPORTED_DTYPES, ConfigFields, DecoderConfig, read_json, refuse_quantization
-from engine.models.decoder import LastTokens
 from engine.models.linear import Linear, make_linear
 from engine.models.quantized import QuantizedLinear, QuantizedMatrix
 from engine.models.weights import DummyWeights

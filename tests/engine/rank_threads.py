@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from engine.config import EngineConfig
 from engine.executor.worker import load_part
+from engine.models import Decoder
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
 from engine.partition import Parallelism, Part
 from engine.ranks import Ends, SharedMemoryRanks, close_all, connect_all
 

@@ -13,8 +13,7 @@ from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.executor.decode_graphs import Capture, GraphedDecoder, LaunchRecorder, Step
 from engine.executor.executor import OneProcessExecutor
-from engine.models import read_config
-from engine.models.decoder import Decoder
+from engine.models import Decoder, read_config
 from tests.builders import lively_checkpoint
 from tests.oracle import random_prompts
 

@@ -11,9 +11,8 @@ import torch
 
 from engine.config import EngineConfig, Quantization
 from engine.executor.worker import rank_view
-from engine.models import load_model
+from engine.models import Decoder, load_model
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
 from engine.partition import Part
 from tests.builders import lively_checkpoint, paged_step
 from tests.engine.rank_threads import on_all_parts
