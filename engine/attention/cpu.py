@@ -17,13 +17,11 @@ import torch
 from engine.attention import cpu_kernels, pair_kernels
 from engine.attention.backend import AttentionMetadata, adjacent_heads
 from engine.attention.compilation import converts_float16, multiplies_pairs
-from engine.attention.openmp import launcher_for
+from engine.attention.openmp import launcher_for, num_threads_for
 from engine.attention.simd import WIDTH
 
 TILE_TOKENS = 32
 """Query tokens that share a pass over the keys."""
-SERIAL_ELEMENTS = 1 << 15
-"""Below this many KV elements one thread finishes before a second has started."""
 
 _TilesArguments = ctypes.c_int64 * 4
 _WriteArguments = ctypes.c_int64 * 13
@@ -142,8 +140,7 @@ def _write_kv(
         kv_cache.stride(0),
         kv_cache.stride(2),
     )
-    work = num_tokens * num_kv_heads * head_dim
-    num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1
+    num_threads = num_threads_for(num_tokens * num_kv_heads * head_dim)
     launcher_for(cpu_kernels.write_kv_address, kv_cache.dtype)(num_threads, arguments)
 
 
@@ -182,8 +179,7 @@ def _attend_tiles(
         bits_of(scores.softcap),
         kv_cache.stride(2),
     )
-    work = plan.num_visible * num_kv_heads * head_dim
-    num_threads = torch.get_num_threads() if work >= SERIAL_ELEMENTS else 1
+    num_threads = num_threads_for(plan.num_visible * num_kv_heads * head_dim)
     kernels = pair_kernels if in_pairs else cpu_kernels
     launcher_for(kernels.paged_attention_address, kv_cache.dtype)(num_threads, arguments)
 

@@ -33,6 +33,8 @@ Arguments = ctypes.Array[ctypes.c_int64]
 Launcher = Callable[[int, Arguments], None]
 """Takes the number of threads and the kernel's arguments."""
 
+_SERIAL_ELEMENTS = 1 << 15
+"""Below this many elements one thread finishes before a second has started."""
 _LINE = 8
 """Numbers of a cache line: counters that several threads change have lines of their own."""
 
@@ -79,6 +81,11 @@ def launcher(kernel_address: int, *, keeps_gil: bool = True) -> Launcher:
             alone(ctypes.addressof(arguments))
 
     return launch
+
+
+def num_threads_for(num_elements: int) -> int:
+    """Of a kernel that works on so many elements."""
+    return torch.get_num_threads() if num_elements >= _SERIAL_ELEMENTS else 1
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.cpu import bits_of, is_compiled_for
-from engine.attention.openmp import launcher_for
+from engine.attention.openmp import launcher_for, num_threads_for
 from engine.attention.simd import WIDTH
 from engine.models import elementwise_kernels as kernels
 
@@ -84,9 +84,6 @@ def elementwise_for(
     return Elementwise()
 
 
-SERIAL_ELEMENTS = 1 << 15
-"""Below this many elements one thread finishes before a second has started."""
-
 _NormArguments = ctypes.c_int64 * 8
 _RotateArguments = ctypes.c_int64 * 12
 _SiluArguments = ctypes.c_int64 * 5
@@ -156,5 +153,4 @@ def to_float32(x: torch.Tensor) -> torch.Tensor:
 def _launch(
     address_of: Callable[[str], int], dtype: torch.dtype, num_elements: int, arguments: ctypes.Array[ctypes.c_int64]
 ) -> None:
-    num_threads = torch.get_num_threads() if num_elements >= SERIAL_ELEMENTS else 1
-    launcher_for(address_of, dtype)(num_threads, arguments)
+    launcher_for(address_of, dtype)(num_threads_for(num_elements), arguments)
