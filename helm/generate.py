@@ -15,12 +15,8 @@ from pathlib import Path
 import click
 
 from helm.dashboard import PANELS, dashboard
-from helm.golden import goldens
-from helm.kustomization import kustomize_base
-from helm.readme import with_table
-from helm.rendering import CHART
-from helm.schema import values_schema
-from helm.vllm_arguments import vllm_arguments
+from helm.rendering import CHART, goldens, kustomize_base
+from helm.values import values_schema, vllm_arguments, with_table
 
 ROOT = CHART.parents[1]
 BASE = ROOT / "kustomize" / "base"

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from helm.component_settings import TREES
-from helm.rendering import Manifest
+from helm.rendering import TREES, Manifest
 from serving.settings import Settings, settings_options
 from tests.chart.rendered import deployment
 from tests.chart.started import Read, Started, started

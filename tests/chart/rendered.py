@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from helm.golden import ci_files
-from helm.rendering import CHART, Manifest, read_values, render
+from helm.rendering import CHART, Manifest, ci_files, read_values, render
 
 NAMES = tuple(ci_files())
 EXAMPLES = {path.stem: path for path in sorted((CHART / "examples").glob("*.yaml"))}

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from helm_python import Chart, HelmError
 
-from helm.golden import ci_files
-from helm.rendering import CHART, read_values
+from helm.rendering import CHART, ci_files, read_values
 from router.autoscaler.resizer import ActuatorError
 from router.kubernetes.actuator import Election, KubernetesActuator
 from router.kubernetes.cluster import Cluster

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 from helm_python import Chart
 
-from helm.component_settings import check_settings
-from helm.rendering import CHART, Manifest, read_values, render
+from helm.rendering import CHART, Manifest, check_settings, read_values, render
 from tests.chart import test_policy as policy
 from tests.chart.fake_kube.cluster import FakeKube
 from tests.chart.fake_kube.helm_client import Helm

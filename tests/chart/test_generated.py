@@ -9,10 +9,8 @@ import pytest
 import yaml
 
 from helm import generate
-from helm.golden import goldens
-from helm.kustomization import kustomize_base
-from helm.readme import with_table
-from helm.rendering import CHART, render
+from helm.rendering import CHART, goldens, kustomize_base, render
+from helm.values import with_table
 from tests.chart.rendered import NAMES, deployment, released
 
 ROOT = CHART.parents[1]

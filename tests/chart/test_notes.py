@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from helm.golden import ci_files
-from helm.rendering import NOTES, read_values, render_text
+from helm.rendering import NOTES, ci_files, read_values, render_text
 from tests.chart.rendered import NAMES, manifests, of_kind
 
 WARNINGS: dict[str, tuple[dict[str, Any], str]] = {

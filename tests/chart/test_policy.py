@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from helm.golden import ci_files
-from helm.rendering import CHART, read_values, render
+from helm.rendering import CHART, ci_files, read_values, render
 from kv_transfer.stores.redis.address import RedisAddress
 from protos.tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
 from router.pools.discovery import parse_targets

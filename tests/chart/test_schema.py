@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from helm_python import HelmError, lint
 
-from helm.golden import ci_files
-from helm.rendering import CHART, read_values, render
-from helm.values_doc import documented
+from helm.rendering import CHART, ci_files, read_values, render
+from helm.values import documented
 from tests.chart.rendered import NAMES
 
 VLLM: dict[str, Any] = {"engine": "vllm", "image": {"tag": "0.1.0-vllm"}}

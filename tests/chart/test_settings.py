@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from engine.text.tokenizer import Tokenizer
-from helm.component_settings import TREES, check_settings
-from helm.rendering import Manifest, render
+from helm.rendering import TREES, Manifest, check_settings, render
 from instance.config import InstanceSettings, engine_config
 from kv_transfer.nixl.connector import NixlOptions
 from kv_transfer.stores.files import SharedStorageOptions

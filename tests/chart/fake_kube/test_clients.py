@@ -11,8 +11,7 @@ import pytest
 import yaml
 from helm_python import Chart, HelmError
 
-from helm.golden import ci_files
-from helm.rendering import CHART, read_values
+from helm.rendering import CHART, ci_files, read_values
 from tests.chart.fake_kube.cluster import FakeKube
 from tests.chart.fake_kube.helm_client import Helm
 from tests.chart.fake_kube.kinds import KINDS, Object

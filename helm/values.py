@@ -1,4 +1,4 @@
-"""values.schema.json: the types of values.yaml, what constraints.yaml adds, and the services' own settings trees.
+"""What is made of values.yaml: its schema and the table in the README; and of vLLM's host: the rules of its arguments.
 
 A key that does not exist is an error of `helm install`, down to the last setting of an instance. What the chart decides
 itself (addresses, the connector, the model's folder) is left out of the settings, so that it has one place only.
@@ -7,17 +7,19 @@ itself (addresses, the connector, the model's folder) is left out of the setting
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from helm.values_doc import documented
 from instance.config import InstanceSettings
 from router.config import RouterSettings
 from serving.histogram import LATENCY_BUCKETS_S
 from serving.settings import Settings
+from vllm_engine.argument_rules import OWN_SETTINGS, REFUSED, WITHOUT_EFFECT, WORKER_COUNTS
 
 ROUTER_OWNED = (
     "router",
@@ -43,6 +45,40 @@ INSTANCE_OWNED = (
 
 Schema = dict[str, Any]
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number"}
+_MARK = "# -- "
+_KEY = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z][\w]*):")
+BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
+_RULES_HEAD = "# Made by helm/generate.py out of vllm_engine/argument_rules.py. Read by templates/_engine.tpl.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One documented key, by its path with dots."""
+
+    path: str
+    default: Any
+    doc: str
+
+
+def documented(text: str) -> Iterator[Value]:
+    """Every key that has a line above it, in the order of the file. Indentation is two spaces a level."""
+    values = yaml.safe_load(text)
+    above: list[str] = []
+    doc = ""
+    for line in text.splitlines():
+        if line.strip().startswith(_MARK):
+            doc = line.strip().removeprefix(_MARK)
+        elif matched := _KEY.match(line):
+            above = [*above[: len(matched["indent"]) // 2], matched["key"]]
+            if doc:
+                yield Value(".".join(above), _at(values, above), doc)
+            doc = ""
+
+
+def _at(values: Any, keys: list[str]) -> Any:
+    for key in keys:
+        values = values[key]
+    return values
 
 
 def values_schema(values_text: str, constraints_path: Path) -> str:
@@ -124,3 +160,38 @@ def _plain(definition: Any) -> Any:
     kept = {key: _plain(value) for key, value in definition.items() if key not in ("title", "flag", "required")}
     kept.pop("default", None)
     return kept
+
+
+def with_table(readme: str, values_text: str) -> str:
+    """The chart's README with its table made new. Raises ValueError where it has no place for one."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the README has no {BEGIN} and {END}")
+    rows = "\n".join(_row(value) for value in documented(values_text))
+    return f"{before}{BEGIN}\n| value | default | what it is |\n|---|---|---|\n{rows}\n{END}{after}"
+
+
+def _row(value: Value) -> str:
+    default = json.dumps(value.default).replace("|", "\\|")
+    return f"| `{value.path}` | `{default}` | {value.doc.replace('|', chr(92) + '|')} |"
+
+
+def vllm_arguments() -> str:
+    """helm/tandem/vllm_arguments.yaml: what `instance.vllmArgs` must not contain.
+
+    `refused` is a reason by argument; `withoutEffect` is no part of an identity; `workerCounts` must be 1 where KV is
+    handed over.
+    """
+    reasons = {
+        **{name: _instead(setting) for name, setting in OWN_SETTINGS.items()},
+        **{name: f"it is not supported: {reason}" for name, reason in REFUSED.items()},
+        "tensor_parallel_size": "set instance.tensorParallelSize",
+        "pipeline_parallel_size": "set instance.pipelineParallelSize",
+    }
+    rules = {"refused": reasons, "withoutEffect": list(WITHOUT_EFFECT), "workerCounts": list(WORKER_COUNTS)}
+    return _RULES_HEAD + yaml.safe_dump(rules, width=1000)
+
+
+def _instead(setting: str) -> str:
+    return "the chart sets it, by `model`" if setting in INSTANCE_OWNED else f"set instance.settings.{setting}"
