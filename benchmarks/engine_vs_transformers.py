@@ -149,17 +149,18 @@ def _median(runs: list[Seconds]) -> Seconds:
     return Seconds(statistics.median(run.wall for run in runs), statistics.median(run.cpu for run in runs))
 
 
-def measure_bandwidth(threads: int) -> float:
+def measure_bandwidth(threads: int | None = None, device: str = "cpu") -> float:
     """Bytes per second of summing an array that no cache holds."""
-    torch.set_num_threads(threads)
-    array = torch.ones(1 << 28, dtype=torch.float32)
-    best = min(_timed(array) for _ in range(5))
-    return array.numel() * array.element_size() / best
+    if threads is not None:
+        torch.set_num_threads(threads)
+    array = torch.ones(1 << 28, dtype=torch.float32, device=device)
+    return array.nbytes / min(timed(lambda: array.sum().item()) for _ in range(5))
 
 
-def _timed(array: torch.Tensor) -> float:
+def timed(run: Callable[[], object]) -> float:
+    """Seconds."""
     started = time.perf_counter()
-    array.sum()
+    run()
     return time.perf_counter() - started
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import random
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import click
 import torch
 import transformers
 
+from benchmarks.engine_vs_transformers import measure_bandwidth, timed
 from benchmarks.shapes import SHAPES, write_config
 from engine import LLM, SamplingParams
 
@@ -80,24 +80,7 @@ def bandwidth_share(llm: LLM, folder: Path, device: str) -> float:
     num_bytes = 2 * sum(weight.numel() for weight in model.parameters())
     prompt = [([5, 6, 7], _DECODED)]
     generate(llm, prompt)
-    return num_bytes * _DECODED / timed(lambda: generate(llm, prompt)) / measured_bandwidth(device)
-
-
-def measured_bandwidth(device: str) -> float:
-    """Bytes per second of summing an array that no cache holds."""
-    array = torch.ones(1 << 28, dtype=torch.float32, device=device)
-
-    def read() -> None:
-        array.sum().item()
-
-    read()
-    return float(array.nbytes) / min(timed(read) for _ in range(5))
-
-
-def timed(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+    return num_bytes * _DECODED / timed(lambda: generate(llm, prompt)) / measure_bandwidth(device=device)
 
 
 def peer_on(folder: Path, work: list[tuple[list[int], int]], device: str) -> Callable[[], object]:

@@ -10,38 +10,23 @@ of the same shape on a machine like the one in benchmarks/LOG.md.
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import statistics
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from benchmarks import first_token
+from benchmarks.first_token import Sample
 from benchmarks.shapes import SHAPES, write_config
+from kv_transfer.secret import ensure_secret
 from tandem.client.client import Client
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.stack import LocalStack
 
 BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One request. Seconds, but for the share."""
-
-    ttft_s: float
-    gap_s: float
-    step_s: float
-    early_share: float
-
-    @property
-    def excess_s(self) -> float:
-        """The gap beyond two decode steps."""
-        return self.gap_s - 2 * self.step_s
 
 
 @click.command(help=__doc__)
@@ -58,20 +43,22 @@ def main(shape: str, prompt_len: int, chunk: int, output_len: int, repeat: int) 
         with LocalStack(settings) as stack, Client(stack.address) as client:
             rng = random.Random(0)
             vocab_size = SHAPES[shape]["vocab_size"]
-            samples = []
+            samples, shares = [], []
             for index in range(repeat + 1):
                 prompt = [rng.randrange(3, vocab_size) for _ in range(prompt_len)]
-                sample = measure(client, prompt, output_len, record)
+                sample, early_share = measure(client, prompt, output_len, record)
                 if index:
                     samples.append(sample)
-                    show(sample)
-    median = Sample(*(statistics.median(values) for values in zip(*map(fields, samples), strict=True)))
+                    shares.append(early_share)
+                    show(sample, early_share)
     click.echo("median:")
-    show(median)
+    show(first_token.median(samples), statistics.median(shares))
 
 
 def stack_settings(model: Path, record: Path, chunk: int) -> StackSettings:
     """1P1D, a core each, the recording connector."""
+    secret = record.parent / "secret"
+    ensure_secret(secret)
     options = json.dumps({"record_file": str(record), "path": str(record.parent / "store"), "digest": True})
     return StackSettings(
         model=model,
@@ -83,32 +70,19 @@ def stack_settings(model: Path, record: Path, chunk: int) -> StackSettings:
         max_model_len=4096,
         instance_args=(
             *("--load-format", "dummy", "--max-num-batched-tokens", str(chunk)),
-            *("--kv-options", options, "--kv-secret-file", str(make_secret(record.parent / "secret"))),
+            *("--kv-options", options, "--kv-secret-file", str(secret)),
         ),
     )
 
 
-def make_secret(path: Path) -> Path:
-    """A key for the pages' digests, as `tandem up` makes one."""
-    from kv_transfer.secret import ensure_secret
-
-    ensure_secret(path)
-    return path
-
-
-def measure(client: Client, prompt: list[int], output_len: int, record: Path) -> Sample:
-    """One request, alone."""
+def measure(client: Client, prompt: list[int], output_len: int, record: Path) -> tuple[Sample, float]:
+    """One request, alone, and the share of its blocks that decode had early."""
     seen = len(read(record))
-    started = time.monotonic()
-    options = {"temperature": 0.0, "max_tokens": output_len, "ignore_eos": True}
-    times = [time.monotonic() for _ in client.stream(prompt, **options)]  # type: ignore[arg-type]
-    assert len(times) == output_len, "one piece for each token"
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    sample = first_token.measure(client, prompt, output_len)
     lines = read(record)[seen:]
     computed = max(line["at"] for line in lines if line["what"] == "computed")
     num_early = sum(line["what"] == "loaded" and line["at"] <= computed for line in lines)
-    share = num_early / (len(prompt) // BLOCK_SIZE)
-    return Sample(times[0] - started, gaps[0], statistics.median(gaps[1:]), share)
+    return sample, num_early / (len(prompt) // BLOCK_SIZE)
 
 
 def read(record: Path) -> list[dict[str, float]]:
@@ -116,14 +90,10 @@ def read(record: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 
-def fields(sample: Sample) -> tuple[float, float, float, float]:
-    return sample.ttft_s, sample.gap_s, sample.step_s, sample.early_share
-
-
-def show(sample: Sample) -> None:
+def show(sample: Sample, early_share: float) -> None:
     click.echo(
         f"TTFT {sample.ttft_s * 1e3:6.0f} ms  gap 1-2 {sample.gap_s * 1e3:5.0f} ms  step {sample.step_s * 1e3:5.1f} ms "
-        f" gap - 2 steps {sample.excess_s * 1e3:6.0f} ms  early blocks {sample.early_share:4.0%}"
+        f" gap - 2 steps {sample.excess_s * 1e3:6.0f} ms  early blocks {early_share:4.0%}"
     )
 
 

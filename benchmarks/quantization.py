@@ -12,13 +12,14 @@ import gc
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import click
 import psutil
 import torch
 
-from benchmarks.engine_vs_transformers import WORKS, make_llm, with_engine
+from benchmarks.engine_vs_transformers import WORKS, make_llm, timed, with_engine
 from benchmarks.shapes import SHAPES, write_config
 from engine import LLM
 from engine.config import Quantization
@@ -40,9 +41,7 @@ def main(shape: str, repeat: int, threads: int, dtype: str) -> None:
         seconds: dict[str, list[float]] = {method: [] for method in METHODS}
         for _ in range(repeat + 1):
             for method, llm in engines.items():
-                started = time.perf_counter()
-                with_engine(llm, prompts, work)
-                seconds[method].append(time.perf_counter() - started)
+                seconds[method].append(timed(partial(with_engine, llm, prompts, work)))
         medians = [statistics.median(times[1:]) for times in seconds.values()]  # the first is a warm-up
         num_tokens = work.num_requests * (work.output_len if work.output_len > 1 else work.input_len)
         shown = [f"{num_tokens / median:8.1f} ({medians[0] / median:5.2f})" for median in medians]

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 import click
 import torch
 
-from benchmarks.engine_vs_transformers import Work, make_llm, with_engine
+from benchmarks.engine_vs_transformers import Work, make_llm, timed, with_engine
 from benchmarks.shapes import SHAPES, write_config
 from engine import LLM
 from engine.executor.decode_graphs import GraphedDecoder
@@ -63,12 +63,10 @@ def main(shape: str, dtype: str, quantization: str, threads: int, tokens: int, r
 
 def _step_ms(llm: LLM, batch: int, num_tokens: int) -> float:
     prompts = torch.randint(3, llm.core.info.vocab_size, (batch, _INPUT_LEN))
-    seconds = []
-    for output_len in (1, num_tokens):
-        started = time.perf_counter()
-        with_engine(llm, prompts, Work(batch, _INPUT_LEN, output_len))
-        seconds.append(time.perf_counter() - started)
-    return 1000 * (seconds[1] - seconds[0]) / (num_tokens - 1)
+    first_s, all_s = (
+        timed(partial(with_engine, llm, prompts, Work(batch, _INPUT_LEN, output_len))) for output_len in (1, num_tokens)
+    )
+    return 1000 * (all_s - first_s) / (num_tokens - 1)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import click
 import psutil
 
-from benchmarks.peers import options
+from benchmarks.peers import vllm_python_option
 from benchmarks.shapes import SHAPES, write_config
 from tandem.client.client import Client
 from tandem.client.health import instances_out
@@ -60,7 +60,7 @@ class Times(NamedTuple):
 
 
 @click.command(help=__doc__)
-@options.vllm_python
+@vllm_python_option
 @click.option("--connector", default="shared_storage", show_default=True)
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="33m", show_default=True)
 @click.option("--prompt", "prompt_len", default=1500, show_default=True, help="Tokens of each prompt.")

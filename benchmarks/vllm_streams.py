@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from benchmarks.peers import options
+from benchmarks.peers import vllm_python_option
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
 from engine.core.messages import EngineRequest, TokensEvent
@@ -29,7 +29,7 @@ _LENGTHS = (20, 60, 150, 400)
 
 
 @click.command(help=__doc__)
-@options.vllm_python
+@vllm_python_option
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 @click.option("--streams", "num_streams", default=60, show_default=True)
 def main(vllm_python: Path, dtype: str, num_streams: int) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,8 @@ import click
 import torch
 
 from benchmarks import page, vllm_hand_over
-from benchmarks.engine_vs_transformers import measure_bandwidth
-from benchmarks.peers import options
+from benchmarks.engine_vs_transformers import measure_bandwidth, timed
+from benchmarks.peers import shapes_option, vllm_python_option
 from benchmarks.peers.engine_vs_vllm import LONG_DECODING, WORKS, Comparison, both_sides
 from benchmarks.shapes import bytes_of_step, operations_of_prefill
 from tandem.bench.serve.results import versions
@@ -41,8 +40,8 @@ _HAND_OVER_HEAD = (
 
 
 @click.command(help=__doc__)
-@options.vllm_python
-@options.shapes
+@vllm_python_option
+@shapes_option
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Turns; the median counts.")
 @click.option("--threads", default=2, show_default=True, help="Threads of both engines.")
 @click.option("--hand-over/--no-hand-over", default=True, show_default=True, help="Measure P/D too.")
@@ -172,14 +171,8 @@ def measure_products(threads: int) -> float:
     torch.set_num_threads(threads)
     size = 2048
     left, right = (torch.randn(size, size).bfloat16() for _ in range(2))
-    best = min(_timed(left, right) for _ in range(10))
+    best = min(timed(partial(torch.nn.functional.linear, left, right)) for _ in range(10))
     return 2 * size**3 / best
-
-
-def _timed(left: torch.Tensor, right: torch.Tensor) -> float:
-    started = time.perf_counter()
-    torch.nn.functional.linear(left, right)
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 import click
 
 from benchmarks.engine_vs_transformers import Work, measure_bandwidth
-from benchmarks.peers import options
+from benchmarks.peers import shapes_option, vllm_python_option
 from benchmarks.shapes import write_config
 
 WORKS = {
@@ -103,8 +103,8 @@ class Sides:
 
 
 @click.command(help=__doc__)
-@options.vllm_python
-@options.shapes
+@vllm_python_option
+@shapes_option
 @click.option("--work", "only", multiple=True, type=click.Choice(list(_NAMES)), help="Only these.")
 @click.option("--repeat", default=5, show_default=True, help="Runs of each side; the median counts.")
 @click.option("--threads", default=2, show_default=True, help="Threads of both sides.")
