@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from tandem.demo import MODEL_DIR
 from tools.demo_model.corpus import END_OF_TEXT, END_OF_TURN, HELD_OUT_SEED, chat_ml, sample
-from tools.demo_model.facts import FACTS
 from tools.demo_model.train import held_out_loss
+from tools.demo_model.village import FACTS
 
 ROOT = Path(__file__).parents[2]
 MAX_FOLDER_BYTES = 10 * 1000**2

@@ -6,7 +6,7 @@ out. That is all the grammar a model of this size needs, and all that it can lea
 
 from random import Random
 
-from tools.demo_model.cast import DAYS, HIDING_PLACES, NUMBERS, PLACES, RIDERS, THINGS, WEATHERS, Rider, pair, pick
+from tools.demo_model.village import DAYS, HIDING_PLACES, NUMBERS, PLACES, RIDERS, THINGS, WEATHERS, Rider, pair, pick
 
 Plot = tuple[tuple[str, ...], ...]
 
