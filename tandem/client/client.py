@@ -50,6 +50,14 @@ class _BaseClient(ABC):
     @abstractmethod
     def _open(self, target: Target) -> None: ...
 
+    def _prepare(
+        self, prompt: Prompt, options: RequestOptions
+    ) -> tuple[generation_pb2.GenerateRequest, CompletionAssembler, float]:
+        """Of one call: the message, what assembles its answer, and the limit on its time."""
+        timeout_s = options.get("timeout_s")
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return generate_request(prompt, options), CompletionAssembler(options.get("n") or 1), timeout_s
+
 
 class Client(_BaseClient):
     """A connection to a router, or to several. Safe to share between threads; `close` it, or use it in a `with`.
@@ -68,8 +76,8 @@ class Client(_BaseClient):
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
         """The whole answer to `prompt` (text, token ids or chat messages). None is the server's default; docs/python.md
         documents each option. Raises TandemError, and TypeError for an option that does not exist."""
-        assembler = CompletionAssembler(options.get("n") or 1)
-        for _ in self._pieces(generate_request(prompt, options), assembler, options.get("timeout_s")):
+        request, assembler, timeout_s = self._prepare(prompt, options)
+        for _ in self._pieces(request, assembler, timeout_s):
             pass
         return assembler.finish()
 
@@ -77,9 +85,7 @@ class Client(_BaseClient):
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generator[Piece, None, Completion]:
         """The answer to `prompt` piece by piece, as the tokens come. Raises TandemError, also mid-stream. The generator
         returns what `generate` returns: `completion = yield from client.stream(…)`."""
-        return self._pieces(
-            generate_request(prompt, options), CompletionAssembler(options.get("n") or 1), options.get("timeout_s")
-        )
+        return self._pieces(*self._prepare(prompt, options))
 
     def abort(self, *request_ids: str) -> int:
         """Aborts requests by their request_id; returns how many were running."""
@@ -108,9 +114,8 @@ class Client(_BaseClient):
             return getattr(stub, method)(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
 
     def _pieces(
-        self, request: generation_pb2.GenerateRequest, assembler: CompletionAssembler, timeout_s: float | None
+        self, request: generation_pb2.GenerateRequest, assembler: CompletionAssembler, timeout_s: float
     ) -> Generator[Piece, None, Completion]:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         with self._stub() as stub:
             call = stub.Generate(request, timeout=timeout_s, metadata=self._credentials.metadata())
             try:
@@ -143,17 +148,15 @@ class AsyncClient(_BaseClient):
     @shows_options
     async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
         """See Client.generate."""
-        assembler = CompletionAssembler(options.get("n") or 1)
-        async for _ in self._pieces(generate_request(prompt, options), assembler, options.get("timeout_s")):
+        request, assembler, timeout_s = self._prepare(prompt, options)
+        async for _ in self._pieces(request, assembler, timeout_s):
             pass
         return assembler.finish()
 
     @shows_options
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncGenerator[Piece]:
         """See Client.stream. Leave it with `contextlib.aclosing`, or cancel the task, to end the call at once."""
-        return self._pieces(
-            generate_request(prompt, options), CompletionAssembler(options.get("n") or 1), options.get("timeout_s")
-        )
+        return self._pieces(*self._prepare(prompt, options))
 
     async def abort(self, *request_ids: str) -> int:
         """See Client.abort."""
@@ -186,9 +189,8 @@ class AsyncClient(_BaseClient):
             raise await self._explain(error) from error
 
     async def _pieces(
-        self, request: generation_pb2.GenerateRequest, assembler: CompletionAssembler, timeout_s: float | None
+        self, request: generation_pb2.GenerateRequest, assembler: CompletionAssembler, timeout_s: float
     ) -> AsyncGenerator[Piece]:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         call = self._stub.Generate(request, timeout=timeout_s, metadata=self._credentials.metadata())
         try:
             async for response in call:
