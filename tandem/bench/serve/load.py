@@ -37,7 +37,6 @@ _REQUEST_ID = re.compile(r" \(request id [^()]*\)")
 
 @dataclass(slots=True)
 class Progress:
-    num_requests: int
     in_flight: int = 0
     done: int = 0
     """Ended, with or without success."""
@@ -65,7 +64,7 @@ async def run_load(
         raise ValueError(f"max_concurrency is {max_concurrency}; at least 1, or None for no limit")
     places = asyncio.Semaphore(max_concurrency or sys.maxsize)
     in_order = sorted(requests, key=lambda request: request.at_s)
-    load = _Load(endpoint, in_order, places, timeout_s, on_progress, Progress(len(requests)))
+    load = _Load(endpoint, in_order, places, timeout_s, on_progress)
     sending = asyncio.create_task(load.send_all())
     stopping = asyncio.create_task((stop or asyncio.Event()).wait())
     try:
@@ -89,7 +88,7 @@ class _Load:
     """One for each request that may be in flight."""
     timeout_s: float
     on_progress: Callable[[Progress], None]
-    progress: Progress
+    progress: Progress = field(default_factory=Progress)
     records: list[RequestRecord] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
 

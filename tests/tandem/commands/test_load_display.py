@@ -27,7 +27,7 @@ def run(screen: LoadDisplay) -> None:
     screen.begin(2.0, [PlannedRequest(0.0, (1,), 1)] * 10)
     for in_flight, done, failed in ((3, 4, 1), (4, 4, 1)):
         time.sleep(0.15)  # a bar is drawn ten times a second at the most
-        screen.progress(Progress(10, in_flight=in_flight, done=done, failed=failed))
+        screen.progress(Progress(in_flight=in_flight, done=done, failed=failed))
     screen.end(POINT)
     screen.close()
 
