@@ -27,6 +27,7 @@ import psutil
 
 from benchmarks import page
 from tandem import AsyncClient, TandemError
+from tandem.bench.serve.report import Distribution
 from tandem.demo import MODEL_DIR
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.stack import LocalStack
@@ -45,13 +46,8 @@ _NICE = 19
 class Streams:
     """What the well-behaved clients saw in some seconds."""
 
-    gaps_s: list[float]
+    itl: Distribution
     num_failed: int
-
-    def percentile_ms(self, fraction: float) -> float:
-        """Of the gaps between two tokens of one stream."""
-        ordered = sorted(self.gaps_s)
-        return ordered[min(int(fraction * len(ordered)), len(ordered) - 1)] * 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +63,7 @@ class Figures:
 
     @property
     def ratio(self) -> float:
-        return self.flooded.percentile_ms(0.99) / self.quiet.percentile_ms(0.99)
+        return self.flooded.itl.p99 / self.quiet.itl.p99
 
     @property
     def is_kept(self) -> bool:
@@ -76,10 +72,7 @@ class Figures:
 
     def row(self) -> list[str]:
         """For the table."""
-        quiet, flooded = (
-            f"{streams.percentile_ms(0.5):.1f} · {streams.percentile_ms(0.99):.1f}"
-            for streams in (self.quiet, self.flooded)
-        )
+        quiet, flooded = (f"{streams.itl.p50:.1f} · {streams.itl.p99:.1f}" for streams in (self.quiet, self.flooded))
         verdict = "yes" if self.is_kept else "**no**"
         failed = str(self.flooded.num_failed)
         return [
@@ -115,7 +108,7 @@ async def stream(address: str, seconds: float) -> Streams:
 
     async with AsyncClient(address) as client:
         await asyncio.gather(*(one(client, number) for number in range(NUM_STREAMS)))
-    return Streams(gaps_s, num_failed)
+    return Streams(Distribution.of(gaps_s), num_failed)
 
 
 async def flood(stack: LocalStack, name: str, seconds: float) -> Figures:

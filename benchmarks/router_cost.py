@@ -41,6 +41,7 @@ Way = Literal["direct", "bare", "router"]
 """How the clients get the stub's tokens."""
 
 _START_TIMEOUT_S = 60.0
+_WARM_UP_S = 1.5
 _MEET_S = 1.5
 """Until the router has discovered the stub."""
 _context = multiprocessing.get_context("spawn")
@@ -185,12 +186,12 @@ class Windows:
         self._pace = pace
         self._router_log = router_log
 
-    def measure(self, way: Way, load: Load, length_s: float, warm_up_s: float = 1.5) -> Sample:
+    def measure(self, way: Way, load: Load, length_s: float) -> Sample:
         """Sends `load` one way; raises ClickException when a stream fails."""
         relay = self._relays[way]
         self._pace.interval_s.value = load.num_streams / load.tokens_per_s if load.tokens_per_s else 0.0
         self._pace.in_steps.value = int(load.in_steps)
-        begin_s = time.monotonic() + warm_up_s
+        begin_s = time.monotonic() + _WARM_UP_S
         for index, client in enumerate(self._clients):
             num_streams = len(range(index, load.num_streams, len(self._clients)))
             window = token_load.Window(relay.address, num_streams, begin_s, begin_s + length_s, self._num_connections)

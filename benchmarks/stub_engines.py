@@ -32,6 +32,7 @@ from protos.tandem.v1 import (
 
 _BEAT_S = 0.1
 _TOKEN_ID = 20
+_MAX_MODEL_LEN = 1 << 16
 _TEXT = " a"
 _SERVER_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 250))
 
@@ -65,7 +66,6 @@ class Pools:
     num_decode: int
     speeds: Speeds
     vocab_size: int
-    max_model_len: int = 1 << 16
 
 
 class _Stub(
@@ -91,7 +91,7 @@ class _Stub(
             role=self.role,
             identity=common_pb2.Identity(fingerprint="stub", block_size=16),
             model="stub",
-            max_model_len=self._pools.max_model_len,
+            max_model_len=_MAX_MODEL_LEN,
             vocab_size=self._pools.vocab_size,
             block_size=16,
             kv_connector="stub",

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from benchmarks import stub_engines
-from benchmarks.live_resize import Live, Phase
 from benchmarks.mixed_load import Mix, MixedWorkload, failures, joined, of_kind
 from benchmarks.pd_isolation import Experiment, Subject
+from benchmarks.pool_sizes import Live, Phase
 from protos.tandem.v1 import decode_pb2
 from tandem.bench.serve.endpoint import RequestRecord
 from tandem.bench.serve.report import Objectives, summarise
