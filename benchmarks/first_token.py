@@ -137,7 +137,6 @@ def measure(client: Client, prompt: list[int], output_len: int) -> Sample:
 
 
 def median(samples: list[Sample]) -> Sample:
-    """Of each field."""
     return Sample(
         statistics.median(sample.ttft_s for sample in samples),
         statistics.median(sample.gap_s for sample in samples),

@@ -67,11 +67,9 @@ class Figures:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the promise holds."""
         return self.ratio <= MAX_RATIO and not self.flooded.num_failed and self.growth_mib <= MAX_GROWTH_MIB
 
     def row(self) -> list[str]:
-        """For the table."""
         quiet, flooded = (f"{streams.itl.p50:.1f} · {streams.itl.p99:.1f}" for streams in (self.quiet, self.flooded))
         verdict = "yes" if self.is_kept else "**no**"
         failed = str(self.flooded.num_failed)

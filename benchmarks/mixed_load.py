@@ -51,7 +51,6 @@ class Mix:
         return (1 - self.long_share) * self.stream_output_len + self.long_share * self.long_output_len
 
     def is_long(self, record: RequestRecord) -> bool:
-        """Whether it was a long prompt."""
         return record.num_prompt_tokens == self.long_input_len
 
 

@@ -21,7 +21,6 @@ LOG = Path(__file__).resolve().parent / "LOG.md"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -57,7 +56,6 @@ def origin() -> str:
 
 
 def save_plot(name: str, picture: bytes, folder: Path) -> Path:
-    """Writes a PNG and returns where."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     path.write_bytes(picture)

@@ -156,7 +156,6 @@ def run(
     objectives: Objectives,
     quick: bool,
 ) -> Experiment:
-    """Measures every stack at every rate."""
     mix = replace(_MIX, duration_s=seconds, long_share=long_share)
     if quick:
         rates, chunks, mix = (4.0,), (128, _DEFAULT_CHUNK), replace(mix, duration_s=4.0)
@@ -192,7 +191,6 @@ def _subjects(chunks: Sequence[int], objectives: Objectives) -> Iterator[Subject
 
 
 def report_text(done: Experiment) -> str:
-    """The tables, in Markdown."""
     best = done.best()
     rows = []
     for index, (subject, point) in enumerate(best):

@@ -306,7 +306,6 @@ def _stubs(size: Size) -> Iterator[str]:
 
 
 def report_text(part: Part) -> str:
-    """The table, in Markdown."""
     what = _speeds_text() if part.live is None else f"{_SHAPE} shape, bf16"
     how = "" if part.live is None else " for each size; requests sent during a resize count for none"
     head = ["pools", "TTFT p50 · p99", "of long prompts p50 · p99", "ITL p50 · p95 · p99", "TPOT p50", "failed"]

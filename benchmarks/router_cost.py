@@ -128,7 +128,6 @@ def measured(
 
 
 def show(rounds: list[Round]) -> None:
-    """One line for each way."""
     for way in rounds[0]:
         click.echo(
             f"  {way:7} {median(rounds, lambda one, way=way: one[way].tokens_per_s):6.0f} tokens/s"
@@ -152,7 +151,6 @@ def judge(at_full: list[Round], at_half: list[Round]) -> None:
 
 
 def median(rounds: list[Round], value: Callable[[Round], float]) -> float:
-    """Of all rounds."""
     return statistics.median(map(value, rounds))
 
 

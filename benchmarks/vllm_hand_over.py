@@ -128,7 +128,6 @@ def processes(running: LocalStack) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def cpu_s(asked: Asked) -> dict[str, float]:
-    """CPU time that each process has taken so far."""
     times = {name: process.cpu_times() for name, process in asked.processes.items()}
     return {name: taken.user + taken.system for name, taken in times.items()}
 

@@ -36,7 +36,6 @@ def chart_files() -> dict[Path, str]:
 
 
 def rendered_files() -> dict[Path, str]:
-    """What the chart renders to."""
     base = {BASE / name: text for name, text in kustomize_base(BASE.parent / "values.yaml").items()}
     return {**base, **{GOLDEN / name: text for name, text in goldens().items()}}
 

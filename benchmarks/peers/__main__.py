@@ -110,7 +110,6 @@ def with_bandwidth(compare: Callable[[], Comparison], threads: int) -> tuple[Com
 
 
 def engine_row(shape: str, name: str, found: Comparison) -> tuple[str, ...]:
-    """One work."""
     ratio, (least, most) = f"{found.ratio:.2f}", found.ratios
     return shape, name, spread(found.ours_s), spread(found.theirs_s), ratio, f"{least:.2f} · {most:.2f}"
 

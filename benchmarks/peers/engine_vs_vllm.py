@@ -72,7 +72,6 @@ class Side:
     """From the start of the process until it takes work."""
 
     def seconds(self, work: Work, seed: int) -> float:
-        """One run of the work."""
         assert self.process.stdin is not None
         shape = {"num_requests": work.num_requests, "input_len": work.input_len, "output_len": work.output_len}
         self.process.stdin.write(json.dumps({**shape, "seed": seed}) + "\n")

@@ -100,13 +100,11 @@ def side_by_side(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
 
 
 def measured_by_us(run: Run, seed: int) -> dict[str, float]:
-    """One run of `tandem bench serve`."""
     with tempfile.TemporaryDirectory() as folder:
         return our_figures(_result(ours_command(run, Path(folder), seed), Path(folder) / "tandem.json"))
 
 
 def measured_by_vllm(vllm: str, run: Run, seed: int) -> dict[str, float]:
-    """One run of `vllm bench serve`."""
     with tempfile.TemporaryDirectory() as folder:
         return vllms_figures(_result(vllms_command(vllm, run, Path(folder), seed), Path(folder) / "vllm.json"))
 

@@ -115,7 +115,6 @@ class Route:
 
     @classmethod
     def from_trailers(cls, trailers: Iterable[tuple[str, str | bytes]]) -> Route:
-        """From a call's trailing metadata."""
         values = {key: value for key, value in trailers if isinstance(value, str)}
         prefill, decode = (
             tuple(filter(None, values.get(name, "").split(","))) for name in ("tandem-prefill", "tandem-decode")

@@ -364,7 +364,6 @@ class StopSignals:
 
 
 def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
-    """Starts, supervises and stops the stack."""
     signals = StopSignals()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signals)
