@@ -178,18 +178,13 @@ def trailers(error: ServiceError, text: str) -> Trailers:
     return (*extra, (_DETAILS_KEY, status.SerializeToString())) if status.details else extra
 
 
-_PLAIN = (NotFound, AlreadyExists, FailedPrecondition, OutOfRange, PermissionDenied, Unauthenticated)
-_BY_CODE = {kind.code: kind for kind in (*_PLAIN, Unsupported, DeadlineExceeded, Aborted)}
-
-
-def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
-    """A peer's status as a ServiceError, to be raised `from error`, without the request's id, which this process adds
-    to its own answer. The texts of UNAVAILABLE and INTERNAL are dropped:
-    gRPC writes addresses into them."""
-    message = _REQUEST_ID.sub("", error.details() or error.code().name.lower())
+def read_details(
+    trailing_metadata: Iterable[tuple[str, str | bytes]],
+) -> tuple[list[FieldViolation], float | None]:
+    """The field violations and the retry delay of a failed call, out of its trailers."""
     violations: list[FieldViolation] = []
     retry_after_s: float | None = None
-    for key, value in error.trailing_metadata() or ():
+    for key, value in trailing_metadata:
         if key != _DETAILS_KEY or not isinstance(value, bytes):
             continue
         try:
@@ -202,6 +197,19 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
                 violations += [FieldViolation(item.field, item.description) for item in bad_request.field_violations]
             elif detail.Is(retry_info.DESCRIPTOR) and detail.Unpack(retry_info):
                 retry_after_s = retry_info.retry_delay.ToTimedelta().total_seconds()
+    return violations, retry_after_s
+
+
+_PLAIN = (NotFound, AlreadyExists, FailedPrecondition, OutOfRange, PermissionDenied, Unauthenticated)
+_BY_CODE = {kind.code: kind for kind in (*_PLAIN, Unsupported, DeadlineExceeded, Aborted)}
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
+    """A peer's status as a ServiceError, to be raised `from error`, without the request's id, which this process adds
+    to its own answer. The texts of UNAVAILABLE and INTERNAL are dropped:
+    gRPC writes addresses into them."""
+    message = _REQUEST_ID.sub("", error.details() or error.code().name.lower())
+    violations, retry_after_s = read_details(error.trailing_metadata() or ())
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidArgument(message, violations)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -74,7 +74,11 @@ def from_rpc(error: grpc.RpcError, address: str) -> TandemError:
         return TandemError(status, f"no router answers at {address} ({hint}): {message}")
     if status == "UNIMPLEMENTED" and message == "Method not found!":
         return TandemError(status, f"the server at {address} is not a router: give the router's host:port")
-    violations, retry_after_s = _status_details(error)
+    from serving.errors import read_details
+
+    trailers = getattr(error, "trailing_metadata", None)
+    found, retry_after_s = read_details((trailers() if callable(trailers) else None) or ())
+    violations = tuple((one.field, one.description) for one in found)
     return TandemError(status, message, retry_after_s=retry_after_s, violations=violations)
 
 
@@ -86,27 +90,6 @@ def explain(error: grpc.RpcError, address: str, credentials: Credentials) -> Tan
     first = address.removeprefix("dns:").lstrip("/").partition(",")[0]
     problem = _tls_problem(first, credentials)
     return reported if problem is None else TandemError(reported.status, problem)
-
-
-def _status_details(error: grpc.RpcError) -> tuple[tuple[tuple[str, str], ...], float | None]:
-    """Field violations and retry delay from the trailers of a failed call."""
-    from google.protobuf.message import DecodeError
-    from google.rpc import error_details_pb2
-    from grpc_status import rpc_status
-
-    try:
-        status = rpc_status.from_call(error)
-    except (AttributeError, ValueError, DecodeError):
-        status = None  # without trailers, or with others than gRPC's rich errors
-    violations: list[tuple[str, str]] = []
-    retry_after_s: float | None = None
-    for detail in () if status is None else status.details:
-        bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Is(bad_request.DESCRIPTOR) and detail.Unpack(bad_request):
-            violations += [(item.field, item.description) for item in bad_request.field_violations]
-        elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
-    return tuple(violations), retry_after_s
 
 
 def _tls_problem(address: str, credentials: Credentials) -> str | None:
