@@ -16,8 +16,9 @@ from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey
-from kv_transfer.stores.base import BlockStore, MemoryStore
+from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
+from tests.kv_transfer.memory_store import MemoryStore
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")

@@ -18,12 +18,12 @@ from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.nixl.reader import Read
 from kv_transfer.nixl.transfers import MAC_BYTES, VERSION, LendingAgent, TransferMetadata, encode
 from kv_transfer.secret import load_secret
-from kv_transfer.stores.base import MemoryStore
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
 from kv_transfer.transfer.connector import GIVEN_UP, SKIPPED, IOThreads, OpResult
 from kv_transfer.transfer.loader import LoadOp
 from kv_transfer.transfer.producer import SaveOp
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
+from tests.kv_transfer.memory_store import MemoryStore
 from tests.kv_transfer.nixl.fake_reader import FakeReader
 
 LOAD_TIMEOUT_S = 5.0

@@ -22,7 +22,8 @@ from kv_transfer.secret import ensure_secret
 from kv_transfer.stores.files import SharedStorage
 from tandem.demo import MODEL_DIR
 from tests.files_below import files_below
-from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, BrokenStore, Core, GatedStore, MemoryStore
+from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, BrokenStore, Core, GatedStore
+from tests.kv_transfer.memory_store import MemoryStore
 from tests.kv_transfer.stores.redis.redis_server import redis_server
 
 SHARED_STORAGE = "kv_transfer.stores.files:SharedStorageConnector"

@@ -14,7 +14,6 @@ from engine.kv_connector import make_connector
 from kv_transfer.page.format import HEADER_BYTES
 from kv_transfer.page.naming import PageNaming
 from kv_transfer.secret import ensure_secret
-from kv_transfer.stores.base import MemoryStore
 from kv_transfer.stores.files import SharedStorage, SharedStorageConnector
 from tests.files_below import files_below
 from tests.kv_transfer.harness import (
@@ -28,6 +27,7 @@ from tests.kv_transfer.harness import (
     reader_of,
     writer_of,
 )
+from tests.kv_transfer.memory_store import MemoryStore
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ import pytest
 
 from kv_transfer.page.naming import PageKey
 from kv_transfer.secret import ensure_secret, load_secret
-from kv_transfer.stores.base import BlockStore, MemoryStore
+from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.files import SharedStorage
 from kv_transfer.stores.redis.connector import RedisStore
 from tests.kv_transfer.harness import BLOCK_SIZE, Core
+from tests.kv_transfer.memory_store import MemoryStore
 from tests.kv_transfer.stores.mutations import NUM_PAGES, PAGE_BYTES, Written, catalogue, reader_of
 from tests.kv_transfer.stores.redis.redis_server import RedisServer, name_of, options_of, redis_server
 

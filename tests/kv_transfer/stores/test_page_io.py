@@ -11,12 +11,13 @@ import torch
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.memory import PageMemory, make_page_memory
 from kv_transfer.page.naming import PageKey, PageNaming
-from kv_transfer.stores.base import MemoryStore, StoreError
+from kv_transfer.stores.base import StoreError
 from kv_transfer.stores.page_io import STORE_DOWN, Breakers, CircuitBreaker, PageIO
 from kv_transfer.transfer.connector import SKIPPED
 from kv_transfer.transfer.loader import Load, LoadOp
 from kv_transfer.transfer.producer import ProducedTransfer, SaveOp
 from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, make_request
+from tests.kv_transfer.memory_store import MemoryStore
 
 
 def test_breaker_opens_tries_again_and_closes() -> None:

@@ -11,7 +11,6 @@ from engine.core.messages import KVProgress
 from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request
 from kv_transfer.page.naming import PageKey
-from kv_transfer.stores.base import MemoryStore
 from tests.kv_transfer.harness import (
     BLOCK_SIZE,
     NUM_FULL,
@@ -25,6 +24,7 @@ from tests.kv_transfer.harness import (
     reader_of,
     writer_of,
 )
+from tests.kv_transfer.memory_store import MemoryStore
 
 
 @pytest.fixture

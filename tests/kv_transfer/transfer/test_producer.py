@@ -9,7 +9,6 @@ import pytest
 from engine.core.messages import LeaseCommand
 from kv_transfer.page.format import HEADER_BYTES
 from kv_transfer.page.naming import PageKey
-from kv_transfer.stores.base import MemoryStore
 from tests.kv_transfer.harness import (
     BLOCK_SIZE,
     LAYOUT,
@@ -24,6 +23,7 @@ from tests.kv_transfer.harness import (
     reader_of,
     writer_of,
 )
+from tests.kv_transfer.memory_store import MemoryStore
 
 
 @pytest.fixture

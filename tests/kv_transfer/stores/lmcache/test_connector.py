@@ -12,7 +12,6 @@ from engine.config import KVConnectorConfig
 from engine.errors import EngineError
 from engine.kv_connector import make_connector
 from instance.config import TransferSection, _connector_config
-from kv_transfer.stores.base import MemoryStore
 from kv_transfer.stores.lmcache.connector import LMCacheConnector, LMCacheOptions, make_store
 from kv_transfer.stores.lmcache.disk import LMCacheDisk
 from kv_transfer.stores.lmcache.server import LMCacheServer
@@ -21,6 +20,7 @@ from serving.settings import SettingsError
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.topology import Topology
 from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, Core
+from tests.kv_transfer.memory_store import MemoryStore
 from tests.kv_transfer.stores.contract import key_of
 
 
