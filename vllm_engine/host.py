@@ -54,8 +54,7 @@ from engine.sampling.params import SamplingParams
 from vllm_engine.argument_rules import WITHOUT_EFFECT
 from vllm_engine.arguments import engine_arguments, has_connector, set_environment
 from vllm_engine.failures import FailedRequests
-from vllm_engine.kv_link import KVLink
-from vllm_engine.kv_messages import Interrupt, KVSetup
+from vllm_engine.kv_messages import Interrupt, KVLink, KVSetup
 from vllm_engine.load import LoadMeter, RequestCounts
 from vllm_engine.requests import check_supported, tokens_event, vllm_input, vllm_params
 from vllm_engine.versions import require_vllm

@@ -9,15 +9,18 @@ The host's messages take a ZeroMQ socket in the folder that the processes share,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
+import zmq
+import zmq.asyncio
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from engine.config import EngineConfig
 from engine.core.messages import Event, FinishReason, KVProgress, KVTotals, LeaseCommand, Seed
 from vllm_engine.requests import SampledRequest
 
-SOCKET = "kv"
+_SOCKET = "kv"
 """File name of the host's socket."""
 
 
@@ -120,3 +123,31 @@ class KVReport(msgspec.Struct, frozen=True, kw_only=True):
     given_up: list[str]
     """Requests with reads that may never end: to be computed in other blocks."""
     load: KVLoad
+
+
+class KVLink:
+    """The host's end of the socket. Belongs to its event loop; without a worker at the other end nothing is ever
+    received."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"ipc://{folder / _SOCKET}"
+        self.load = KVLoad()
+        """As last reported."""
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set_hwm(0)
+        self._socket.bind(self.address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(KVReport)
+
+    def send(self, command: HostCommand) -> None:
+        """Queue a command. Does not block."""
+        self._socket.send(self._encoder.encode(command))
+
+    async def receive(self) -> KVReport:
+        report = self._decoder.decode(await self._socket.recv())
+        self.load = report.load
+        return report
+
+    def close(self) -> None:
+        self._socket.close()

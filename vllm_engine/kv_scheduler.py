@@ -16,13 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from engine.core.messages import FinishReason
 from vllm_engine.kv_messages import Finished, KVSeeds, KVStep, NewTransfer, Progress, Reservation
-from vllm_engine.requests import EXTRA_ARG, SampledRequest, hands_over
-
-_decoder = msgspec.msgpack.Decoder(SampledRequest)
+from vllm_engine.requests import SampledRequest, hands_over, read_sampled_request
 
 
 @dataclass(slots=True)
@@ -65,10 +61,9 @@ class SchedulerHalf:
 
     def add(self, request: Any) -> None:
         """A new request."""
-        encoded = ((request.sampling_params and request.sampling_params.extra_args) or {}).get(EXTRA_ARG)
-        if encoded is None:
+        sampled = read_sampled_request(request.sampling_params)
+        if sampled is None:
             return
-        sampled = _decoder.decode(encoded)
         if sampled.request.hold_kv is not None:
             self._moving[request.request_id] = _Moving(request, sampled, request.num_prompt_tokens)
         elif sampled.request.remote_kv is not None:

@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from engine.core.messages import EngineRequest, FinishReason, TokenLogprob, TokensEvent
 from engine.errors import InvalidRequest
 
-EXTRA_ARG = "tandem_request"
+_EXTRA_ARG = "tandem_request"
 _PLACEHOLDER = 0
 
 
@@ -36,14 +36,14 @@ class SampledRequest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self.request, prompt_token_ids=list(prompt), output_token_ids=list(emitted))
 
 
+_decoder = msgspec.msgpack.Decoder(SampledRequest)
+
+
 def check_supported(request: EngineRequest, *, has_connector: bool) -> None:
     """Raises InvalidRequest, naming what vLLM behind Tandem does not do."""
-    if moves_kv(request) and not has_connector:
+    moves_kv = request.hold_kv is not None or request.remote_kv is not None
+    if moves_kv and not has_connector:
         raise InvalidRequest("transfer", "this instance's vLLM has no KV connector", "requests without a transfer")
-
-
-def moves_kv(request: EngineRequest) -> bool:
-    return request.hold_kv is not None or request.remote_kv is not None
 
 
 def hands_over(sampled: SampledRequest, num_tokens: int, max_model_len: int) -> bool:
@@ -73,7 +73,7 @@ def vllm_params(request: EngineRequest) -> VllmSamplingParams:
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs if _needs_prompt_logprobs(request) else None,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={EXTRA_ARG: msgspec.msgpack.encode(sampled_request(request))},
+        extra_args={_EXTRA_ARG: msgspec.msgpack.encode(sampled_request(request))},
         skip_clone=True,
     )
 
@@ -81,6 +81,12 @@ def vllm_params(request: EngineRequest) -> VllmSamplingParams:
 def sampled_request(request: EngineRequest) -> SampledRequest:
     bare = msgspec.structs.replace(request, prompt_token_ids=[], output_token_ids=[])
     return SampledRequest(bare, len(request.prompt_token_ids))
+
+
+def read_sampled_request(params: Any) -> SampledRequest | None:
+    """What `vllm_params` put into a request's parameters; None for a request of vLLM's own."""
+    encoded = ((params and params.extra_args) or {}).get(_EXTRA_ARG)
+    return None if encoded is None else _decoder.decode(encoded)
 
 
 def _max_tokens(request: EngineRequest) -> int:

@@ -26,9 +26,7 @@ from engine.sampling.grammar import GrammarCompiler
 from engine.scheduling.request import Request
 from vllm_engine.arguments import FOLDER
 from vllm_engine.failures import FailureLog
-from vllm_engine.requests import EXTRA_ARG, SampledRequest
-
-_decoder = msgspec.msgpack.Decoder(SampledRequest)
+from vllm_engine.requests import read_sampled_request
 
 
 @dataclass(slots=True)
@@ -80,10 +78,10 @@ class PositionSampling(LogitsProcessor):
         return logits
 
     def _row(self, params: Any, prompt_token_ids: list[int] | None, output_token_ids: list[int]) -> _Row | None:
-        encoded = (params.extra_args or {}).get(EXTRA_ARG)
-        if encoded is None or prompt_token_ids is None:
+        sampled = read_sampled_request(params)
+        if sampled is None or prompt_token_ids is None:
             return None  # vLLM's own, at its start
-        spec = _decoder.decode(encoded).with_tokens(prompt_token_ids)
+        spec = sampled.with_tokens(prompt_token_ids)
         constraint = spec.params.constraint
         grammar = None if constraint is None else self._grammars.compiled(constraint)
         spec = msgspec.structs.replace(spec, params=msgspec.structs.replace(spec.params, logprobs=None))  # vLLM's
