@@ -6,7 +6,7 @@ import sys
 
 from decode_service.config import DecodeSettings
 from decode_service.service import ROLE
-from instance.process import run_instance
+from instance.server import run_instance
 from serving.settings import settings_options
 
 

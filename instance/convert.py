@@ -5,7 +5,6 @@ A wrong field raises `InvalidArgument` with the field's name in the message. Con
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from serving.errors import NotFound, invalid_argument
 
 MAX_SALT_BYTES = 256
 MAX_DURATION_S = 3600.0
-MAX_OBJECTIVE_S = 3600.0
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 _TRANSFER_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -128,8 +126,8 @@ def _choice(
         choice=request.choice,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        ttft_s=_objective("request.ttft_s", request.ttft_s),
-        itl_s=_objective("request.itl_s", request.itl_s),
+        ttft_s=checked_seconds("request.ttft_s", request.ttft_s) or None,
+        itl_s=checked_seconds("request.itl_s", request.itl_s) or None,
         hold_kv=hold_kv,
         remote_kv=remote_kv,
     )
@@ -204,18 +202,16 @@ def dial_address(field: str, value: str) -> str:
     return value
 
 
+def checked_seconds(field: str, value: float) -> float:
+    """Seconds from a message; 0 if there are none."""
+    if not 0 <= value <= MAX_DURATION_S:  # NaN neither
+        raise invalid_argument(field, f"is {value}", f"0..{MAX_DURATION_S:g} seconds")
+    return value
+
+
 def duration_s(field: str, value: float, maximum_s: float) -> float:
     """Seconds, at most this instance's own maximum, which 0 (absent) stands for."""
-    if not math.isfinite(value) or not 0 <= value <= MAX_DURATION_S:
-        raise invalid_argument(field, f"is {value}", f"0..{MAX_DURATION_S:g} seconds")
-    return min(value, maximum_s) if value > 0 else maximum_s
-
-
-def _objective(field: str, seconds: float) -> float | None:
-    """None for 0: there is none."""
-    if not 0 <= seconds <= MAX_OBJECTIVE_S:
-        raise invalid_argument(field, f"is {seconds}", f"0..{MAX_OBJECTIVE_S:g} seconds")
-    return seconds or None
+    return min(checked_seconds(field, value) or maximum_s, maximum_s)
 
 
 def _in_range(field: str, value: int, lowest: int, highest: int) -> None:

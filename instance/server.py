@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,11 +21,12 @@ from typing import Protocol
 from google.protobuf.descriptor import ServiceDescriptor
 
 from engine.core.async_engine import AsyncEngine
+from engine.errors import EngineError
 from engine.generation_config import GenerationDefaults
 from engine.sampling.constraints import CONSTRAINTS, has_xgrammar
 from engine.text.tokenizer import Tokenizer, supports_constraints
 from instance.config import InstanceSettings, engine_config
-from instance.convert import Limits, common_fields
+from instance.convert import Limits, checked_seconds, common_fields
 from instance.drain import DrainController, DrainTimes
 from instance.load import LoadReporter
 from instance.metrics import InstanceCollector, RequestMetrics
@@ -36,20 +36,32 @@ from kv_transfer.transfer import server as transfer_server
 from kv_transfer.transfer.client import identity_to_proto
 from protos.tandem.v1 import instance_pb2
 from serving.auth import certificate_authorizer
-from serving.errors import invalid_argument
 from serving.health import LIVENESS
 from serving.interceptor import Context
-from serving.lifecycle import StopSignals
+from serving.lifecycle import (
+    EXIT_CANNOT_START,
+    EXIT_CUT_OFF,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    StopSignals,
+    announce_ready,
+    bind_to_parent,
+    freeze_heap,
+    raise_open_files_limit,
+    serve_until_stopped,
+    stop_signals,
+)
 from serving.limits import CONTROL, CallPolicy
+from serving.logging import configure as configure_logging
 from serving.metrics import MetricsServer
 from serving.server import Server, ServerTls
+from serving.settings import SettingsError
 from serving.tls import TlsFiles
-from serving.tracing import TracedServicer
+from serving.tracing import TracedServicer, exporting_spans
 
 _log = logging.getLogger(__name__)
 SERVICE = instance_pb2.DESCRIPTOR.services_by_name["InstanceService"]
 POLICIES = dict.fromkeys(("GetInstanceInfo", "WatchLoad", "Drain"), CONTROL)
-MAX_GRACE_S = 3600.0
 _POLL_S = 0.25
 _STEPS_OF_SILENCE = 5
 
@@ -206,9 +218,7 @@ class InstanceServer:
 
     async def Drain(self, request: instance_pb2.DrainRequest, context: Context) -> instance_pb2.DrainResponse:
         """Begins the drain, with this instance's own grace if the request has none; returns how many calls run."""
-        grace_s = request.grace_s
-        if not math.isfinite(grace_s) or not 0 <= grace_s <= MAX_GRACE_S:
-            raise invalid_argument("grace_s", f"is {grace_s}", f"0..{MAX_GRACE_S:g} seconds")
+        grace_s = checked_seconds("grace_s", request.grace_s)
         if not self._signals.drain.is_set():
             self._grace_s = grace_s or self._grace_s
             self._signals.drain.set()
@@ -295,3 +305,57 @@ class InstanceServer:
 def _load_tokenizer(folder: Path) -> Tokenizer | None:
     """None where the folder has none, as for benchmarks with dummy weights."""
     return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+# The process: composition root of both roles
+
+
+def run_instance(settings: InstanceSettings, role: Role) -> int:
+    """Serves until a stop signal or the core's death; returns the exit status."""
+    bind_to_parent()
+    raise_open_files_limit()
+    configure_logging(settings.log)
+    try:
+        with exporting_spans(settings.tracing, f"tandem-{role.name}"):
+            return asyncio.run(_run(settings, role))
+    except (EngineError, OSError, SettingsError) as error:
+        _log.error("cannot start: %s", error)
+        return EXIT_CANNOT_START
+
+
+async def _run(settings: InstanceSettings, role: Role) -> int:
+    if not (settings.model.folder / "config.json").is_file():
+        raise SettingsError(f"model.folder: {settings.model.folder} has no config.json")
+    with stop_signals() as signals:
+        starting = asyncio.ensure_future(InstanceServer.start(settings, role, signals))
+        stopped = asyncio.ensure_future(signals.drain.wait())
+        try:
+            await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return EXIT_STOPPED  # stopped while the model was loading
+            server = starting.result()
+        finally:
+            stopped.cancel()
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        freeze_heap()
+        line = f"ready address={server.address} instance={server.instance_id}\n"
+        announce_ready(line, settings.instance.ready_file)
+        return await serve(server, signals)
+
+
+async def serve(server: InstanceServer, signals: StopSignals) -> int:
+    """Waits for a stop signal or the core's death, stops the server and returns the exit status."""
+    stopped = asyncio.ensure_future(serve_until_stopped(server, signals))
+    dead = asyncio.ensure_future(server.wait_dead())
+    try:
+        await asyncio.wait({stopped, dead}, return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            return EXIT_STOPPED if stopped.result() else EXIT_CUT_OFF
+        _log.error("the engine core is dead: %s", dead.result())
+        await server.stop()
+        return EXIT_FAILED
+    finally:
+        for task in (stopped, dead):
+            task.cancel()
+        await asyncio.gather(stopped, dead, return_exceptions=True)

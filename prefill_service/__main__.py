@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from instance.process import run_instance
+from instance.server import run_instance
 from prefill_service.config import PrefillSettings
 from prefill_service.service import ROLE
 from serving.settings import settings_options

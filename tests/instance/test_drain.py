@@ -18,7 +18,7 @@ import prefill_service.service
 from engine.core.messages import AbortRequests, TokensEvent, TransferEvent
 from instance.config import InstanceSection
 from instance.drain import DrainTimes
-from instance.process import serve
+from instance.server import serve
 from protos.tandem.v1 import decode_pb2, instance_pb2, kv_transfer_pb2, prefill_pb2
 from serving.lifecycle import EXIT_CUT_OFF, EXIT_STOPPED
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import prefill_service.service
 from engine.core.messages import AbortRequests, LeaseCommand, TokensEvent, TransferEvent
 from instance.config import InstanceSection
-from instance.process import serve
+from instance.server import serve
 from protos.tandem.v1 import instance_pb2, kv_transfer_pb2, prefill_pb2
 from serving.lifecycle import EXIT_CUT_OFF, EXIT_FAILED, EXIT_STOPPED, announce_ready
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
