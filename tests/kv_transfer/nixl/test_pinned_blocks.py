@@ -18,8 +18,7 @@ from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import Sampled
-from kv_transfer.nixl.connector import NixlConnector
-from kv_transfer.nixl.pinned_blocks import PinnedBlocks
+from kv_transfer.nixl.connector import NixlConnector, PinnedBlocks
 from kv_transfer.nixl.reader import GIVEN_UP
 from kv_transfer.nixl.transfers import VERSION, LendingAgent, TransferMetadata, encode
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
