@@ -65,10 +65,9 @@ class StoreConnector(TransferConnector):
 
     def register_kv_cache(self, kv_cache: KVMemory, layout: PageLayout, fingerprint: bytes) -> None:
         naming = self._naming = PageNaming.of(fingerprint, layout)
-        breakers = Breakers.of(self._options.breaker_failures, self._options.breaker_retry_s)
-        memory = make_page_memory(kv_cache)
+        options, memory = self._options, make_page_memory(kv_cache)
+        breakers = Breakers(max_failures=options.breaker_failures, retry_s=options.breaker_retry_s)
         self._io = PageIO(self._store, memory, self._key, os.urandom(EPOCH_BYTES), breakers)
-        options = self._options
         if options.prefix_only:
             max_waiting = MAX_WAITING if options.save else 0
             self._producer = PrefixProducer(naming, self._leases, max_waiting=max_waiting)

@@ -76,16 +76,12 @@ class CircuitBreaker:
             self._retry_at = 0.0
 
 
-@dataclass(frozen=True, slots=True)
 class Breakers:
     """Those of one store."""
 
-    saves: CircuitBreaker
-    loads: CircuitBreaker
-
-    @classmethod
-    def of(cls, max_failures: int, retry_s: float) -> Breakers:
-        return cls(*(CircuitBreaker(max_failures=max_failures, retry_s=retry_s) for _ in range(2)))
+    def __init__(self, *, max_failures: int, retry_s: float) -> None:
+        self.saves = CircuitBreaker(max_failures=max_failures, retry_s=retry_s)
+        self.loads = CircuitBreaker(max_failures=max_failures, retry_s=retry_s)
 
     def for_op(self, op: SaveOp | LoadOp) -> CircuitBreaker:
         return self.saves if isinstance(op, SaveOp) else self.loads

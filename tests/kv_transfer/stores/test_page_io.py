@@ -88,7 +88,7 @@ def test_a_save_that_is_cancelled_while_its_block_is_copied_stores_nothing(is_ca
     transfer = ProducedTransfer("request", "transfer", num_pages=1, num_full_blocks=1, num_tokens=4)
     layer = torch.zeros((2, *LAYOUT.page_shape))
     memory = _OverwrittenPages(layer, transfer, before_the_copy_ends=is_cancelled)
-    store, breakers = MemoryStore(), Breakers.of(max_failures=2, retry_s=2.0)
+    store, breakers = MemoryStore(), Breakers(max_failures=2, retry_s=2.0)
     breakers.saves.record(ok=False)
     io = PageIO(store, memory, None, bytes(16), breakers)
     name = PageNaming.of(FINGERPRINT, LAYOUT).private_page()
@@ -117,7 +117,7 @@ class _StoreUser:
     """Saves and loads full blocks of one prompt."""
 
     def __init__(self, store: MemoryStore, *, retry_s: float) -> None:
-        self.breakers = Breakers.of(max_failures=3, retry_s=retry_s)
+        self.breakers = Breakers(max_failures=3, retry_s=retry_s)
         memory = make_page_memory([torch.zeros((2, *LAYOUT.page_shape))])
         self._io = PageIO(store, memory, None, bytes(16), self.breakers)
         naming, prompt = PageNaming.of(FINGERPRINT, LAYOUT), make_request(range(LAYOUT.block_size * 20))
