@@ -13,7 +13,6 @@ In every phase held KV can be fetched until its readers release it or their leas
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +23,6 @@ from serving.limits import OpenCalls
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.25
-
-
-class Phase(enum.Enum):
-    SERVING = "serving"
-    ACCEPTING = "accepting"
-    REFUSING = "refusing"
-    MOVING_OUT = "moving out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +46,9 @@ class DrainController:
         self._health = health
         self._calls = calls
         self._engine = engine
-        self.phase = Phase.SERVING
-
-    @property
-    def draining(self) -> bool:
-        return self.phase is not Phase.SERVING
-
-    @property
-    def moving_out(self) -> bool:
+        self.draining = False
+        self.moving_out = False
         """Running requests should be resumed at other instances."""
-        return self.phase is Phase.MOVING_OUT
 
     @property
     def num_pending(self) -> int:
@@ -76,22 +61,19 @@ class DrainController:
         `publish` is called at each change of phase, so that routers get a load report at once.
         """
         self._health.begin_draining()
-        self._enter(Phase.ACCEPTING, publish, f"not ready, accepting for {times.accept_s:g} s more")
+        self.draining = True
+        _announce(publish, f"not ready, accepting for {times.accept_s:g} s more")
         await asyncio.sleep(times.accept_s)
         self._calls.begin_draining()
-        self._enter(Phase.REFUSING, publish, f"refusing, {self._pending()} to finish")
+        _announce(publish, f"refusing, {self._pending()} to finish")
         if await self._finished_within(times.before_move_s):
             return True
-        self._enter(Phase.MOVING_OUT, publish, f"{self._pending()} to resume elsewhere")
+        self.moving_out = True
+        _announce(publish, f"{self._pending()} to resume elsewhere")
         if await self._finished_within(times.grace_s - times.before_move_s):
             return True
         _log.warning("the grace is over: %s are cut off", self._pending())
         return False
-
-    def _enter(self, phase: Phase, publish: Callable[[], None], what: str) -> None:
-        self.phase = phase
-        publish()
-        _log.info("draining: %s", what)
 
     async def _finished_within(self, timeout_s: float) -> bool:
         try:
@@ -111,3 +93,8 @@ class DrainController:
 
     def _pending(self) -> str:
         return f"{self._calls.num_awaited} calls and {self._num_transfers} transfers"
+
+
+def _announce(publish: Callable[[], None], phase: str) -> None:
+    publish()
+    _log.info("draining: %s", phase)
