@@ -124,10 +124,14 @@ class _BoundedServer(ThreadingWSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._places.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

@@ -231,6 +231,25 @@ async def test_silent_scrapers_are_bounded_and_delay_no_others(decode: Rig, monk
             connection.close()
 
 
+async def test_scrapes_that_get_no_thread_keep_no_place(decode: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the limit on processes is reached for a while."""
+    assert decode.server.metrics_server.address is not None
+    host, port = decode.server.metrics_server.address.split(":")
+
+    def fails(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def rejected_scrape() -> bytes:
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            return connection.recv(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("serving.metrics.ThreadingWSGIServer.process_request", fails)
+        for _ in range(9):  # eight places
+            assert await asyncio.to_thread(rejected_scrape) == b""
+    assert value(await scrape(decode.server), "tandem_requests_received_total") == 0
+
+
 def test_words_of_failures_are_bounded() -> None:
     counter = FailureCounter()
     for index in range(2 * MAX_REASONS):
