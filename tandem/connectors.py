@@ -34,11 +34,11 @@ class ConnectorChoice:
         if self.name not in CONNECTORS and not _CLASS_PATH.fullmatch(self.name):
             raise ValueError(f"{self.name!r} must be one of {', '.join(CONNECTORS)}, or module:Class")
         if self.kv_url is not None and self.name in ("shared_storage", "nixl"):
-            raise ValueError(f"--kv-url goes with --connector redis, {self.name} has no server")
+            raise ValueError(f"--kv-url goes with --connector redis or lmcache, {self.name} has no server")
         if self.name == "lmcache" and (self.kv_url or "").startswith("redis"):
             raise ValueError("lmcache: a redis:// URL is not supported; use --connector redis")
         if self.kv_folder is not None and self.name in ("redis", "nixl"):
-            raise ValueError(f"--kv-folder goes with --connector shared_storage, {self.name} has no folder")
+            raise ValueError(f"--kv-folder goes with --connector shared_storage or lmcache, {self.name} has no folder")
         for name, setting in (("url", "--kv-url"), ("path", "--kv-folder")):
             if name in self.options and self.name in CONNECTORS:
                 raise ValueError(f"give {name} by {setting}, not in --kv-options")

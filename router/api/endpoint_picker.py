@@ -153,7 +153,8 @@ def _subset(metadata: ext_proc.Metadata) -> frozenset[str] | None:
     if hint is None or SUBSET not in hint:
         return None
     listed = hint[SUBSET]
-    return frozenset(map(str, listed) if isinstance(listed, ListValue) else str(listed).split(","))
+    parts = map(str, listed) if isinstance(listed, ListValue) else str(listed).split(",")
+    return frozenset(part.strip() for part in parts)
 
 
 def _destination(addresses: Sequence[str]) -> ext_proc.ProcessingResponse:

@@ -54,7 +54,7 @@ class LMCacheOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fie
     def backend_name(self) -> str:
         """The backend, once it is certain that its options are given. Raises EngineError."""
         if self.url.startswith(("redis:", "rediss:", "redis+", "rediss+")) or self.backend == "redis":
-            raise EngineError("lmcache: a redis:// URL is not supported; use --connector redis")
+            raise EngineError("lmcache: a redis:// URL is not supported; use the redis connector")
         name = self.backend or self._guess()
         if name not in _EXAMPLES:
             raise EngineError(f"lmcache backend {shown(name)}: must be one of {', '.join(_EXAMPLES)}")

@@ -214,7 +214,7 @@ async def test_an_impossible_drain_is_rejected_with_a_reason(run: Run) -> None:
         code, text = await rejected("twin")
         assert (code, twins[0].address in text) == ("FAILED_PRECONDITION", True)
         assert (await rejected(""))[0] == "INVALID_ARGUMENT"
-        for grace_s in (-1.0, float("nan"), float("inf")):
+        for grace_s in (-1.0, 3601.0, float("nan"), float("inf")):
             assert (await rejected("prefill-0", grace_s))[0] == "INVALID_ARGUMENT"
         await rig.prefill[0].kill()
         code, text = await rejected("prefill-0")
