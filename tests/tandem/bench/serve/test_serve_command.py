@@ -262,7 +262,7 @@ async def test_a_trace_is_replayed(tmp_path: Path) -> None:
         )
     assert status == 0, errors
     assert "2 of 3 rows, 1 skipped as too long" in output
-    assert [len(prompt) for prompt in server.prompts] == [30, 40]
+    assert sorted(len(prompt) for prompt in server.prompts) == [30, 40], "50 ms apart: a busy machine swaps them"
 
 
 async def test_an_unknown_vocabulary_must_be_given() -> None:
