@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from tandem.commands import calculator
-from tandem.commands.options import Choice, FloatRange, IntRange, credential_options, given_credentials
+from tandem.commands.options import (
+    Choice,
+    FloatRange,
+    IntRange,
+    credential_options,
+    given_credentials,
+    sampling_options,
+)
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -60,8 +67,7 @@ _RETRY_HINTS = {
 @click.command("chat")
 @click.option("--system", metavar="TEXT", help="A system message.")
 @click.option("--max-tokens", type=IntRange(min=1), default=1024, show_default=True, help="Most in an answer.")
-@click.option("--temperature", type=FloatRange(0, 2), help="0 is greedy; absent: the model's default.")
-@click.option("--top-p", type=FloatRange(0, 1), help="Sample from the most likely tokens up to this probability.")
+@sampling_options
 @click.option("--seed", type=IntRange(min=0), help="Equal seed and conversation give equal answers.")
 @click.option("--tool", type=Choice(_TOOLS), default="off", show_default=True, help="What the model may call.")
 @click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tandem.commands.options import FloatRange, IntRange, credential_options, given_credentials
+from tandem.commands.options import FloatRange, IntRange, credential_options, given_credentials, sampling_options
 
 if TYPE_CHECKING:
     from tandem.client.client import Client
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message, rendered with the chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: a system message before it.")
 @click.option("--max-tokens", type=IntRange(min=1), default=128, show_default=True, help="Most tokens.")
-@click.option("--temperature", type=FloatRange(0, 2), help="0 is greedy; absent: the model's default.")
-@click.option("--top-p", type=FloatRange(0, 1), help="Sample from the most likely tokens up to this probability.")
+@sampling_options
 @click.option("--seed", type=IntRange(min=0), help="Equal seed and prompt give equal tokens.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this string; may be given several times.")
 @click.option("--json-schema", metavar="FILE|TEXT", help="The answer is JSON that satisfies this JSON schema.")

@@ -75,6 +75,20 @@ def option_group(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
+def sampling_options(function: F) -> F:
+    """Adds how tokens are sampled; absent: the model's defaults."""
+    return option_group(
+        click.option("--temperature", type=FloatRange(0, 2), help="0 is greedy; absent: the model's default."),
+        click.option(
+            "--top-p", type=FloatRange(0, 1), help="Sample from the most likely tokens up to this probability."
+        ),
+        click.option("--top-k", type=IntRange(min=0), help="Sample from so many of the most likely tokens; 0: all."),
+        click.option(
+            "--min-p", type=FloatRange(0, 1), help="Drop tokens less likely than this part of the most likely one."
+        ),
+    )(function)
+
+
 def credential_options(function: F) -> F:
     """Adds the credential options, whose values `given_credentials` returns. Environment: TANDEM_CLIENT__CA_FILE etc.
 
