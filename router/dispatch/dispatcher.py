@@ -156,7 +156,8 @@ class Dispatcher:
         choice = flow.choice
         # 2. Pick a decode instance, and a prefill instance if the request is to be split.
         plan = await self._plan(flow)
-        request = choice.begin_attempt(self._aims(flow).objectives)
+        objectives = self._aims(flow).objectives
+        request = choice.begin_attempt(objectives._replace(itl_s=objectives.itl_s or plan.itl_s))
         decode_at, prefill_at = plan.decode.instance, plan.prefill.instance if plan.prefill else None
         choice.at(decode_at, prefill_at)
         attempt = self._attempt_trace(flow, plan)

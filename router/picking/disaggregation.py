@@ -53,9 +53,9 @@ class Reason(enum.StrEnum):
     PROBE = "probe"
     """Split against the comparison, to renew an old measurement."""
     MARGIN = "margin"
-    """With objectives: a split would cost less, but not by a fifth."""
+    """By step costs: a split would cost less, but not by a fifth."""
     OBJECTIVE = "objective"
-    """With objectives: a split would cost less, but not hold them with a tenth to spare."""
+    """By step costs: a split would cost less, but not hold them with a tenth to spare."""
     OVERLOAD = "overload"
     """No instance holds the objectives: the least loaded one gets it."""
 

@@ -1,7 +1,7 @@
-"""Where a request with objectives runs: alone at an instance of either pool, or split over both. Pure.
+"""Where a request runs: alone at an instance of either pool, or split over both. Pure.
 
-Used by `auto` where the router has objectives and the instances report what their steps cost; elsewhere
-disaggregation.py decides.
+Used by `auto` where the instances report what their steps cost; elsewhere disaggregation.py decides. With objectives
+all instances are compared, without them one of each pool (plan.py), by a pace that the router assumes.
 
 Each way costs its predicted time to the first token, what the request and its neighbours miss of their objectives, and
 the capacity that it takes from those that come later. All in seconds; F(x, o) = max(0, x - 0.9 o) is what is missed:
@@ -46,8 +46,8 @@ _MAX_SHARE = 0.95
 _MIN_CHUNK = 16
 _NEAR = 0.2
 """Of an objective: with less slack than this, a prompt delays the streams beside it."""
-_WITHOUT_ITL = 3.0
-"""Times the base of a step: the pace to keep where only a TTFT objective is set."""
+_DEFAULT_PACE = 3.0
+"""Times a step without prompts: the ITL objective that is assumed where none is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,18 +236,25 @@ class Placed(NamedTuple):
     prefill: InstanceView | None
     disaggregation: Disaggregation
     work: Work
+    itl_s: float
+    """The ITL objective that it was placed by."""
 
 
-def place_by_objectives(
-    views: Sequence[InstanceView], aims: Aims, num_missing: Callable[[InstanceView], int], rng: random.Random
+def place_by_step_costs(
+    views: Sequence[InstanceView],
+    aims: Aims,
+    num_missing: Callable[[InstanceView], int],
+    rng: random.Random,
+    *,
+    may_split: bool = True,
 ) -> Placed | None:
     """The place of a request among `views` of both pools, which all may serve it; None: their costs are not known."""
     costs = [_measured(view) for view in views]
     known = [cost for cost in costs if cost is not None]
     if not known:
         return None
-    itl_s = aims.objectives.itl_s or _WITHOUT_ITL * max(cost.base_s for cost in known)
     filled = [cost or known[0] for cost in costs]  # an instance that has just started is like another one
+    itl_s = aims.objectives.itl_s or _default_itl_s(views, filled)
     shares = [_share(view, cost) for view, cost in zip(views, filled, strict=True)]
     ttft_s = aims.objectives.ttft_s or math.inf
     goal = Goal(ttft_s, itl_s, max(aims.num_expected, 1), fmean(shares), aims.num_short)
@@ -257,8 +264,15 @@ def place_by_objectives(
         _site(view, goal, cost, share, num_missing(view), mean_per_s)
         for view, cost, share in zip(views, filled, shares, strict=True)
     ]
-    placement = place(sites, _pairs(views), rng)
-    return _placed(views, sites, placement)
+    placement = place(sites, _pairs(views) if may_split else [], rng)
+    return _placed(views, sites, placement, _explain(views, sites, placement, aims))
+
+
+def _default_itl_s(views: Sequence[InstanceView], costs: Sequence[StepCost]) -> float:
+    """The ITL objective that is assumed where none is set: it follows the number of streams, so that they alone never
+    miss it."""
+    steps_s = (cost.seconds(_num_streams(view) + 1) for view, cost in zip(views, costs, strict=True))
+    return _DEFAULT_PACE * max(steps_s)
 
 
 def _measured(view: InstanceView) -> StepCost | None:
@@ -274,18 +288,23 @@ def _site(
     view: InstanceView, goal: Goal, cost: StepCost, share: float, num_missing: int, mean_per_s: float | None
 ) -> Site:
     per_s, load = view.throughput.hand_over_per_s or mean_per_s, view.load
-    # What waits at a decode instance becomes a stream there; what waits at a prefill instance mostly leaves.
-    is_prefill = view.info.role == "prefill"
     return Site(
         goal=goal,
         cost=cost,
         max_tokens=max(view.info.max_num_batched_tokens, 1),
         num_uncomputed=max(load.num_uncomputed_tokens + view.num_unreported_tokens, 0),
-        num_streams=max(load.num_running - load.num_prefilling, 0) if is_prefill else sum(queue_now(view)),
+        num_streams=_num_streams(view),
         share=share,
         num_missing=num_missing,
         hand_over_s=num_missing / per_s if per_s else 0.0,
     )
+
+
+def _num_streams(view: InstanceView) -> int:
+    """What waits at a decode instance becomes a stream there; what waits at a prefill instance mostly leaves."""
+    if view.info.role == "prefill":
+        return max(view.load.num_running - view.load.num_prefilling, 0)
+    return sum(queue_now(view))
 
 
 def _pairs(views: Sequence[InstanceView]) -> list[tuple[list[int], list[int]]]:
@@ -297,22 +316,24 @@ def _pairs(views: Sequence[InstanceView]) -> list[tuple[list[int], list[int]]]:
     return list(kinds.values())
 
 
-def _placed(views: Sequence[InstanceView], sites: Sequence[Site], placement: Placement) -> Placed:
-    site, explanation = sites[placement.site], _explain(views, sites, placement)
+def _placed(views: Sequence[InstanceView], sites: Sequence[Site], placement: Placement, explanation: str) -> Placed:
+    site = sites[placement.site]
+    itl_s = site.goal.itl_s
     if placement.prefill is None:
         local = Disaggregation(Decision.LOCAL, placement.reason, explanation)
-        return Placed(views[placement.site], None, local, Work(site.num_missing, site.num_uncomputed))
+        return Placed(views[placement.site], None, local, Work(site.num_missing, site.num_uncomputed), itl_s)
     prefill = sites[placement.prefill]
     work = Work(prefill.num_missing, prefill.num_uncomputed, site.num_missing)
     split = Disaggregation(Decision.DISAGGREGATE, placement.reason, explanation)
-    return Placed(views[placement.site], views[placement.prefill], split, work)
+    return Placed(views[placement.site], views[placement.prefill], split, work, itl_s)
 
 
-def _explain(views: Sequence[InstanceView], sites: Sequence[Site], placement: Placement) -> str:
+def _explain(views: Sequence[InstanceView], sites: Sequence[Site], placement: Placement, aims: Aims) -> str:
     goal, reason = sites[placement.site].goal, placement.reason
-    aims = f"of {goal.itl_s * 1e3:.3g} ms"
+    assumed = "" if aims.objectives.itl_s else " (assumed)"
+    wanted = f"of {goal.itl_s * 1e3:.3g} ms{assumed}"
     if goal.ttft_s < math.inf:
-        aims = f"of {goal.ttft_s:.3g} s and {goal.itl_s * 1e3:.3g} ms"
+        wanted = f"of {goal.ttft_s:.3g} s and {goal.itl_s * 1e3:.3g} ms{assumed}"
 
     def alone(index: int) -> str:
         return f"alone at {views[index].instance_id} {_times(sites[index].first_s, sites[index].tpot_s)}"
@@ -322,8 +343,8 @@ def _explain(views: Sequence[InstanceView], sites: Sequence[Site], placement: Pl
         return f"{names} {_times(sites[prefill].first_s, sites[decode].split_tpot_s)}"
 
     if placement.prefill is not None:
-        return f"{split(placement.prefill, placement.site)}, {aims}; {alone(placement.alone)}"
-    text = f"{alone(placement.site)}, {aims}"
+        return f"{split(placement.prefill, placement.site)}, {wanted}; {alone(placement.alone)}"
+    text = f"{alone(placement.site)}, {wanted}"
     if reason is Reason.OVERLOAD:
         return f"{text}; no instance holds the objectives: the least loaded"
     if placement.split is None or reason is Reason.ESTIMATE:

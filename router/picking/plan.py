@@ -2,9 +2,11 @@
 
 filter, score, pick a decode instance ─▶ a prefill instance that can pair with it ─▶ split or not ─▶ Plan | NoPlan
 
-Where every request is split (`always`), only decode instances with such a prefill instance are candidates, so that a
-pair is found whenever there is one. Elsewhere each decode instance can serve alone. Where weights have shares
-(weights_shares.py), a new request stays with those that it was drawn for as long as an instance of them has room.
+In `auto` measured step costs decide (placement.py): with objectives over all instances at once, without them over the
+two that were picked. Where every request is split (`always`), only decode instances with such a prefill instance are
+candidates, so that a pair is found whenever there is one. Elsewhere each decode instance can serve alone. Where weights
+have shares (weights_shares.py), a new request stays with those that it was drawn for as long as an instance of them has
+room.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from router.picking import picker
 from router.picking.affinity import Affinity, RequestAffinity
 from router.picking.disaggregation import Decision, Disaggregation, Situation, decide
 from router.picking.picker import Filter, NoPick, Pick
-from router.picking.placement import AimSource, place_by_objectives
+from router.picking.placement import AimSource, place_by_step_costs
 from router.picking.scorers import Criteria, RequestFacts, Scoring, other_domain, queue_now
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance_info import InstanceKey, InstanceView
@@ -37,6 +39,8 @@ class Plan:
     prefill: Pick | None
     disaggregation: Disaggregation
     work: Work
+    itl_s: float | None = None
+    """The ITL objective that it was made with, maybe an assumed one; None: it was not made by step costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,8 @@ def make_plan(
     rng: random.Random,
     criteria: Criteria = _BY_QUEUE,
 ) -> Plan | NoPlan:
-    """Picks the decode instance, then a prefill instance that fits it, then decides whether to use the latter; in
-    `auto` with objectives all of it at once.
+    """Picks the decode instance, then a prefill instance that fits it, then decides whether one or both serve the
+    request; in `auto` with objectives all of it at once.
 
     A choice prefers the instances that it names: its siblings have just run the same prompt there.
     """
@@ -67,8 +71,8 @@ def make_plan(
     if (constraint := choice.request.params.constraint_name) is not None:
         filters.append(picker.supports_constraint(constraint))
     filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
-    if settings.mode == "auto":
-        placed = _by_objectives(decode_views, prefill_views, choice, filters, rng, criteria)
+    if settings.mode == "auto" and criteria.has_objectives:
+        placed = _by_step_costs([*prefill_views, *decode_views], choice, filters, rng, criteria)
         if placed is not None:
             return placed
     candidates = servable(decode_views, prefill_views, settings, filters)
@@ -86,9 +90,20 @@ def make_plan(
         [*filters, picker.pairs_with(decode.instance)],
         rng=rng,
         scorer=criteria.prefill_for(decode.instance),
-        preferred=choice.prefill_key,
+        preferred=choice.prefill_key or choice.decode_key,
     )
     situation = _situation(choice, decode.instance, prefill, criteria, decode_views, prefill_views)
+    if (
+        settings.mode == "auto"
+        and settings.speed_smoothing
+        and isinstance(prefill, Pick)
+        and not criteria.has_objectives
+    ):
+        picked = [prefill.instance, decode.instance]
+        may_split = situation.num_uncached > settings.min_tokens
+        placed = _by_step_costs(picked, choice, filters, rng, criteria, may_split=may_split)
+        if placed is not None:
+            return placed
     disaggregation = decide(
         situation,
         settings,
@@ -123,27 +138,28 @@ def _drawn_weights(
     return [drawn] if any(_has_place(view, choice.num_tokens) for view in candidates) else []
 
 
-def _by_objectives(
-    decode_views: Sequence[InstanceView],
-    prefill_views: Sequence[InstanceView],
+def _by_step_costs(
+    views: Sequence[InstanceView],
     choice: Choice,
     filters: Sequence[Filter],
     rng: random.Random,
     criteria: Criteria,
+    *,
+    may_split: bool = True,
 ) -> Plan | None:
-    """None: there are no objectives, no instance has room, or none reports what its steps cost."""
-    if criteria.aims is None or not any(criteria.aims.objectives):
+    """The best place among `views`. None: none has room, or none reports what its steps cost."""
+    if criteria.aims is None:
         return None
-    views = [
-        view
-        for view in (*prefill_views, *decode_views)
-        if picker.rejection(view, filters) is None and _has_place(view, choice.num_tokens)
-    ]
+    views = [view for view in views if picker.rejection(view, filters) is None and _has_place(view, choice.num_tokens)]
     kept = {choice.decode_key, choice.prefill_key}  # where the prompt has just run
     if any(view.key == choice.decode_key for view in views):
         views = [view for view in views if view.key in kept]
-    placed = place_by_objectives(
-        views, criteria.aims, lambda view: choice.num_tokens - _num_cached(choice, view, criteria), rng
+    placed = place_by_step_costs(
+        views,
+        criteria.aims,
+        lambda view: choice.num_tokens - _num_cached(choice, view, criteria),
+        rng,
+        may_split=may_split,
     )
     if placed is None:
         return None
@@ -152,7 +168,7 @@ def _by_objectives(
         return Pick(view, 0.0, len(views), 1, view.key in kept)
 
     prefill = None if placed.prefill is None else picked(placed.prefill)
-    return Plan(picked(placed.decode), prefill, placed.disaggregation, placed.work)
+    return Plan(picked(placed.decode), prefill, placed.disaggregation, placed.work, placed.itl_s)
 
 
 def _has_place(view: InstanceView, num_tokens: int) -> bool:

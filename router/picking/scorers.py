@@ -162,7 +162,7 @@ queue_score: ViewScorer = partial(queue, RequestFacts())
 
 
 class Aims(NamedTuple):
-    """What a request is placed by where the router has objectives."""
+    """What a request is placed by where instances report what their steps cost."""
 
     objectives: Objectives
     num_expected: int
@@ -183,6 +183,11 @@ class Criteria:
     """Of `other_domain` in the score of a prefill instance."""
     drawn_weights: Callable[[InstanceView], str | None] | None = None
     """A filter that passes the weights that a new request was drawn for; None: any."""
+
+    @property
+    def has_objectives(self) -> bool:
+        """Whether the router's operator has set any."""
+        return self.aims is not None and any(self.aims.objectives)
 
     def prefill_for(self, decode: InstanceView) -> ViewScorer:
         """The scorer of the prefill instances that could hand over to `decode`."""

@@ -22,17 +22,27 @@ class DisaggregationSettings(Section):
     )
     min_tokens: int = setting(
         64,
-        "In auto: prompts with at most this many uncached tokens are not split; without measurements, longer ones are.",
+        "In auto without objectives: prompts with at most this many uncached tokens are not split; without "
+        "measurements, longer ones are.",
         ge=0,
     )
     interruption_weight: float = setting(
-        1.0, "In auto: weight of a second's delay of one running stream against a second of time to first token.", ge=0
+        1.0,
+        "In auto, where instances report no step costs (vLLM's): weight of a second's delay of one running stream "
+        "against a second of time to first token.",
+        ge=0,
     )
     expected_streams: float = setting(
-        1.0, "In auto: streams expected to begin at a decode instance while it prefills, besides those that run.", ge=0
+        1.0,
+        "In auto, where instances report no step costs: streams expected to begin at a decode instance while it "
+        "prefills, besides those that run.",
+        ge=0,
     )
     probe_s: float = setting(
-        30.0, "In auto: seconds without a split request after which one is split to measure the speeds again.", gt=0
+        30.0,
+        "In auto, where instances report no step costs: seconds without a split request after which one is split to "
+        "measure the speeds again.",
+        gt=0,
     )
     speed_smoothing: float = setting(
         0.2,
@@ -58,7 +68,11 @@ class SloSettings(Section):
         None, "Objective: milliseconds from a request's arrival to its first token.", flag="--slo-ttft-ms", gt=0
     )
     itl_ms: float | None = setting(
-        None, "Objective: mean milliseconds between two tokens of a stream.", flag="--slo-itl-ms", gt=0
+        None,
+        "Objective: mean milliseconds between two tokens of a stream. In auto without one, three times a step of the "
+        "streams is assumed.",
+        flag="--slo-itl-ms",
+        gt=0,
     )
 
     def objectives(self, waited_s: float) -> Objectives:

@@ -231,3 +231,23 @@ async def test_with_objectives_a_prefill_instance_serves_a_request_alone(run: Ru
         assert record.detail.request.itl_s == 0.02
         assert not decode.recorded("start")
         await rig.until_idle()
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [20, 400])
+async def test_without_objectives_a_request_carries_the_pace_that_the_router_assumes(
+    run: Run, num_prompt_tokens: int
+) -> None:
+    """So that long prompts interrupt no stream for long, wherever they are computed."""
+    cost = instance_pb2.StepCost(base_s=0.0035, per_stream_s=0.0006, per_token_s=1 / 4500)
+    prefill = FakeInstance("prefill", behaviour=Behaviour(step_cost=cost))
+    decode = FakeInstance("decode", behaviour=Behaviour(step_cost=cost, num_running=9))
+    async with run(prefill=[prefill], decode=[decode], disaggregation={"speed_smoothing": 0.2}) as rig:
+        request = request_of([7] * num_prompt_tokens, max_tokens=12)
+        answer = await rig.generate(request)
+        assert answer.is_exactly(12, prompt=[7] * num_prompt_tokens)
+        sent = [one.detail.request for one in (*prefill.recorded("prefill"), *decode.recorded("decode"))]
+        assert sent
+        for one in sent:
+            assert one.itl_s == pytest.approx(3 * (0.0035 + 10 * 0.0006), rel=1e-6)
+            assert one.ttft_s == 0
+        await rig.until_idle()

@@ -18,7 +18,7 @@ from router.picking.affinity import Affinity
 from router.picking.disaggregation import Decision, Reason
 from router.picking.placement import AimSource
 from router.picking.plan import NoPlan, Plan, explain, make_plan, servable
-from router.picking.scorers import Aims, Criteria
+from router.picking.scorers import Criteria
 from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
 from router.pools.throughput import UNMEASURED, ThroughputEstimate, Work
@@ -321,10 +321,14 @@ def measured(role: Role, name: str = "", **fields: Any) -> InstanceView:
 
 
 def planned_by_objectives(
-    decode: list[InstanceView], prefill: list[InstanceView], wanted: Choice | None = None, **settings: Any
+    decode: list[InstanceView],
+    prefill: list[InstanceView],
+    wanted: Choice | None = None,
+    aims: AimSource = AIMS,
+    **settings: Any,
 ) -> Plan:
     chosen = wanted or choice()
-    criteria = Criteria(aims=AIMS.of(chosen.request))
+    criteria = Criteria(aims=aims.of(chosen.request))
     found = make_plan(
         decode, prefill, chosen, frozenset(), DisaggregationSettings(**settings), random.Random(0), criteria
     )
@@ -359,16 +363,86 @@ def test_overload_and_its_reason() -> None:
     assert found.disaggregation.reason is Reason.OVERLOAD
 
 
-def test_without_objectives_or_costs_the_old_comparison_decides() -> None:
+def test_without_costs_or_in_other_modes_step_costs_do_not_decide() -> None:
     pools = [measured("decode")], [measured("prefill")]
-    assert planned(*pools).disaggregation.reason is Reason.UNMEASURED
     assert planned_by_objectives([view("decode")], [view("prefill")]).disaggregation.reason is Reason.UNMEASURED
     assert planned_by_objectives(*pools, mode="never").disaggregation.reason is Reason.OFF
     assert planned_by_objectives(*pools, mode="always").disaggregation.reason is Reason.ON
-    no_aims = Criteria(aims=Aims(SloSettings().objectives(0.0), 10))
-    found = make_plan(*pools, choice(), frozenset(), DisaggregationSettings(), random.Random(0), no_aims)
-    assert isinstance(found, Plan)
-    assert found.disaggregation.reason is Reason.UNMEASURED
+
+
+# By step costs, without objectives
+
+
+def planned_without(
+    decode: list[InstanceView], prefill: list[InstanceView], wanted: Choice | None = None, **settings: Any
+) -> Plan:
+    return planned_by_objectives(decode, prefill, wanted, AimSource(SloSettings()), **settings)
+
+
+def test_without_objectives_a_long_prompt_goes_where_less_waits() -> None:
+    behind = {"num_uncomputed_tokens": 9000}
+    found = planned_without([measured("decode", **behind)], [measured("prefill")])
+    assert found.decode.instance.instance_id == "prefill"
+    assert found.prefill is None
+    assert "of 12.3 ms (assumed)" in found.disaggregation.explanation
+    found = planned_without([measured("decode")], [measured("prefill", **behind)])
+    assert found.decode.instance.instance_id == "decode"
+
+
+def test_without_objectives_prompts_are_split_where_the_prefill_pool_is_busy_with_prompts() -> None:
+    fast = ThroughputEstimate(hand_over_per_s=1e6)
+    busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.9 * 4500)
+    found = planned_without(
+        [measured("decode", num_running=4, throughput=fast)], [measured("prefill", throughput=busy)], choice(4000)
+    )
+    assert found.prefill is not None
+    assert found.prefill.instance.instance_id == "prefill"
+    assert found.disaggregation.decision is Decision.DISAGGREGATE
+
+
+def test_the_assumed_objective_follows_the_number_of_streams() -> None:
+    assumed = [
+        planned_without([measured("decode", num_running=running)], [measured("prefill")]).itl_s
+        for running in (0, 10, 100)
+    ]
+    assert assumed == [pytest.approx(3 * COST.seconds(running + 1)) for running in (0, 10, 100)]
+
+
+def test_prompts_of_at_most_min_tokens_go_where_less_waits_and_are_not_split() -> None:
+    behind = {"num_uncomputed_tokens": 9000}
+    found = planned_without([measured("decode", **behind)], [measured("prefill")], choice(64))
+    assert found.decode.instance.instance_id == "prefill"
+    fast = ThroughputEstimate(hand_over_per_s=1e6)
+    busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.9 * 4500)
+    pools = [measured("decode", num_running=4, throughput=fast)], [measured("prefill", throughput=busy)]
+    assert planned_without(*pools, choice(4000), min_tokens=3999).prefill is not None
+    found = planned_without(*pools, choice(4000), min_tokens=4000)
+    assert found.prefill is None
+    assert found.itl_s == pytest.approx(3 * COST.seconds(5))
+
+
+def test_without_objectives_scores_pick_the_two_instances() -> None:
+    decode = [measured("decode", f"d{number}", num_running=4 - number) for number in range(4)]
+    prefill = [measured("prefill", f"p{number}", num_waiting=number) for number in range(3)]
+    picked = {planned_without(decode, prefill).decode.instance.instance_id for _ in range(5)}
+    assert picked <= {"d3", "p0"}
+
+
+def test_nothing_is_assumed_without_a_prefill_instance_or_measurements() -> None:
+    assert planned_without([measured("decode")], []).itl_s is None
+    assert planned_without([view("decode")], [view("prefill")]).itl_s is None
+    unmeasured = planned_without([measured("decode")], [measured("prefill")], speed_smoothing=0)
+    assert unmeasured.disaggregation.reason is Reason.UNMEASURED
+    for mode in ("always", "never"):
+        assert planned_without([measured("decode")], [measured("prefill")], mode=mode).itl_s is None
+
+
+def test_without_objectives_choices_of_one_request_stay_where_the_first_runs() -> None:
+    """Also where that is a prefill instance, which serves it alone."""
+    second = choice()
+    second.decode_key = view("prefill", "p1").key
+    prefill = [measured("prefill", "p0"), measured("prefill", "p1", num_running=8)]
+    assert planned_without([measured("decode")], prefill, second).decode.instance.instance_id == "p1"
 
 
 def test_choices_of_one_request_stay_where_the_first_runs() -> None:
