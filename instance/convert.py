@@ -5,6 +5,7 @@ A wrong field raises `InvalidArgument` with the field's name in the message. Con
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ def _choice(
         cache_salt=request.cache_salt,
         ttft_s=checked_seconds("request.ttft_s", request.ttft_s) or None,
         itl_s=checked_seconds("request.itl_s", request.itl_s) or None,
+        step_stretch=_step_stretch(request.step_stretch),
         hold_kv=hold_kv,
         remote_kv=remote_kv,
     )
@@ -206,6 +208,14 @@ def checked_seconds(field: str, value: float) -> float:
     """Seconds from a message; 0 if there are none."""
     if not 0 <= value <= MAX_DURATION_S:  # NaN neither
         raise invalid_argument(field, f"is {value}", f"0..{MAX_DURATION_S:g} seconds")
+    return value
+
+
+def _step_stretch(value: float) -> float | None:
+    if value == 0:
+        return None
+    if not 1 <= value < math.inf:  # NaN neither
+        raise invalid_argument("request.step_stretch", f"is {value}", "0, or at least 1")
     return value
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -187,16 +188,14 @@ def read_details(
     for key, value in trailing_metadata:
         if key != _DETAILS_KEY or not isinstance(value, bytes):
             continue
-        try:
-            details = status_pb2.Status.FromString(value).details
-        except DecodeError:
-            continue
-        for detail in details:
-            bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-            if detail.Is(bad_request.DESCRIPTOR) and detail.Unpack(bad_request):
-                violations += [FieldViolation(item.field, item.description) for item in bad_request.field_violations]
-            elif detail.Is(retry_info.DESCRIPTOR) and detail.Unpack(retry_info):
-                retry_after_s = retry_info.retry_delay.ToTimedelta().total_seconds()
+        with suppress(DecodeError):
+            for detail in status_pb2.Status.FromString(value).details:
+                bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+                if detail.Is(bad_request.DESCRIPTOR) and detail.Unpack(bad_request):
+                    items = bad_request.field_violations
+                    violations += [FieldViolation(item.field, item.description) for item in items]
+                elif detail.Is(retry_info.DESCRIPTOR) and detail.Unpack(retry_info):
+                    retry_after_s = retry_info.retry_delay.ToTimedelta().total_seconds()
     return violations, retry_after_s
 
 

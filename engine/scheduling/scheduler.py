@@ -212,7 +212,8 @@ class Scheduler:
         """Prompt tokens of the next step, so that requests with objectives meet them, and those that have waited for a
         grammar do not stop the streams (step_budget.py)."""
         cost, max_tokens = self.step_cost, self.config.max_num_batched_tokens
-        num_calm = self._num_entering_tokens(streams, prompts)
+        bounds = (self._num_entering_tokens(streams, prompts), self._num_stretched_tokens(streams))
+        num_calm = min((bound for bound in bounds if bound is not None), default=None)
         untouched = [request for request in self.waiting if request.has_ttft][:_MAX_PLANNED]
         paced = [self._stream(request) for request in streams if request.spec.itl_s is not None]
         if cost is None or not (untouched or paced):
@@ -226,6 +227,11 @@ class Scheduler:
         on_time = [prompt for index, prompt in enumerate(planned) if index not in late]
         are_late = bool(paced) and any(request.is_late for request in (*prompts, *self.waiting))
         return step_budget.prompt_budget(cost, paced, len(streams), on_time, max_tokens, num_calm, are_late=are_late)
+
+    def _num_stretched_tokens(self, streams: list[Request]) -> int | None:
+        """None: no bound."""
+        stretches = [request.spec.step_stretch for request in streams if request.spec.step_stretch is not None]
+        return step_budget.stretched_tokens(self.step_cost, len(streams), min(stretches)) if stretches else None
 
     def _num_entering_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
         """None: no bound, since other prompts lengthen the step anyway."""

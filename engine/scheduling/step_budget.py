@@ -25,9 +25,10 @@ at most half of what the objective leaves beside the base of a step (`may_begin`
 that an engine with too much to do serves some requests well instead of all of them too slowly. Late prompts, which gain
 nothing any more, begin up to a quarter.
 
-Without objectives nothing is paced but requests that have waited for a grammar: compilations end in bursts, and all
-their prompts in one step would stop the streams. They enter one by one (`num_entering`), and while there are no other
-prompts theirs are cut as well (`entering_tokens`).
+Without objectives prompts lengthen a step by the factor that its streams ask for (`stretched_tokens`; urgent prompts
+exceed it). Requests that have waited for a grammar are paced in any case: compilations end in bursts, and all their
+prompts in one step would stop the streams. They enter one by one (`num_entering`), and while there are no other prompts
+theirs are cut as well (`entering_tokens`).
 """
 
 from __future__ import annotations
@@ -154,6 +155,14 @@ def entering_tokens(cost: StepCost | None, num_streams: int, num_left: int) -> i
     if cost is not None and cost.per_token_s > 0:  # 0 as long as no step had prompt tokens
         by_time = int(_ENTERING_PART * cost.seconds(num_streams) / cost.per_token_s)
     return max(by_time, -(-num_left // _ENTERING_STEPS), MIN_TOKENS)
+
+
+def stretched_tokens(cost: StepCost | None, num_streams: int, stretch: float) -> int | None:
+    """Prompt tokens of the next step that lengthen one of `num_streams` streams alone to `stretch` times. None: no
+    bound, while it is not known what tokens cost."""
+    if cost is None or cost.per_token_s <= 0:
+        return None
+    return max(int((stretch - 1) * cost.seconds(num_streams) / cost.per_token_s), MIN_TOKENS)
 
 
 def _paced_s(streams: Sequence[Stream], longest: float) -> float:

@@ -6,7 +6,7 @@ A tensor-parallel rank holds some of the KV heads of some layers, a pipeline sta
 rank holds a rectangle of (layer, head) cells. The *canonical shards* are the coarsest rectangles that cut along every
 border of both sides, so each is held whole by some rank of either side, and a reader loads a list of whole shards.
 
-A page is one block of one canonical shard, `[num_layers, num_planes, num_heads, block_size, head_dim]` of that shard,
+A page is one block of one canonical shard, `[num_layers, 2, num_heads, block_size, head_dim]` of that shard,
 described by a `KVLayout` of its own (`Shard.layout`), whose digest and size go into `PageSpec.layout_digest` and
 `.payload_bytes`; `Shard.shard_id` is `PageSpec.shard`. The id is the index of the shard's first cell in the whole
 model's grid, so id and layout together identify the rectangle under any partition: a page of another partition is a

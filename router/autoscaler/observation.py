@@ -150,7 +150,8 @@ def load_of(role: Role, sample: InstanceSample, speed_per_s: float | None) -> In
     load, info = view.load, view.info
     _check_report(sample.name, view)
     num_running = load.num_running + load.num_loading
-    is_blocked = role == "prefill" and load.num_waiting > 0 and num_running == 0 and load.held_blocks > 0
+    num_prefilling = load.num_prefilling + load.num_loading
+    is_blocked = role == "prefill" and load.num_waiting > 0 and num_prefilling == 0 and load.held_blocks > 0
     num_waiting = 0 if is_blocked else load.num_waiting
     num_tokens = 0 if is_blocked else load.num_waiting_tokens
     speed_per_s = view.throughput.prefill_per_s or speed_per_s

@@ -156,8 +156,7 @@ class Dispatcher:
         choice = flow.choice
         # 2. Pick a decode instance, and a prefill instance if the request is to be split.
         plan = await self._plan(flow)
-        objectives = self._aims(flow).objectives
-        request = choice.begin_attempt(objectives._replace(itl_s=objectives.itl_s or plan.itl_s))
+        request = choice.begin_attempt(self._aims(flow).objectives, plan.step_stretch)
         decode_at, prefill_at = plan.decode.instance, plan.prefill.instance if plan.prefill else None
         choice.at(decode_at, prefill_at)
         attempt = self._attempt_trace(flow, plan)
@@ -197,7 +196,7 @@ class Dispatcher:
     async def _alone(
         self, flow: _Flow, view: InstanceView, request: common_pb2.InstanceRequest, attempt: AttemptTrace
     ) -> None:
-        """One instance serves the request, with objectives maybe a prefill instance: steps 3 to 6 vanish."""
+        """One instance serves the request, in `auto` maybe a prefill instance: steps 3 to 6 vanish."""
         kind: type[PrefillCall | DecodeCall] = PrefillCall if view.info.role == "prefill" else DecodeCall
         async with self._call(kind, flow, view, attempt) as call:
             await flow.guard.wait_probation(view.key)

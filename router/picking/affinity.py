@@ -162,7 +162,7 @@ class RequestAffinity:
         return self.affinity.index.num_blocks(view.key, self._prompt_hashes(block_size)) * block_size
 
     def record_placement(self, decode: InstanceView, prefill: InstanceView | None) -> None:
-        self.affinity.sessions.record(self.request.session, "decode", decode.key)
+        self.affinity.sessions.record(self.request.session, decode.info.role or "decode", decode.key)
         if prefill is not None:
             self.affinity.sessions.record(self.request.session, "prefill", prefill.key)
 

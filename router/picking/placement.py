@@ -46,8 +46,11 @@ _MAX_SHARE = 0.95
 _MIN_CHUNK = 16
 _NEAR = 0.2
 """Of an objective: with less slack than this, a prompt delays the streams beside it."""
-_DEFAULT_PACE = 3.0
-"""Times a step without prompts: the ITL objective that is assumed where none is set."""
+STEP_STRETCH = 3.0
+"""Times a step of the streams alone: how long steps with prompts are assumed to be, and without any objective are,
+where no ITL objective is set."""
+_STREAMS_PART = 0.5
+"""Of the batch of a prefill instance: for streams that it serves alone. The other half is for prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class Site:
     """Tokens of the request that it has not cached."""
     hand_over_s: float = 0.0
     """Until the request's KV is here, after its first token."""
+    takes_streams: bool = True
+    """Whether the request may be decoded here."""
 
     def __post_init__(self) -> None:
         assert min(self.cost.base_s, self.cost.per_token_s) > 0, "not measured"
@@ -163,7 +168,8 @@ def split_cost(prefill: Site, decode: Site) -> float:
 def place(sites: Sequence[Site], pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rng: random.Random) -> Placement:
     """The place of a request among `sites`, at least one. Each of `pairs` has indices of prefill and of decode sites
     that can hand KV over to each other. Ties are broken by `rng`."""
-    alone = _cheapest(sites, range(len(sites)), lambda site: site.alone_cost, rng)
+    decoding = [index for index, site in enumerate(sites) if site.takes_streams] or range(len(sites))
+    alone = _cheapest(sites, decoding, lambda site: site.alone_cost, rng)
     split = _best_pair(sites, pairs, rng)
     reason = Reason.ESTIMATE
     if split is not None:
@@ -174,8 +180,8 @@ def place(sites: Sequence[Site], pairs: Sequence[tuple[Sequence[int], Sequence[i
         if cost < sites[alone].alone_cost:
             reason = Reason.MARGIN if cost >= MARGIN * sites[alone].alone_cost else Reason.OBJECTIVE
     if not any(site.holds_alone for site in sites):
-        least = min((site.num_uncomputed, site.num_streams) for site in sites)
-        tied = [n for n, site in enumerate(sites) if (site.num_uncomputed, site.num_streams) == least]
+        least = min((sites[n].num_uncomputed, sites[n].num_streams) for n in decoding)
+        tied = [n for n in decoding if (sites[n].num_uncomputed, sites[n].num_streams) == least]
         return Placement(rng.choice(tied), None, Reason.OVERLOAD, alone, split)
     return Placement(alone, None, reason, alone, split)
 
@@ -236,8 +242,6 @@ class Placed(NamedTuple):
     prefill: InstanceView | None
     disaggregation: Disaggregation
     work: Work
-    itl_s: float
-    """The ITL objective that it was placed by."""
 
 
 def place_by_step_costs(
@@ -272,7 +276,7 @@ def _default_itl_s(views: Sequence[InstanceView], costs: Sequence[StepCost]) -> 
     """The ITL objective that is assumed where none is set: it follows the number of streams, so that they alone never
     miss it."""
     steps_s = (cost.seconds(_num_streams(view) + 1) for view, cost in zip(views, costs, strict=True))
-    return _DEFAULT_PACE * max(steps_s)
+    return STEP_STRETCH * max(steps_s)
 
 
 def _measured(view: InstanceView) -> StepCost | None:
@@ -297,7 +301,14 @@ def _site(
         share=share,
         num_missing=num_missing,
         hand_over_s=num_missing / per_s if per_s else 0.0,
+        takes_streams=_takes_streams(view),
     )
+
+
+def _takes_streams(view: InstanceView) -> bool:
+    """Prefill instances keep half of their batch for prompts, of which a batch full of streams would leave none."""
+    limit = view.info.max_num_seqs
+    return view.info.role != "prefill" or not limit or sum(queue_now(view)) < _STREAMS_PART * limit
 
 
 def _num_streams(view: InstanceView) -> int:
@@ -318,14 +329,13 @@ def _pairs(views: Sequence[InstanceView]) -> list[tuple[list[int], list[int]]]:
 
 def _placed(views: Sequence[InstanceView], sites: Sequence[Site], placement: Placement, explanation: str) -> Placed:
     site = sites[placement.site]
-    itl_s = site.goal.itl_s
     if placement.prefill is None:
         local = Disaggregation(Decision.LOCAL, placement.reason, explanation)
-        return Placed(views[placement.site], None, local, Work(site.num_missing, site.num_uncomputed), itl_s)
+        return Placed(views[placement.site], None, local, Work(site.num_missing, site.num_uncomputed))
     prefill = sites[placement.prefill]
     work = Work(prefill.num_missing, prefill.num_uncomputed, site.num_missing)
     split = Disaggregation(Decision.DISAGGREGATE, placement.reason, explanation)
-    return Placed(views[placement.site], views[placement.prefill], split, work, itl_s)
+    return Placed(views[placement.site], views[placement.prefill], split, work)
 
 
 def _explain(views: Sequence[InstanceView], sites: Sequence[Site], placement: Placement, aims: Aims) -> str:

@@ -20,7 +20,7 @@ from router.picking import picker
 from router.picking.affinity import Affinity, RequestAffinity
 from router.picking.disaggregation import Decision, Disaggregation, Situation, decide
 from router.picking.picker import Filter, NoPick, Pick
-from router.picking.placement import AimSource, place_by_step_costs
+from router.picking.placement import STEP_STRETCH, AimSource, place_by_step_costs
 from router.picking.scorers import Criteria, RequestFacts, Scoring, other_domain, queue_now
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance_info import InstanceKey, InstanceView
@@ -39,8 +39,8 @@ class Plan:
     prefill: Pick | None
     disaggregation: Disaggregation
     work: Work
-    itl_s: float | None = None
-    """The ITL objective that it was made with, maybe an assumed one; None: it was not made by step costs."""
+    step_stretch: float | None = None
+    """How far prompts may lengthen a step beside the stream; None: as its objectives say, or without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,13 @@ def make_plan(
     )
     if isinstance(decode, NoPick):
         return NoPlan(_without_decode(choice, decode_views), decode.why)
+    runs_there = any(view.key == choice.decode_key for view in prefill_views)
     prefill = picker.pick(
         prefill_views,
         [*filters, picker.pairs_with(decode.instance)],
         rng=rng,
         scorer=criteria.prefill_for(decode.instance),
-        preferred=choice.prefill_key or choice.decode_key,
+        preferred=choice.decode_key if runs_there else choice.prefill_key,
     )
     situation = _situation(choice, decode.instance, prefill, criteria, decode_views, prefill_views)
     if (
@@ -103,7 +104,7 @@ def make_plan(
         may_split = situation.num_uncached > settings.min_tokens
         placed = _by_step_costs(picked, choice, filters, rng, criteria, may_split=may_split)
         if placed is not None:
-            return placed
+            return replace(placed, step_stretch=STEP_STRETCH)
     disaggregation = decide(
         situation,
         settings,
@@ -168,7 +169,7 @@ def _by_step_costs(
         return Pick(view, 0.0, len(views), 1, view.key in kept)
 
     prefill = None if placed.prefill is None else picked(placed.prefill)
-    return Plan(picked(placed.decode), prefill, placed.disaggregation, placed.work, placed.itl_s)
+    return Plan(picked(placed.decode), prefill, placed.disaggregation, placed.work)
 
 
 def _has_place(view: InstanceView, num_tokens: int) -> bool:

@@ -64,7 +64,9 @@ class Choice:
         """Tokens whose KV an instance needs before it can go on."""
         return self.request.num_prompt_tokens + len(self.token_ids)
 
-    def begin_attempt(self, objectives: Objectives = NO_OBJECTIVES) -> common_pb2.InstanceRequest:
+    def begin_attempt(
+        self, objectives: Objectives = NO_OBJECTIVES, step_stretch: float | None = None
+    ) -> common_pb2.InstanceRequest:
         """Raises the stream epoch, so that chunks of an earlier attempt are stale."""
         self.stream_epoch += 1
         self.handed_over = False
@@ -81,6 +83,7 @@ class Choice:
             cache_salt=request.cache_salt,
             ttft_s=objectives.ttft_s or 0.0,
             itl_s=objectives.itl_s or 0.0,
+            step_stretch=step_stretch or 0.0,
         )
 
     def at(self, decode: InstanceView, prefill: InstanceView | None) -> None:

@@ -91,7 +91,7 @@ _DEMO_TOKENS = 60
 )  # fmt: skip
 @click.option(
     "--disaggregation", type=Choice(["always", "auto", "never"]), default="auto", show_default=True,
-    help="auto: prompts with few uncached tokens are prefilled on the decode instance.",
+    help="auto: each prompt where it costs least: one instance alone, of either pool, or split over both.",
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
@@ -424,7 +424,7 @@ def _show_first_text(address: str, credentials: Credentials) -> None:
 
 def _hand_over_text(usage: Usage) -> str:
     if not usage.external_tokens:
-        return f"({usage.prompt_tokens} prompt tokens, prefilled on the decode instance)"
+        return f"({usage.prompt_tokens} prompt tokens, served by one instance alone)"
     split = f"{usage.external_tokens} of {usage.prompt_tokens} prompt tokens"
     return f"({split} were prefilled by one instance and handed over to another, which generated the rest)"
 

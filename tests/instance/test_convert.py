@@ -235,6 +235,17 @@ def test_objectives_arrive_and_zero_is_none() -> None:
     assert (engine_request.ttft_s, engine_request.itl_s) == (0.5, 0.02)
 
 
+@pytest.mark.parametrize("stretch", [-1.0, 0.5, math.nan, math.inf])
+def test_a_step_stretch_is_none_or_at_least_one(stretch: float) -> None:
+    request = instance_request()
+    assert prefill(request).engine_request.step_stretch is None
+    request.step_stretch = 3.0
+    assert prefill(request).engine_request.step_stretch == 3.0
+    request.step_stretch = stretch
+    with pytest.raises(InvalidArgument, match=r"request\.step_stretch"):
+        prefill(request)
+
+
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, 3601.0])
 def test_an_objective_out_of_range_is_named(seconds: float) -> None:
     request = instance_request()

@@ -6,6 +6,8 @@ import logging
 
 import grpc
 import pytest
+from google.protobuf import any_pb2
+from google.rpc import status_pb2
 
 from serving.errors import (
     InternalError,
@@ -15,6 +17,7 @@ from serving.errors import (
     Unavailable,
     from_rpc_error,
     invalid_argument,
+    read_details,
     status_text,
     trailers,
 )
@@ -108,3 +111,11 @@ def test_the_details_of_a_hundred_violations_still_fit_the_trailers() -> None:
 def test_errors_without_details_carry_no_trailers() -> None:
     assert trailers(InternalError("x"), "x") == ()
     assert trailers(Overloaded("x", 0.0), "x")[0] == ("grpc-retry-pushback-ms", "0")
+
+
+def test_details_that_are_broken_inside_are_left_out() -> None:
+    status = status_pb2.Status(
+        details=[any_pb2.Any(type_url="type.googleapis.com/google.rpc.BadRequest", value=b"\xff")]
+    )
+    assert read_details([("grpc-status-details-bin", status.SerializeToString())]) == ([], None)
+    assert read_details([("grpc-status-details-bin", b"\xff")]) == ([], None)

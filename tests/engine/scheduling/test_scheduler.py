@@ -153,6 +153,21 @@ def test_streams_with_an_objective_bound_the_chunk_beside_them_and_not_without()
     assert chunk(0.01) == 65
 
 
+def test_a_step_stretch_follows_the_number_of_streams() -> None:
+    """A stream that came when it was alone bounds no chunk for that when there are many."""
+    scheduler = make_scheduler(num_blocks=512, budget=2000)
+    scheduler.step_cost = cost = StepCost(0.002, 0.001, 0.0001)
+    prompt = None
+    for num_streams in (1, 3):
+        while len(scheduler.running) < num_streams:
+            add(scheduler, [1], max_tokens=100, step_stretch=3.0)
+            step(scheduler)
+        prompt = prompt or add(scheduler, list(range(10, 1000)))
+        assert step(scheduler).num_tokens - num_streams == int(2 * cost.seconds(num_streams) / 0.0001)
+        scheduler.abort(prompt.request_id)
+        prompt = None
+
+
 def test_a_prompt_that_will_miss_its_ttft_goes_behind_those_that_can_meet_theirs() -> None:
     scheduler = make_scheduler(num_blocks=64, budget=50, max_num_seqs=2)
     scheduler.step_cost = StepCost(0.0, 0.0, 0.01)

@@ -21,6 +21,7 @@ from engine.scheduling.step_budget import (
     num_entering,
     prompt_budget,
     slack_s,
+    stretched_tokens,
 )
 
 COST = StepCost(0.0035, 0.0006, 1 / 4500)
@@ -227,3 +228,16 @@ def test_urgent_prompts_exceed_the_pace_of_entering_ones() -> None:
     assert prompt_budget(COST, [], 1, [Prompt(500, 0.13)], MAX, calm) == 500
     assert prompt_budget(COST, [Stream(ITL_S, 0.0)], 1, [], MAX, MAX) == budget([Stream(ITL_S, 0.0)])
     assert prompt_budget(None, ahead, 1, [Prompt(500, 0.13)], MAX, calm) == calm
+
+
+@given(costs, st.integers(0, 200), st.floats(1, 10))
+def test_a_stretched_step_is_as_long_as_asked_for_or_takes_the_least_prompt_tokens(
+    cost: StepCost, num_streams: int, stretch: float
+) -> None:
+    num_tokens = stretched_tokens(cost, num_streams, stretch)
+    assert num_tokens is not None
+    assert (
+        num_tokens == MIN_TOKENS or cost.seconds(num_streams, num_tokens) <= stretch * cost.seconds(num_streams) * 1.001
+    )
+    assert cost.seconds(num_streams, num_tokens + 1) >= stretch * cost.seconds(num_streams) * 0.999
+    assert stretched_tokens(None, num_streams, stretch) is None

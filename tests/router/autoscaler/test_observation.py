@@ -124,9 +124,11 @@ def test_a_prefill_queue_that_stands_still_for_held_kv_is_no_prefill_load() -> N
     [load] = observation.warm
     assert load.is_blocked
     assert (load.score, load.waiting_s, observation.queue.delay_s) == (0.0, 0.0, 0.0)
-    [working] = pool(instance(**stuck, num_running=1), role="prefill").warm
+    [working] = pool(instance(**stuck, num_running=1, num_prefilling=1), role="prefill").warm
     assert not working.is_blocked
     assert working.score > 3
+    [decoding] = pool(instance(**stuck, num_running=1), role="prefill").warm
+    assert decoding.is_blocked, "streams that it serves alone are no prompts"
 
 
 @given(

@@ -117,7 +117,9 @@ def test_the_queue_waits_for_the_pool_whose_limit_is_reached(limits: Limits, rol
 
 def test_the_queue_waits_for_decode_where_prefill_stands_still_for_what_it_holds() -> None:
     stuck = pool_of(1, role="prefill", num_waiting=5, used_blocks=500, held_blocks=500)
-    working = pool_of(1, role="prefill", num_waiting=5, num_running=1, used_blocks=500, held_blocks=500)
+    working = pool_of(
+        1, role="prefill", num_waiting=5, num_running=1, num_prefilling=1, used_blocks=500, held_blocks=500
+    )
     assert is_for_decode("prefill", stuck)
     assert not is_for_decode("prefill", working)
     assert is_for_decode("decode", working)

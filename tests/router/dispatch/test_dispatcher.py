@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2
+from router.picking.placement import STEP_STRETCH
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids
@@ -229,12 +230,13 @@ async def test_with_objectives_a_prefill_instance_serves_a_request_alone(run: Ru
         assert not record.detail.HasField("hand_over")
         assert 0 < record.detail.request.ttft_s <= 1
         assert record.detail.request.itl_s == 0.02
+        assert record.detail.request.step_stretch == 0
         assert not decode.recorded("start")
         await rig.until_idle()
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [20, 400])
-async def test_without_objectives_a_request_carries_the_pace_that_the_router_assumes(
+async def test_without_objectives_a_request_says_how_far_prompts_may_lengthen_steps(
     run: Run, num_prompt_tokens: int
 ) -> None:
     """So that long prompts interrupt no stream for long, wherever they are computed."""
@@ -248,6 +250,6 @@ async def test_without_objectives_a_request_carries_the_pace_that_the_router_ass
         sent = [one.detail.request for one in (*prefill.recorded("prefill"), *decode.recorded("decode"))]
         assert sent
         for one in sent:
-            assert one.itl_s == pytest.approx(3 * (0.0035 + 10 * 0.0006), rel=1e-6)
-            assert one.ttft_s == 0
+            assert one.step_stretch == STEP_STRETCH
+            assert (one.ttft_s, one.itl_s) == (0, 0)
         await rig.until_idle()

@@ -16,7 +16,7 @@ from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import instance_pb2
 from router.picking.affinity import Affinity
 from router.picking.disaggregation import Decision, Reason
-from router.picking.placement import AimSource
+from router.picking.placement import STEP_STRETCH, AimSource
 from router.picking.plan import NoPlan, Plan, explain, make_plan, servable
 from router.picking.scorers import Criteria
 from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
@@ -401,11 +401,25 @@ def test_without_objectives_prompts_are_split_where_the_prefill_pool_is_busy_wit
 
 
 def test_the_assumed_objective_follows_the_number_of_streams() -> None:
-    assumed = [
-        planned_without([measured("decode", num_running=running)], [measured("prefill")]).itl_s
-        for running in (0, 10, 100)
-    ]
-    assert assumed == [pytest.approx(3 * COST.seconds(running + 1)) for running in (0, 10, 100)]
+    for running in (0, 10, 100):
+        found = planned_without([measured("decode", num_running=running)], [measured("prefill")])
+        assert f"of {3e3 * COST.seconds(running + 1):.3g} ms (assumed)" in found.disaggregation.explanation
+        assert found.step_stretch == STEP_STRETCH
+
+
+def test_a_prefill_instance_takes_streams_for_half_of_its_batch_and_prompts_beyond() -> None:
+    fast = ThroughputEstimate(hand_over_per_s=1e6)
+
+    def prefill(running: int) -> InstanceView:
+        found = measured("prefill", num_running=running, throughput=fast)
+        return replace(found, info=replace(found.info, max_num_seqs=16))
+
+    decode = measured("decode", num_running=40, num_uncomputed_tokens=20_000, throughput=fast)
+    found = planned_without([decode], [prefill(7)])
+    assert (found.decode.instance.instance_id, found.prefill) == ("prefill", None)
+    found = planned_without([decode], [prefill(8)])
+    assert found.decode.instance.instance_id == "decode"
+    assert found.prefill is not None, "it still computes prompts"
 
 
 def test_prompts_of_at_most_min_tokens_go_where_less_waits_and_are_not_split() -> None:
@@ -418,7 +432,7 @@ def test_prompts_of_at_most_min_tokens_go_where_less_waits_and_are_not_split() -
     assert planned_without(*pools, choice(4000), min_tokens=3999).prefill is not None
     found = planned_without(*pools, choice(4000), min_tokens=4000)
     assert found.prefill is None
-    assert found.itl_s == pytest.approx(3 * COST.seconds(5))
+    assert found.step_stretch == STEP_STRETCH
 
 
 def test_without_objectives_scores_pick_the_two_instances() -> None:
@@ -428,13 +442,17 @@ def test_without_objectives_scores_pick_the_two_instances() -> None:
     assert picked <= {"d3", "p0"}
 
 
-def test_nothing_is_assumed_without_a_prefill_instance_or_measurements() -> None:
-    assert planned_without([measured("decode")], []).itl_s is None
-    assert planned_without([view("decode")], [view("prefill")]).itl_s is None
-    unmeasured = planned_without([measured("decode")], [measured("prefill")], speed_smoothing=0)
-    assert unmeasured.disaggregation.reason is Reason.UNMEASURED
+def test_nothing_is_assumed_with_objectives_and_without_a_prefill_instance_or_measurements() -> None:
+    pools = [measured("decode")], [measured("prefill")]
+    assert planned_by_objectives(*pools).step_stretch is None
+    assert planned_by_objectives(*pools, aims=AimSource(SloSettings(ttft_ms=1000))).step_stretch is None
+    assert planned_without([measured("decode")], []).step_stretch is None
+    assert planned_without([view("decode")], [view("prefill")]).step_stretch is None
     for mode in ("always", "never"):
-        assert planned_without([measured("decode")], [measured("prefill")], mode=mode).itl_s is None
+        assert planned_without(*pools, mode=mode).step_stretch is None
+    unmeasured = planned_without(*pools, speed_smoothing=0)
+    assert unmeasured.step_stretch is None
+    assert unmeasured.disaggregation.reason is Reason.UNMEASURED
 
 
 def test_without_objectives_choices_of_one_request_stay_where_the_first_runs() -> None:

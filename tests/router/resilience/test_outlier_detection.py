@@ -8,12 +8,14 @@ import grpc
 import grpc.aio
 import pytest
 
+from protos.tandem.v1 import instance_pb2
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from router.resilience.outlier_detection import EjectionSettings, OutlierDetection
 from serving.errors import Aborted, ServiceError
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run
-from tests.router.failing import busy, decodes
+from tests.router.failing import busy, decodes, prefills
+from tests.router.rig import request_of
 
 NO_SEED = Aborted("no seed within the reservation time")
 
@@ -190,3 +192,20 @@ async def test_an_instance_that_is_full_or_gets_no_kv_is_not_ejected(run: Run, a
             assert (await rig.generate()).is_exactly(12)
             assert len(rig.decode[0].recorded("refused")) == num_refused
             await asyncio.sleep(0.15)
+
+
+@pytest.mark.parametrize("mode", ["auto", "always"])
+async def test_a_prefill_instance_that_fails_is_ejected_also_where_it_serves_alone(run: Run, mode: str) -> None:
+    cost = instance_pb2.StepCost(base_s=0.0035, per_stream_s=0.0006, per_token_s=1 / 4500)
+    failing, working = prefills(Behaviour(step_cost=cost, index_error_at=0), Behaviour(step_cost=cost, num_running=2))
+    decode = decodes(Behaviour(step_cost=cost, num_running=30))
+    settings = {
+        "disaggregation": {"speed_smoothing": 0.2, "mode": mode},
+        "ejection": {"failures": 2, "ejection_s": 60.0},
+    }
+    async with run(prefill=[failing, working], decode=decode, **settings) as rig:
+        for number in range(8):
+            prompt = [20 + number] * 400
+            assert (await rig.generate(request_of(prompt))).is_exactly(12, prompt=prompt)
+            await asyncio.sleep(0.15)  # failures at the same moment count once
+        assert 2 <= len(failing.recorded("prefill")) <= 4, "idle as it looks, all eight would go there"
