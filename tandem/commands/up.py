@@ -362,11 +362,23 @@ class StopSignals:
             self.raises = False  # a second signal must not interrupt the cleanup
             raise StartCancelled
 
+    def install(self) -> None:
+        """Handles the signals of this process from now on."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self)
+        sys.unraisablehook = _show_unraisable
+
+
+def _show_unraisable(lost: sys.UnraisableHookArgs) -> None:
+    """Python loses an exception that is raised while a callback of a library runs, and would print its traceback: of a
+    cancelled start it is no news, since `stop` is set too."""
+    if not isinstance(lost.exc_value, StartCancelled):
+        sys.__unraisablehook__(lost)
+
 
 def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
     signals = StopSignals()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signals)
+    signals.install()
     stack = LocalStack(settings)
     started_s = time.monotonic()
     try:
@@ -375,7 +387,7 @@ def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
             + (f"KV by {settings.connector}" if settings.engine == "tandem" else f"engine {settings.engine}")
         )
         click.echo("starting the router and all instances …")
-        # With `stop` too: Python loses an exception that is raised while a callback of a library runs.
+        # With `stop` too: the exception may get lost (`_show_unraisable`).
         stack.start(lambda line: click.echo(f"  {line}"), signals.stop)
         stack.announce()
         if try_it:

@@ -7,6 +7,9 @@ import hashlib
 import json
 import shutil
 import signal
+import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -162,6 +165,28 @@ def test_a_signal_inside_of_the_events_lock_does_not_block() -> None:
     signals.raises = False
     with signals.stop._cond:  # type: ignore[attr-defined]  # where the main thread is while it waits
         signals(signal.SIGINT, None)
+    assert signals.stop.wait(20)
+
+
+def test_a_signal_inside_of_a_librarys_callback_cancels_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Library:
+        pass
+
+    def end(callback: Callable[[weakref.ref[Library]], object]) -> str:
+        library = Library()
+        reference = weakref.ref(library, callback)
+        del library
+        assert reference() is None
+        return capsys.readouterr().err
+
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)  # restored afterwards
+    signals = up.StopSignals()
+    signals.install()
+    assert "ZeroDivisionError" in end(lambda reference: 1 // 0)
+    assert end(lambda reference: signals(signal.SIGINT, None)) == ""
     assert signals.stop.wait(20)
 
 
