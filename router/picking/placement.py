@@ -166,9 +166,9 @@ def split_cost(prefill: Site, decode: Site) -> float:
 
 
 def place(sites: Sequence[Site], pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rng: random.Random) -> Placement:
-    """The place of a request among `sites`, at least one. Each of `pairs` has indices of prefill and of decode sites
-    that can hand KV over to each other. Ties are broken by `rng`."""
-    decoding = [index for index, site in enumerate(sites) if site.takes_streams] or range(len(sites))
+    """The place of a request among `sites`, at least one of which takes streams. Each of `pairs` has indices of prefill
+    and of decode sites that can hand KV over to each other. Ties are broken by `rng`."""
+    decoding = [index for index, site in enumerate(sites) if site.takes_streams]
     alone = _cheapest(sites, decoding, lambda site: site.alone_cost, rng)
     split = _best_pair(sites, pairs, rng)
     reason = Reason.ESTIMATE
@@ -252,7 +252,8 @@ def place_by_step_costs(
     *,
     may_split: bool = True,
 ) -> Placed | None:
-    """The place of a request among `views` of both pools, which all may serve it; None: their costs are not known."""
+    """The place of a request among `views` of both pools, which all may serve it. None: their costs are not known, or
+    none takes streams."""
     costs = [_measured(view) for view in views]
     known = [cost for cost in costs if cost is not None]
     if not known:
@@ -268,6 +269,8 @@ def place_by_step_costs(
         _site(view, goal, cost, share, num_missing(view), mean_per_s)
         for view, cost, share in zip(views, filled, shares, strict=True)
     ]
+    if not any(site.takes_streams for site in sites):
+        return None
     placement = place(sites, _pairs(views) if may_split else [], rng)
     return _placed(views, sites, placement, _explain(views, sites, placement, aims))
 

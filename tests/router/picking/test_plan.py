@@ -420,6 +420,11 @@ def test_a_prefill_instance_takes_streams_for_half_of_its_batch_and_prompts_beyo
     found = planned_without([decode], [prefill(8)])
     assert found.decode.instance.instance_id == "decode"
     assert found.prefill is not None, "it still computes prompts"
+    full = replace(decode, info=replace(decode.info, max_num_seqs=40))
+    assert planned_without([full], [prefill(7)]).decode.instance.instance_id == "prefill"
+    found = planned_without([full], [prefill(8)])
+    assert found.decode.instance.instance_id == "decode", "rather than filling the rest of the batch, it waits there"
+    assert found.prefill is not None
 
 
 def test_prompts_of_at_most_min_tokens_go_where_less_waits_and_are_not_split() -> None:
