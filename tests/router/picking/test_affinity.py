@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from router.picking.affinity import Affinity, RequestAffinity, Sessions
 from router.picking.settings import PickingSettings
@@ -74,6 +75,14 @@ def test_a_session_is_remembered_per_pool_and_the_oldest_goes_first() -> None:
     sessions.record("", "decode", A)
     assert len(sessions) == 2
     assert sessions.instance("", "decode") is None
+
+
+def test_a_session_that_a_prefill_instance_served_alone_is_remembered_for_its_pool() -> None:
+    memory = affinity()
+    alone = replace(view(B), info=replace(view(B).info, role="prefill"))
+    RequestAffinity(memory, request([1], session="s")).record_placement(view(A), None)
+    RequestAffinity(memory, request([1], session="s")).record_placement(alone, None)
+    assert (memory.sessions.instance("s", "decode"), memory.sessions.instance("s", "prefill")) == (A, B)
 
 
 async def test_a_session_stays_where_it_ran_until_that_instance_has_more_to_do(run: Run) -> None:
