@@ -239,7 +239,7 @@ class InstanceCall:
     def _broken(self, detail: str) -> CallFailed:
         kind: FailureKind = "moved" if self._has_moved else "broken"
         death = self._vanished if self._lost is not None else None
-        return CallFailed(self.key, kind, Unavailable("the instance is unavailable"), detail, death=death)
+        return CallFailed(self.key, self.role, kind, Unavailable("the instance is unavailable"), detail, death=death)
 
     def _failed(self, error: grpc.aio.AioRpcError) -> CallFailed:
         code = error.code()
@@ -260,7 +260,7 @@ class InstanceCall:
         elif code not in _KINDS and isinstance(answer, InternalError):
             answer = InternalError(f"unexpected answer {code.name}")
         kind, detail = _KINDS.get(code, "final"), f"{code.name}: {error.details()}"
-        return CallFailed(self.key, kind, answer, detail, death=death)
+        return CallFailed(self.key, self.role, kind, answer, detail, death=death)
 
 
 def _is_cancelling() -> bool:
@@ -361,7 +361,7 @@ class DecodeCall(InstanceCall):
         if time.monotonic() - self.instance.last_full_s >= timeout_s:
             return self._broken(f"no reservation within {timeout_s:g} s")
         error = Overloaded("the instance is full", None)
-        return CallFailed(self.key, "refused", error, f"no room within {max_wait_s:g} s")
+        return CallFailed(self.key, self.role, "refused", error, f"no room within {max_wait_s:g} s")
 
     def seed(self, token_ids: list[int]) -> None:
         """Sends the ids that prefill emitted, as the last request. Raises CallFailed when the instance is lost."""
@@ -389,7 +389,7 @@ class DecodeCall(InstanceCall):
         if not self._buffer.append(response, hold=hold):
             error = Overloaded("client too slow: too many tokens wait for it", None)
             self._buffer.clear()
-            self._buffer.close(CallFailed(self.key, "final", error, error.message))
+            self._buffer.close(CallFailed(self.key, self.role, "final", error, error.message))
             self._leave_token_stream()
             self._call.cancel()
         return is_awaited

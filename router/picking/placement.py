@@ -1,7 +1,8 @@
 """Where a request runs: alone at an instance of either pool, or split over both. Pure.
 
 Used by `auto` where the instances report what their steps cost; elsewhere disaggregation.py decides. With objectives
-all instances are compared, without them one of each pool (plan.py), by a pace that the router assumes.
+all instances are compared, without them one of each pool (plan.py), as if steps with prompts were `STEP_STRETCH` times
+as long as without.
 
 Each way costs its predicted time to the first token, what the request and its neighbours miss of their objectives, and
 the capacity that it takes from those that come later. All in seconds; F(x, o) = max(0, x - 0.9 o) is what is missed:
@@ -16,7 +17,8 @@ taken: the prefill speed that its stream takes from j; delayed: what the n strea
 held: what the prompt itself delays streams where it is computed. The cheapest place alone wins. A split must be cheaper
 by a fifth (`margin`), since the estimate is rough and each hand-over costs more than is counted, and must hold every
 objective with a tenth to spare (`objective`), with a short answer too, over whose few tokens the hand-over is spread.
-Where nothing holds them, the least loaded instance gets it (`overload`).
+Where nothing holds them, the least loaded instance gets it (`overload`). Instances whose streams are too many already
+(`takes_streams`) compute prompts for a split alone.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ def place(sites: Sequence[Site], pairs: Sequence[tuple[Sequence[int], Sequence[i
             return Placement(split[1], split[0], Reason.ESTIMATE, alone, split)
         if cost < sites[alone].alone_cost:
             reason = Reason.MARGIN if cost >= MARGIN * sites[alone].alone_cost else Reason.OBJECTIVE
-    if not any(site.holds_alone for site in sites):
+    if not any(sites[n].holds_alone for n in decoding):
         least = min((sites[n].num_uncomputed, sites[n].num_streams) for n in decoding)
         tied = [n for n in decoding if (sites[n].num_uncomputed, sites[n].num_streams) == least]
         return Placement(rng.choice(tied), None, Reason.OVERLOAD, alone, split)

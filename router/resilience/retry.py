@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
-from router.pools.instance_info import InstanceKey
+from router.pools.instance_info import InstanceKey, Role
 from serving.broadcast import Broadcast
 from serving.errors import InternalError, Overloaded, ServiceError, Unavailable
 from serving.settings import Section, setting
@@ -49,12 +49,21 @@ _MAX_INTERNAL = 1  # A request that breaks the instances that compute it must no
 
 
 class CallFailed(Exception):
-    """A call to the instance `key` failed. `error` is the answer to the client if no other attempt follows."""
+    """A call to the instance `key` of the pool `role` failed. `error` is the answer to the client if no other attempt
+    follows."""
 
     def __init__(
-        self, key: InstanceKey, kind: FailureKind, error: ServiceError, detail: str, *, death: Death | None = None
+        self,
+        key: InstanceKey,
+        role: Role,
+        kind: FailureKind,
+        error: ServiceError,
+        detail: str,
+        *,
+        death: Death | None = None,
     ) -> None:
         self.key = key
+        self.role = role
         self.kind = kind
         self.error = error
         self.detail = detail

@@ -63,10 +63,6 @@ class Safeguards:
     def of_role(self, role: Role) -> tuple[Pool, OutlierDetection]:
         return self.pools.by_role[role], self.prefill if role == "prefill" else self.decode
 
-    def role_of(self, key: InstanceKey) -> Role:
-        """The pool of an instance: not what it did for a request, since one of the prefill pool may serve it alone."""
-        return "prefill" if self.pools.prefill.instance(key) is not None else "decode"
-
     def is_gone(self, key: InstanceKey) -> bool:
         """Whether that process has left its pool otherwise than by a drain; one that froze and came back has not."""
         instance = self.pools.prefill.instance(key) or self.pools.decode.instance(key)
@@ -136,7 +132,7 @@ class Guard:
         if failure.kind not in ("broken", "internal"):
             self._release()
             return
-        role = self.safeguards.role_of(failure.key)
+        role = failure.role
         pool, outliers = self.safeguards.of_role(role)
         if failure.death == "crashed":
             outliers.crashed(failure.key)

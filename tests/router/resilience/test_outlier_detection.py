@@ -10,8 +10,12 @@ import pytest
 
 from protos.tandem.v1 import instance_pb2
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.request.choice_state import Choice
+from router.request.generation_request import GenerationRequest, SamplingParams
 from router.resilience.outlier_detection import EjectionSettings, OutlierDetection
-from serving.errors import Aborted, ServiceError
+from router.resilience.retry import CallFailed
+from router.resilience.safeguards import Guard
+from serving.errors import Aborted, ServiceError, Unavailable
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes, prefills
@@ -209,3 +213,15 @@ async def test_a_prefill_instance_that_fails_is_ejected_also_where_it_serves_alo
             assert (await rig.generate(request_of(prompt))).is_exactly(12, prompt=prompt)
             await asyncio.sleep(0.15)  # failures at the same moment count once
         assert 2 <= len(failing.recorded("prefill")) <= 4, "idle as it looks, all eight would go there"
+
+
+async def test_a_process_that_has_left_its_pool_counts_for_the_pool_that_was_called(run: Run) -> None:
+    """Another process may answer at its address before the failure of the call is handled."""
+    gone = InstanceKey("127.0.0.1:1", "earlier")
+    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1), 0), 0)
+    async with run(prefill=1, decode=1) as rig:
+        safeguards = rig.app.safeguards
+        with Guard(safeguards, choice) as guard:
+            guard.failed(CallFailed(gone, "prefill", "broken", Unavailable("gone"), "", death="crashed"))
+        assert safeguards.prefill.ejected_s(gone) is not None
+        assert safeguards.decode.ejected_s(gone) is None

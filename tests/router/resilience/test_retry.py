@@ -99,7 +99,7 @@ def failures(*kinds: tuple[FailureKind, bool], error: ServiceError | None = None
     """What `give_up` returns after these failures, each with whether its attempt brought tokens."""
     history, result = AttemptHistory(), None
     for i, (kind, progressed) in enumerate(kinds):
-        failure = CallFailed(InstanceKey(str(i), ""), kind, error or Unavailable("gone"), "")
+        failure = CallFailed(InstanceKey(str(i), ""), "decode", kind, error or Unavailable("gone"), "")
         history.record(failure, progressed=progressed)
         result = give_up(failure, history, LIMITS, 1.0)
     return result
