@@ -1,4 +1,4 @@
-"""Goodput of `auto` with objectives against static stacks, in virtual time.
+"""Goodput of `auto`, with objectives and without, against static stacks, in virtual time.
 
     python -m benchmarks.goodput_simulation [--seconds 60] [--seed 1] [--only 4] [--noise 0.1]
 
@@ -6,8 +6,8 @@ The engine's step budget (engine/scheduling/step_budget.py), the fit of its cost
 (router/picking/placement.py) are the product's; instances are stubs whose steps take base + per_stream * streams +
 per_token * prompt tokens, times a random factor if wanted (`--noise`). Everything else is ideal: enough KV, no
 contention for cores, load reports of this very moment. 27 points: 2, 4 and 8 instances, three mixes, three rates.
-Beside `auto` run the static stacks with the same instances: aggregated with each chunk budget (all with streams first,
-as the engine has them), and split always with each division into pools.
+Beside `auto`, with objectives and without, run the static stacks with the same instances: aggregated with each chunk
+budget (all with streams first, as the engine has them), and split always with each division into pools.
 
     arrival ─place─▶ prompts of an instance ─first token─▶ its own streams, or, after the hand-over, another's ─▶ done
 """
@@ -29,7 +29,8 @@ from engine.core.messages import StepCost
 from engine.scheduling import step_budget
 from engine.scheduling.step_budget import Prompt, Stream
 from engine.scheduling.step_cost import StepCostEstimator
-from router.picking.placement import Goal, Site, place
+from router.picking.placement import STEP_STRETCH, Goal, Site, place
+from router.picking.settings import DisaggregationSettings
 
 COST = StepCost(0.0035, 0.0006, 1 / 4500)
 HAND_OVER_S, HAND_OVER_TOKEN_S = 0.025, 25e-6
@@ -41,8 +42,9 @@ LOADS = (0.4, 0.65, 0.9)
 _WARM_UP_S = 5.0
 _SHARE_WINDOW_S = 5.0
 
-Policy = Literal["auto", "alone", "aggregated", "split"]
-"""alone: auto that never splits."""
+Policy = Literal["auto", "free", "alone", "aggregated", "split"]
+"""free: auto without objectives; alone: auto that never splits."""
+_MIN_TOKENS = DisaggregationSettings().min_tokens
 
 
 class Work(NamedTuple):
@@ -160,11 +162,15 @@ class Instance:
 
     def _may_begin(self, request: Request, num_streams: int) -> bool:
         cost = self.estimator.cost
-        return self.chunk is not None or step_budget.may_begin(cost, ITL_S, num_streams, is_late=request.is_late)
+        if self.chunk is not None or self.simulation.policy == "free":
+            return True
+        return step_budget.may_begin(cost, ITL_S, num_streams, is_late=request.is_late)
 
     def _budget(self) -> int:
         if self.chunk is not None:
             return max(self.chunk - len(self.streams), 0)
+        if self.simulation.policy == "free":
+            return self._stretched()
         now_s, cost = self.simulation.now_s, self.estimator.cost
         streams = [Stream(ITL_S, step_budget.slack_s(ITL_S, one.first_s, one.num_out, now_s)) for one in self.streams]
         planned = [
@@ -181,6 +187,12 @@ class Instance:
             planned = [prompt for index, prompt in enumerate(planned) if index not in late]
         are_late = any(one.is_late for one in self.prompts)
         return step_budget.prompt_budget(cost, streams, len(streams), planned, self.max_tokens, are_late=are_late)
+
+    def _stretched(self) -> int:
+        num_streams, num_tokens = len(self.streams), None
+        if num_streams:
+            num_tokens = step_budget.stretched_tokens(self.estimator.cost, num_streams, STEP_STRETCH)
+        return self.max_tokens if num_tokens is None else min(num_tokens, self.max_tokens)
 
     def _end(self, shares: list[tuple[Request, int]], streams: list[Request]) -> None:
         for request in streams:
@@ -226,7 +238,7 @@ class Simulation:
         self.reasons: dict[str, int] = {}
         self.gaps_s: list[float] = []
         """Between the tokens of a stream."""
-        self._policy = policy
+        self.policy = policy
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
         self._rng, self._noise, self._noise_rng = random.Random(seed), noise, random.Random(seed)
@@ -256,9 +268,9 @@ class Simulation:
 
     def _arrive(self, request: Request) -> None:
         self._lengths.append(request.work.num_output)
-        if self._policy == "aggregated":
+        if self.policy == "aggregated":
             self._least(self._decode).assign(request)
-        elif self._policy == "split":
+        elif self.policy == "split":
             self._assign(request, self._least(self._prefill), self._least(self._decode))
         else:
             self._place(request)
@@ -272,14 +284,19 @@ class Simulation:
         return min(instances, key=lambda one: (4 * len(one.prompts) + one.num_streams, self._rng.random()))
 
     def _place(self, request: Request) -> None:
-        instances = [*self._prefill, *self._decode]
+        prefill, decode, ttft_s, itl_s = self._prefill, self._decode, TTFT_S, ITL_S
+        if self.policy == "free":
+            prefill, decode = [self._least(prefill)], [self._least(decode)]
+            steps_s = (_cost(one).seconds(one.num_streams + 1) for one in (*prefill, *decode))
+            ttft_s, itl_s = math.inf, STEP_STRETCH * max(steps_s)
+        instances = [*prefill, *decode]
         shares = [instance.share() for instance in instances]
         short = sorted(self._lengths)[len(self._lengths) // 10]
-        goal = Goal(TTFT_S, ITL_S, fmean(self._lengths), fmean(shares), short)
+        goal = Goal(ttft_s, itl_s, fmean(self._lengths), fmean(shares), short)
         sites = [
             Site(
                 goal,
-                instance.estimator.cost if _is_measured(instance.estimator.cost) else COST,
+                _cost(instance),
                 instance.max_tokens,
                 instance.num_uncomputed,
                 instance.num_streams,
@@ -289,8 +306,8 @@ class Simulation:
             )
             for instance, share in zip(instances, shares, strict=True)
         ]
-        num_prefill = len(self._prefill)
-        pairs = [(range(num_prefill), range(num_prefill, len(sites)))] if self._policy == "auto" else []
+        may_split = self.policy == "auto" or (self.policy == "free" and request.work.num_input > _MIN_TOKENS)
+        pairs = [(range(len(prefill)), range(len(prefill), len(sites)))] if may_split else []
         placement = place(sites, pairs, self._rng)
         self.reasons[placement.reason] = self.reasons.get(placement.reason, 0) + 1
         if placement.prefill is None:
@@ -300,8 +317,9 @@ class Simulation:
             self._assign(request, instances[placement.prefill], instances[placement.site])
 
 
-def _is_measured(cost: StepCost | None) -> bool:
-    return cost is not None and min(cost.base_s, cost.per_token_s) > 0
+def _cost(instance: Instance) -> StepCost:
+    cost = instance.estimator.cost
+    return cost if cost is not None and min(cost.base_s, cost.per_token_s) > 0 else COST
 
 
 def arrivals(mix: str, rate: float, seconds: float, seed: int) -> list[Request]:
@@ -354,6 +372,8 @@ class Point(NamedTuple):
     best_name: str
     itl_p99_ms: float
     """Of auto."""
+    free: float
+    free_itl_p99_ms: float
 
     @property
     def ratio(self) -> float:
@@ -368,9 +388,10 @@ def measure(size: int, mix: str, load: float, *, seconds: float, seed: int, nois
         return simulate(stack, mix, rate, seconds, seed, noise)
 
     auto, itl_p99_s = run(Stack("auto", "auto", half, size - half, None))
+    free, free_itl_p99_s = run(Stack("free", "free", half, size - half, None))
     alone, _ = run(Stack("alone", "alone", half, size - half, None))
     best, name = max((run(one)[0], one.name) for one in static_stacks(size))
-    return Point(size, mix, load, rate, auto, alone, best, name, itl_p99_s * 1e3)
+    return Point(size, mix, load, rate, auto, alone, best, name, itl_p99_s * 1e3, free, free_itl_p99_s * 1e3)
 
 
 @click.command()
@@ -379,11 +400,13 @@ def measure(size: int, mix: str, load: float, *, seconds: float, seed: int, nois
 @click.option("--only", type=int, help="Only stacks of so many instances.")
 @click.option("--noise", default=0.0, show_default=True, help="Standard deviation of the logarithm of a step's time.")
 def main(seconds: float, seed: int, only: int | None, noise: float) -> None:
-    """Print goodput of auto and of the best static stack at each point, as a Markdown table."""
+    """Print goodput of auto, with objectives and without, and of the best static stack at each point, as a Markdown
+    table."""
     click.echo(
-        "| instances | mix | load | requests/s | auto | its ITL p99, ms | never split | best static | | auto / best |"
+        "| instances | mix | load | requests/s | auto | its ITL p99, ms | without objectives | its ITL p99, ms | "
+        "never split | best static | | auto / best |"
     )
-    click.echo("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    click.echo("|" + " --- |" * 12)
     ratios = []
     for size in SIZES if only is None else (only,):
         for mix in MIXES:
@@ -392,7 +415,8 @@ def main(seconds: float, seed: int, only: int | None, noise: float) -> None:
                 ratios.append(point.ratio)
                 click.echo(
                     f"| {size} | {mix} | {load:g} | {point.rate:.1f} | {point.auto:.2f} | {point.itl_p99_ms:.0f} | "
-                    f"{point.alone:.2f} | {point.best:.2f} | {point.best_name} | {point.ratio:.2f} |"
+                    f"{point.free:.2f} | {point.free_itl_p99_ms:.0f} | {point.alone:.2f} | {point.best:.2f} | "
+                    f"{point.best_name} | {point.ratio:.2f} |"
                 )
     click.echo(f"\nauto / best: least {min(ratios):.2f}, mean {fmean(ratios):.2f}")
 
