@@ -191,7 +191,7 @@ class Instance:
     def _stretched(self) -> int:
         num_streams, num_tokens = len(self.streams), None
         if num_streams:
-            num_tokens = step_budget.stretched_tokens(self.estimator.cost, num_streams, STEP_STRETCH)
+            num_tokens = step_budget.stretched_tokens(self.estimator.cost, num_streams, len(self.prompts), STEP_STRETCH)
         return self.max_tokens if num_tokens is None else min(num_tokens, self.max_tokens)
 
     def _end(self, shares: list[tuple[Request, int]], streams: list[Request]) -> None:

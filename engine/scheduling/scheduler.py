@@ -212,7 +212,7 @@ class Scheduler:
         """Prompt tokens of the next step, so that requests with objectives meet them, and those that have waited for a
         grammar do not stop the streams (step_budget.py)."""
         cost, max_tokens = self.step_cost, self.config.max_num_batched_tokens
-        bounds = (self._num_entering_tokens(streams, prompts), self._num_stretched_tokens(streams))
+        bounds = (self._num_entering_tokens(streams, prompts), self._num_stretched_tokens(streams, prompts))
         num_calm = min((bound for bound in bounds if bound is not None), default=None)
         untouched = [request for request in self.waiting if request.has_ttft][:_MAX_PLANNED]
         paced = [self._stream(request) for request in streams if request.spec.itl_s is not None]
@@ -228,10 +228,13 @@ class Scheduler:
         are_late = bool(paced) and any(request.is_late for request in (*prompts, *self.waiting))
         return step_budget.prompt_budget(cost, paced, len(streams), on_time, max_tokens, num_calm, are_late=are_late)
 
-    def _num_stretched_tokens(self, streams: list[Request]) -> int | None:
+    def _num_stretched_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
         """None: no bound."""
         stretches = [request.spec.step_stretch for request in streams if request.spec.step_stretch is not None]
-        return step_budget.stretched_tokens(self.step_cost, len(streams), min(stretches)) if stretches else None
+        if not stretches:
+            return None
+        num_prompts = len(prompts) + sum(not request.awaits_kv for request in self.waiting)
+        return step_budget.stretched_tokens(self.step_cost, len(streams), num_prompts, min(stretches))
 
     def _num_entering_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
         """None: no bound, since other prompts lengthen the step anyway."""

@@ -25,8 +25,9 @@ at most half of what the objective leaves beside the base of a step (`may_begin`
 that an engine with too much to do serves some requests well instead of all of them too slowly. Late prompts, which gain
 nothing any more, begin up to a quarter.
 
-Without objectives prompts lengthen a step by the factor that its streams ask for (`stretched_tokens`; urgent prompts
-exceed it). Requests that have waited for a grammar are paced in any case: compilations end in bursts, and all their
+Without objectives prompts lengthen a step by the factor that its streams ask for, and by six times that while prompts
+wait behind others, since a step that is all but for prompts loses no more than they bring (`stretched_tokens`; urgent
+prompts exceed it). Requests that have waited for a grammar are paced in any case: compilations end in bursts, and all their
 prompts in one step would stop the streams. They enter one by one (`num_entering`), and while there are no other prompts
 theirs are cut as well (`entering_tokens`).
 """
@@ -57,6 +58,8 @@ _ENTERING_PART = 0.25
 """By how much compiled requests may lengthen a step of the streams."""
 _ENTERING_STEPS = 8
 """A step takes at least one of so many parts of all prompts that enter: they wait for streams, but no backlog grows."""
+_QUEUED = 6.0
+"""Times the stretch of a step: its limit while prompts wait behind others."""
 _URGENT = 0.8
 """Of the time that a prompt has left: when full speed takes more, it is urgent."""
 
@@ -157,11 +160,13 @@ def entering_tokens(cost: StepCost | None, num_streams: int, num_left: int) -> i
     return max(by_time, -(-num_left // _ENTERING_STEPS), MIN_TOKENS)
 
 
-def stretched_tokens(cost: StepCost | None, num_streams: int, stretch: float) -> int | None:
-    """Prompt tokens of the next step that lengthen one of `num_streams` streams alone to `stretch` times. None: no
-    bound, while it is not known what tokens cost."""
+def stretched_tokens(cost: StepCost | None, num_streams: int, num_prompts: int, stretch: float) -> int | None:
+    """Prompt tokens of the next step that lengthen one of `num_streams` streams alone to `stretch` times, or more where
+    some of `num_prompts` wait behind others. None: no bound, while it is not known what tokens cost."""
     if cost is None or cost.per_token_s <= 0:
         return None
+    if num_prompts > 1:
+        stretch *= _QUEUED
     return max(int((stretch - 1) * cost.seconds(num_streams) / cost.per_token_s), MIN_TOKENS)
 
 

@@ -168,6 +168,20 @@ def test_a_step_stretch_follows_the_number_of_streams() -> None:
         prompt = None
 
 
+def test_a_prompt_that_waits_behind_another_makes_stretched_steps_longer() -> None:
+    """Near full load two thirds of the time would be too little for the prompts that come."""
+    scheduler = make_scheduler(num_blocks=512, budget=2000, max_num_seqs=2)
+    scheduler.step_cost = cost = StepCost(0.002, 0.001, 0.0001)
+    add(scheduler, [1], max_tokens=100, step_stretch=3.0)
+    step(scheduler)
+    add(scheduler, list(range(10, 1000)))
+    assert step(scheduler).num_tokens - 1 == int(2 * cost.seconds(1) / 0.0001) == 60
+    waiting = add(scheduler, [3, 4])
+    assert step(scheduler).num_tokens - 1 == int(17 * cost.seconds(1) / 0.0001)
+    scheduler.abort(waiting.request_id)
+    assert step(scheduler).num_tokens - 1 == 60
+
+
 def test_a_prompt_that_will_miss_its_ttft_goes_behind_those_that_can_meet_theirs() -> None:
     scheduler = make_scheduler(num_blocks=64, budget=50, max_num_seqs=2)
     scheduler.step_cost = StepCost(0.0, 0.0, 0.01)

@@ -234,10 +234,18 @@ def test_urgent_prompts_exceed_the_pace_of_entering_ones() -> None:
 def test_a_stretched_step_is_as_long_as_asked_for_or_takes_the_least_prompt_tokens(
     cost: StepCost, num_streams: int, stretch: float
 ) -> None:
-    num_tokens = stretched_tokens(cost, num_streams, stretch)
+    num_tokens = stretched_tokens(cost, num_streams, 1, stretch)
     assert num_tokens is not None
     assert (
         num_tokens == MIN_TOKENS or cost.seconds(num_streams, num_tokens) <= stretch * cost.seconds(num_streams) * 1.001
     )
     assert cost.seconds(num_streams, num_tokens + 1) >= stretch * cost.seconds(num_streams) * 0.999
-    assert stretched_tokens(None, num_streams, stretch) is None
+    assert stretched_tokens(None, num_streams, 1, stretch) is None
+
+
+@given(costs, st.integers(0, 200), st.floats(1, 10), st.integers(2, 100))
+def test_prompts_behind_others_lengthen_a_stretched_step_further(
+    cost: StepCost, num_streams: int, stretch: float, num_prompts: int
+) -> None:
+    longer = stretched_tokens(cost, num_streams, num_prompts, stretch)
+    assert longer == stretched_tokens(cost, num_streams, 1, 6 * stretch)
