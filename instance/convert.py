@@ -71,11 +71,9 @@ class TransferSource:
 
 
 def prefill_choice(request: prefill_pb2.PrefillRequest, limits: Limits) -> Choice:
-    """The choice of a Prefill call; `hold_kv` is set if its KV is handed over."""
-    hold_kv: HoldKV | None = None
-    if request.HasField("hand_over"):
-        lease_s = duration_s("hand_over.lease_s", request.hand_over.lease_s, limits.max_lease_s)
-        hold_kv = HoldKV(transfer_id=transfer_id("hand_over", request.hand_over.transfer_id), lease_s=lease_s)
+    """The choice of a Prefill call, whose KV is handed over."""
+    lease_s = duration_s("hand_over.lease_s", request.hand_over.lease_s, limits.max_lease_s)
+    hold_kv = HoldKV(transfer_id=transfer_id("hand_over", request.hand_over.transfer_id), lease_s=lease_s)
     return _choice(request.request, limits, hold_kv=hold_kv)
 
 

@@ -33,8 +33,6 @@ from serving.metrics import counter, gauge, histogram
 
 _log = logging.getLogger(__name__)
 
-Stages = dict[str, tuple[RequestEvent, RequestEvent]]
-
 
 class Observation:
     def __init__(self, request: EngineRequest, vllm: VllmRequests) -> None:
@@ -77,12 +75,19 @@ class Observation:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Totals since the start, written on the event loop alone. A role's subclass adds numbers and their names."""
+    """Totals since the start, written on the event loop alone."""
 
-    STAGES: ClassVar[Stages] = {"first_token": (RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN)}
+    STAGES: ClassVar[dict[str, tuple[RequestEvent, RequestEvent]]] = {
+        "first_token": (RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN),
+        "reserve": (RequestEvent.RECEIVED, RequestEvent.KV_RESERVED),
+        "load": (RequestEvent.KV_RESERVED, RequestEvent.KV_LOADED),
+    }
     """Parts of a request whose duration is observed, once per request that reached their end."""
     COUNTERS: ClassVar[dict[str, tuple[str, str]]] = {
         "num_received": ("tandem_requests_received", "Requests received."),
+        "num_leases_given_up": ("tandem_prefill_given_up_leases", "Transfers released without a reader."),
+        "num_seeded": ("tandem_decode_seeded_requests", "Requests that continued a first token from elsewhere."),
+        "num_loaded": ("tandem_decode_loaded_transfers", "Transfers received, completely or in part."),
     }
     """Field -> Prometheus name without _total, and help text."""
 
@@ -90,6 +95,11 @@ class RequestMetrics:
     num_cancelled: int = 0  # ended by the caller before the last chunk
     num_failed: int = 0
     num_tokens: int = 0  # output tokens sent
+    num_leases_given_up: int = 0  # of prefills that were cancelled, failed or needed no hand-over
+    num_seeded: int = 0
+    num_loaded: int = 0
+    num_external_tokens: int = 0  # prompt tokens whose KV was loaded
+    num_recomputed_blocks: int = 0  # blocks computed here because their KV was not loaded
     finished: Counter[str] = field(default_factory=Counter)  # completed requests by finish reason
     stages: dict[str, Histogram] = field(init=False)
     vllm: VllmRequests = field(default_factory=VllmRequests)

@@ -13,24 +13,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Protocol
-
-from google.protobuf.descriptor import ServiceDescriptor
 
 from engine.core.async_engine import AsyncEngine
 from engine.errors import EngineError
 from engine.generation_config import GenerationDefaults
 from engine.sampling.constraints import CONSTRAINTS, has_xgrammar
 from engine.text.tokenizer import Tokenizer, supports_constraints
+from instance import decoding
 from instance.config import InstanceSettings, engine_config
 from instance.convert import Limits, checked_seconds, common_fields
 from instance.drain import DrainController, DrainTimes
 from instance.load import LoadReporter
 from instance.metrics import InstanceCollector, RequestMetrics
 from instance.requests import ActiveChoices
+from instance.role import InstanceContext, Role
 from instance.transfers import PeerChannels, TransferClients
 from kv_transfer.transfer import server as transfer_server
 from kv_transfer.transfer.client import identity_to_proto
@@ -51,7 +49,7 @@ from serving.lifecycle import (
     serve_until_stopped,
     stop_signals,
 )
-from serving.limits import CONTROL, CallPolicy
+from serving.limits import CONTROL
 from serving.logging import configure as configure_logging
 from serving.metrics import MetricsServer
 from serving.server import Server, ServerTls
@@ -64,29 +62,6 @@ SERVICE = instance_pb2.DESCRIPTOR.services_by_name["InstanceService"]
 POLICIES = dict.fromkeys(("GetInstanceInfo", "WatchLoad", "Drain"), CONTROL)
 _POLL_S = 0.25
 _STEPS_OF_SILENCE = 5
-
-
-@dataclass(frozen=True, slots=True)
-class RoleContext:
-    choices: ActiveChoices
-    transfers: TransferClients
-    instance_epoch: str
-
-
-class RoleServicer(Protocol):
-    @property
-    def metrics(self) -> RequestMetrics: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """A role as its package defines it."""
-
-    name: str
-    kind: instance_pb2.Role.ValueType
-    service: ServiceDescriptor
-    make_servicer: Callable[[RoleContext], RoleServicer]
-    policies: Mapping[str, CallPolicy] = field(default_factory=dict)  # of rpcs that are not ordinary requests
 
 
 class InstanceServer:
@@ -145,8 +120,9 @@ class InstanceServer:
             connector=engine.info.kv_connector,
         )
         self.choices = ActiveChoices(engine, tokenizer, self._limits())
-        self.servicer = role.make_servicer(RoleContext(self.choices, self.transfers, self.instance_epoch))
-        collector = InstanceCollector(engine, self.servicer.metrics, self.info)
+        self.metrics = RequestMetrics()
+        self._context = InstanceContext(self.choices, self.transfers, self.metrics, self.instance_epoch)
+        collector = InstanceCollector(engine, self.metrics, self.info)
         self.metrics_server = MetricsServer(settings.metrics, collector, tls)
 
     @classmethod
@@ -172,7 +148,10 @@ class InstanceServer:
     async def _listen(self) -> None:
         await self.grpc_server.register(SERVICE, self, POLICIES)
         await self.grpc_server.register(transfer_server.SERVICE, self.transfer_server, transfer_server.POLICIES)
-        await self.grpc_server.register(self._role.service, TracedServicer(self.servicer), self._role.policies)
+        servicer = TracedServicer(decoding.DecodeServicer(self._context))
+        await self.grpc_server.register(decoding.SERVICE, servicer, decoding.POLICIES)
+        if self._role.make_servicer is not None:
+            await self.grpc_server.register(self._role.service, TracedServicer(self._role.make_servicer(self._context)))
         await self.grpc_server.start()
         try:
             self.metrics_server.start()
@@ -198,7 +177,8 @@ class InstanceServer:
                 ready = not ready
                 what = "reports again: ready" if ready else f"silent for {silent_s:.1f} s: not ready"
                 _log.warning("engine core %s", what)
-                health.set_serving(self._role.service.full_name, ready)
+                for service in (self._role.service, decoding.SERVICE):
+                    health.set_serving(service.full_name, ready)
             if (silent_s < max(limits.core_dead_s, long_step_s)) != alive:
                 alive = not alive
                 health.set_serving(LIVENESS, alive)
@@ -287,7 +267,7 @@ class InstanceServer:
         await asyncio.to_thread(self.metrics_server.close)
         await self.grpc_server.stop()
         await self.peers.close()
-        _log.info("stopped", extra={"fields": self.servicer.metrics.totals()})
+        _log.info("stopped", extra={"fields": self.metrics.totals()})
         return num_cut_off == 0
 
     def _limits(self) -> Limits:

@@ -5,21 +5,18 @@
                   └──────────────────┴─ call cancelled, engine error ─▶ aborted, transfer released ─▶ freed
 
 The engine moves the request and holds its KV; the KV transfer service serves its reader. The servicer opens the request
-with `hold_kv`, forwards its first token, and releases the transfer on every path without a reader. A request without
-`hand_over` is generated completely here, as by an aggregated instance.
+with `hold_kv`, forwards its first token, and releases the transfer on every path without a reader. What this instance
+serves alone does not come here, but to the service that every instance has (instance/decoding.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import ClassVar
 
 from engine import failpoints
 from engine.core.messages import LeaseCommand
 from instance.convert import Choice, prefill_choice
-from instance.metrics import RequestMetrics
-from instance.server import Role, RoleContext
+from instance.role import InstanceContext, Role
 from protos.tandem.v1 import common_pb2, instance_pb2, prefill_pb2
 from serving import tracing
 from serving.interceptor import Context
@@ -28,24 +25,13 @@ from serving.logging import set_request_id
 SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"]
 
 
-@dataclass(slots=True)
-class Metrics(RequestMetrics):
-    COUNTERS: ClassVar[dict[str, tuple[str, str]]] = {
-        **RequestMetrics.COUNTERS,
-        "num_leases_given_up": ("tandem_prefill_given_up_leases", "Transfers released without a reader."),
-    }
-
-    num_leases_given_up: int = 0
-    """The request was cancelled, failed or needed no hand-over."""
-
-
 class PrefillServicer:
     """Computes requests up to their first token. Belongs to the server's event loop."""
 
-    def __init__(self, context: RoleContext) -> None:
+    def __init__(self, context: InstanceContext) -> None:
         self._choices = context.choices
         self._instance_epoch = context.instance_epoch
-        self.metrics = Metrics()
+        self._metrics = context.metrics
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
@@ -57,7 +43,7 @@ class PrefillServicer:
         opened = handed_over = False
         span = self._start_span(choice)
         try:
-            with self.metrics.observe_request(choice.engine_request) as observation:
+            with self._metrics.observe_request(choice.engine_request) as observation:
                 async with self._choices.open(choice) as stream:
                     opened = True
                     accepted = prefill_pb2.PrefillAccepted(instance_epoch=self._instance_epoch)
@@ -79,22 +65,24 @@ class PrefillServicer:
 
     def _start_span(self, choice: Choice) -> tracing.Span:
         """From the call to the first token; the parent of the transfer's spans."""
-        request = choice.engine_request
         attributes: tracing.Attributes = {
-            "gen_ai.request.id": request.request_id,
-            "tandem.num_prompt_tokens": len(request.prompt_token_ids),
-            "tandem.transfer_id": request.hold_kv.transfer_id if request.hold_kv is not None else "",
+            "gen_ai.request.id": choice.request_id,
+            "tandem.num_prompt_tokens": len(choice.engine_request.prompt_token_ids),
+            "tandem.transfer_id": _transfer_id(choice),
         }
         span = tracing.start_span("prefill.compute", attributes=attributes)
-        if request.hold_kv is not None:
-            tracing.remember_span(request.hold_kv.transfer_id, span)
+        tracing.remember_span(_transfer_id(choice), span)
         return span
 
     def _release_transfer(self, choice: Choice) -> None:
-        hold_kv = choice.engine_request.hold_kv
-        if hold_kv is not None:
-            self.metrics.num_leases_given_up += 1
-            self._choices.send(LeaseCommand(transfer_id=hold_kv.transfer_id, action="release"))
+        self._metrics.num_leases_given_up += 1
+        self._choices.send(LeaseCommand(transfer_id=_transfer_id(choice), action="release"))
+
+
+def _transfer_id(choice: Choice) -> str:
+    hold_kv = choice.engine_request.hold_kv
+    assert hold_kv is not None, "what a prefill computes is held for its reader"
+    return hold_kv.transfer_id
 
 
 ROLE = Role("prefill", instance_pb2.ROLE_PREFILL, SERVICE, PrefillServicer)

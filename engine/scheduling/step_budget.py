@@ -26,8 +26,8 @@ that an engine with too much to do serves some requests well instead of all of t
 nothing any more, begin up to a quarter.
 
 Without objectives prompts lengthen a step by the factor that its streams ask for, and by six times that while prompts
-wait behind others, since a step that is all but for prompts loses no more than they bring (`stretched_tokens`; urgent
-prompts exceed it). Requests that have waited for a grammar are paced in any case: compilations end in bursts, and all their
+wait behind others, or near full load too little time would be left for prompts (`stretched_tokens`; urgent prompts
+exceed it). Requests that have waited for a grammar are paced in any case: compilations end in bursts, and all their
 prompts in one step would stop the streams. They enter one by one (`num_entering`), and while there are no other prompts
 theirs are cut as well (`entering_tokens`).
 """

@@ -197,15 +197,14 @@ class Dispatcher:
         self, flow: _Flow, view: InstanceView, request: common_pb2.InstanceRequest, attempt: AttemptTrace
     ) -> None:
         """One instance serves the request, in `auto` maybe a prefill instance: steps 3 to 6 vanish."""
-        kind: type[PrefillCall | DecodeCall] = PrefillCall if view.info.role == "prefill" else DecodeCall
-        async with self._call(kind, flow, view, attempt) as call:
+        async with self._call(DecodeCall, flow, view, attempt) as call:
             await flow.guard.wait_probation(view.key)
             call.start(request)
             attempt.computing(call.role)
             await self._decode_rest(flow, view, call, attempt)
 
     async def _decode_rest(
-        self, flow: _Flow, instance: InstanceView, decode: DecodeCall | PrefillCall, attempt: AttemptTrace
+        self, flow: _Flow, instance: InstanceView, decode: DecodeCall, attempt: AttemptTrace
     ) -> None:
         started = False
         while not flow.choice.finished:
@@ -258,20 +257,19 @@ class Dispatcher:
         return can_move(self._plan_now(flow), flow.choice.num_tokens)
 
     def _attempt_trace(self, flow: _Flow, plan: Plan) -> AttemptTrace:
-        is_prefill = plan.decode.instance.info.role == "prefill"  # a request that runs there alone
-        prefilling = self._instance("prefill" if is_prefill else "decode", plan.decode.instance).throughput
-        loading = None
+        prefilling, loading = self._instance("decode", plan.decode.instance).throughput, None
         if plan.prefill is not None:
             prefilling, loading = self._instance("prefill", plan.prefill.instance).throughput, prefilling
         prefilling.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
         return flow.trace.picked(plan, prefilling, loading)
 
     def _call(self, kind: type[CallT], flow: _Flow, view: InstanceView, attempt: AttemptTrace) -> CallT:
-        instance = self._instance(kind.role, view)
+        instance = self._instance("prefill" if kind is PrefillCall else "decode", view)
         return kind(instance, view.key, flow.choice, attempt, partial(self._can_move, flow), flow.slot)
 
     def _instance(self, role: Role, view: InstanceView) -> UpstreamInstance:
-        instance = self.pools.by_role[role].instance(view.key)
+        """The instance that prefills or decodes. A prefill instance does both for what it serves alone."""
+        instance = self.pools.by_role[role].instance(view.key) or self.pools.prefill.instance(view.key)
         assert instance is not None, "a view is used in the same turn of the event loop in which it was taken"
         return instance
 

@@ -22,7 +22,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -120,8 +120,6 @@ class ReceiveDrain:
 class InstanceCall:
     """What both calls share: reading, the loss of the instance, and the end."""
 
-    role: ClassVar[Role]
-
     instance: UpstreamInstance
     key: InstanceKey  # the process that was picked
     choice: Choice
@@ -150,6 +148,11 @@ class InstanceCall:
         self._drain.stop()
         if self._call is not None:
             self._call.cancel()  # without effect on a call that has ended
+
+    @property
+    def role(self) -> Role:
+        """The pool that the instance belongs to."""
+        return self.instance.expected.role
 
     def instance_lost(self, reason: str) -> None:
         """The instance is gone: fails the call now."""
@@ -272,10 +275,7 @@ def _is_cancelling() -> bool:
 class PrefillCall(InstanceCall):
     """Computes the prompt and the first token; the instance holds the KV under the transfer's id."""
 
-    role: ClassVar[Role] = "prefill"
-
-    def start(self, request: common_pb2.InstanceRequest, hand_over: prefill_pb2.HandOver | None = None) -> None:
-        """Without `hand_over` the instance generates the whole answer."""
+    def start(self, request: common_pb2.InstanceRequest, hand_over: prefill_pb2.HandOver) -> None:
         self._begin()
         stub = prefill_pb2_grpc.PrefillServiceStub(self.instance.channel)
         self._call = stub.Prefill(prefill_pb2.PrefillRequest(request=request, hand_over=hand_over), **self._options())
@@ -299,12 +299,12 @@ class PrefillCall(InstanceCall):
 class DecodeCall(InstanceCall):
     """Generates; with a transfer it first reserves blocks, then loads KV, then goes on from the seed.
 
+    A prefill instance takes such calls, too, without a transfer: requests that it serves alone.
+
     Requests go through an iterator: grpcio's own `write` never returns on a call that failed before its metadata was
     sent. However the call ends, reading raises it. When a client reads too slowly, its request fails with everything in
     its buffer: neither the stream nor the other calls wait for it.
     """
-
-    role: ClassVar[Role] = "decode"
 
     def __post_init__(self) -> None:
         super().__post_init__()

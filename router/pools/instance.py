@@ -253,7 +253,7 @@ class UpstreamInstance:
         self._identify(InstanceInfo.from_wire(answer))
         self._reports = stub.WatchLoad(instance_pb2.WatchLoadRequest())
         self._failure_detector.start()
-        self.token_streams = TokenStreams(self.expected.role, self.channel, self.settings)
+        self.token_streams = TokenStreams(self.channel, self.settings)
         try:
             while isinstance(message := await self._next_report(), instance_pb2.WatchLoadResponse):
                 if not self._observe(LoadReport.from_wire(message)):

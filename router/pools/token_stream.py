@@ -1,4 +1,4 @@
-"""The stream in which a decode instance answers all calls of this router, and the delivery of each answer to its call.
+"""The stream in which an instance answers all Decode calls of this router, and the delivery of each answer to its call.
 
     opening ──first message──▶ open: calls can join ──breaks──▶ ended, with all calls that joined ──▶ opening …
        │                          └──retired: the instance has ended──▶ open to joined calls ──the last leaves──▶ ended
@@ -26,7 +26,6 @@ import grpc
 import grpc.aio
 
 from protos.tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
-from router.pools.instance_info import Role
 from router.pools.settings import PoolSettings
 
 _log = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ class _Buffered(NamedTuple):
 
 
 class ReceiveBuffer:
-    """The answers of a decode instance that its call has not read yet. One reader; belongs to one event loop.
+    """The answers of an instance that its call has not read yet. One reader; belongs to one event loop.
 
         append ──▶ buffered ──read──▶ read          closed ──all buffered answers are read──▶ `read` raises
           │           └── arrived late, while the reader wrote to its client ──▶ joined to the one before, read with it
@@ -302,11 +301,10 @@ class TokenStream:
 class TokenStreams:
     """Keeps the stream from one process open. Owned by the upstream instance that watches that process."""
 
-    def __init__(self, role: Role, channel: grpc.aio.Channel, settings: PoolSettings) -> None:
-        """Only decode instances have such a stream."""
+    def __init__(self, channel: grpc.aio.Channel, settings: PoolSettings) -> None:
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._settings = settings
-        self._is_retired = role != "decode"
+        self._is_retired = False
         self.current: TokenStream | None = None
         """The stream that calls can join; None when none is open."""
         self._task = asyncio.create_task(self._keep_open(), name="token stream")

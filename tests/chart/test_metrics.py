@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import urllib.request
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,9 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from decode_service.service import Metrics as DecodeMetrics
 from engine.core.messages import EngineLoad, KVMoved, KVTotals
 from helm.rendering import CHART
-from instance.metrics import InstanceCollector
-from prefill_service.service import Metrics as PrefillMetrics
+from instance.metrics import InstanceCollector, RequestMetrics
 from protos.tandem.v1 import instance_pb2
 from router.request.validation import ServedModel
 from tandem.local_stack.pki import StackCa
@@ -84,9 +83,8 @@ def instance_families() -> Iterator[Metric]:
     moved = KVMoved(num_blocks=1, num_bytes=1, seconds=1.0, failures={"missing": 1})
     load = EngineLoad(kv_totals=[KVTotals(connector="nixl", saved=moved, loaded=moved)])
     info = instance_pb2.GetInstanceInfoResponse(role=instance_pb2.ROLE_DECODE)
-    for metrics in (PrefillMetrics(), DecodeMetrics()):
-        metrics.finished["stop"] = 1
-        yield from InstanceCollector(Report(load), metrics, lambda: info).collect()
+    metrics = RequestMetrics(finished=Counter(stop=1))
+    yield from InstanceCollector(Report(load), metrics, lambda: info).collect()
 
 
 async def router_families(folder: Path) -> Iterator[Metric]:

@@ -88,7 +88,7 @@ async def test_a_whole_hand_over(decode: Rig, prefill: Rig) -> None:
     assert chunks[0].text_offset == len(byte_level().decode([70, 71]))
     usage = chunks[-1].finish.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.external_tokens) == (10, 4, 7)
-    metrics = decode.server.servicer.metrics
+    metrics = decode.server.metrics
     assert (metrics.num_seeded, metrics.num_loaded, metrics.num_external_tokens) == (1, 1, 7)
     assert dict(metrics.finished) == {"length": 1}
 
@@ -163,7 +163,7 @@ async def test_cancelling_frees_here_and_at_the_prefill_instance(decode: Rig, pr
     assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])
     await until(lambda: LeaseCommand("t1", "release") in prefill.core.commands)
     await until(lambda: decode.server.transfers.num_open == 0)
-    assert decode.server.servicer.metrics.num_cancelled == 1
+    assert decode.server.metrics.num_cancelled == 1
 
 
 async def test_a_dead_prefill_instance_does_not_delay_a_cancelled_request(decode: Rig, prefill: Rig) -> None:

@@ -71,15 +71,13 @@ class Servicer(
             yield prefill_pb2.PrefillResponse(accepted=accepted)
             await asyncio.sleep(instance.behaviour.prefill_s)
             transfer = instance.transfer(request.hand_over.transfer_id)
-            hand_over = request.HasField("hand_over")
-            async for chunk in instance.tokens(wanted, list(wanted.emitted_token_ids), hand_over=hand_over):
+            async for chunk in instance.tokens(wanted, list(wanted.emitted_token_ids), hand_over=True):
                 if chunk.finish.reason == common_pb2.FINISH_REASON_HAND_OVER:
                     transfer.complete.set()
                 else:
                     transfer.released = True  # nothing goes on elsewhere: nothing is held
                 yield prefill_pb2.PrefillResponse(tokens=chunk)
-                if hand_over:
-                    break
+                break
             await asyncio.sleep(instance.behaviour.linger_s)
             done = True
         except Unavailable as error:

@@ -24,11 +24,9 @@ LIMITS = Limits(
 IDS = st.lists(st.integers(0, 479), min_size=1, max_size=100)
 
 
-def prefill(request: common_pb2.InstanceRequest, **hand_over: Any) -> convert.Choice:
-    message = prefill_pb2.PrefillRequest(request=request)
-    if hand_over:
-        message.hand_over.MergeFrom(prefill_pb2.HandOver(**hand_over))
-    return convert.prefill_choice(message, LIMITS)
+def prefill(request: common_pb2.InstanceRequest, *, transfer_id: str = "t", lease_s: float = 2.0) -> convert.Choice:
+    hand_over = prefill_pb2.HandOver(transfer_id=transfer_id, lease_s=lease_s)
+    return convert.prefill_choice(prefill_pb2.PrefillRequest(request=request, hand_over=hand_over), LIMITS)
 
 
 def decode(
@@ -70,7 +68,7 @@ def test_what_is_in_range_arrives_unchanged(
         sampling=sampling,
     )
     received = common_pb2.InstanceRequest.FromString(request.SerializeToString())
-    converted = prefill(received, transfer_id="t", lease_s=2.0)
+    converted = prefill(received)
     got = converted.engine_request
     assert (converted.stream_epoch, converted.index, got.choice) == (epoch, choice, choice)
     assert (got.prompt_token_ids, got.output_token_ids) == (prompt, emitted)
@@ -177,6 +175,11 @@ def test_an_unknown_adapter_is_not_found() -> None:
         prefill(instance_request(lora="poet"))
 
 
+def test_a_prefill_hands_over() -> None:
+    with pytest.raises(InvalidArgument, match=r"hand_over\.transfer_id: is ''"):
+        convert.prefill_choice(prefill_pb2.PrefillRequest(request=instance_request()), LIMITS)
+
+
 def test_absent_limits_take_the_instance_s_own() -> None:
     request = instance_request()
     request.sampling.ClearField("max_tokens")
@@ -187,21 +190,19 @@ def test_absent_limits_take_the_instance_s_own() -> None:
 
 
 def test_a_longer_lease_than_ours_is_cut() -> None:
-    assert prefill(instance_request(), transfer_id="t", lease_s=3000.0).engine_request.hold_kv == HoldKV(
-        transfer_id="t", lease_s=30.0
-    )
+    assert prefill(instance_request(), lease_s=3000.0).engine_request.hold_kv == HoldKV(transfer_id="t", lease_s=30.0)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.inf, math.nan, 1e9])
 def test_a_duration_that_is_none_is_refused(seconds: float) -> None:
     with pytest.raises(InvalidArgument, match=r"hand_over\.lease_s"):
-        prefill(instance_request(), transfer_id="t", lease_s=seconds)
+        prefill(instance_request(), lease_s=seconds)
 
 
 @pytest.mark.parametrize("transfer_id", ["", "../../etc", "a b", "x" * 129, "naïve"])
 def test_a_transfer_id_that_could_be_a_path_is_refused(transfer_id: str) -> None:
     with pytest.raises(InvalidArgument, match="transfer_id"):
-        prefill(instance_request(), transfer_id=transfer_id, lease_s=1.0)
+        prefill(instance_request(), transfer_id=transfer_id)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7:7000", "prefill-0.prefill.ns.svc:50051", "[::1]:80", "localhost:1"])

@@ -17,6 +17,7 @@ import decode_service.service
 import prefill_service.service
 from engine.core.messages import AbortRequests, TokensEvent, TransferEvent
 from instance.config import InstanceSection
+from instance.decoding import SERVICE as DECODE_SERVICE
 from instance.drain import DrainTimes
 from instance.server import serve
 from protos.tandem.v1 import decode_pb2, instance_pb2, kv_transfer_pb2, prefill_pb2
@@ -68,7 +69,7 @@ async def test_a_drain_is_reported_at_once_and_requests_are_accepted_for_a_while
     async with running(folder, DECODE, server=server, instance=LONG_BEAT) as rig:
         reported: list[str] = []
         health = health_pb2_grpc.HealthStub(rig.channel).Watch(
-            health_pb2.HealthCheckRequest(service=decode_service.service.SERVICE.full_name)
+            health_pb2.HealthCheckRequest(service=DECODE_SERVICE.full_name)
         )
         assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
 
@@ -80,7 +81,7 @@ async def test_a_drain_is_reported_at_once_and_requests_are_accepted_for_a_while
             async with aclosing(reports(rig)) as watch:
                 async for report in watch:
                     if report.draining:
-                        assert not rig.server.grpc_server.health.is_serving(decode_service.service.SERVICE.full_name)
+                        assert not rig.server.grpc_server.health.is_serving(DECODE_SERVICE.full_name)
                         assert not rig.server.grpc_server.calls.draining, (
                             "reported only when requests are refused already"
                         )

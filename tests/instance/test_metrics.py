@@ -35,7 +35,8 @@ from engine.core.messages import (
     TransferEvent,
 )
 from engine.sampling.params import SamplingParams
-from instance.server import InstanceServer, Role
+from instance.role import Role
+from instance.server import InstanceServer
 from kv_transfer.secret import ensure_secret
 from kv_transfer.transfer.connector import (
     MAX_REASONS,
@@ -173,7 +174,7 @@ async def test_a_request_that_did_not_come_so_far_is_not_observed(folder: Path) 
         call = rig.prefill.Prefill(prefill_pb2.PrefillRequest(request=instance_request(), hand_over=hand_over))
         await call.read()
         call.cancel()
-        await until(lambda: rig.server.servicer.metrics.num_cancelled)
+        await until(lambda: rig.server.metrics.num_cancelled)
         samples = await scrape(rig.server)
         assert value(samples, "tandem_request_stage_seconds_count", stage="first_token") == 0
         assert value(samples, "tandem_requests_ended_total", reason="cancelled") == 1

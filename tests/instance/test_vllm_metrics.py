@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
 from engine.core.messages import STEP_TOKENS, EngineLoad, EngineRequest, KVTotals, TokensEvent
 from engine.sampling.params import SamplingParams
-from instance.server import Role
+from instance.role import Role
 from instance.vllm_metrics import VllmRequests, collected, token_buckets
 from kv_transfer.transfer.connector import ReadCounters
 from protos.tandem.v1 import decode_pb2, instance_pb2, prefill_pb2
@@ -147,7 +147,7 @@ async def test_a_request_is_in_every_metric(folder: Path) -> None:
             rig.core.emit(event, num_generated_tokens=3, num_preemptions=2, num_waiting=5, num_loading=6)
         await call.done_writing()
         assert len(await read_all(call)) == 3
-        await until(lambda: rig.server.servicer.metrics.finished["length"])
+        await until(lambda: rig.server.metrics.finished["length"])
         found = await families(rig)
     sources = {"local_cache_hit": 4, "external_kv_transfer": 3, "local_compute": NUM_OF_PROMPT - 7}
     for source, number in sources.items():
@@ -194,19 +194,24 @@ def test_the_parts_of_a_request_add_up() -> None:
 
 async def test_unsuccessful_requests_are_counted_by_reason(folder: Path) -> None:
     async with running(folder, ROLES["prefill"], metrics=METRICS) as rig:
-        ask = rig.prefill.Prefill
-        cancelled = ask(prefill_pb2.PrefillRequest(request=instance_request("r1")))
+
+        def ask(request_id: str) -> Any:
+            hand_over = prefill_pb2.HandOver(transfer_id=request_id)
+            request = prefill_pb2.PrefillRequest(request=instance_request(request_id), hand_over=hand_over)
+            return rig.prefill.Prefill(request)
+
+        cancelled = ask("r1")
         await cancelled.read()
         cancelled.cancel()
-        refused = ask(prefill_pb2.PrefillRequest(request=instance_request("r2")))
+        refused = ask("r2")
         await rig.core.request(2)
         rig.core.emit(TokensEvent("r2", [], "error", error="no blocks", error_kind="no_room"))
         assert (await refusal(refused)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        broken = ask(prefill_pb2.PrefillRequest(request=instance_request("r3")))
+        broken = ask("r3")
         await rig.core.request(3)
         rig.core.emit(TokensEvent("r3", [], "error", error="not finite"))
         assert (await refusal(broken)).code() is grpc.StatusCode.INTERNAL
-        metrics = rig.server.servicer.metrics
+        metrics = rig.server.metrics
         await until(lambda: metrics.num_cancelled == 1 and metrics.num_failed == 2)
         found = await families(rig)
     assert value(found, "request_success", "_total", finished_reason="abort") == 1

@@ -13,7 +13,7 @@ import pytest
 from engine import failpoints
 from engine.core.messages import AbortRequests, AddRequest, HoldKV, LeaseCommand, TokensEvent
 from prefill_service.service import ROLE
-from protos.tandem.v1 import common_pb2, prefill_pb2
+from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
 from tests.tokenizer_builders import byte_level
 from tests.waiting import until
@@ -83,13 +83,33 @@ async def test_a_stop_string_in_the_first_token_stops_it_here(rig: Rig) -> None:
     assert rig.core.of(LeaseCommand) == [LeaseCommand("t1", "release")]
 
 
-async def test_without_hand_over_the_whole_answer_comes_from_here(rig: Rig) -> None:
-    call = rig.prefill.Prefill(request(hand_over=False))
-    assert (await rig.core.request()).hold_kv is None
+async def test_a_prefill_without_a_hand_over_is_none(rig: Rig) -> None:
+    error = await refusal(rig.prefill.Prefill(request(hand_over=False)))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "hand_over.transfer_id" in (error.details() or "")
+
+
+async def test_what_it_serves_alone_is_a_decode_here_too(rig: Rig) -> None:
+    """In the router's shared stream, as at a decode instance."""
+    stream = rig.decode.StreamTokens(decode_pb2.StreamTokensRequest(stream_id="s"))
+    assert not (await stream.read()).responses
+    start = decode_pb2.DecodeStart(
+        request=instance_request("r1"), token_stream=decode_pb2.TokenStream(stream_id="s", call_number=1)
+    )
+
+    async def requests() -> AsyncIterator[decode_pb2.DecodeRequest]:
+        yield decode_pb2.DecodeRequest(start=start)
+
+    call = rig.decode.Decode(requests())
+    asked = await rig.core.request()
+    assert (asked.hold_kv, asked.remote_kv) == (None, None)
     rig.core.emit(TokensEvent("r1", [72]), TokensEvent("r1", [73], finish_reason="length"))
-    chunks = [response.tokens for response in (await read_all(call))[1:]]
+    chunks = []
+    while not (chunks and chunks[-1].HasField("finish")):
+        chunks += [one.response.tokens for one in (await stream.read()).responses]
     assert [chunk.token_index for chunk in chunks] == [0, 1]
-    assert chunks[-1].finish.reason == common_pb2.FINISH_REASON_LENGTH
+    assert await read_all(call) == []
+    assert rig.server.metrics.finished["length"] == 1
 
 
 async def test_a_cancelled_prefill_is_aborted_and_its_lease_given_up(rig: Rig) -> None:
@@ -99,7 +119,7 @@ async def test_a_cancelled_prefill_is_aborted_and_its_lease_given_up(rig: Rig) -
     assert await rig.core.wait_for(LeaseCommand) == LeaseCommand("t1", "release")
     # The abort comes first: a reader gets the failure instead of an unknown transfer.
     assert [type(command) for command in rig.core.commands] == [AddRequest, AbortRequests, LeaseCommand]
-    metrics = rig.server.servicer.metrics
+    metrics = rig.server.metrics
     assert (metrics.num_received, metrics.num_cancelled, metrics.num_leases_given_up) == (1, 1, 1)
 
 
@@ -130,7 +150,7 @@ async def test_what_the_engine_gives_up_has_its_status(rig: Rig, kind: Any, stat
     error = await refusal(call)
     assert error.code() is status
     assert rig.core.of(LeaseCommand) == [LeaseCommand("t1", "release")]
-    assert rig.server.servicer.metrics.num_failed == 1
+    assert rig.server.metrics.num_failed == 1
 
 
 async def test_a_request_that_cannot_be_never_reaches_the_core(rig: Rig) -> None:

@@ -646,7 +646,9 @@ class InstanceRequest(_message.Message):
     itl_s: _builtins.float
     """Objective: mean seconds between two tokens of this stream. 0: none."""
     step_stretch: _builtins.float
-    """Prompts lengthen a step beside this stream to at most so many times one of the streams alone; at least 1. 0: no limit."""
+    """Prompts lengthen a step beside this stream to at most so many times one of the streams alone, and to six times that while prompts wait
+    behind others; at least 1. 0: no limit.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""

@@ -57,7 +57,7 @@ class PrefillRequest(_message.Message):
 
     @_builtins.property
     def hand_over(self) -> Global___HandOver:
-        """Absent: this instance generates the whole answer."""
+        """Required. What an instance is to serve alone is a Decode without a transfer, also at a prefill instance."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class PrefillResponse(_message.Message):
 
     @_builtins.property
     def tokens(self) -> _common_pb2.TokenChunk:
-        """The first token; its finish is always set when there is a hand-over."""
+        """The first token; its finish is always set."""
 
     def __init__(
         self,

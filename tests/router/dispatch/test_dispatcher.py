@@ -226,12 +226,13 @@ async def test_with_objectives_a_prefill_instance_serves_a_request_alone(run: Ru
         assert answer.is_exactly(40)
         assert answer.trailers["tandem-disaggregated"] == "no"
         assert "alone at" in answer.trailers["tandem-reason"]
-        (record,) = prefill.recorded("prefill")
-        assert not record.detail.HasField("hand_over")
+        (record,) = prefill.recorded("decode")
+        assert not record.detail.HasField("transfer")
+        assert prefill.recorded("batch"), "tokens come in the router's shared stream, as from a decode instance"
         assert 0 < record.detail.request.ttft_s <= 1
         assert record.detail.request.itl_s == 0.02
         assert record.detail.request.step_stretch == 0
-        assert not decode.recorded("start")
+        assert not decode.recorded("decode")
         await rig.until_idle()
 
 
@@ -247,7 +248,8 @@ async def test_without_objectives_a_request_says_how_far_prompts_may_lengthen_st
         request = request_of([7] * num_prompt_tokens, max_tokens=12)
         answer = await rig.generate(request)
         assert answer.is_exactly(12, prompt=[7] * num_prompt_tokens)
-        sent = [one.detail.request for one in (*prefill.recorded("prefill"), *decode.recorded("decode"))]
+        records = (*prefill.recorded("prefill"), *prefill.recorded("decode"), *decode.recorded("decode"))
+        sent = [one.detail.request for one in records]
         assert sent
         for one in sent:
             assert one.step_stretch == STEP_STRETCH

@@ -14,6 +14,7 @@ from protos.tandem.v1 import common_pb2, decode_pb2
 from router.dispatch.instance_call import DecodeCall
 from router.picking.plan import NoPlan, can_move, has_room
 from router.pools.in_flight import InFlightCalls
+from router.pools.instance import ExpectedInstance
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
@@ -46,7 +47,7 @@ def test_a_stream_does_not_move_without_another_instance() -> None:
 
 async def test_a_token_that_comes_after_the_decision_to_move_does_not_pin_the_stream_to_what_it_leaves() -> None:
     key, unused = InstanceKey("a:1", "e"), cast("Any", None)
-    instance = cast("Any", SimpleNamespace(calls=InFlightCalls(), key=key))
+    instance = cast("Any", SimpleNamespace(calls=InFlightCalls(), key=key, expected=ExpectedInstance("decode")))
     choice = Choice(GenerationRequest("l", "r", "m", (1, 2, 3), SamplingParams(max_tokens=5), seed=5), 0)
     choice.begin_attempt()
     async with DecodeCall(instance, key, choice, unused, can_move=lambda: True) as call:

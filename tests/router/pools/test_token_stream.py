@@ -160,7 +160,7 @@ async def never(response: decode_pb2.DecodeResponse) -> None:
 
 async def test_a_stream_lives_while_the_instance_is_watched_or_a_call_is_on_it() -> None:
     async with FakeInstance("decode") as fake, grpc.aio.insecure_channel(fake.address) as channel:
-        streams, call = TokenStreams("decode", channel, PoolSettings(min_backoff_s=0.02, max_backoff_s=0.1)), Recorder()
+        streams, call = TokenStreams(channel, PoolSettings(min_backoff_s=0.02, max_backoff_s=0.1)), Recorder()
         # STEP a stream that breaks tells its calls, and another one follows
         await until(lambda: streams.current)
         broken = streams.current

@@ -1,0 +1,177 @@
+"""The life of a request that an instance decodes, whichever its role.
+
+    Decode(start) ─▶ waiting ─reserved▶ loading ─loaded and seeded▶ running ─tokens …▶ finished
+                        │                  └─ missing, damaged or late KV is computed here
+                        ├─ without a transfer: prefilled here, running at once, no seed
+                        └─ no blocks, no seed in time, cancelled, engine dead ─▶ aborted, transfer released ─▶ freed
+
+The engine moves the request. The servicer reads the seed while it waits, lets a `TransferClient` read the transfer at
+the prefill instance from the reservation on, and releases it once the KV is loaded or no longer needed. A prefill
+instance gets requests without a transfer here: those that it serves alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+
+from engine import failpoints
+from engine.core.messages import LoadedEvent, ReservedEvent
+from instance.convert import Choice, TransferSource, common_fields, decode_choice, seed_ids
+from instance.metrics import Observation
+from instance.requests import ChoiceStream, ChoiceStreamEvent
+from instance.role import InstanceContext
+from instance.token_streams import TokenStreams
+from instance.transfers import TransferClient
+from protos.tandem.v1 import decode_pb2
+from serving import tracing
+from serving.errors import invalid_argument
+from serving.interceptor import Context, StreamWriter
+from serving.limits import CONTROL
+from serving.logging import RequestEvent, set_request_id
+
+SERVICE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
+POLICIES = {"StreamTokens": CONTROL}
+MAX_STREAM_ID_CHARS = 128
+
+Requests = AsyncIterator[decode_pb2.DecodeRequest]
+
+_CANCEL_NOTICE_S = 0.1
+"""A cancelled call's messages end shortly before the call does."""
+_MARKS = {ReservedEvent: RequestEvent.KV_RESERVED, LoadedEvent: RequestEvent.KV_LOADED}
+
+
+class DecodeServicer:
+    """Generates from KV of a prefill instance or of this one. Belongs to the server's event loop."""
+
+    def __init__(self, context: InstanceContext) -> None:
+        self._choices = context.choices
+        self._instance_epoch = context.instance_epoch
+        self._metrics = context.metrics
+        self._transfers = context.transfers
+        self._token_streams = TokenStreams()
+
+    async def Decode(
+        self,
+        request: Requests,
+        context: Context,
+        writer: StreamWriter[decode_pb2.DecodeResponse],
+    ) -> None:
+        first = await anext(request, None)
+        if first is None or first.WhichOneof("message") != "start":
+            raise invalid_argument("start", "is missing", "start as the first message")
+        choice, source = decode_choice(first.start, self._choices.limits)
+        set_request_id(choice.request_id)
+        async with (
+            self._token_streams.response_writer(first.start, writer.write) as write,
+            aclosing(self._responses(choice, source, request)) as responses,
+        ):
+            async for response in responses:
+                await write(response)
+
+    async def StreamTokens(
+        self,
+        request: decode_pb2.StreamTokensRequest,
+        context: Context,
+        writer: StreamWriter[decode_pb2.StreamTokensResponse],
+    ) -> None:
+        if not 0 < len(request.stream_id) <= MAX_STREAM_ID_CHARS:
+            raise invalid_argument("stream_id", "is missing or too long", f"1 to {MAX_STREAM_ID_CHARS} characters")
+        await self._token_streams.serve_stream(request.stream_id, writer.write)
+
+    async def _responses(
+        self, choice: Choice, source: TransferSource | None, requests: Requests
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        """The responses of one Decode call. Closing it early frees everything, here and at the prefill instance."""
+        observed = self._metrics.observe_request(choice.engine_request)
+        with observed as observation, _stages(choice, source, observation) as stages:
+            async with self._choices.open(choice) as stream:
+                events = _local_events(stream) if source is None else self._transfer_events(stream, source, requests)
+                async with aclosing(events):
+                    async for event in events:
+                        if isinstance(event, ReservedEvent | LoadedEvent):
+                            observation.timeline.mark(_MARKS[type(event)])
+                            yield self._progress(event)
+                            continue
+                        if observation.observe_chunk(event, stream.first):
+                            stages.note({"tandem.queue_ms": observation.queue_s * 1e3})
+                            stages.next("decode.generate")
+                        yield decode_pb2.DecodeResponse(tokens=event)
+                        await failpoints.hit_async("decode.after_token")
+
+    async def _transfer_events(
+        self, stream: ChoiceStream, source: TransferSource, requests: Requests
+    ) -> AsyncGenerator[ChoiceStreamEvent, None]:
+        """The events of a choice whose KV and seed come from elsewhere, while both are read."""
+        with self._transfers.read_transfer(source, stream.choice.request_id) as transfer:
+            seeded = asyncio.create_task(self._read_seed(stream, requests))
+            try:
+                while (event := await _next_unless_failed(stream, seeded)) is not None:
+                    await _notify(transfer, event)
+                    yield event
+            finally:
+                seeded.cancel()
+                await asyncio.gather(seeded, return_exceptions=True)
+
+    async def _read_seed(self, stream: ChoiceStream, requests: Requests) -> None:
+        """The client's second message. It may precede the reservation; without it the engine gives the request up."""
+        message = await anext(requests, None)
+        if message is None:
+            await asyncio.sleep(_CANCEL_NOTICE_S)
+        if message is None or message.WhichOneof("message") != "seed":
+            raise invalid_argument("seed", "is missing", "start with a transfer, then seed, then the end of the stream")
+        stream.seed(seed_ids(message.seed, stream.choice, self._choices.limits))
+        self._metrics.num_seeded += 1
+
+    def _progress(self, event: ReservedEvent | LoadedEvent) -> decode_pb2.DecodeResponse:
+        """The response for an event before the first token; counts it."""
+        if isinstance(event, ReservedEvent):
+            fields = common_fields(event, decode_pb2.DecodeReserved)
+            reserved = decode_pb2.DecodeReserved(instance_epoch=self._instance_epoch, **fields)
+            return decode_pb2.DecodeResponse(reserved=reserved)
+        self._metrics.num_loaded += 1
+        self._metrics.num_external_tokens += event.num_external_tokens
+        self._metrics.num_recomputed_blocks += event.num_recomputed_blocks
+        loaded = decode_pb2.DecodeLoaded(**common_fields(event, decode_pb2.DecodeLoaded))
+        return decode_pb2.DecodeResponse(loaded=loaded)
+
+
+@contextmanager
+def _stages(choice: Choice, source: TransferSource | None, observation: Observation) -> Iterator[tracing.Stages]:
+    """Spans up to the first token from here, then up to the last."""
+    first = "decode.prefill" if source is None else "decode.wait"
+    stages = tracing.Stages(first, attributes={"gen_ai.request.id": choice.request_id})
+    try:
+        yield stages
+    finally:
+        stages.end(failure="ended before its last token" if observation.finish_reason is None else None)
+
+
+async def _local_events(stream: ChoiceStream) -> AsyncGenerator[ChoiceStreamEvent, None]:
+    async for event in stream:
+        yield event
+
+
+async def _notify(transfer: TransferClient, event: ChoiceStreamEvent) -> None:
+    if isinstance(event, ReservedEvent):
+        transfer.blocks_reserved(event.num_local_blocks)
+        await failpoints.hit_async("decode.reserved")
+    elif isinstance(event, LoadedEvent):
+        transfer.load_finished(event)
+        await failpoints.hit_async("decode.loaded")
+
+
+async def _next_unless_failed(stream: ChoiceStream, task: asyncio.Task[None]) -> ChoiceStreamEvent | None:
+    """The next event, None after the last; raises an error of `task` as soon as it occurs."""
+    if task.done():
+        task.result()
+        return await anext(stream, None)
+    upcoming = asyncio.ensure_future(anext(stream, None))
+    try:
+        await asyncio.wait({upcoming, task}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        return await upcoming
+    finally:
+        upcoming.cancel()
