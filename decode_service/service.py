@@ -1,4 +1,4 @@
-"""The decode role: what every instance serves (instance/decoding.py), for many streams at once."""
+"""The decode role: serves what every instance serves (instance/decoding.py). Its defaults suit many streams."""
 
 from __future__ import annotations
 

@@ -30,6 +30,6 @@ class Role:
     name: str
     kind: instance_pb2.Role.ValueType
     service: ServiceDescriptor
-    """Its health is that of the instance."""
+    """Probes ask for its health."""
     make_servicer: Callable[[InstanceContext], object] | None = None
     """Of `service`, if that is not the one that every instance serves."""

@@ -61,7 +61,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     itl_s: float | None = None
     """Objective: mean seconds between two tokens."""
     step_stretch: float | None = None
-    """At least 1: prompts lengthen a step beside it to at most so many times one of the streams alone."""
+    """At least 1: prompts lengthen a step beside it to at most so many times one of the streams alone, or further while
+    prompts wait behind others (step_budget.py)."""
 
 
 # Commands

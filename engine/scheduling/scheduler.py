@@ -233,8 +233,24 @@ class Scheduler:
         stretches = [request.spec.step_stretch for request in streams if request.spec.step_stretch is not None]
         if not stretches:
             return None
-        num_prompts = len(prompts) + sum(not request.awaits_kv for request in self.waiting)
+        num_prompts = len(prompts) + self._num_able_to_begin()
         return step_budget.stretched_tokens(self.step_cost, len(streams), num_prompts, min(stretches))
+
+    def _num_able_to_begin(self) -> int:
+        """Waiting prompts that lack neither a place in the batch nor blocks: a longer step computes more of them."""
+        num_places = self.config.max_num_seqs - len(self.running) - len(self.loading)
+        able = [request for request in self.waiting[: max(num_places, 0)] if not request.awaits_kv]
+        return len(able) if able and self._has_blocks_for(able[0]) else 0
+
+    def _has_blocks_for(self, request: Request) -> bool:
+        """Without regard to prefix hits, which need blocks as well."""
+        if request.moves_kv:
+            num_tokens = request.num_initial_tokens
+        else:
+            num_tokens = min(request.num_tokens, self.config.max_num_batched_tokens)
+        if request.spec.hold_kv is not None and not self._may_hold(num_tokens):
+            return False
+        return self.kv.num_blocks_for(num_tokens) <= self.kv.pool.num_available
 
     def _num_entering_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
         """None: no bound, since other prompts lengthen the step anyway."""

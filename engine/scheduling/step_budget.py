@@ -25,11 +25,11 @@ at most half of what the objective leaves beside the base of a step (`may_begin`
 that an engine with too much to do serves some requests well instead of all of them too slowly. Late prompts, which gain
 nothing any more, begin up to a quarter.
 
-Without objectives prompts lengthen a step by the factor that its streams ask for, and by six times that while prompts
-wait behind others, or near full load too little time would be left for prompts (`stretched_tokens`; urgent prompts
-exceed it). Requests that have waited for a grammar are paced in any case: compilations end in bursts, and all their
-prompts in one step would stop the streams. They enter one by one (`num_entering`), and while there are no other prompts
-theirs are cut as well (`entering_tokens`).
+Without objectives prompts lengthen a step by the factor that its streams ask for; urgent prompts exceed it. While
+prompts wait behind others the factor is six times as large, since near full load prompts would get too little time
+(`stretched_tokens`). Requests that have waited for a grammar are paced in any case: compilations end in bursts, and all
+their prompts in one step would stop the streams. They enter one by one (`num_entering`), and while there are no other
+prompts theirs are cut as well (`entering_tokens`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ENTERING_PART = 0.25
 _ENTERING_STEPS = 8
 """A step takes at least one of so many parts of all prompts that enter: they wait for streams, but no backlog grows."""
 _QUEUED = 6.0
-"""Times the stretch of a step: its limit while prompts wait behind others."""
+"""The stretch of a step is multiplied by this while prompts wait behind others."""
 _URGENT = 0.8
 """Of the time that a prompt has left: when full speed takes more, it is urgent."""
 

@@ -49,8 +49,8 @@ _MIN_CHUNK = 16
 _NEAR = 0.2
 """Of an objective: with less slack than this, a prompt delays the streams beside it."""
 STEP_STRETCH = 3.0
-"""Times a step of the streams alone: how long steps with prompts are assumed to be, and without any objective are,
-where no ITL objective is set."""
+"""Times a step of the streams alone: how long steps with prompts are assumed to be where no ITL objective is set, and
+without any objective are, unless prompts wait behind others."""
 _STREAMS_PART = 0.5
 """Of the batch of a prefill instance: for streams that it serves alone. The other half is for prompts."""
 

@@ -67,6 +67,7 @@ class Servicer(
             instance.record("prefill", wanted.request_id, request.hand_over.transfer_id, request)
             instance.record("call", wanted.request_id, detail=context.invocation_metadata())
             await self._refuse_if_told(context)
+            assert request.HasField("hand_over"), "an instance rejects it"
             accepted = prefill_pb2.PrefillAccepted(instance_epoch=instance.epoch)
             yield prefill_pb2.PrefillResponse(accepted=accepted)
             await asyncio.sleep(instance.behaviour.prefill_s)

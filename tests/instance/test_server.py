@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import prefill_service.service
 from engine.core.messages import AbortRequests, LeaseCommand, TokensEvent, TransferEvent
+from instance import decoding
 from instance.config import InstanceSection
 from instance.server import serve
 from protos.tandem.v1 import instance_pb2, kv_transfer_pb2, prefill_pb2
@@ -23,7 +24,7 @@ from tests.instance.scripted_core import INFO
 from tests.waiting import Stopwatch, until
 
 ROLE = prefill_service.service.ROLE
-SERVICE = prefill_service.service.SERVICE.full_name
+SERVICE, DECODE_SERVICE = prefill_service.service.SERVICE.full_name, decoding.SERVICE.full_name
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ async def test_a_silent_core_is_not_ready_then_not_alive_and_may_come_back(folde
 
         async def reached(ready: bool, alive: bool) -> None:
             async with asyncio.timeout(20):
-                while (await is_serving(rig), await is_serving(rig, "")) != (ready, alive):
+                while [await is_serving(rig, name) for name in (SERVICE, DECODE_SERVICE, "")] != [ready, ready, alive]:
                     await asyncio.sleep(0.02)
 
         await reached(ready=False, alive=True)

@@ -83,7 +83,7 @@ async def test_a_stop_string_in_the_first_token_stops_it_here(rig: Rig) -> None:
     assert rig.core.of(LeaseCommand) == [LeaseCommand("t1", "release")]
 
 
-async def test_a_prefill_without_a_hand_over_is_none(rig: Rig) -> None:
+async def test_a_prefill_without_a_hand_over_is_rejected(rig: Rig) -> None:
     error = await refusal(rig.prefill.Prefill(request(hand_over=False)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "hand_over.transfer_id" in (error.details() or "")

@@ -57,7 +57,7 @@ class PrefillRequest(_message.Message):
 
     @_builtins.property
     def hand_over(self) -> Global___HandOver:
-        """Required. What an instance is to serve alone is a Decode without a transfer, also at a prefill instance."""
+        """Required. A request that one instance serves alone is a Decode without a transfer, also at a prefill instance."""
 
     def __init__(
         self,

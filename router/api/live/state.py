@@ -269,7 +269,7 @@ def _begun_stages(request: RequestSummary) -> Iterator[tuple[str, float]]:
         is_reserved = event is RequestEvent.KV_RESERVED or (is_reserved and event is not RequestEvent.PICKED)
         name = STAGES[event]
         if event is RequestEvent.PICKED and following_event is not RequestEvent.KV_RESERVED:
-            name = "wait" if following_event is RequestEvent.PREFILL_STARTED else "prefill"
+            name = "prefill"
         elif event is RequestEvent.FIRST_TOKEN and not is_reserved:
             name = "decode"
         yield name, at_s

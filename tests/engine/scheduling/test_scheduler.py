@@ -168,18 +168,55 @@ def test_a_step_stretch_follows_the_number_of_streams() -> None:
         prompt = None
 
 
+def prompt_tokens_beside_a_stream(scheduler: Scheduler) -> int:
+    return step(scheduler).num_tokens - 1
+
+
+STRETCH_COST = StepCost(0.002, 0.001, 0.0001)
+STRETCHED, STRETCHED_FURTHER = 60, 510
+"""Prompt tokens that lengthen a step of one stream to 3 and to 18 times."""
+
+
+def stretching_scheduler(num_blocks: int = 512, max_num_seqs: int = 4) -> Scheduler:
+    """With a stream, a long prompt that runs beside it, and held KV."""
+    scheduler = make_scheduler(num_blocks, budget=2000, held=0.1, max_num_seqs=max_num_seqs)
+    scheduler.step_cost = STRETCH_COST
+    add(scheduler, list(range(100)), hold_kv=HoldKV(transfer_id="held", lease_s=5.0))
+    step(scheduler)
+    assert scheduler.num_held_blocks == 25
+    add(scheduler, [1], max_tokens=500, step_stretch=3.0)
+    step(scheduler)
+    add(scheduler, list(range(10, 1500)))
+    assert prompt_tokens_beside_a_stream(scheduler) == STRETCHED
+    return scheduler
+
+
 def test_a_prompt_that_waits_behind_another_makes_stretched_steps_longer() -> None:
     """Near full load two thirds of the time would be too little for the prompts that come."""
-    scheduler = make_scheduler(num_blocks=512, budget=2000, max_num_seqs=2)
-    scheduler.step_cost = cost = StepCost(0.002, 0.001, 0.0001)
-    add(scheduler, [1], max_tokens=100, step_stretch=3.0)
-    step(scheduler)
-    add(scheduler, list(range(10, 1000)))
-    assert step(scheduler).num_tokens - 1 == int(2 * cost.seconds(1) / 0.0001) == 60
+    scheduler = stretching_scheduler(max_num_seqs=3)
     waiting = add(scheduler, [3, 4])
-    assert step(scheduler).num_tokens - 1 == int(17 * cost.seconds(1) / 0.0001)
+    assert prompt_tokens_beside_a_stream(scheduler) == STRETCHED_FURTHER
     scheduler.abort(waiting.request_id)
-    assert step(scheduler).num_tokens - 1 == 60
+    assert prompt_tokens_beside_a_stream(scheduler) == STRETCHED
+
+
+def test_what_waits_for_a_place_or_for_blocks_makes_no_step_longer() -> None:
+    """It would not begin any earlier."""
+    scheduler = stretching_scheduler(max_num_seqs=2)
+    add(scheduler, [3, 4])
+    assert prompt_tokens_beside_a_stream(scheduler) == STRETCHED, "no place"
+
+    scheduler = stretching_scheduler(num_blocks=450)
+    add(scheduler, list(range(2, 1790)))
+    assert prompt_tokens_beside_a_stream(scheduler) == STRETCHED, "no blocks"
+
+    scheduler = stretching_scheduler()
+    add(scheduler, list(range(200)), hold_kv=HoldKV(transfer_id="t", lease_s=5.0))
+    assert prompt_tokens_beside_a_stream(scheduler) == STRETCHED, "too much KV is held"
+
+    scheduler = stretching_scheduler()
+    add(scheduler, [3, 4], remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    assert prompt_tokens_beside_a_stream(scheduler) == STRETCHED, "its KV is computed elsewhere"
 
 
 def test_a_prompt_that_will_miss_its_ttft_goes_behind_those_that_can_meet_theirs() -> None:

@@ -8,13 +8,14 @@ import grpc
 import grpc.aio
 import pytest
 
+from protos.tandem.v1 import instance_pb2
 from router.pools.instance_info import InstanceKey
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, FailureKind, RetryBudget, give_up
 from serving.errors import InternalError, Overloaded, ServiceError, Unavailable
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes, prefills, status_of
-from tests.router.rig import NOTICED_BY_BEATS, PROMPT, request_of
+from tests.router.rig import NOTICED_BY_BEATS, PROMPT, request_of, slow
 from tests.waiting import until
 
 
@@ -42,6 +43,30 @@ async def test_prefill_that_dies_after_the_first_token_costs_nothing(run: Run) -
         async for response in responses:
             ids += response.tokens.token_ids
         assert len(ids) == 12
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze", "break_token_streams", "move"])
+async def test_a_stream_that_a_prefill_instance_serves_alone_goes_on_elsewhere(run: Run, fault: str) -> None:
+    cost = instance_pb2.StepCost(base_s=0.0035, per_stream_s=0.0006, per_token_s=1 / 4500)
+    prefill, decode = prefills(slow(0.02, step_cost=cost)), decodes(slow(0.02, step_cost=cost, num_running=30))
+    settings = {"disaggregation": {"speed_smoothing": 0.2}, "pools": NOTICED_BY_BEATS}
+    async with run(prefill=prefill, decode=decode, **settings) as rig:
+        asked = asyncio.create_task(rig.generate(max_tokens=40))
+        await prefill[0].until("token", 5)
+        assert prefill[0].recorded("batch"), "in the router's shared stream"
+        if fault == "move":
+            prefill[0].behaviour.draining = prefill[0].behaviour.moving_out = True
+        elif fault == "kill":
+            await prefill[0].kill()
+        else:
+            getattr(prefill[0], fault)()
+        answer = await asked
+        prefill[0].thaw()
+        assert answer.is_exactly(40)
+        assert answer.trailers["tandem-decode"] == "prefill-0,decode-0"
+        assert not prefill[0].recorded("prefill")
+        calls = rig.app.pools.prefill.instances[0].calls
+        assert (calls.num_unreported_tokens, calls.is_empty) == (0, True)
 
 
 async def test_a_frozen_prefill_instance_is_left_before_the_first_token(run: Run) -> None:
