@@ -163,8 +163,7 @@ def rows(tokenizer: Tokenizer, *, seed: int, batch_size: int, length: int) -> It
 
 def loss_on(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Mean negative log-likelihood per token, in nats; every token counts, the user's too."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
@@ -206,7 +205,8 @@ def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, *, steps: int, seed: in
     for step, batch in enumerate(batches):
         for group, peak in groups:
             group["lr"] = learning_rate(step, steps, peak)
-        loss = loss_of(model, batch)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:

@@ -35,24 +35,34 @@ def prompts() -> list[list[int]]:
     return random_prompts(32, longest=120, vocab_size=1024, seed=3)
 
 
-def run(checkpoint: Path, prompts: list[list[int]], *, first: int = 0, num_blocks: int = 2048) -> list[list[int]]:
-    llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=num_blocks)
+def engine(checkpoint: Path, num_blocks: int = 2048) -> LLM:
+    return LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=num_blocks)
+
+
+def run(llm: LLM, prompts: list[list[int]], *, first: int = 0) -> list[list[int]]:
     params = [params_for(first + index) for index in range(len(prompts))]
-    answers = llm.generate(prompts, params, use_tqdm=False)
-    if num_blocks < 2048:
-        assert llm.core.load.num_preemptions > 0
-    return [answer.outputs[0].token_ids for answer in answers]
+    return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def test_a_batch_of_32_gives_what_each_gives_alone(checkpoint: Path, prompts: list[list[int]]) -> None:
-    together = run(checkpoint, prompts)
+@pytest.fixture(scope="module")
+def together(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return run(engine(checkpoint), prompts)
+
+
+def test_a_batch_of_32_gives_what_each_gives_alone(
+    checkpoint: Path, prompts: list[list[int]], together: list[list[int]]
+) -> None:
     assert len({tuple(token_ids) for token_ids in together}) == len(prompts)
-    alone = [run(checkpoint, [prompt], first=index)[0] for index, prompt in enumerate(prompts[:10])]
-    assert together[:10] == alone
+    llm = engine(checkpoint)
+    assert together == [run(llm, [prompt], first=index)[0] for index, prompt in enumerate(prompts)]
 
 
-def test_preemption_changes_no_sampled_token(checkpoint: Path, prompts: list[list[int]]) -> None:
-    assert run(checkpoint, prompts) == run(checkpoint, prompts, num_blocks=48)
+def test_preemption_changes_no_sampled_token(
+    checkpoint: Path, prompts: list[list[int]], together: list[list[int]]
+) -> None:
+    llm = engine(checkpoint, num_blocks=48)
+    assert run(llm, prompts) == together
+    assert llm.core.load.num_preemptions > 0
 
 
 def test_choices_of_one_prompt_differ_and_are_reproducible(checkpoint: Path, prompts: list[list[int]]) -> None:
