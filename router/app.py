@@ -134,7 +134,8 @@ class RouterApp:
         )
         callers = Callers(security.tokens, settings.admission.tenant_key)
         self.service = GenerationService(model, self.pools, self.admission, dispatcher, callers)
-        self.resizer = Resizer(self._actuator, self.pools) if self._actuator is not None else None
+        needs_prefill = settings.disaggregation.mode == "always"
+        self.resizer = self._actuator and Resizer(self._actuator, self.pools, needs_prefill=needs_prefill)
         self.service.metrics.recent = RecentLatencies(settings.autoscaler)
         self._observer = Observer(
             self.safeguards, self.admission, self.service.metrics.recent, settings.autoscaler, self.peers

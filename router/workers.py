@@ -7,7 +7,7 @@
 Each worker is a whole router, on one core. The kernel gives each new connection to one of them (SO_REUSEPORT). They
 know each other as routers of the same pools do (`signals`), so that together they keep the limits of one: of amounts
 that the pools report each is guaranteed a part and takes what the others leave, of fixed ones each has its part. The
-first worker alone resizes the pools and answers operators.
+first worker alone scales the pools and answers operators. The live page of each can resize the pools.
 """
 
 from __future__ import annotations

@@ -33,8 +33,6 @@ from serving.channel import open_channel
 
 _log = logging.getLogger(__name__)
 
-MIN_SIZES: Mapping[Role, int] = {"prefill": 0, "decode": 1}
-"""Without prefill instances the decode instances prefill; without decode instances no request is served."""
 MAX_SIZE = 64
 _MAX_RECENT = 32
 _OWNER_TIMEOUT_S = 5.0
@@ -91,9 +89,11 @@ class Change:
 class Resizer:
     """One per router, on its event loop. Every resize goes through it."""
 
-    def __init__(self, actuator: Actuator, pools: Pools) -> None:
+    def __init__(self, actuator: Actuator, pools: Pools, *, needs_prefill: bool = False) -> None:
+        """`needs_prefill`: without prefill instances no request is served; else the decode instances prefill then."""
         self._actuator = actuator
         self._pools = pools
+        self._min_sizes: Mapping[Role, int] = {"prefill": int(needs_prefill), "decode": 1}
         self.recent: deque[Change] = deque(maxlen=_MAX_RECENT)
         """The last resizes by this router."""
         self.last_changes: dict[Role, Change] = {}
@@ -114,7 +114,7 @@ class Resizer:
         Raises SizeRefused before anything has begun, else ActuatorError.
         """
         for role, size in sizes.items():
-            check_size(role, size)
+            self._check_size(role, size)
         async with self._one_at_a_time:
             before = await self._actuator.sizes()
             if unknown := [role for role in sizes if role not in before]:
@@ -127,6 +127,12 @@ class Resizer:
             ]
             await self._apply([change for change in changes if change.size != change.previous_size])
         return changes
+
+    def _check_size(self, role: Role, size: int) -> None:
+        least = self._min_sizes[role]
+        if not least <= size <= MAX_SIZE:
+            why = " with disaggregation 'always'" if role == "prefill" and least else ""
+            raise SizeRefused(f"{role} must be between {least} and {MAX_SIZE}{why}, is {size}")
 
     async def _apply(self, changes: list[Change]) -> None:
         begun: list[Change] = []
@@ -151,12 +157,6 @@ class Resizer:
                 change.cause,
                 f": {change.reason}" if change.reason else "",
             )
-
-
-def check_size(role: Role, size: int) -> None:
-    """Raises SizeRefused for a size that no pool of `role` may have."""
-    if not MIN_SIZES[role] <= size <= MAX_SIZE:
-        raise SizeRefused(f"{role} must be between {MIN_SIZES[role]} and {MAX_SIZE}, is {size}")
 
 
 def least_loaded(instances: tuple[UpstreamInstance, ...], count: int) -> list[str]:

@@ -109,6 +109,10 @@ class Medium:
     def _location_options(self) -> Options:
         return {}
 
+    def _timeouts(self) -> Options:
+        """Of a store that is measured, unless they are given."""
+        return {name: _STORE_TIMEOUT_S for name in ("connect_timeout_s", "timeout_s") if name not in self.options}
+
     @contextlib.contextmanager
     def _own_folder(self, parent: Path | None) -> Iterator[Path]:
         """A private folder with the digests' key, which is `folder` meanwhile."""
@@ -332,7 +336,7 @@ class LMCacheServerMedium(Medium):
         _delete(lmcache_connector.make_store(lmcache_options), keys)
 
     def _location_options(self) -> Options:
-        return {"url": self._url, "ttl_s": _TTL_S, "tail_ttl_s": _TTL_S}
+        return {"url": self._url, **self._timeouts()}
 
 
 class RedisMedium(Medium):
@@ -371,8 +375,7 @@ class RedisMedium(Medium):
         return msgspec.convert(self.config(digest=False).options, RedisOptions, strict=False)
 
     def _location_options(self) -> Options:
-        timeouts = {name: _STORE_TIMEOUT_S for name in ("connect_timeout_s", "timeout_s") if name not in self.options}
-        return {"url": self._url, "ttl_s": _TTL_S, "tail_ttl_s": _TTL_S, **timeouts}
+        return {"url": self._url, "ttl_s": _TTL_S, "tail_ttl_s": _TTL_S, **self._timeouts()}
 
 
 def installed_redis() -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from router.autoscaler.resizer import ActuatorError, SizeRefused, least_loaded
+from router.autoscaler.resizer import ActuatorError, Resizer, SizeRefused, least_loaded
 from router.pools.instance import State
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from tests.router.conftest import Run
@@ -128,6 +128,14 @@ async def test_a_size_that_cannot_be_is_refused_before_anything_begins(
         with pytest.raises(SizeRefused, match=allowed):
             await stack.resizer.resize(sizes, cause="operator", reason="")  # type: ignore[arg-type]
         assert stack.desired.snapshot is before
+
+
+async def test_a_router_that_always_splits_keeps_a_prefill_instance(run: Run) -> None:
+    async with owned(run) as stack:
+        resizer = Resizer(stack.resizer._actuator, stack.rig.app.pools, needs_prefill=True)
+        with pytest.raises(SizeRefused, match="prefill must be between 1 and 64 with disaggregation 'always', is 0"):
+            await resizer.resize({"decode": 3, "prefill": 0}, cause="operator", reason="")
+        assert await resizer.sizes() == {"prefill": 1, "decode": 2}
 
 
 async def test_both_pools_begin_together_or_neither_does(run: Run) -> None:

@@ -16,12 +16,18 @@ import torch
 from click.testing import CliRunner
 
 from engine.kv_connector import KVConnectorConfig
+from kv_transfer.nixl.connector import NixlOptions
 from kv_transfer.secret import ensure_secret
+from kv_transfer.stores.files import SharedStorageOptions
+from kv_transfer.stores.lmcache.connector import LMCacheOptions
+from kv_transfer.stores.redis.connector import RedisOptions
+from kv_transfer.transfer.connector import TransferOptions, parse_options
 from tandem.bench.transfer import media
 from tandem.bench.transfer.endpoint import Shape, TransferEndpoint, TransferFailed, as_bytes
 from tandem.bench.transfer.measure import Figures, Result, measure, table
-from tandem.bench.transfer.media import Medium, SharedStorageMedium, file_system, transport
+from tandem.bench.transfer.media import Medium, SharedStorageMedium, file_system, medium_of, transport
 from tandem.cli import main
+from tandem.connectors import ConnectorChoice
 from tests.kv_transfer.stores.redis.redis_server import redis_server
 
 SMALL = ["--blocks", "4", "--block-bytes", "65536", "--rounds", "3"]
@@ -55,6 +61,25 @@ def test_nixl_is_measured_next_to_a_bare_loop_and_names_its_transport() -> None:
     assert "nixl/tcp, 4 blocks of 0.07 MB, 3 rounds, over UCX by TCP [" in output
     assert "raw: bare nixl read" in output
     assert "digests off" not in output
+
+
+@pytest.mark.parametrize(
+    ("connector", "options", "url"),
+    [
+        ("shared_storage", SharedStorageOptions, None),
+        ("redis", RedisOptions, "redis://127.0.0.1:1"),
+        ("lmcache", LMCacheOptions, None),
+        ("lmcache", LMCacheOptions, "tcp://127.0.0.1:1"),
+        ("nixl", NixlOptions, None),
+    ],
+)
+def test_options_are_those_of_the_connector(
+    tmp_path: Path, connector: str, options: type[TransferOptions], url: str | None
+) -> None:
+    medium = medium_of(ConnectorChoice(connector, kv_folder=tmp_path if url is None else None, kv_url=url))
+    with medium.opened(Shape(num_blocks=1, block_bytes=65536)):
+        for digest in (False, True):
+            assert parse_options(options, connector, medium.config(digest).options).digest == digest
 
 
 @pytest.mark.slow
