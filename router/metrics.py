@@ -63,7 +63,9 @@ class RouterMetrics:
     attempts: Counter[str] = field(default_factory=Counter)
     """By the beginning of the weights' digest of the instances."""
     num_retried: int = 0
+    """Attempts that followed another one of the same choice before its first token."""
     num_resumed: int = 0
+    """Those that followed one after it."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     stages: dict[str, Histogram] = field(default_factory=lambda: {name: Histogram() for name in STAGES})
@@ -94,9 +96,7 @@ class RouterMetrics:
         self.ended[outcome] += 1
         self.num_prompt_tokens += num_prompt
         self.num_output_tokens += num_output
-        num_resumed = timeline.count(RequestEvent.RESUMED)
-        self.num_resumed += num_resumed
-        self.num_retried += max(0, timeline.count(RequestEvent.PICKED) - num_choices - num_resumed)
+        self.num_resumed += timeline.count(RequestEvent.RESUMED)
         for stage, (start, end) in STAGES.items():
             if (took_s := timeline.between(start, end)) is not None:
                 self.stages[stage].observe(took_s)

@@ -30,7 +30,7 @@ class RequestEvent(StrEnum):
     ADMITTED = "admitted"  # it is valid and within its budget
     PICKED = "picked"  # its instances are chosen; repeated after every failover
     KV_RESERVED = "kv_reserved"  # the decode instance holds blocks for it
-    PREFILL_STARTED = "prefill_started"  # its first tokens are scheduled
+    PREFILL_STARTED = "prefill_started"  # the prefill instance has queued it
     FIRST_TOKEN = "first_token"  # its first token is sent to the client
     KV_LOADED = "kv_loaded"  # every block has arrived and is verified
     DECODE_STARTED = "decode_started"  # the decode instance has scheduled it

@@ -123,8 +123,8 @@ class Dispatcher:
                     await self._after_failure(flow, failure)
                 if not flow.slot.is_held:
                     await self._wait_slot(flow)
-                elif flow.choice.num_emitted:
-                    flow.trace.resumed()
+                else:
+                    flow.trace.tried_again(has_begun=flow.choice.num_emitted > 0)
 
     async def _after_failure(self, flow: _Flow, failure: CallFailed) -> None:
         """Returns when another attempt may follow; raises the error for the client if none may."""

@@ -102,6 +102,9 @@ class RequestTrace:
         if plan.disaggregation is not None:
             self._decided(plan.disaggregation)
 
+    def retried(self) -> None:
+        self._metrics.num_retried += 1
+
     def first_token(self) -> None:
         """A token is about to be written to the client; the request's first one counts."""
         if self.has_first_token:
@@ -228,7 +231,7 @@ class ChoiceTrace:
         return AttemptTrace(self, plan, prefilling, loading)
 
     def failed(self, failure: CallFailed) -> None:
-        self.stages.next("router.pick", failure=failure.detail)
+        self.stages.next("router.pick", failure=None if failure.kind == "moved" else failure.detail)
         self.guard.failed(failure)
 
     def paused(self) -> None:
@@ -238,8 +241,12 @@ class ChoiceTrace:
     def continued(self) -> None:
         self.stages.next("router.pick")
 
-    def resumed(self) -> None:
-        self.request.timeline.mark(RequestEvent.RESUMED)
+    def tried_again(self, *, has_begun: bool) -> None:
+        """Another attempt follows. `has_begun`: the client has got tokens of the choice."""
+        if has_begun:
+            self.request.timeline.mark(RequestEvent.RESUMED)
+        else:
+            self.request.retried()
 
 
 @dataclass(slots=True, eq=False)

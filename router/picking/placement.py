@@ -10,7 +10,7 @@ the capacity that it takes from those that come later. All in seconds; F(x, o) =
     speed(n) = prompt tokens/s beside n streams: the whole budget, but at n > 0 only what is left of steps of length S
     first    = (uncomputed there + own) / speed(n)                            time to the first token
     tpot     = (base + per_stream (n + 1)) / (1 - share), at most S           share: of the time that goes to prompts
-    alone(j) = 0.3 first + 10 F(first, T) + 10 E F(tpot, S) + taken_j + delayed_j + held_j
+    alone(j) = 0.3 first + 10 F(first, T) + 10 E F(tpot, S) + 0.5 taken_j + delayed_j + held_j
     split(i, j) = the same, with `first` and `held` at i, all else at j, and the hand-over's time in tpot
 
 taken: the prefill speed that its stream takes from j; delayed: what the n streams of j miss more by one more stream;

@@ -74,7 +74,8 @@ def make_plan(
     if settings.mode == "auto" and criteria.has_objectives:
         placed = _by_step_costs([*prefill_views, *decode_views], choice, filters, rng, criteria)
         if placed is not None:
-            return placed
+            has_prefill = any(picker.rejection(view, filters) is None for view in prefill_views)
+            return placed if has_prefill else _without_prefill(placed)
     candidates = servable(decode_views, prefill_views, settings, filters)
     decode = picker.pick(
         candidates or decode_views,  # without a candidate, for a stream that has begun and goes on alone
@@ -170,6 +171,12 @@ def _by_step_costs(
 
     prefill = None if placed.prefill is None else picked(placed.prefill)
     return Plan(picked(placed.decode), prefill, placed.disaggregation, placed.work)
+
+
+def _without_prefill(plan: Plan) -> Plan:
+    """`plan`, whose reason is that there was no choice."""
+    explanation = f"no prefill instance is available: {plan.disaggregation.explanation}"
+    return replace(plan, disaggregation=Disaggregation(Decision.LOCAL, Reason.NO_PREFILL, explanation))
 
 
 def _has_place(view: InstanceView, num_tokens: int) -> bool:

@@ -49,8 +49,8 @@ STAGES: Mapping[RequestEvent, str] = {
     RequestEvent.DECODE_STARTED: "decode",
     RequestEvent.RESUMED: "pick",
 }
-"""The stage that begins with an event of a request in two pools; it ends with the next one's. `wait` is that for the
-prefill instance's first step, `schedule` that for the decode instance's."""
+"""The stage that begins with an event of a request in two pools; it ends with the next one's. `wait` ends when
+the prefill instance has queued the request, `schedule` with the decode instance's first step."""
 
 
 class PoolReading(NamedTuple):

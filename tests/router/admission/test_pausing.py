@@ -52,6 +52,8 @@ async def test_a_stream_pauses_for_another_tenant_and_goes_on_exactly(run: Run, 
             assert (await task).is_exactly(NUM_TOKENS, prompt=prompt)
         assert rig.app.admission.num_rejected.total() == 0
         await rig.until_idle()
+        metrics = rig.app.service.metrics
+        assert (metrics.num_retried, metrics.num_resumed) == (0, 0), "a pause is no failure"
 
 
 async def test_all_choices_of_a_request_pause_together(run: Run) -> None:

@@ -345,6 +345,15 @@ def test_with_objectives_an_idle_prefill_instance_serves_alone() -> None:
     assert "of 1 s and 12 ms" in found.disaggregation.explanation
 
 
+def test_without_a_prefill_instance_the_reason_is_that_also_with_objectives() -> None:
+    out = replace(measured("prefill"), out="draining")
+    for prefill in ([], [out]):
+        found = planned_by_objectives([measured("decode")], prefill)
+        assert (found.decode.instance.instance_id, found.prefill) == ("decode", None)
+        assert found.disaggregation[:2] == (Decision.LOCAL, Reason.NO_PREFILL)
+        assert found.disaggregation.explanation.startswith("no prefill instance is available: alone at decode")
+
+
 def test_a_split_by_objectives_names_both_and_the_work() -> None:
     busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.7 * 4500)
     found = planned_by_objectives(
