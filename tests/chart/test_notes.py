@@ -71,3 +71,10 @@ def test_notes_name_services_that_exist(name: str) -> None:
     assert f"port-forward service/{router} 50051:{services[router]}" in text
     assert f"dns:///{headless}.llm:{services[headless]}" in text
     assert ("tandem pools --admin" in text) is (name not in ("bare", "everything"))
+
+
+def test_the_notes_ask_for_a_scaled_object_only_where_the_chart_makes_none() -> None:
+    external: dict[str, Any] = {"mode": "external"}
+    asks = "create an HPA or a ScaledObject"
+    assert asks in notes({"autoscaling": external})
+    assert asks not in notes({"autoscaling": {**external, "keda": {"enabled": True}}})
