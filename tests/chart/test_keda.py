@@ -50,6 +50,13 @@ def test_only_keda_and_routers_reach_the_scaler() -> None:
         assert rule["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
 
 
+def test_without_peers_routers_alone_reach_the_scaler() -> None:
+    objects = render({"autoscaling": {"mode": "external", "keda": {"enabled": True, "peers": []}}})
+    (policy,) = (one for one in of_kind(objects, "NetworkPolicy") if component_of(one) == "router")
+    (rule,) = (one for one in policy["spec"]["ingress"] if one["ports"] == [{"protocol": "TCP", "port": 50054}])
+    assert len(rule["from"]) == 1
+
+
 def test_with_tls_keda_calls_a_name_of_the_certificate() -> None:
     tls = {"enabled": True, "certManager": {"issuerRef": {"name": "private"}}}
     keda = {"enabled": True, "authenticationRef": {"name": "keda-tls"}}
