@@ -81,6 +81,25 @@ def test_with_tls_keda_calls_a_name_of_the_certificate() -> None:
             },
             "authenticationRef",
         ),
+        (
+            {
+                "autoscaling": {"mode": "external", "keda": {"enabled": True}, "decode": {"minReplicas": 4}},
+                "router": {"settings": {"autoscaler": {"max_instances": 4}}},
+            },
+            "max_instances: 4 is below the sum of both minReplicas, which is 5",
+        ),
+        (
+            {
+                "autoscaling": {
+                    "mode": "external",
+                    "keda": {"enabled": True},
+                    "prefill": {"minReplicas": 0},
+                    "decode": {"minReplicas": 4},
+                },
+                "router": {"settings": {"autoscaler": {"max_instances": 4}}},
+            },
+            r"which is 5 \(0 counts as 1\)",
+        ),
     ],
 )
 def test_values_that_keda_cannot_serve_are_rejected(values: dict[str, object], message: str) -> None:

@@ -56,12 +56,12 @@
 {{- if and (eq $model.source "hub") $model.hub.cache.create (not $model.hub.cache.existingClaim) (not (has "ReadWriteMany" $model.hub.cache.accessModes)) -}}
 {{- fail "model.hub.cache.accessModes: all pods mount this volume, so it is [ReadWriteMany]; for one node give an existingClaim" -}}
 {{- end -}}
-{{- $least := add .Values.autoscaling.prefill.minReplicas .Values.autoscaling.decode.minReplicas -}}
-{{- $most := dig "autoscaler" "max_instances" nil .Values.router.settings -}}
-{{- if and (eq .Values.autoscaling.mode "builtin") (not (kindIs "invalid" $most)) (lt (int $most) (int $least)) -}}
-{{- fail (printf "router.settings.autoscaler.max_instances: %d is below the sum of both minReplicas, which is %d" (int $most) (int $least)) -}}
-{{- end -}}
 {{- $keda := .Values.autoscaling.keda -}}
+{{- $least := add (max 1 (int .Values.autoscaling.prefill.minReplicas)) (max 1 (int .Values.autoscaling.decode.minReplicas)) -}}
+{{- $most := dig "autoscaler" "max_instances" nil .Values.router.settings -}}
+{{- if and (or (eq .Values.autoscaling.mode "builtin") $keda.enabled) (not (kindIs "invalid" $most)) (lt (int $most) (int $least)) -}}
+{{- fail (printf "router.settings.autoscaler.max_instances: %d is below the sum of both minReplicas, which is %d%s" (int $most) (int $least) (ternary " (0 counts as 1)" "" $keda.enabled)) -}}
+{{- end -}}
 {{- if and $keda.enabled (ne .Values.autoscaling.mode "external") -}}
 {{- fail (printf "autoscaling.keda.enabled: autoscaling.mode is %s, which sizes the pools too; set it to external" .Values.autoscaling.mode) -}}
 {{- end -}}
