@@ -42,6 +42,15 @@ def test_the_router_answers_within_the_bounds_and_lets_requests_wait_for_a_first
     assert read(render(keda), "router")[0].admission.instance_wait_s == 0
 
 
+def test_where_every_request_is_split_requests_wait_for_a_first_prefill_pod_too(read: Read) -> None:
+    """A router that has none is not ready otherwise, and no request reaches it that would start one."""
+    keda = {"mode": "external", "keda": {"enabled": True}, "prefill": {"minReplicas": 0}}
+    for mode, wait_s in (("always", 300), ("auto", 0)):
+        router = {"settings": {"disaggregation": {"mode": mode}}}
+        settings, _ = read(render({"autoscaling": keda, "router": router}), "router")
+        assert settings.admission.instance_wait_s == wait_s
+
+
 def test_only_keda_and_routers_reach_the_scaler() -> None:
     for name, peers in (("keda", 2), ("default", 1)):
         (policy,) = (one for one in of_kind(manifests(name), "NetworkPolicy") if component_of(one) == "router")
