@@ -26,6 +26,13 @@ WARNINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"source": "hub", "hub": {"id": "a/b"}}, "networkPolicy": {"restrictEgress": True}},
         "blocks the hub",
     ),
+    "an LMCache server out of reach": (
+        {
+            "connector": {"name": "lmcache", "lmcache": {"place": "server", "serverUrl": "tcp://lmcache:65432"}},
+            "networkPolicy": {"restrictEgress": True},
+        },
+        "your LMCache server. Allow them",
+    ),
     "a collector out of reach": (
         {"tracing": {"otlp": "otel:4317"}, "networkPolicy": {"restrictEgress": True}},
         "blocks the collector otel:4317. Name its pods in tracing.peers",
