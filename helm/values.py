@@ -22,7 +22,7 @@ from serving.settings import Settings
 from vllm_engine.argument_rules import OWN_SETTINGS, REFUSED, WITHOUT_EFFECT, WORKER_COUNTS
 
 ROUTER_OWNED = (
-    "router",
+    *(f"router.{name}" for name in ("listen", "model", "model_name", "admin_listen", "workers", "ready_file")),
     "metrics",
     *("server.host", "server.port", "server.advertise"),
     *("pools.prefill", "pools.decode", "pools.stack"),

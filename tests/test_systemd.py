@@ -62,3 +62,12 @@ def test_the_pages_settings_are_settings_of_the_services(tmp_path: Path) -> None
             (tmp_path / "settings.yaml").write_text(block)
             load(TREES[role], config=tmp_path / "settings.yaml")
     assert len(blocks) == 2
+
+
+def test_each_user_has_a_cache_folder_of_its_own() -> None:
+    """At a start systemd makes the folder and all in it that unit's user's: others then compile at every start."""
+    folders = {path.name: unit(path.name)["CacheDirectory"] for path in UNITS}
+    assert len(set(folders.values())) == len(UNITS)
+    for name, folder in folders.items():
+        assert unit(name).get("User", name.partition("@")[0].removesuffix(".service")) == folder
+        assert f"XDG_CACHE_HOME=/var/cache/{folder}" in unit(name)["Environment"].split()

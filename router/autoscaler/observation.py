@@ -128,7 +128,7 @@ def observe(
     except _InvalidReport as error:
         return PoolObservation(role, at_s, size, problem=Problem("nonsense", str(error)))
     silent = [sample for sample in samples if _is_silent(sample, policy.start_timeout_s)]
-    num_ready = sum(sample.state == "ready" for sample in samples)
+    num_ready = sum(sample.state == "ready" and sample.view is not None for sample in samples)
     return PoolObservation(
         role=role,
         at_s=at_s,

@@ -4,7 +4,8 @@
         ▲           └─ its answer has this router's id ──▶ self: not asked again, and not counted twice
         └── discovered again ◀── gone from the discovery: forgotten
 
-A silent router counts as a router. Its queue is unknown, so that no pool shrinks until it answers or is gone.
+A silent router counts as a router. Its queue is unknown: it lets no pool grow, and no pool shrinks until it answers or
+is gone.
 
 A quantile of several routers is that of their samples together, so routers exchange samples, those that are equal
 within 2 % as one: the quantile is off by as much, and a window of thousands takes a few hundred values.
@@ -244,8 +245,8 @@ class Peers:
         return sum(map(self._is_silent, self._others))
 
     def signals(self) -> Sequence[RouterSignals]:
-        """Of every other router that has answered, as of its last answer."""
-        return [peer.signals for peer in self._others if peer.signals is not None]
+        """Of every other router that answers, as of its last answer."""
+        return [peer.signals for peer in self._others if peer.signals is not None and not self._is_silent(peer)]
 
     @property
     def hosts(self) -> Sequence[tuple[str, RouterSignals | None]]:

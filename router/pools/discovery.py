@@ -74,7 +74,7 @@ def _parse_target(text: str) -> Target:
 
 def _hint(text: str) -> str:
     bare = text.removeprefix("dns:").removeprefix("///").removeprefix("kubernetes:")
-    if "://" in text:
+    if "://" in text.removeprefix("dns:///"):
         return f"; without a scheme: {text.partition('://')[2].rstrip('/')}"
     if bare.count(":") > 1 and "[" not in bare:
         host, _, port = bare.rpartition(":")

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 _SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\s*\{([^}]*)\}")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"')
 _GROUPING = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
-_WORDS = {"sum", "max", "min", "rate", "increase", "histogram_quantile", "absent", "min_over_time", "time", "by"}
+_WORDS = {
+    *("sum", "max", "min", "rate", "increase", "histogram_quantile", "absent", "min_over_time", "time"),
+    *("by", "or", "unless"),
+}
+_RANGE = re.compile(r"\[[^\]]*\]|\boffset\s+\w+")
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ def selectors(query: str) -> list[Asked]:
     """Every selector. Raises ValueError for a word that is none of PromQL's that the chart uses, say a bare metric."""
     groups = frozenset(label.strip() for found in _GROUPING.findall(query) for label in found.split(","))
     asked = [Asked(metric, tuple(_MATCHER.findall(matchers)), groups) for metric, matchers in _SELECTOR.findall(query)]
-    rest = re.sub(r"\[[^\]]*\]", "", _GROUPING.sub("", _SELECTOR.sub("", query)))
+    rest = _RANGE.sub("", _GROUPING.sub("", _SELECTOR.sub("", query)))
     if unknown := set(re.findall(r"[a-zA-Z_:][\w:]*", rest)) - _WORDS:
         raise ValueError(f"{query}: {', '.join(sorted(unknown))} is no selector and no known function")
     if not asked or query.count("(") != query.count(")"):

@@ -42,12 +42,28 @@ def test_the_router_answers_within_the_bounds_and_lets_requests_wait_for_a_first
     assert read(render(keda), "router")[0].admission.instance_wait_s == 0
 
 
+def test_where_every_request_is_split_requests_wait_for_a_first_prefill_pod_too(read: Read) -> None:
+    """A router that has none is not ready otherwise, and no request reaches it that would start one."""
+    keda = {"mode": "external", "keda": {"enabled": True}, "prefill": {"minReplicas": 0}}
+    for mode, wait_s in (("always", 300), ("auto", 0)):
+        router = {"settings": {"disaggregation": {"mode": mode}}}
+        settings, _ = read(render({"autoscaling": keda, "router": router}), "router")
+        assert settings.admission.instance_wait_s == wait_s
+
+
 def test_only_keda_and_routers_reach_the_scaler() -> None:
     for name, peers in (("keda", 2), ("default", 1)):
         (policy,) = (one for one in of_kind(manifests(name), "NetworkPolicy") if component_of(one) == "router")
         (rule,) = (one for one in policy["spec"]["ingress"] if one["ports"] == [{"protocol": "TCP", "port": 50054}])
         assert len(rule["from"]) == peers
         assert rule["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+
+
+def test_without_peers_routers_alone_reach_the_scaler() -> None:
+    objects = render({"autoscaling": {"mode": "external", "keda": {"enabled": True, "peers": []}}})
+    (policy,) = (one for one in of_kind(objects, "NetworkPolicy") if component_of(one) == "router")
+    (rule,) = (one for one in policy["spec"]["ingress"] if one["ports"] == [{"protocol": "TCP", "port": 50054}])
+    assert len(rule["from"]) == 1
 
 
 def test_with_tls_keda_calls_a_name_of_the_certificate() -> None:
@@ -73,6 +89,25 @@ def test_with_tls_keda_calls_a_name_of_the_certificate() -> None:
                 "tls": {"enabled": True, "existingSecret": "router"},
             },
             "authenticationRef",
+        ),
+        (
+            {
+                "autoscaling": {"mode": "external", "keda": {"enabled": True}, "decode": {"minReplicas": 4}},
+                "router": {"settings": {"autoscaler": {"max_instances": 4}}},
+            },
+            "max_instances: 4 is below the sum of both minReplicas, which is 5",
+        ),
+        (
+            {
+                "autoscaling": {
+                    "mode": "external",
+                    "keda": {"enabled": True},
+                    "prefill": {"minReplicas": 0},
+                    "decode": {"minReplicas": 4},
+                },
+                "router": {"settings": {"autoscaler": {"max_instances": 4}}},
+            },
+            r"which is 5 \(0 counts as 1\)",
         ),
     ],
 )

@@ -145,6 +145,14 @@ def test_alert_asks_for_what_is_exported(name: str, alert: str, exported: Export
         assert list(exported.problems(asked)) == []
 
 
+def test_the_first_damaged_page_raises_the_alert() -> None:
+    """Its series begins with it, and `increase` is 0 until a second one."""
+    query = alerts("monitoring")["TandemKvPagesBad"]
+    increased, new, before = (asked.matchers for asked in selectors(query))
+    assert increased == new == before
+    assert re.search(r"\[15m\]\) > 0 or \(\S+\{[^}]*\} unless \S+\{[^}]*\} offset 15m\)", query)
+
+
 def test_alerts_find_their_own_release() -> None:
     for name, own in (
         ("monitoring", {("namespace", "=", "llm"), ("cluster", "=", "eu")}),

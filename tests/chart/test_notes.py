@@ -26,6 +26,13 @@ WARNINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"source": "hub", "hub": {"id": "a/b"}}, "networkPolicy": {"restrictEgress": True}},
         "blocks the hub",
     ),
+    "an LMCache server out of reach": (
+        {
+            "connector": {"name": "lmcache", "lmcache": {"place": "server", "serverUrl": "tcp://lmcache:65432"}},
+            "networkPolicy": {"restrictEgress": True},
+        },
+        "your LMCache server. Allow them",
+    ),
     "a collector out of reach": (
         {"tracing": {"otlp": "otel:4317"}, "networkPolicy": {"restrictEgress": True}},
         "blocks the collector otel:4317. Name its pods in tracing.peers",
@@ -71,3 +78,10 @@ def test_notes_name_services_that_exist(name: str) -> None:
     assert f"port-forward service/{router} 50051:{services[router]}" in text
     assert f"dns:///{headless}.llm:{services[headless]}" in text
     assert ("tandem pools --admin" in text) is (name not in ("bare", "everything"))
+
+
+def test_the_notes_ask_for_a_scaled_object_only_where_the_chart_makes_none() -> None:
+    external: dict[str, Any] = {"mode": "external"}
+    asks = "create an HPA or a ScaledObject"
+    assert asks in notes({"autoscaling": external})
+    assert asks not in notes({"autoscaling": {**external, "keda": {"enabled": True}}})

@@ -76,6 +76,10 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
     "no server": ({"connector": {"name": "lmcache", "lmcache": {"place": "server"}}}, "connector.lmcache.serverUrl"),
     "no Redis": ({"connector": {"name": "redis", "redis": {"bundled": False}}}, "connector.redis.url"),
     "two Redis": ({"connector": {"name": "redis", "redis": {"url": "redis://host:1"}}}, "redis.bundled=false"),
+    "a user of no Redis": (
+        {"connector": {"name": "redis", "redis": {"username": "tandem"}}},
+        'connector.redis.username: the bundled Redis has no user "tandem"',
+    ),
     "capacity of nothing": ({"connector": {"capacityBytes": 1}}, "connector.capacityBytes"),
     "a volume for one node": (
         {"connector": {"name": "shared_storage", "sharedStorage": {"accessModes": ["ReadWriteOnce"]}}},

@@ -7,6 +7,7 @@ import math
 import click
 import msgspec
 import pytest
+from helm_python import HelmError
 
 from engine.text.tokenizer import Tokenizer
 from helm.rendering import TREES, Manifest, check_settings, render
@@ -163,6 +164,13 @@ def test_routers_listen_where_the_cluster_has_addresses(read: Read) -> None:
     assert (settings.effective_server.host, settings.http.listen) == ("::", "[::]:8000")
     chosen, _ = read(render({**ipv6, "router": {"bindAddress": "$(POD_IP)"}}), "router", pod_ip="fd00::1")
     assert chosen.effective_server.host == "fd00::1"
+
+
+def test_how_the_model_writes_tool_calls_is_the_users_to_say(read: Read) -> None:
+    settings, _ = read(render({"router": {"settings": {"router": {"tool_call_parser": "hermes"}}}}), "router")
+    assert (settings.router.tool_call_parser, settings.router.model_name) == ("hermes", "demo")
+    with pytest.raises(HelmError, match="'workers' not allowed"):
+        render({"router": {"settings": {"router": {"workers": 2}}}})
 
 
 @pytest.mark.parametrize("component", COMPONENTS)

@@ -67,7 +67,9 @@ ipFamilies: {{ toJson . }}
 {{- else if $root.Values.autoscaling.keda.enabled -}}
 {{- $decided = mustMergeOverwrite $decided (include "tandem.scalingSettings" $root | fromYaml) -}}
 {{- $_ := set $decided.signals "active_s" (mul 3 $root.Values.autoscaling.keda.pollingSeconds) -}}
-{{- if eq (int $root.Values.autoscaling.decode.minReplicas) 0 -}}
+{{- $bounds := $root.Values.autoscaling -}}
+{{- $splits := eq (dig "disaggregation" "mode" "auto" .spec.settings) "always" -}}
+{{- if or (eq (int $bounds.decode.minReplicas) 0) (and $splits (eq (int $bounds.prefill.minReplicas) 0)) -}}
 {{- $_ := set $decided "admission" (dict "instance_wait_s" $root.Values.autoscaling.keda.waitSeconds) -}}
 {{- end -}}
 {{- end -}}

@@ -31,6 +31,9 @@
 {{- if and (include "tandem.usesRedis" .) $connector.redis.bundled $connector.redis.url -}}
 {{- fail "connector.redis.url: the bundled Redis would not be used; set connector.redis.bundled=false, or leave url empty" -}}
 {{- end -}}
+{{- if and (include "tandem.bundlesRedis" .) (not (has $connector.redis.username (list "" "default"))) -}}
+{{- fail (printf "connector.redis.username: the bundled Redis has no user %q; leave it out, or set connector.redis.bundled=false" $connector.redis.username) -}}
+{{- end -}}
 {{- if and $connector.capacityBytes (not (include "tandem.usesVolume" .)) -}}
 {{- fail (printf "connector.capacityBytes: means nothing to %s; a Redis is bounded by connector.redis.maxMemory" $connector.name) -}}
 {{- end -}}
@@ -53,12 +56,12 @@
 {{- if and (eq $model.source "hub") $model.hub.cache.create (not $model.hub.cache.existingClaim) (not (has "ReadWriteMany" $model.hub.cache.accessModes)) -}}
 {{- fail "model.hub.cache.accessModes: all pods mount this volume, so it is [ReadWriteMany]; for one node give an existingClaim" -}}
 {{- end -}}
-{{- $least := add .Values.autoscaling.prefill.minReplicas .Values.autoscaling.decode.minReplicas -}}
-{{- $most := dig "autoscaler" "max_instances" nil .Values.router.settings -}}
-{{- if and (eq .Values.autoscaling.mode "builtin") (not (kindIs "invalid" $most)) (lt (int $most) (int $least)) -}}
-{{- fail (printf "router.settings.autoscaler.max_instances: %d is below the sum of both minReplicas, which is %d" (int $most) (int $least)) -}}
-{{- end -}}
 {{- $keda := .Values.autoscaling.keda -}}
+{{- $least := add (max 1 (int .Values.autoscaling.prefill.minReplicas)) (max 1 (int .Values.autoscaling.decode.minReplicas)) -}}
+{{- $most := dig "autoscaler" "max_instances" nil .Values.router.settings -}}
+{{- if and (or (eq .Values.autoscaling.mode "builtin") $keda.enabled) (not (kindIs "invalid" $most)) (lt (int $most) (int $least)) -}}
+{{- fail (printf "router.settings.autoscaler.max_instances: %d is below the sum of both minReplicas, which is %d%s" (int $most) (int $least) (ternary " (0 counts as 1)" "" $keda.enabled)) -}}
+{{- end -}}
 {{- if and $keda.enabled (ne .Values.autoscaling.mode "external") -}}
 {{- fail (printf "autoscaling.keda.enabled: autoscaling.mode is %s, which sizes the pools too; set it to external" .Values.autoscaling.mode) -}}
 {{- end -}}

@@ -271,7 +271,7 @@ volumeMounts: {{- include "tandem.mounts" . | nindent 2 }}
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{/* A headless Service: an address for each ready pod. */}}
+{{/* A headless Service: of each ready pod the address at which it listens, which is of the cluster's first family. */}}
 {{- define "tandem.headlessService" -}}
 apiVersion: v1
 kind: Service
@@ -280,7 +280,11 @@ metadata:
 spec:
   type: ClusterIP
   clusterIP: None
+  {{- if gt (len (.root.Values.ipFamilies | default list)) 1 }}
+  ipFamilyPolicy: SingleStack
+  {{- else }}
   {{- include "tandem.ipFamilies" .root | nindent 2 }}
+  {{- end }}
   publishNotReadyAddresses: false
   selector: {{- include "tandem.selector" . | nindent 4 }}
   ports:

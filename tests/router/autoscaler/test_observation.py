@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.autoscaler.observation import Problem
+from router.autoscaler.observation import InstanceSample, Problem
 from router.autoscaler.router_signals import QueueSample
 from router.autoscaler.settings import PoolPolicy
 from tests.router.autoscaler.builders import NUM_BLOCKS, NUM_SEQS, SPEED, instance, policy_of, pool, starting
@@ -53,6 +53,10 @@ def test_draining_and_ejected_instances_carry_load_and_are_no_warm_ones() -> Non
 
 def test_what_is_to_go_and_has_not_begun_to_counts_as_ending() -> None:
     assert pool(instance("a"), instance("b"), instance("c"), size=1).num_ending == 2
+
+
+def test_a_second_address_of_a_process_is_no_second_process_that_is_to_go() -> None:
+    assert pool(instance("a"), InstanceSample("a", "ready", 0.1, None), size=1).num_ending == 0
 
 
 def test_an_instance_that_was_never_heard_of_is_pending_and_not_silent() -> None:

@@ -122,6 +122,28 @@ async def test_while_a_router_is_silent_nothing_shrinks_and_others_still_grow(
         assert "1 routers do not answer" in demand.enough_for
 
 
+async def test_the_queue_and_the_latencies_of_a_silent_router_count_no_more(
+    run: Run, model: ServedModel, model_folder: Path
+) -> None:
+    """A router that died with a queue would let a pool grow to its largest size."""
+    decode = FakeInstance("decode", behaviour=slow(0.05, slots=1))
+    prefill = FakeInstance("prefill", behaviour=Behaviour(slots=10))
+    one_at_a_time = {"sequence_fraction": 1.0, "queue_timeout_s": 60.0}
+    async with (
+        run(prefill=[prefill], decode=[decode], signals=LISTENING, admission=one_at_a_time) as rig,
+        second_router(rig, model, model_folder) as second,
+    ):
+        observer = observer_of(second)
+        running = [asyncio.create_task(rig.generate(max_tokens=40)) for _ in range(3)]
+        await until(lambda: observer.observe(SIZES)["decode"].queue.num_queued == 2)
+        await rig.app.stop()
+        await asyncio.gather(*running, return_exceptions=True)
+        await until(lambda: second.peers and second.peers.num_silent == 1)
+        assert second.peers is not None
+        assert second.peers.signals() == []
+        assert observer.observe(SIZES)["decode"].queue == EMPTY_QUEUE
+
+
 async def test_each_router_counts_all_of_them_once(run: Run, model: ServedModel, model_folder: Path) -> None:
     async with run(signals=LISTENING) as rig, second_router(rig, model, model_folder) as second:
         assert second.peers is not None

@@ -46,6 +46,8 @@ def test_a_list_names_addresses_and_names() -> None:
     [
         ("decode", "decode:50051, for example"),
         ("dns:decode", "dns:decode:50051, for example"),
+        ("dns:///decode", "dns:///decode:50051, for example"),
+        ("dns:///decode:0", "1 to 65535"),
         ("http://decode:1", "without a scheme: decode:1"),
         ("::1:50051", "[::1]:50051"),
         ("decode:0", "1 to 65535"),
