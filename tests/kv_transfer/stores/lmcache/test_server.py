@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from engine.config import KVConnectorConfig
 from engine.errors import EngineError
@@ -26,6 +27,7 @@ from kv_transfer.stores.lmcache.server import (
     parse_request,
     request_frames,
 )
+from tandem.cli import main
 from tests.builders import lively_checkpoint
 from tests.kv_transfer.core_pair import CorePair, aggregated, store_config
 from tests.kv_transfer.stores.contract import HEADER, NUM_BYTES, PAGE, check_contract, key_of, read
