@@ -94,7 +94,6 @@ def test_pages_go_to_both_folders_and_come_from_there(server: ServerProcess, fol
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_tandem_bench_transfer_measures_a_server_and_leaves_no_page(server: ServerProcess) -> None:
     small = ["--blocks", "4", "--block-bytes", "65536", "--rounds", "2"]
     argv = ["bench", "transfer", *small, "--connector", "lmcache", "--kv-url", server.url, "--digest", "off"]
@@ -103,6 +102,7 @@ def test_tandem_bench_transfer_measures_a_server_and_leaves_no_page(server: Serv
     assert "lmcache" in result.output
 
 
+@pytest.mark.slow
 def test_memory_that_is_full_is_an_error_and_no_wait(server: ServerProcess) -> None:
     store = LMCacheServer(server.url)
     big = bytes(64 << 20)
