@@ -170,6 +170,8 @@ async def test_operators_need_their_token(run_http: RunHttp, tmp_path: Path) -> 
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "null"}, 403),
         ({"host": "evil.example", "origin": "http://evil.example"}, 403),
+        ({"host": "["}, 403),
+        ({"origin": "http://["}, 403),
     ],
 )
 async def test_other_sites_cannot_use_an_open_page(run_http: RunHttp, headers: dict[str, str], status: int) -> None:
