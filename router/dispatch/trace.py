@@ -237,6 +237,7 @@ class ChoiceTrace:
     def paused(self) -> None:
         """Another tenant has the request's slot."""
         self.stages.next("router.queue")
+        self.guard.paused()
 
     def continued(self) -> None:
         self.stages.next("router.pick")
