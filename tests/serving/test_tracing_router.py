@@ -94,6 +94,16 @@ async def test_each_prompt_of_one_http_request_has_a_span_of_its_own(run_http: R
         assert {parent_of(span) for span in spans.all() if span.name == name} == set(map(id_of, wholes)), name
 
 
+async def test_an_http_request_takes_no_trace_from_the_one_before_it(run_http: RunHttp, spans: Spans) -> None:
+    too_long = {"prompt": "x" * 1_000_000}  # reading of the connection pauses meanwhile
+    async with run_http() as http:
+        assert (await http.http.post("/v1/completions", json=too_long, headers=dict(METADATA))).status_code == 400
+        assert (await http.post(prompt=SHORT, max_tokens=1)).status_code == 200
+        await until(lambda: spans.names().count("router.generate") == 2)
+    parents = [parent_of(span) for span in spans.all() if span.name == "router.generate"]
+    assert parents == [int(SPAN_ID, 16), None]
+
+
 @pytest.mark.parametrize("at", [0, 5])
 async def test_an_attempt_that_fails_ends_its_stage_and_another_follows(run: Run, spans: Spans, at: int) -> None:
     async with run(prefill=0, decode=decodes(Behaviour(fail_at=at), busy())) as rig:
