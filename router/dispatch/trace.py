@@ -239,6 +239,7 @@ class ChoiceTrace:
 
     def paused(self) -> None:
         """Another tenant has the request's slot."""
+        self.request.timeline.mark(RequestEvent.PAUSED)
         self.stages.next("router.queue")
         self.guard.paused()
 
