@@ -135,7 +135,9 @@ class RouterApp:
         callers = Callers(security.tokens, settings.admission.tenant_key)
         self.service = GenerationService(model, self.pools, self.admission, dispatcher, callers)
         needs_prefill = settings.disaggregation.mode == "always"
-        self.resizer = self._actuator and Resizer(self._actuator, self.pools, needs_prefill=needs_prefill)
+        self.resizer: Resizer | None = None
+        if self._actuator is not None:
+            self.resizer = Resizer(self._actuator, self.pools, needs_prefill=needs_prefill)
         self.service.metrics.recent = RecentLatencies(settings.autoscaler)
         self._observer = Observer(
             self.safeguards, self.admission, self.service.metrics.recent, settings.autoscaler, self.peers
