@@ -97,6 +97,12 @@ class RouterSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _page_has_a_port(self) -> Self:
+        if self.http.page is True and self.http.listen is None:
+            raise ValueError("http.page needs http.listen, the port that serves the page")
+        return self
+
+    @model_validator(mode="after")
     def _picker_knows_routers(self) -> Self:
         if self.endpoint_picker.listen is not None and not (self.http.listen and self.signals.routers):
             raise ValueError(

@@ -143,8 +143,16 @@ class RouterCollector(Collector):
         yield from metrics_of(self.autoscaler.status if self.autoscaler is not None else None)
 
     async def _read(self) -> tuple[list[tuple[Role, InstanceSample]], int]:
-        samples = [(role, one) for role in get_args(Role) for one in samples_of(role, self.safeguards)]
+        samples = [(role, one) for role in get_args(Role) for one in self._samples(role)]
         return samples, self.safeguards.poison.num_rejected
+
+    def _samples(self, role: Role) -> Iterator[InstanceSample]:
+        """Each under a name of its own: those that share one under their addresses."""
+        pool, _ = self.safeguards.of_role(role)
+        samples = [*samples_of(role, self.safeguards)]
+        numbers = Counter(one.name for one in samples)
+        for instance, one in zip(pool.instances, samples, strict=True):
+            yield one if numbers[one.name] == 1 else one._replace(name=instance.address)
 
 
 def _requests(metrics: RouterMetrics) -> Iterator[Metric]:

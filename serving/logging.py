@@ -24,7 +24,7 @@ from serving.settings import Section, setting
 
 
 class RequestEvent(StrEnum):
-    """Events of a request, in the order of a fault-free one; the last three may come at any point."""
+    """Events of a request, in the order of a fault-free one; the last four may come at any point."""
 
     RECEIVED = "received"  # the router has parsed the request
     ADMITTED = "admitted"  # it is valid and within its budget
@@ -35,6 +35,7 @@ class RequestEvent(StrEnum):
     KV_LOADED = "kv_loaded"  # every block has arrived and is verified
     DECODE_STARTED = "decode_started"  # the decode instance has scheduled it
     FINISHED = "finished"  # it ended at a stop condition or its length
+    PAUSED = "paused"  # another tenant has its slot
     RESUMED = "resumed"  # it continues at another instance from the tokens already emitted
     ABORTED = "aborted"  # it was cancelled, disconnected, or past its deadline
     FAILED = "failed"  # it was answered with an error

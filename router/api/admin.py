@@ -26,7 +26,7 @@ from router.request.generation_request import GenerationRequest
 from router.request.validation import ModelLimits, ServedModel, validated
 from router.resilience.safeguards import Safeguards
 from serving.errors import FailedPrecondition, NotFound, Unavailable, from_rpc_error, invalid_argument
-from serving.interceptor import Context, remaining_s
+from serving.interceptor import Context
 
 
 def instance_of(role: Role, instance: UpstreamInstance, out: str | None) -> pools_pb2.PoolInstance:
@@ -252,7 +252,7 @@ class PoolsService:
             message.token_ids.ids.extend(request.token_ids.ids or [0])
         if request.text:
             message.text = request.text  # with token_ids too, validation rejects it
-        return await validated(message, self.model, limits, remaining_s=remaining_s())
+        return await validated(message, self.model, limits, deadline_s=None)
 
 
 def _requested_sizes(request: pools_pb2.ResizePoolsRequest) -> dict[Role, int]:

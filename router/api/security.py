@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import grpc.aio
 
@@ -137,10 +137,18 @@ def check_same_origin(metadata: Metadata) -> None:
     its own name (Origin) or under one that it has bound to this address (Host). Raises PermissionDenied."""
     headers = dict(metadata)
     host, origin = str(headers.get("host", "")), headers.get("origin")
-    name = urlsplit(f"//{host}").hostname or ""
+    name = _split(f"//{host}").hostname or ""
     if not (is_ip(name) or name == "localhost"):
         raise PermissionDenied(
             f"host {name[:64]!r}: without auth.admin_tokens_file the live page is served to an IP address or localhost"
         )
-    if origin is not None and urlsplit(str(origin)).netloc != host:
+    if origin is not None and _split(str(origin)).netloc != host:
         raise PermissionDenied("origin: pages of other sites may not call this")
+
+
+def _split(url: str) -> SplitResult:
+    """Empty for what is no URL."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return SplitResult("", "", "", "", "")

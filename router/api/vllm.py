@@ -60,10 +60,10 @@ class VllmEngineService:
         self, request: vllm.GenerateRequest, context: Context, writer: StreamWriter[vllm.GenerateResponse]
     ) -> None:
         self._last_received = time.time()
+        message = generate_request(request)  # first: a handler counts its request from the beginning to the end
         handler = self.service.handler()
         answer = _Answer(handler, request.sampling_params, writer if request.stream else None)
         try:
-            message = generate_request(request)
             await handler.handle(
                 message, answer.write, metadata=context.invocation_metadata(), remaining_s=remaining_s()
             )

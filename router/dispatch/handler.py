@@ -10,6 +10,7 @@ are the same for all of them.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -195,12 +196,13 @@ class RequestHandler:
         remaining_s: float | None,
     ) -> None:
         """Writes the whole answer to `sink`; `remaining_s` is the time to the call's deadline. Raises ServiceError."""
+        deadline_s = None if remaining_s is None else time.monotonic() + remaining_s  # before any wait
         outcome, problem = RequestEvent.ABORTED, ""  # unless set below, the client has gone
         try:
             self._caller = caller = self.callers.of(metadata)
             await self.admission.instance_available()
             self.request = request = await validated(
-                message, self.model, self.limits(), remaining_s=remaining_s, caller=caller
+                message, self.model, self.limits(), deadline_s=deadline_s, caller=caller
             )
             set_request_id(request.label)
             self._choices = [Choice(request, index) for index in range(request.params.n)]

@@ -35,10 +35,12 @@ from router.request.request_log import RequestSummary
 from router.resilience.retry import CallFailed
 from router.resilience.safeguards import Guard
 from serving import tracing
+from serving.errors import printable
 from serving.logging import RequestEvent, Timeline, log_event
 
 _log = logging.getLogger(__name__)
 _MAX_REASONS = 4  # reasons in one trailer: metadata are bounded, and of further attempts the instances are listed
+_MAX_TRAILER_BYTES = 2048  # of one: all share 8 KiB
 _STATUSES = frozenset(code.name for code in grpc.StatusCode)
 _STAGE_AFTER = {RequestEvent.KV_RESERVED: "router.prefill", RequestEvent.DECODE_STARTED: "router.decode"}
 
@@ -117,12 +119,13 @@ class RequestTrace:
         """For the client: how and where the attempts ran, and why, in order; equal decisions in a row appear once."""
         if not self._decode:
             return ()
-        return (
+        values = (
             ("tandem-disaggregated", ",".join("yes" if split else "no" for split in self._paths)),
             ("tandem-reason", self._reasons),
             ("tandem-prefill", ",".join(self._prefill)),
             ("tandem-decode", ",".join(self._decode)),
         )
+        return tuple((name, printable(value, _MAX_TRAILER_BYTES)) for name, value in values)
 
     def summary(self, outcome: str = "", error: str = "") -> RequestSummary:
         """The request now; with an `outcome`, at its end."""
@@ -236,7 +239,9 @@ class ChoiceTrace:
 
     def paused(self) -> None:
         """Another tenant has the request's slot."""
+        self.request.timeline.mark(RequestEvent.PAUSED)
         self.stages.next("router.queue")
+        self.guard.paused()
 
     def continued(self) -> None:
         self.stages.next("router.pick")

@@ -39,7 +39,7 @@ class Caller:
 
     def label(self, own: str) -> str:
         """The key under which a request of this caller is aborted: a tenant can abort only its own."""
-        return f"{self.tenant}\0{own}" if self.tenant else own
+        return f"{self.tenant}\0{own}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,13 +96,13 @@ async def validated(
     model: ServedModel,
     limits: ModelLimits,
     *,
-    remaining_s: float | None,
+    deadline_s: float | None,
     caller: Caller = Caller(),  # noqa: B008 - frozen
 ) -> GenerationRequest:
-    """The request with every default resolved. Raises InvalidArgument, NotFound or Unsupported."""
+    """The request with every default resolved; `deadline_s` is monotonic. Raises InvalidArgument, NotFound or
+    Unsupported."""
     label = _checked_label(request.request_id) if request.request_id else secrets.token_hex(8)
     check_model(request.model, model)
-    deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
     with service_errors():
         _check_extras(request)
         tools = Tools.of(request.chat, model.tool_format)

@@ -126,6 +126,10 @@ class Guard:
         if self._is_suspect():
             self.safeguards.poison.clear(self.suspect, self._computing.role)
 
+    def paused(self) -> None:
+        """Another tenant has the request's slot, maybe for long: no retry waits for the choice meanwhile."""
+        self._release()
+
     def failed(self, failure: CallFailed) -> None:
         """An attempt has failed; `rejection` says whether the request is the cause."""
         computing, self._computing, self._has_evidence = self._computing, None, False

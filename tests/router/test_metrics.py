@@ -27,6 +27,7 @@ from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, SHORT, Rig, request_of, settings_of, slow
 from tests.serving.spans import Spans, spans
+from tests.waiting import until
 
 __all__ = ["spans"]
 
@@ -177,6 +178,15 @@ async def test_the_pools_are_reported_as_the_router_sees_them(run: Run) -> None:
         assert 0 <= value(samples, "instance_beat_age_seconds", **whose) < 20
         assert value(samples, "instance_tokens_per_second", role="prefill", instance="prefill-0", kind="prefill") > 0
         assert value(samples, "instance_tokens_per_second", role="decode", instance="decode-1", kind="hand_over") > 0
+
+
+async def test_instances_that_share_a_name_have_series_of_their_own(run: Run) -> None:
+    decode = [FakeInstance("decode", "same"), FakeInstance("decode", "same")]
+    async with run(metrics=METRICS, prefill=0, decode=decode, wait=False) as rig:
+        await until(lambda: [one.name for one in rig.app.pools.decode.instances] == ["same", "same"])
+        families = text_string_to_metric_families(await scrape_text(rig))
+    ages = [one for family in families for one in family.samples if one.name.endswith("instance_beat_age_seconds")]
+    assert {one.labels["instance"] for one in ages} == {fake.address for fake in decode}
 
 
 async def test_current_requests_are_reported(run: Run) -> None:

@@ -12,12 +12,14 @@ from opentelemetry.trace import StatusCode
 
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
+from tests.router.api.openai.conftest import RunHttp, run_http
 from tests.router.conftest import Run, model, model_folder, run
 from tests.router.failing import busy, decodes
-from tests.router.rig import SHORT, request_of
+from tests.router.rig import PROMPT, SHORT, request_of
 from tests.serving.spans import METADATA, SPAN_ID, Spans, id_of, parent_of, spans, trace_ids
+from tests.waiting import until
 
-__all__ = ["model", "model_folder", "run", "spans"]
+__all__ = ["model", "model_folder", "run", "run_http", "spans"]
 
 BEFORE = ["router.validate", "router.queue"]
 SPLIT = ["router.pick", "router.reserve", "router.prefill", "router.hand_over", "router.decode"]
@@ -79,6 +81,27 @@ async def test_each_choice_has_its_stages_and_the_others_begin_with_the_first_to
         assert_no_gap(own)
         assert names(own)[0] == "router.pick"
         assert (own[0].start_time or 0) >= (given.start_time or 0)
+
+
+async def test_each_prompt_of_one_http_request_has_a_span_of_its_own(run_http: RunHttp, spans: Spans) -> None:
+    async with run_http() as http:
+        body = {"prompt": [PROMPT, SHORT], "max_tokens": 2}
+        assert (await http.http.post("/v1/completions", json=body, headers=dict(METADATA))).status_code == 200
+        await until(lambda: spans.names().count("router.generate") == 2)
+    wholes = [span for span in spans.all() if span.name == "router.generate"]
+    assert {parent_of(whole) for whole in wholes} == {int(SPAN_ID, 16)}
+    for name in (*BEFORE, "router.pick", "router.prefill"):
+        assert {parent_of(span) for span in spans.all() if span.name == name} == set(map(id_of, wholes)), name
+
+
+async def test_an_http_request_takes_no_trace_from_the_one_before_it(run_http: RunHttp, spans: Spans) -> None:
+    too_long = {"prompt": "x" * 1_000_000}  # reading of the connection pauses meanwhile
+    async with run_http() as http:
+        assert (await http.http.post("/v1/completions", json=too_long, headers=dict(METADATA))).status_code == 400
+        assert (await http.post(prompt=SHORT, max_tokens=1)).status_code == 200
+        await until(lambda: spans.names().count("router.generate") == 2)
+    parents = [parent_of(span) for span in spans.all() if span.name == "router.generate"]
+    assert parents == [int(SPAN_ID, 16), None]
 
 
 @pytest.mark.parametrize("at", [0, 5])

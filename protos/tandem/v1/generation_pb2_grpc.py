@@ -74,7 +74,7 @@ class GenerationServiceServicer(object):
     def Abort(self, request, context):
         """Ends requests by id. Ids that are not running at this router are not an error.
 
-        - INVALID_ARGUMENT: too many labels, or an invalid label.
+        - INVALID_ARGUMENT: too many labels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -30,7 +30,7 @@ class GenerationServiceStub:
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Ends requests by id. Ids that are not running at this router are not an error.
 
-    - INVALID_ARGUMENT: too many labels, or an invalid label.
+    - INVALID_ARGUMENT: too many labels.
     """
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelInfoRequest, _generation_pb2.GetModelInfoResponse]
     """The served model and its limits.
@@ -66,7 +66,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_generation_pb2.AbortResponse]:
         """Ends requests by id. Ids that are not running at this router are not an error.
 
-        - INVALID_ARGUMENT: too many labels, or an invalid label.
+        - INVALID_ARGUMENT: too many labels.
         """
 
     @_abc_1.abstractmethod

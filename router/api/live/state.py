@@ -47,6 +47,7 @@ STAGES: Mapping[RequestEvent, str] = {
     RequestEvent.FIRST_TOKEN: "hand_over",
     RequestEvent.KV_LOADED: "schedule",
     RequestEvent.DECODE_STARTED: "decode",
+    RequestEvent.PAUSED: "queue",
     RequestEvent.RESUMED: "pick",
 }
 """The stage that begins with an event of a request in two pools; it ends with the next one's. `wait` ends when

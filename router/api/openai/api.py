@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Protocol, TypeVar
@@ -247,14 +247,15 @@ class OpenAIApi:
     ) -> list[RequestHandler]:
         """Concurrently; one that fails ends the others."""
 
-        def answered(
-            index: int, call: RequestHandler, request: generation_pb2.GenerateRequest
-        ) -> Coroutine[Any, Any, None]:
-            sink = functools.partial(builder.add, index, call)
-            return call.handle(request, sink, metadata=exchange.metadata, remaining_s=exchange.remaining_s())
+        calls: list[RequestHandler] = []
 
-        calls = [self.service.handler() for _ in requests]
-        await run_together(*map(answered, range(len(calls)), calls, requests))
+        async def answer(index: int, request: generation_pb2.GenerateRequest) -> None:
+            call = self.service.handler()  # made in the task of its own, whose current span is its own
+            calls.append(call)
+            sink = functools.partial(builder.add, index, call)
+            await call.handle(request, sink, metadata=exchange.metadata, remaining_s=exchange.remaining_s())
+
+        await run_together(*map(answer, range(len(requests)), requests))
         return calls
 
     def _description(self) -> dict[str, Any]:

@@ -125,6 +125,8 @@ class _Config(uvicorn.Config):
         self.settings = settings
         self.write_timeout_s = write_timeout_s
         self.tls = tls
+        # Else a request after a long body begins in the trace of the one before it: python/cpython#140947.
+        self.reset_contextvars = True
         self.load()
         self.ssl = None if tls is None else tls.context
 

@@ -8,6 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from router.api.live.state import stages_of
+from router.request.request_log import RequestLog
 from tests.fakes.behaviour import Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import decodes
@@ -54,6 +56,19 @@ async def test_a_stream_pauses_for_another_tenant_and_goes_on_exactly(run: Run, 
         await rig.until_idle()
         metrics = rig.app.service.metrics
         assert (metrics.num_retried, metrics.num_resumed) == (0, 0), "a pause is no failure"
+
+
+async def test_a_pause_is_a_wait_in_the_queue_on_the_live_page(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(two_slots()), admission=TENANTS) as rig:
+        log = rig.app.service.metrics.log = RequestLog()
+        greedy = [asyncio.create_task(read(ask(rig, "greedy", prompt))) for prompt in (PROMPT, MORE)]
+        await until_all_stream(rig, 2)
+        await read(ask(rig, "modest", max_tokens=5))
+        rig.decode[0].behaviour.token_s = 0.0
+        await asyncio.gather(*greedy)
+        await until(lambda: len(log.ended) == 3)
+    paused = ["queue", "pick", "prefill", "decode", "queue", "prefill", "decode"]
+    assert paused in [[name for name, _ in stages_of(one)] for one in log.ended]
 
 
 async def test_all_choices_of_a_request_pause_together(run: Run) -> None:

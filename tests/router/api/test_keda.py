@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from protos.externalscaler import externalscaler_pb2 as keda
 from protos.externalscaler import externalscaler_pb2_grpc as keda_grpc
+from protos.tandem.v1 import generation_pb2
 from router.request.validation import ServedModel
 from serving.channel import open_channel
 from tandem.client.health import READY, health
@@ -21,7 +23,7 @@ from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.autoscaler.test_peers import second_router
 from tests.router.conftest import Run
-from tests.router.rig import TIMEOUT_S, Rig, slow
+from tests.router.rig import TIMEOUT_S, Rig, request_of, slow
 
 ACTIVE_S = 0.3
 SIGNALS = {"listen": "127.0.0.1:0", "interval_s": 0.05, "active_s": ACTIVE_S}
@@ -227,6 +229,23 @@ async def test_the_wait_ends(run: Run) -> None:
         assert rig.app.admission.num_held == 0
         await decode.restart()
         await rig.until_ready(num_decode=1)
+
+
+async def test_the_wait_counts_towards_the_deadline(run: Run) -> None:
+    async with asleep(run) as (rig, _, decode):
+        handler = rig.app.service.handler()
+
+        async def sink(message: generation_pb2.GenerateResponse) -> None:
+            pass
+
+        asking = asyncio.create_task(handler.handle(request_of(), sink, metadata=None, remaining_s=30.0))
+        await until(lambda: rig.app.admission.num_held)
+        held_s = time.monotonic()
+        await asyncio.sleep(0.2)
+        await decode.restart()
+        await asking
+        assert handler.request is not None
+        assert (handler.request.deadline_s or 0.0) <= held_s + 30.0
 
 
 async def test_a_client_that_goes_waits_no_longer(run: Run) -> None:

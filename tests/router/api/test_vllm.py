@@ -23,6 +23,7 @@ from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, SEED, SHORT, Rig, slow
+from tests.waiting import until
 
 CLIENT = Path(__file__).with_name("smg_client.py")
 
@@ -254,6 +255,17 @@ async def test_what_is_unsupported_is_rejected(run: Run) -> None:
                 await anext(aiter(stub(rig).Generate(request_)))
             assert (raised.value.code().name, detail in str(raised.value.details())) == (code, True), raised.value
         assert not rig.decode[0].recorded("decode")
+
+
+async def test_what_is_unsupported_does_not_count_as_a_request_that_runs(run: Run) -> None:
+    async with run(http={"listen": "127.0.0.1:0", "page": True}) as rig:
+        for request_, _, _ in REJECTED:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await anext(aiter(stub(rig).Generate(request_)))
+        metrics = rig.app.service.metrics
+        assert metrics.log is not None
+        await until(lambda: metrics.num_received == sum(metrics.ended.values()))
+        assert not metrics.log.running
 
 
 def test_the_data_parallel_rank_is_ignored() -> None:

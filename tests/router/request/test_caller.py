@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.request.caller import NO_TENANT, tenant_of
+from router.request.caller import NO_TENANT, Caller, tenant_of
 from serving.errors import InvalidArgument
 
 
@@ -22,3 +22,7 @@ def test_with_a_key_the_gateway_names_the_tenant() -> None:
 def test_an_invalid_tenant_name_is_rejected(values: list[str | bytes]) -> None:
     with pytest.raises(InvalidArgument, match="x-tenant"):
         tenant_of([("x-tenant", value) for value in values], "x-tenant")
+
+
+def test_a_caller_without_a_tenant_aborts_no_tenants_request() -> None:
+    assert Caller().label("alice\0r") != Caller("alice").label("r")

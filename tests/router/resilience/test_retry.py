@@ -9,8 +9,12 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import instance_pb2
+from router.dispatch.trace import RequestTrace
 from router.pools.instance_info import InstanceKey
+from router.request.choice_state import Choice
+from router.request.generation_request import GenerationRequest, SamplingParams
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, FailureKind, RetryBudget, give_up
+from router.resilience.safeguards import Guard
 from serving.errors import InternalError, Overloaded, ServiceError, Unavailable
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run
@@ -204,6 +208,17 @@ async def test_a_resumption_never_waits_but_retries_wait_for_it() -> None:
     for permit in permits:
         permit.close()
     assert budget.num_under_way == 0
+
+
+async def test_a_choice_that_pauses_keeps_no_permit(run: Run) -> None:
+    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1), 0), 0)
+    async with run() as rig:
+        safeguards = rig.app.safeguards
+        with Guard(safeguards, choice) as guard, RequestTrace().choice(0, guard) as trace:
+            assert await guard.wait_permit()
+            assert safeguards.budget.num_under_way == 1
+            trace.paused()
+            assert safeguards.budget.num_under_way == 0
 
 
 async def test_many_that_one_death_has_failed_are_all_served_a_few_at_a_time(run: Run) -> None:

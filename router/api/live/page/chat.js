@@ -67,6 +67,7 @@ export class Chat {
   }
 
   async #answer() {
+    const messages = this.#messages; // "New" begins others
     const { body, note } = this.#add("assistant", "");
     this.#abort = new AbortController();
     this.#send.textContent = "Stop";
@@ -82,8 +83,8 @@ export class Chat {
     } finally {
       this.#abort = undefined;
       this.#send.textContent = "Send";
-      if (answer) this.#messages.push({ role: "assistant", content: answer });
-      else this.#messages.pop();
+      if (answer) messages.push({ role: "assistant", content: answer });
+      else messages.pop();
     }
   }
 

@@ -4,7 +4,7 @@ import { Views, byId, el, setAttribute, setText, table } from "./dom.js";
 import { age, clock, milliseconds, number } from "./format.js";
 
 export const STAGES = {
-  queue: "validation and admission",
+  queue: "validation and admission, and pauses for other tenants",
   pick: "choice of the instances",
   reserve: "KV blocks at the decode instance",
   wait: "for the prefill instance's first step",

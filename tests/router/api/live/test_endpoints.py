@@ -14,6 +14,7 @@ import pytest
 
 from router.api.live.state import Json
 from router.app import RouterApp
+from router.config import RouterSettings
 from router.request.validation import ServedModel
 from serving.settings import SettingsError
 from tests.router.api.live.merge_patch import patched
@@ -170,6 +171,8 @@ async def test_operators_need_their_token(run_http: RunHttp, tmp_path: Path) -> 
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "null"}, 403),
         ({"host": "evil.example", "origin": "http://evil.example"}, 403),
+        ({"host": "["}, 403),
+        ({"origin": "http://["}, 403),
     ],
 )
 async def test_other_sites_cannot_use_an_open_page(run_http: RunHttp, headers: dict[str, str], status: int) -> None:
@@ -197,3 +200,9 @@ async def test_auto_serves_no_page_where_one_would_be_refused(run_http: RunHttp,
         assert (await http.http.get("/live", headers={"authorization": f"Bearer {ALICE}"})).status_code == 404
     async with run_http(http={"page": "auto"}) as http:
         assert (await http.http.get("/", headers=HTML)).text.startswith("<!doctype html>")
+
+
+def test_a_page_without_a_port_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"http\.page needs http\.listen"):
+        RouterSettings(router={"model": "m"}, http={"page": True})
+    assert RouterSettings(router={"model": "m"}, http={"page": "auto"}).http.listen is None

@@ -60,3 +60,38 @@ def test_the_page_applies_patches_as_the_router_does() -> None:
     node = ["node", "--no-warnings", "--experimental-default-type=module", "--input-type=module", "-e", script]
     done = subprocess.run(node, input=json.dumps(cases), capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [after for _, after in pairs] == [patched(*case) for case in cases]
+
+
+def test_a_new_chat_has_nothing_of_the_answer_that_it_interrupts() -> None:
+    script = f"import {{ Chat }} from {json.dumps((PAGE / 'chat.js').as_uri())};"
+    script += """
+        const nodes = {}, asked = [];
+        const node = () => ({
+          on: {}, value: "", append() {}, replaceChildren() {}, setAttribute() {},
+          addEventListener(name, act) { this.on[name] = act; },
+        });
+        globalThis.document = { getElementById: (id) => (nodes[id] ??= node()), createElement: node };
+        globalThis.fetch = async (path, { body, signal }) => {
+          asked.push(JSON.parse(body).messages.map(({ content }) => content));
+          return { ok: true, headers: new Map(), body: new ReadableStream({ start(answer) {
+            answer.enqueue(new TextEncoder().encode('data: {"choices": [{"delta": {"content": "half"}}]}\\n\\n'));
+            signal.addEventListener("abort", () => answer.error(new DOMException("", "AbortError")));
+          } }) };
+        };
+        const soon = () => new Promise((resolve) => setTimeout(resolve, 200));
+        const say = async (text) => {
+          nodes["chat-text"].value = text;
+          nodes["chat-form"].on.submit({ preventDefault() {} });
+          await soon();
+        };
+        new Chat(() => ({}), () => {});
+        await say("first");
+        nodes["chat-new"].on.click();
+        await soon();
+        await say("second");
+        console.log(JSON.stringify(asked));
+        process.exit();
+    """
+    node = ["node", "--no-warnings", "--experimental-default-type=module", "--input-type=module", "-e", script]
+    done = subprocess.run(node, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [["first"], ["second"]]

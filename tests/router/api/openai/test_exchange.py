@@ -42,6 +42,13 @@ async def test_the_route_is_in_the_headers(run_http: RunHttp, stream: bool) -> N
         assert "100 tokens" in headers["tandem-reason"]
 
 
+async def test_the_route_is_ascii_whatever_an_instance_is_called(run_http: RunHttp) -> None:
+    async with run_http(prefill=0, decode=[FakeInstance("decode", "décode-日")]) as http:
+        response = await http.post(prompt=SHORT, max_tokens=2)
+        assert (response.status_code, response.headers["tandem-decode"]) == (200, r"d\xe9code-\u65e5")
+        assert (await http.rig.generate(prompt=SHORT)).trailers["tandem-decode"] == r"d\xe9code-\u65e5"
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
 async def test_a_disconnect_from_a_stream_ends_its_request(run_http: RunHttp, num_tokens: int) -> None:
     decode = FakeInstance("decode", behaviour=slow(0.05))
