@@ -148,6 +148,8 @@ def make_endpoint(options: ServeOptions, credentials: Credentials | None) -> End
             headers=_headers(options.headers),
             extra_body=_extra_body(options.extra_body),
         )
+    except InvalidOption:
+        raise
     except ValueError as error:
         raise InvalidOption(f"--url {error}") from None
 
