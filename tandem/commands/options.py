@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,15 +47,18 @@ class IntRange(click.IntRange):
 
 
 class FloatRange(click.FloatRange):
-    """click's; its error has the value and what is allowed."""
+    """click's, for finite numbers; its error has the value and what is allowed."""
 
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
-            return super().convert(value, param, ctx)
+            number = super().convert(value, param, ctx)
         except click.BadParameter:
             self.fail(f"{str(value)!r}; allowed: {_allowed(self)}", param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{str(value)!r} is not finite; allowed: {_allowed(self)}", param, ctx)
+        return number
 
 
 class Choice(click.Choice[str]):

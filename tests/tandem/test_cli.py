@@ -35,6 +35,8 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("up", "--decode", "0"), "'--decode': '0'; allowed: an integer, 1 to 64\n"),
         (("up", "--decode", "two"), "'--decode': 'two'; allowed: an integer, 1 to 64\n"),
         (("up", "--kv-memory", "0"), "'--kv-memory': '0'; allowed: a number, above 0\n"),
+        (("up", "--kv-memory", "inf"), "'--kv-memory': 'inf' is not finite; allowed: a number, above 0\n"),
+        (("generate", "hi", "--timeout", "nan"), "'--timeout': 'nan' is not finite"),
         (("bench", "serve", "--seed", "-1"), "'--seed': '-1'; allowed: an integer, at least 0\n"),
         (("up", "--model", "./nowhere"), "Qwen/Qwen3-0.6B"),
         (("up", "--prefill", "0", "--disaggregation", "always"), "needs at least one prefill instance"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,8 @@ class ServeOptions:
     vocab_size: int | None
     trace: Path | None
     trace_from_s: float
-    trace_for_s: float
+    trace_for_s: float | None
+    """None: the rest."""
     speed: float
     length_scale: float
     max_prompt_len: int | None
@@ -94,7 +96,7 @@ class ServeOptions:
             self.seed = secrets.randbelow(1 << 31)
 
     def _has_trace_options(self) -> bool:
-        begin_to_end = (self.trace_from_s, self.trace_for_s) == (0, float("inf"))
+        begin_to_end = (self.trace_from_s, self.trace_for_s) == (0, None)
         untouched = (self.speed, self.length_scale, self.max_prompt_len, self.max_output_len) == (1, 1, None, None)
         return not (begin_to_end and untouched and self.too_long == "cut")
 
@@ -102,7 +104,6 @@ class ServeOptions:
         """For the results file, without header values, which may be secret."""
         named = asdict(self)
         named["rates"] = [str(rate) if rate == float("inf") else rate for rate in self.rates]
-        named["trace_for_s"] = None if self.trace_for_s == float("inf") else self.trace_for_s
         named["headers"] = [header.partition(":")[0] for header in self.headers]
         return named
 
@@ -210,7 +211,7 @@ def make_workload(options: ServeOptions, served: ServedModel) -> Workload:
         if options.trace is not None:
             use = TraceUse(
                 begin_s=options.trace_from_s,
-                duration_s=options.trace_for_s,
+                duration_s=math.inf if options.trace_for_s is None else options.trace_for_s,
                 speed=options.speed,
                 length_scale=options.length_scale,
                 max_input_len=options.max_prompt_len,

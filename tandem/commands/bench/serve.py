@@ -123,7 +123,7 @@ _workload_options = option_group(
         help="Start within the trace.  [default: 0]",
     ),
     click.option(
-        "--trace-for", "trace_for_s", type=_POSITIVE, default=math.inf, metavar="SECONDS",
+        "--trace-for", "trace_for_s", type=_POSITIVE, metavar="SECONDS",
         help="Length of the part to replay.  [default: the rest]",
     ),
     click.option("--length-scale", type=_POSITIVE, default=1.0, show_default=True, help="Factor of a trace's lengths."),

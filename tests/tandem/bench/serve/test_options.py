@@ -25,6 +25,8 @@ def refused(*args: str) -> str:
         (("--rate", "nan"), "such as 1,2,4"),
         (("--address", "h:1", "--url", "http://h"), "give only one"),
         (("--burstiness", "2"), "goes with --arrivals gamma"),
+        (("--timeout", "inf"), "'inf' is not finite"),
+        (("--duration", "inf"), "'inf' is not finite"),
         (("--rate", "inf", "--duration", "3"), "goes with --num-requests"),
         (("--prompt-as", "text", "--url", "http://h"), "--tokenizer FOLDER"),
         (("--extra-body", "{}"), "--extra-body goes with --url"),
