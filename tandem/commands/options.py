@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,6 +67,19 @@ class Choice(click.Choice[str]):
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         return f"{str(value)!r}; allowed: {', '.join(self.choices)}"
+
+
+class OutputFile(click.Path):
+    """A file to write; that it cannot be written is an error before the work, not after it."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.exists() and not os.access(path.parent, os.W_OK):
+            self.fail(f"{str(path)!r}: there is no folder {path.parent} that can be written", param, ctx)
+        return path
 
 
 def option_group(*options: Callable[[F], F]) -> Callable[[F], F]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tandem.commands.options import Choice, FloatRange, IntRange, option_group
+from tandem.commands.options import Choice, FloatRange, IntRange, OutputFile, option_group
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -49,8 +49,7 @@ _engine_options = option_group(
     ),
     click.option("--seed", type=IntRange(min=0), default=0, show_default=True, help="Seed of the prompts."),
     click.option(
-        "--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path),
-        help="Also write all figures there, with options and machine.",
+        "--json", "json_file", type=OutputFile(), help="Also write all figures there, with options and machine."
     ),
 )  # fmt: skip
 

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, Never
 import click
 
 from tandem.bench.serve.results import Point, Results, format_rate, late_warning, page, sweep_table, write_json
-from tandem.commands.options import Choice, FloatRange, IntRange, credential_options, given_credentials, option_group
+from tandem.commands.options import (
+    Choice,
+    FloatRange,
+    IntRange,
+    OutputFile,
+    credential_options,
+    given_credentials,
+    option_group,
+)
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -140,7 +148,7 @@ _output_options = option_group(
         help="An objective: ttft, tpot or e2e, in milliseconds; may be given several times.",
     ),
     click.option(
-        "--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path),
+        "--json", "json_file", type=OutputFile(),
         help="Write all figures there, with settings, versions and machine.",
     ),
     click.option("--save-requests", is_flag=True, help="With --json: also every request with the times of its tokens."),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tandem.commands.options import Choice, IntRange, kv_options
+from tandem.commands.options import Choice, IntRange, OutputFile, kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options
 
 if TYPE_CHECKING:
@@ -55,10 +55,7 @@ _EXTRAS = ("nixl", "lmcache")
 @click.option("--kv-url", metavar="URL", help="Redis to use: redis://host:port/0.  [default: a private one]")
 @click.option("--kv-folder", type=click.Path(path_type=Path), help="Folder for shared_storage.  [default: /dev/shm]")
 @kv_options
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Also write all figures there.",
-)  # fmt: skip
+@click.option("--json", "json_file", type=OutputFile(), help="Also write all figures there.")
 def command(
     *,
     connectors: tuple[str, ...],
