@@ -79,11 +79,7 @@ class ServeOptions:
         for name, value in (("--header", self.headers), ("--extra-body", self.extra_body)):
             if value and self.url is None:
                 raise InvalidOption(f"{name} goes with --url")
-        if self.trace is None and self._has_trace_options():
-            raise InvalidOption(
-                "--speed, --length-scale, --trace-from, --trace-for, --max-prompt-len, --max-output-len and --too-long "
-                "go with --trace FILE"
-            )
+        self._check_workload()
         if self.trace is None and not self.rates:
             self.rates = (_DEFAULT_RATE,)
         if float("inf") in self.rates and self.duration_s is not None:
@@ -95,10 +91,31 @@ class ServeOptions:
         if self.seed is None:
             self.seed = secrets.randbelow(1 << 31)
 
+    def _check_workload(self) -> None:
+        if self.trace is None and self._has_trace_options():
+            raise InvalidOption(
+                "--speed, --length-scale, --trace-from, --trace-for, --max-prompt-len, --max-output-len and --too-long "
+                "go with --trace FILE"
+            )
+        if self.trace is not None and self._has_random_options():
+            raise InvalidOption(
+                "--prompt-len, --output-len, --prefix-len and --num-prefixes are of random prompts; a trace has "
+                "lengths and prefixes of its own: --length-scale, --max-prompt-len and --max-output-len change them"
+            )
+        if self.num_prefixes > 1 and not self.prefix_len:
+            raise InvalidOption("--num-prefixes goes with --prefix-len")
+        if self.trace is not None and not self.rates and self.arrivals != "poisson":
+            raise InvalidOption(
+                f"--arrivals {self.arrivals} goes with --rate; without it the arrivals are those of the trace"
+            )
+
     def _has_trace_options(self) -> bool:
         begin_to_end = (self.trace_from_s, self.trace_for_s) == (0, None)
         untouched = (self.speed, self.length_scale, self.max_prompt_len, self.max_output_len) == (1, 1, None, None)
         return not (begin_to_end and untouched and self.too_long == "cut")
+
+    def _has_random_options(self) -> bool:
+        return (self.prompt_len, self.output_len, self.prefix_len, self.num_prefixes) != ("512", "64", 0, 1)
 
     def as_settings(self) -> dict[str, Any]:
         """For the results file, without header values, which may be secret."""

@@ -252,7 +252,8 @@ async def test_a_trace_is_replayed(tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     rows = ("2023-11-16 18:00:00,30,2", "2023-11-16 18:00:01,40,3", "2023-11-16 18:00:02,5000,3")
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    replay = ("--trace", str(trace), "--speed", "20", "--warm-up", "0")
+    by_default = ("--prompt-len", "512", "--output-len", "64")  # a trace has lengths of its own
+    replay = ("--trace", str(trace), *by_default, "--speed", "20", "--warm-up", "0")
     async with FakeTandem() as server:
         status, _, errors = await bench("--address", server.address, *replay)
         assert (status, server.num_requests) == (2, 0)
