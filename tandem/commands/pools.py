@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from protos.tandem.v1 import common_pb2, pools_pb2
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
@@ -58,6 +59,7 @@ def command(context: click.Context, watch: bool, interval_s: float, timeout_s: f
       tandem pools drain decode-1                       end its process without losing a request
     """
     if context.invoked_subcommand is not None:
+        _reject_own_options(context, context.invoked_subcommand)
         return
     with admin_calls() as call:
         if watch:
@@ -65,6 +67,17 @@ def command(context: click.Context, watch: bool, interval_s: float, timeout_s: f
         else:
             answer = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=timeout_s)
             click.echo(json.dumps(_pools_as_dict(answer), indent=2) if as_json else _pools_table(answer))
+
+
+def _reject_own_options(context: click.Context, subcommand: str) -> None:
+    """Those of the table, which have no effect on a subcommand; raises UsageError."""
+    for option in context.command.params:
+        is_given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if option.expose_value and is_given:
+            raise click.UsageError(
+                f"{option.opts[0]} in front of {subcommand} is of `tandem pools` alone; "
+                f"options of {subcommand} follow its name"
+            )
 
 
 def _watch(call: Callable[..., Any], interval_s: float, as_json: bool) -> None:
