@@ -456,6 +456,7 @@ def usage_text(stack: LocalStack) -> str:
     lines = [f"  {name:<11} {process.spec.address}" for name, process in stack.processes.items()]
     if stack.http_address is not None:
         lines.append(f"  OpenAI API  {'http' if ca_file is None else 'https'}://{stack.http_address}/v1")
+    where = "on the live page" if stack.settings.has_page else "in `tandem top`"
     if stack.settings.has_page:
         asked = "" if key_file is None else f"   (it asks for the key in {key_file})"
         lines.append(f"  live page   {'http' if ca_file is None else 'https'}://{stack.http_address}/{asked}")
@@ -465,7 +466,7 @@ def usage_text(stack: LocalStack) -> str:
         "",
         "Call it, from another terminal:",
         f'  {typed_command()} generate --chat "What is a tandem?"',
-        f"  {typed_command()} bench serve --rate 1 --duration 60   (load, to be seen on the live page)",
+        f"  {typed_command()} bench serve --rate 1 --duration 60   (load, to be seen {where})",
         "",
         "from Python:",
         "  from tandem import Client",

@@ -94,6 +94,7 @@ def test_the_api_key_reaches_the_router_as_a_digest_and_this_users_commands(monk
         assert credentials_for(stack.address) == stack.credentials
         assert not any("k" * 32 in part for process in stack.processes.values() for part in process.spec.argv)
         assert '-H "Authorization: Bearer $(cat ' in usage_text(stack)
+        assert "live page" not in usage_text(stack), "it has none"
 
 
 def test_a_process_that_cannot_start_is_named_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
