@@ -246,6 +246,8 @@ def _read_config(context: click.Context, path: Path | None) -> None:
             )
             what = "section" if isinstance(value, dict) else "option"
             raise click.BadParameter(f"{path}: `tandem up` has no {what} {name!r}; {hint}")
+        if isinstance(value, list) and not option.multiple:
+            raise click.BadParameter(f"{path}: {name} has one value, not a list: {value}")
         context.default_map[option.name] = [value] if option.multiple and not isinstance(value, list) else value
 
 
