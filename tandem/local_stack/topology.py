@@ -34,22 +34,27 @@ _KV_SHARE = 0.4
 
 
 def free_ports(count: int, host: str = _LOOPBACK, seed: int | None = None) -> list[int]:
-    """Different ports that are free now, tried in an order given by `seed`. They are not held: another program could
-    take one meanwhile."""
+    """Different ports that are free now at `host` and on loopback, tried in an order given by `seed`. They are not
+    held: another program could take one meanwhile."""
     ports: list[int] = []
     for port in random.Random(seed).sample(_PORTS, len(_PORTS)):
         if len(ports) == count:
             break
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-        ports.append(port)
+        if all(_is_free(one, port) for one in (host, _LOOPBACK)):
+            ports.append(port)
     if len(ports) < count:
         raise OSError(f"{host} has fewer than {count} free ports between {_PORTS.start} and {_PORTS.stop - 1}")
     return ports
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def share_cores(cores: list[int], num_instances: int, pin: bool) -> list[tuple[int, ...]]:

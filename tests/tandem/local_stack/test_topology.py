@@ -143,6 +143,12 @@ def test_ports_stay_the_same_while_they_are_free() -> None:
     assert free_ports(3, seed=7) == first
 
 
+def test_ports_of_a_stack_at_another_address_are_free_on_loopback_too() -> None:
+    first = free_ports(3, "127.0.0.2", seed=7)
+    with socket.create_server(("127.0.0.1", first[0])):  # as an instance of another stack
+        assert free_ports(2, "127.0.0.2", seed=7) == first[1:], "instances listen on loopback, whatever the host is"
+
+
 def test_the_router_serves_http_at_the_given_address() -> None:
     made = topology()
     assert "--http-listen" not in made.router("h:1", "h:2").argv
