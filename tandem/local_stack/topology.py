@@ -205,7 +205,10 @@ class LocalProcesses:
         """Every process that runs or will run again, leaving ones too; the router first."""
         names: list[tuple[str, Role]] = [(f"prefill-{index}", "prefill") for index in range(settings.num_prefill)]
         names += [(f"decode-{index}", "decode") for index in range(settings.num_decode)]
-        router_port, admin_port, http_port, *ports = free_ports(len(names) + 3, settings.host, settings.port_seed)
+        num_ports, given = len(names) + 3, (settings.port, settings.http_port)
+        free = free_ports(num_ports + len(given), settings.host, settings.port_seed)
+        free = [port for port in free if port not in given]  # no other process may get a port that the router has
+        router_port, admin_port, http_port, *ports = free[:num_ports]
         self.admin_address = f"{_LOOPBACK}:{admin_port}"
         self.http_address = None if settings.http_port is None else f"{settings.host}:{settings.http_port or http_port}"
         """Of the router's OpenAI HTTP API; None: disabled."""
