@@ -157,6 +157,8 @@ def test_each_connector_of_a_list_is_looked_at_with_what_is_its_own(tmp_path: Pa
     assert (redis.name, redis.kv_url, redis.options) == ("redis", "redis://h:1/0", {"ttl_s": 600})
     with pytest.raises(ValueError, match=r"shared_storage\.ttl_s"):
         split_connectors("nixl,shared_storage", None, tmp_path, {"ttl_s": 600})
+    _, own = split_connectors("nixl,my.pages:Store", "h:1", tmp_path, {})
+    assert (own.kv_url, own.kv_folder) == ("h:1", tmp_path), "as an instance gives them to it"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,8 @@ def test_each_connector_of_a_list_is_looked_at_with_what_is_its_own(tmp_path: Pa
         (["--connector", "redis"], "--kv-url redis://host:port/0"),
         (["--connector", "carrier-pigeon"], "shared_storage"),
         (["--connector", "nixl", "--kv-folder", "/tmp"], "--kv-folder goes with"),
+        (["--connector", "nixl,redis", "--kv-url", "redis://h", "--kv-folder", "/tmp"], "--kv-folder goes with"),
+        (["--connector", "nixl,shared_storage", "--kv-url", "redis://h"], "--kv-url goes with"),
         (["--kv-options", "nonsense"], "a map in YAML"),
     ],
 )
