@@ -266,6 +266,13 @@ async def test_a_trace_is_replayed(tmp_path: Path) -> None:
     assert sorted(len(prompt) for prompt in server.prompts) == [30, 40], "50 ms apart: a busy machine swaps them"
 
 
+async def test_a_later_rate_without_requests_is_found_before_anything_is_sent() -> None:
+    async with FakeTandem() as server:
+        status, _, errors = await bench("--address", server.address, "--rate", "50,0.001", "--duration", "0.2")
+    assert (status, server.num_requests) == (2, 0)
+    assert "no request is due" in errors
+
+
 async def test_an_unknown_vocabulary_must_be_given() -> None:
     async with FakeOpenAI() as server:
         status, _, errors = await bench("--url", server.url)
