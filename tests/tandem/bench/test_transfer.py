@@ -27,7 +27,8 @@ from tandem.bench.transfer.endpoint import Shape, TransferEndpoint, TransferFail
 from tandem.bench.transfer.measure import Figures, Result, measure, table
 from tandem.bench.transfer.media import Medium, SharedStorageMedium, file_system, medium_of, transport
 from tandem.cli import main
-from tandem.connectors import ConnectorChoice
+from tandem.commands.bench.transfer import _choice
+from tandem.connectors import CONNECTORS, ConnectorChoice
 from tests.kv_transfer.stores.redis.redis_server import redis_server
 
 SMALL = ["--blocks", "4", "--block-bytes", "65536", "--rounds", "3"]
@@ -104,6 +105,11 @@ def test_without_a_redis_it_gives_the_command(monkeypatch: pytest.MonkeyPatch) -
     assert status == 1
     assert "redis: skipped" in output
     assert "--kv-url redis://host:port/0" in output
+
+
+def test_without_a_name_every_connector_with_a_folder_gets_the_given_one(tmp_path: Path) -> None:
+    choices = [_choice(name, named=False, kv_url=None, kv_folder=tmp_path, options={}) for name in CONNECTORS]
+    assert [one.name for one in choices if one.kv_folder == tmp_path] == ["shared_storage", "lmcache"]
 
 
 @pytest.mark.parametrize(
