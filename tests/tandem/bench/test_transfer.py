@@ -99,6 +99,12 @@ def test_a_redis_of_the_users_own_has_no_key_more_than_before(tmp_path: Path) ->
         assert server.names() == [b"mine"]
 
 
+def test_a_redis_that_does_not_answer_is_a_failed_measurement() -> None:
+    status, output = bench("--connector", "redis", "--kv-url", "redis://127.0.0.1:1/0", "--digest", "off")
+    assert status == 1
+    assert "redis: failed: refused; run tandem doctor for details" in output
+
+
 def test_without_a_redis_it_gives_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media.shutil, "which", lambda name: None)
     status, output = bench("--connector", "redis")
