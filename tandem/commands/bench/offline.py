@@ -56,9 +56,13 @@ _engine_options = option_group(
 
 def _make_engine(model: str, *, threads: int | None, kv_memory: float | None, **options: Any) -> LLM:
     """An engine without prefix cache and tokenizer; the other `options` have LLM's names. Raises ClickException."""
+    import torch
+
     from engine import LLM
     from engine.errors import EngineError
 
+    if options.get("device") == "cuda" and not torch.cuda.is_available():
+        raise click.ClickException("--device cuda: torch finds no GPU on this machine; omit it to use the CPU")
     try:
         return LLM(
             model,
