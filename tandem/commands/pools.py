@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -186,18 +185,21 @@ def _wait_resized(
     call: Callable[..., Any], desired: Mapping[str, int], changes: InstanceChanges, timeout_s: float
 ) -> None:
     """Returns when the pools have these sizes; raises ClickException if they will not, or not in time."""
-    started_s = time.monotonic()
-    watch = call("WatchPools", pools_pb2.WatchPoolsRequest(interval_s=_POLL_INTERVAL_S))
+    import grpc
+
+    watch = call("WatchPools", pools_pb2.WatchPoolsRequest(interval_s=_POLL_INTERVAL_S), timeout=timeout_s)
     try:
         for answer in watch:
             changes.update(answer.pools)
             if _is_resized(answer.pools, desired):
                 return
-            if time.monotonic() - started_s > timeout_s:
-                raise click.ClickException(
-                    f"not complete after {timeout_s:g} s; the resize continues, `tandem pools` shows its progress"
-                )
         raise click.ClickException("the router stopped; the resize continues without it")
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+        raise click.ClickException(
+            f"not complete after {timeout_s:g} s; the resize continues, `tandem pools` shows its progress"
+        ) from None
     except KeyboardInterrupt:
         click.echo("stopped waiting; the resize continues, `tandem pools` shows its progress", err=True)
         raise click.exceptions.Exit(_INTERRUPTED) from None
