@@ -240,13 +240,20 @@ def make_workload(options: ServeOptions, served: ServedModel) -> Workload:
             vocabulary,
             schedule,
             options.seed,
-            Lengths.parse(options.prompt_len),
-            Lengths.parse(options.output_len),
+            _lengths("--prompt-len", options.prompt_len),
+            _lengths("--output-len", options.output_len),
             options.prefix_len,
             options.num_prefixes,
         )
     except (ValueError, OSError) as error:
         raise InvalidOption(str(error)) from None
+
+
+def _lengths(flag: str, text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise InvalidOption(f"{flag} {error}") from None
 
 
 def _vocabulary(options: ServeOptions, served: ServedModel) -> Vocabulary:

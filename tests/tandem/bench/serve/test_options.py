@@ -47,6 +47,7 @@ def refused(*args: str) -> str:
         (("--url", "http://h", "--ca-file", "ca.crt"), "--ca-file is for a Tandem router"),
         (("--url", "http://h", "--connections", "8"), "--connections is for a Tandem router"),
         (("--prompt-len", "9:3", "--address", "{there}"), "a range like 256:1024"),
+        (("--output-len", "many", "--address", "{there}"), "Error: --output-len 'many': not a number; write a length"),
         (("--prompt-len", "5000", "--address", "{there}"), "the limit of fake is 4096"),
         (("--duration", "0.001", "--rate", "0.001", "--address", "{there}"), "no request is due"),
     ],
