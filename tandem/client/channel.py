@@ -68,7 +68,7 @@ def router_target(address: str | Sequence[str] | None, retries: int | None) -> T
         raise ValueError(f"retries: is {retries}; allowed: 0..{MAX_RETRIES}")
     given = address.split(",") if isinstance(address, str) else address
     addresses = [running_address()] if given is None else [one.strip() for one in given]
-    if not all(addresses):
+    if not addresses or not all(addresses):
         raise ValueError("address: is empty; give host:port of a router")
     name = ",".join(addresses)
     if len(addresses) > 1:

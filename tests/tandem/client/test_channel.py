@@ -151,6 +151,7 @@ def test_targets() -> None:
         (["10.0.0.1", "10.0.0.2"], None, "'10.0.0.1' is not"),
         (["10.0.0.1:1", "[::1]:1"], None, "do not go together"),
         ("10.0.0.1:1,", None, "is empty"),
+        ([], None, "is empty"),
         ("10.0.0.1:1", 5, r"retries: is 5; allowed: 0\.\.4"),
     ],
 )
