@@ -255,9 +255,11 @@ class LocalProcesses:
 
     def _free_address(self, taken: Collection[str]) -> str:
         """A free host:port that no process of the stack has or will have."""
-        taken = {*taken, self.by_name[ROUTER].spec.address}
-        addresses = (f"{_LOOPBACK}:{port}" for port in free_ports(len(taken) + 1, _LOOPBACK))
-        return next(address for address in addresses if address not in taken)
+        # Those of a router that restarts are free for a moment.
+        taken = (*taken, self.by_name[ROUTER].spec.address, self.admin_address, self.http_address or "")
+        ports = {address.rpartition(":")[2] for address in taken}
+        free = free_ports(len(ports) + 1, _LOOPBACK)
+        return next(f"{_LOOPBACK}:{port}" for port in free if str(port) not in ports)
 
 
 def _kv_cache_bytes(settings: StackSettings) -> int | None:

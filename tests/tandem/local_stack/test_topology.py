@@ -161,6 +161,17 @@ def test_a_port_that_the_router_was_given_is_no_instances_port() -> None:
     assert len(set(addresses)) == len(addresses) == 5
 
 
+def test_a_later_instance_gets_no_port_of_a_router_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    bond: Any = None  # nothing is started, so that all ports are free
+    settings = StackSettings(model=Path("/m"), model_name="demo", host="127.0.0.2", http_port=0)
+    made = LocalProcesses(settings, Path("/f"), bond, {})
+    routers = [made.by_name[ROUTER].spec.address, made.admin_address, made.http_address or ""]
+    ports = [int(address.rpartition(":")[2]) for address in routers]
+    monkeypatch.setattr("tandem.local_stack.topology.free_ports", lambda count, host: [*ports, 31_999])
+    made.desired.resize("decode", 2)
+    assert made.desired.snapshot.pool("decode")[1].address == "127.0.0.1:31999"
+
+
 def test_the_router_serves_http_at_the_given_address() -> None:
     made = topology()
     assert "--http-listen" not in made.router("h:1", "h:2").argv
