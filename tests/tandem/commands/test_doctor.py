@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
+import tomllib
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +47,12 @@ def test_a_missing_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None
     first, _ = doctor.check_packages()
     assert (first.verdict, first.remedy) == ("fail", "make install")
     assert "no-such-package" in first.text
+
+
+def test_every_required_package_is_looked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    required = {re.split(r"[^\w-]", one)[0] for one in project["dependencies"]}
+    assert {*doctor._PACKAGES, *doctor._OTHER_PACKAGES} == required
 
 
 def test_low_disk_and_shared_memory_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
