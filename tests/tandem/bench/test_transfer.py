@@ -77,7 +77,8 @@ def test_nixl_is_measured_next_to_a_bare_loop_and_names_its_transport() -> None:
 def test_options_are_those_of_the_connector(
     tmp_path: Path, connector: str, options: type[TransferOptions], url: str | None
 ) -> None:
-    medium = medium_of(ConnectorChoice(connector, kv_folder=tmp_path if url is None else None, kv_url=url))
+    folder = tmp_path if connector in ("shared_storage", "lmcache") and url is None else None
+    medium = medium_of(ConnectorChoice(connector, kv_folder=folder, kv_url=url))
     with medium.opened(Shape(num_blocks=1, block_bytes=65536)):
         for digest in (False, True):
             assert parse_options(options, connector, medium.config(digest).options).digest == digest
