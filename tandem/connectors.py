@@ -66,11 +66,17 @@ def split_connectors(
     for option in options:
         if option.rpartition(".")[0] not in names:
             raise ValueError(f"--kv-options: {option} must name its connector, for example {names[-1]}.{option}")
+    own = [name for name in names if name not in CONNECTORS]  # module:Class may have either
+    with_url, with_folder = ([name for name in names if name in known] + own for known in (_WITH_URL, _WITH_FOLDER))
+    if kv_url is not None and not with_url:
+        raise ValueError(f"--kv-url goes with redis or lmcache, none of {connector} has a server")
+    if kv_folder is not None and not with_folder:
+        raise ValueError(f"--kv-folder goes with shared_storage or lmcache, none of {connector} has a folder")
     return [
         ConnectorChoice(
             name,
-            kv_url if name in _WITH_URL else None,
-            kv_folder if name in _WITH_FOLDER else None,
+            kv_url if name in with_url else None,
+            kv_folder if name in with_folder else None,
             {option.rpartition(".")[2]: value for option, value in options.items() if option.startswith(f"{name}.")},
         )
         for name in names

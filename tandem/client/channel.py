@@ -68,7 +68,7 @@ def router_target(address: str | Sequence[str] | None, retries: int | None) -> T
         raise ValueError(f"retries: is {retries}; allowed: 0..{MAX_RETRIES}")
     given = address.split(",") if isinstance(address, str) else address
     addresses = [running_address()] if given is None else [one.strip() for one in given]
-    if not all(addresses):
+    if not addresses or not all(addresses):
         raise ValueError("address: is empty; give host:port of a router")
     name = ",".join(addresses)
     if len(addresses) > 1:
@@ -119,6 +119,7 @@ def _service_config(is_several: bool, retries: int) -> dict[str, Any]:
 
 def open_async_channel(target: str, options: Options, credentials: Credentials) -> grpc.aio.Channel:
     """A channel for the running event loop that follows the TLS files. Raises ValueError."""
+    options = _without_proxy(target, options)
     files = _tls_files(credentials)
     if files is None:
         return grpc.aio.insecure_channel(target, options=options)
@@ -131,6 +132,7 @@ def open_blocking_channel(
     target: str, options: Options, credentials: Credentials, material: TlsMaterial | None = None
 ) -> grpc.Channel:
     """A channel with the TLS files as they are now, or as they were in `material`. Raises ValueError."""
+    options = _without_proxy(target, options)
     if material is None and (files := _tls_files(credentials)) is not None:
         material = files.current()
     if material is None:
@@ -140,6 +142,17 @@ def open_blocking_channel(
     if credentials.server_name is not None:
         options = (*options, ("grpc.ssl_target_name_override", credentials.server_name))
     return grpc.secure_channel(target, channel_credentials(material), options=options)
+
+
+def _without_proxy(target: str, options: Options) -> Options:
+    """`options`, for a server on this machine without the proxy of the environment: it cannot reach this machine's."""
+    host = target.rpartition(":")[0].strip("[]")
+    try:
+        address = ipaddress.ip_address(host)
+        is_here = address.is_loopback or address.is_unspecified
+    except ValueError:
+        is_here = host == "localhost"
+    return (*options, ("grpc.enable_http_proxy", 0)) if is_here else options
 
 
 def _tls_files(credentials: Credentials) -> TlsFiles | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -171,7 +172,7 @@ def _is_locked(folder: Path) -> bool:
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return folder.is_dir() and time.time() - folder.stat().st_mtime < _UNLOCKED_GRACE_S
+        return _age_s(folder) < _UNLOCKED_GRACE_S
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -180,6 +181,14 @@ def _is_locked(folder: Path) -> bool:
         return False
     finally:
         os.close(descriptor)
+
+
+def _age_s(folder: Path) -> float:
+    """Seconds since its last change; infinite if it is gone, which may happen at any time."""
+    try:
+        return time.time() - folder.stat().st_mtime if folder.is_dir() else math.inf
+    except OSError:
+        return math.inf
 
 
 def _announced() -> Iterator[tuple[Path, RunningStack]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -46,6 +47,8 @@ def computed(expression: str) -> str:
         raise WrongExpression(f"the expression has {len(expression)} characters; allowed: {MAX_CHARS}")
     try:
         value = _value(ast.parse(expression.translate(_SPELT).strip(), mode="eval").body, 0)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise OverflowError  # as a power would be
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, WrongExpression):
             raise

@@ -198,6 +198,8 @@ class _Chat:
         self._tool = tool
         self._turns: list[dict[str, Any]] = []
         self._last: _Answer | None = None
+        self.was_stopped = False
+        """Whether Ctrl-C stopped an answer."""
 
     def handle(self, text: str) -> bool:
         """Answers a message, or obeys a command; False for /exit.
@@ -245,6 +247,7 @@ class _Chat:
             answer.completion = _print_stream(stream, answer)
         except KeyboardInterrupt:
             stream.close()
+            self.was_stopped = True
             click.echo("\n(stopped)", err=True)
         return answer
 
@@ -329,10 +332,12 @@ def _print_stream(stream: Generator[Piece, None, Completion], answer: _Answer) -
 
 
 def _obey(chat: _Chat, lines: Iterator[str]) -> None:
-    """The loop without a terminal: a failure ends it."""
+    """The loop without a terminal: a failure or Ctrl-C ends it."""
     for text in lines:
         if not chat.handle(text):
             return
+        if chat.was_stopped:
+            raise KeyboardInterrupt
 
 
 def _talk(chat: _Chat, lines: Iterator[str]) -> None:

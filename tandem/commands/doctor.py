@@ -34,6 +34,12 @@ _PACKAGES = (
     "torch", "numpy", "numba", "safetensors", "tokenizers", "jinja2",
     "grpcio", "protobuf", "pyzmq", "msgspec", "pydantic", "blake3", "psutil", "click",
 )  # fmt: skip
+"""Shown with their versions."""
+_OTHER_PACKAGES = (
+    "cryptography", "fastapi", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "httpx",
+    "opentelemetry-api", "prometheus-client", "prompt-toolkit", "pydantic-settings", "pyyaml", "redis", "tqdm",
+    "uvicorn",
+)  # fmt: skip
 _EXTRAS = (
     ("huggingface_hub", "models by name from the Hugging Face hub", "hub"),
     ("xgrammar", "structured output and required tool calls", "structured-output"),
@@ -144,9 +150,9 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Required packages with versions, without importing them."""
+    """Required packages, the main ones with versions, without importing them."""
     versions = {name: _version(name) for name in _PACKAGES}
-    missing = [name for name, version in versions.items() if version is None]
+    missing = [name for name in (*_PACKAGES, *_OTHER_PACKAGES) if _version(name) is None]
     if missing:
         yield Finding("fail", "packages", f"missing: {', '.join(missing)}", "make install")
     yield Finding("ok", "packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))

@@ -119,11 +119,11 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
     finally:
         if first_s is not None:
             click.echo()
+    ended_s = time.monotonic()  # before the tokenizer is read for the lines below
     text_of = _texts_of_ids(client.address) if positions else None
     for index, candidates in enumerate(positions):
         click.echo(_logprobs_line(index, candidates, text_of), err=True)
     if stats and first_s is not None:
-        ended_s = time.monotonic()
         gap_ms = (ended_s - first_s) / max(1, num_tokens - 1) * 1e3
         click.echo(
             f"{num_tokens} tokens; first after {(first_s - started_s) * 1e3:.0f} ms, then one every {gap_ms:.1f} ms",

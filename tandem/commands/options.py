@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,15 +48,18 @@ class IntRange(click.IntRange):
 
 
 class FloatRange(click.FloatRange):
-    """click's; its error has the value and what is allowed."""
+    """click's, for finite numbers; its error has the value and what is allowed."""
 
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
-            return super().convert(value, param, ctx)
+            number = super().convert(value, param, ctx)
         except click.BadParameter:
             self.fail(f"{str(value)!r}; allowed: {_allowed(self)}", param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{str(value)!r} is not finite; allowed: {_allowed(self)}", param, ctx)
+        return number
 
 
 class Choice(click.Choice[str]):
@@ -62,6 +67,19 @@ class Choice(click.Choice[str]):
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         return f"{str(value)!r}; allowed: {', '.join(self.choices)}"
+
+
+class OutputFile(click.Path):
+    """A file to write; that it cannot be written is an error before the work, not after it."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.exists() and not os.access(path.parent, os.W_OK):
+            self.fail(f"{str(path)!r}: there is no folder {path.parent} that can be written", param, ctx)
+        return path
 
 
 def option_group(*options: Callable[[F], F]) -> Callable[[F], F]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from protos.tandem.v1 import common_pb2, pools_pb2
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
@@ -58,6 +58,7 @@ def command(context: click.Context, watch: bool, interval_s: float, timeout_s: f
       tandem pools drain decode-1                       end its process without losing a request
     """
     if context.invoked_subcommand is not None:
+        _reject_own_options(context, context.invoked_subcommand)
         return
     with admin_calls() as call:
         if watch:
@@ -65,6 +66,17 @@ def command(context: click.Context, watch: bool, interval_s: float, timeout_s: f
         else:
             answer = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=timeout_s)
             click.echo(json.dumps(_pools_as_dict(answer), indent=2) if as_json else _pools_table(answer))
+
+
+def _reject_own_options(context: click.Context, subcommand: str) -> None:
+    """Those of the table, which have no effect on a subcommand; raises UsageError."""
+    for option in context.command.params:
+        is_given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if option.expose_value and is_given:
+            raise click.UsageError(
+                f"{option.opts[0]} in front of {subcommand} is of `tandem pools` alone; "
+                f"options of {subcommand} follow its name"
+            )
 
 
 def _watch(call: Callable[..., Any], interval_s: float, as_json: bool) -> None:
@@ -173,18 +185,21 @@ def _wait_resized(
     call: Callable[..., Any], desired: Mapping[str, int], changes: InstanceChanges, timeout_s: float
 ) -> None:
     """Returns when the pools have these sizes; raises ClickException if they will not, or not in time."""
-    started_s = time.monotonic()
-    watch = call("WatchPools", pools_pb2.WatchPoolsRequest(interval_s=_POLL_INTERVAL_S))
+    import grpc
+
+    watch = call("WatchPools", pools_pb2.WatchPoolsRequest(interval_s=_POLL_INTERVAL_S), timeout=timeout_s)
     try:
         for answer in watch:
             changes.update(answer.pools)
             if _is_resized(answer.pools, desired):
                 return
-            if time.monotonic() - started_s > timeout_s:
-                raise click.ClickException(
-                    f"not complete after {timeout_s:g} s; the resize continues, `tandem pools` shows its progress"
-                )
         raise click.ClickException("the router stopped; the resize continues without it")
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+        raise click.ClickException(
+            f"not complete after {timeout_s:g} s; the resize continues, `tandem pools` shows its progress"
+        ) from None
     except KeyboardInterrupt:
         click.echo("stopped waiting; the resize continues, `tandem pools` shows its progress", err=True)
         raise click.exceptions.Exit(_INTERRUPTED) from None

@@ -174,7 +174,8 @@ def command(
 
     It runs until Ctrl-C, which ends every process and removes every file of the stack. An instance or router that exits
     is restarted after 0.5 s, then 1 s, 2 s … 8 s; one that exits more than five times within a minute, or before it was
-    ready for the first time, ends the stack with the last lines of its log.
+    ready for the first time, ends the stack with the last lines of its log. An instance that a resize adds and that is
+    never ready ends alone.
 
     \b
     Examples:
@@ -246,6 +247,8 @@ def _read_config(context: click.Context, path: Path | None) -> None:
             )
             what = "section" if isinstance(value, dict) else "option"
             raise click.BadParameter(f"{path}: `tandem up` has no {what} {name!r}; {hint}")
+        if isinstance(value, list) and not option.multiple:
+            raise click.BadParameter(f"{path}: {name} has one value, not a list: {value}")
         context.default_map[option.name] = [value] if option.multiple and not isinstance(value, list) else value
 
 
@@ -456,6 +459,7 @@ def usage_text(stack: LocalStack) -> str:
     lines = [f"  {name:<11} {process.spec.address}" for name, process in stack.processes.items()]
     if stack.http_address is not None:
         lines.append(f"  OpenAI API  {'http' if ca_file is None else 'https'}://{stack.http_address}/v1")
+    where = "on the live page" if stack.settings.has_page else "in `tandem top`"
     if stack.settings.has_page:
         asked = "" if key_file is None else f"   (it asks for the key in {key_file})"
         lines.append(f"  live page   {'http' if ca_file is None else 'https'}://{stack.http_address}/{asked}")
@@ -465,7 +469,7 @@ def usage_text(stack: LocalStack) -> str:
         "",
         "Call it, from another terminal:",
         f'  {typed_command()} generate --chat "What is a tandem?"',
-        f"  {typed_command()} bench serve --rate 1 --duration 60   (load, to be seen on the live page)",
+        f"  {typed_command()} bench serve --rate 1 --duration 60   (load, to be seen {where})",
         "",
         "from Python:",
         "  from tandem import Client",

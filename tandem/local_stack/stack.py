@@ -206,9 +206,9 @@ class LocalStack:
         try:
             return ", ".join(instances_out(self.admin_address, credentials=self.credentials))
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
-                raise
-            return ""
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return ""
+            return f"its admin listener does not answer at {self.admin_address} ({error.code().name})"
 
     def resize(self, role: Role, size: int, victims: Sequence[str] = ()) -> int:
         """Sets the desired size of a pool, from any thread; returns the previous one.

@@ -69,6 +69,8 @@ class Supervisor:
         self._restarts: defaultdict[str, _Restarts] = defaultdict(_Restarts)
         self._starting: set[str] = set()
         self._leave_until_s: dict[str, float] = {}
+        self._reported_pids: dict[str, int] = {}
+        """By name, of the last process whose exit was an event."""
         self._version = processes.desired.snapshot.version
 
     def check(self) -> list[StackEvent]:
@@ -117,12 +119,13 @@ class Supervisor:
         is_clean = process.exit_status == 0 or (process.exit_status == -signal.SIGTERM and process.ready_s is None)
         if timed_out:
             yield StackEvent(f"{process.name} did not exit within {_LEAVE_TIMEOUT_S:g} s and was killed")
-        elif is_clean:
+        elif is_clean or self._reported_pids.get(process.name) == process.pid:
             yield StackEvent(f"{process.name} is gone")
         else:
             text = f"{process.name} is gone before the end of its drain: it {process.exit_text()}"
             yield StackEvent(text, tuple(process.last_lines()))
         del self._leave_until_s[process.name]
+        self._reported_pids.pop(process.name, None)
         self._processes.remove(process)
 
     def _check_exited(self, process: ManagedProcess, now_s: float) -> Iterator[StackEvent]:
@@ -136,6 +139,7 @@ class Supervisor:
 
     def _record_exit(self, process: ManagedProcess, now_s: float) -> StackEvent:
         process.kill()  # its engine core may be left
+        self._reported_pids[process.name] = process.pid
         lines = tuple(process.last_lines())
         backoff_s = self._restarts[process.name].record_exit(now_s)
         is_hopeless = backoff_s is None or process.exit_status == EXIT_CANNOT_START

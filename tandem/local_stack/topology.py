@@ -34,22 +34,27 @@ _KV_SHARE = 0.4
 
 
 def free_ports(count: int, host: str = _LOOPBACK, seed: int | None = None) -> list[int]:
-    """Different ports that are free now, tried in an order given by `seed`. They are not held: another program could
-    take one meanwhile."""
+    """Different ports that are free now at `host` and on loopback, tried in an order given by `seed`. They are not
+    held: another program could take one meanwhile."""
     ports: list[int] = []
     for port in random.Random(seed).sample(_PORTS, len(_PORTS)):
         if len(ports) == count:
             break
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-        ports.append(port)
+        if all(_is_free(one, port) for one in (host, _LOOPBACK)):
+            ports.append(port)
     if len(ports) < count:
         raise OSError(f"{host} has fewer than {count} free ports between {_PORTS.start} and {_PORTS.stop - 1}")
     return ports
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def share_cores(cores: list[int], num_instances: int, pin: bool) -> list[tuple[int, ...]]:
@@ -200,7 +205,10 @@ class LocalProcesses:
         """Every process that runs or will run again, leaving ones too; the router first."""
         names: list[tuple[str, Role]] = [(f"prefill-{index}", "prefill") for index in range(settings.num_prefill)]
         names += [(f"decode-{index}", "decode") for index in range(settings.num_decode)]
-        router_port, admin_port, http_port, *ports = free_ports(len(names) + 3, settings.host, settings.port_seed)
+        num_ports, given = len(names) + 3, (settings.port, settings.http_port)
+        free = free_ports(num_ports + len(given), settings.host, settings.port_seed)
+        free = [port for port in free if port not in given]  # no other process may get a port that the router has
+        router_port, admin_port, http_port, *ports = free[:num_ports]
         self.admin_address = f"{_LOOPBACK}:{admin_port}"
         self.http_address = None if settings.http_port is None else f"{settings.host}:{settings.http_port or http_port}"
         """Of the router's OpenAI HTTP API; None: disabled."""
@@ -247,9 +255,11 @@ class LocalProcesses:
 
     def _free_address(self, taken: Collection[str]) -> str:
         """A free host:port that no process of the stack has or will have."""
-        taken = {*taken, self.by_name[ROUTER].spec.address}
-        addresses = (f"{_LOOPBACK}:{port}" for port in free_ports(len(taken) + 1, _LOOPBACK))
-        return next(address for address in addresses if address not in taken)
+        # Those of a router that restarts are free for a moment.
+        taken = (*taken, self.by_name[ROUTER].spec.address, self.admin_address, self.http_address or "")
+        ports = {address.rpartition(":")[2] for address in taken}
+        free = free_ports(len(ports) + 1, _LOOPBACK)
+        return next(f"{_LOOPBACK}:{port}" for port in free if str(port) not in ports)
 
 
 def _kv_cache_bytes(settings: StackSettings) -> int | None:

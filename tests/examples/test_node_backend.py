@@ -98,6 +98,15 @@ async def test_it_comes_again_when_nobody_was_there(run: Run) -> None:
         assert rig.app.service.metrics.num_received > 1
 
 
+async def test_a_question_that_is_too_long_is_rejected_and_its_connection_serves_the_next(run: Run) -> None:
+    async with run(prefill=0) as rig, backend(rig) as client:
+        response = await client.post("/ask", content="x" * 1_000_000)
+        assert (response.status_code, response.text) == (413, "the question is too long\n")
+        async with asyncio.timeout(20):
+            assert (await client.post("/ask", content="hi")).status_code == 200
+        assert rig.app.service.metrics.num_received == 1
+
+
 async def test_a_wrong_request_is_not_tried_again(run: Run) -> None:
     async with run(prefill=0) as rig, backend(rig) as client:
         response = await client.post("/ask", content="x" * 5000)

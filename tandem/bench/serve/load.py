@@ -220,9 +220,10 @@ async def run_sweep(
     `check` raises an error of its own for requests that cannot be sent. Raises WarmUpFailed.
     """
     points: list[Point] = []
+    for run, rate in enumerate(sweep.rates, 1):  # all of them first: else a later one's mistake costs measured figures
+        check(workload.plan(run, rate))
     for run, rate in enumerate(sweep.rates, 1):
         requests = workload.plan(run, rate)
-        check(requests)
         warm_up = workload.warm_up(run, sweep.num_warm_up)
         if warm_up:
             observer.warm_up(rate, len(warm_up))

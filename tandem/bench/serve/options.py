@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,8 @@ class ServeOptions:
     vocab_size: int | None
     trace: Path | None
     trace_from_s: float
-    trace_for_s: float
+    trace_for_s: float | None
+    """None: the rest."""
     speed: float
     length_scale: float
     max_prompt_len: int | None
@@ -77,11 +79,7 @@ class ServeOptions:
         for name, value in (("--header", self.headers), ("--extra-body", self.extra_body)):
             if value and self.url is None:
                 raise InvalidOption(f"{name} goes with --url")
-        if self.trace is None and self._has_trace_options():
-            raise InvalidOption(
-                "--speed, --length-scale, --trace-from, --trace-for, --max-prompt-len, --max-output-len and --too-long "
-                "go with --trace FILE"
-            )
+        self._check_workload()
         if self.trace is None and not self.rates:
             self.rates = (_DEFAULT_RATE,)
         if float("inf") in self.rates and self.duration_s is not None:
@@ -93,16 +91,36 @@ class ServeOptions:
         if self.seed is None:
             self.seed = secrets.randbelow(1 << 31)
 
+    def _check_workload(self) -> None:
+        if self.trace is None and self._has_trace_options():
+            raise InvalidOption(
+                "--speed, --length-scale, --trace-from, --trace-for, --max-prompt-len, --max-output-len and --too-long "
+                "go with --trace FILE"
+            )
+        if self.trace is not None and self._has_random_options():
+            raise InvalidOption(
+                "--prompt-len, --output-len, --prefix-len and --num-prefixes are of random prompts; a trace has "
+                "lengths and prefixes of its own: --length-scale, --max-prompt-len and --max-output-len change them"
+            )
+        if self.num_prefixes > 1 and not self.prefix_len:
+            raise InvalidOption("--num-prefixes goes with --prefix-len")
+        if self.trace is not None and not self.rates and self.arrivals != "poisson":
+            raise InvalidOption(
+                f"--arrivals {self.arrivals} goes with --rate; without it the arrivals are those of the trace"
+            )
+
     def _has_trace_options(self) -> bool:
-        begin_to_end = (self.trace_from_s, self.trace_for_s) == (0, float("inf"))
+        begin_to_end = (self.trace_from_s, self.trace_for_s) == (0, None)
         untouched = (self.speed, self.length_scale, self.max_prompt_len, self.max_output_len) == (1, 1, None, None)
         return not (begin_to_end and untouched and self.too_long == "cut")
+
+    def _has_random_options(self) -> bool:
+        return (self.prompt_len, self.output_len, self.prefix_len, self.num_prefixes) != ("512", "64", 0, 1)
 
     def as_settings(self) -> dict[str, Any]:
         """For the results file, without header values, which may be secret."""
         named = asdict(self)
         named["rates"] = [str(rate) if rate == float("inf") else rate for rate in self.rates]
-        named["trace_for_s"] = None if self.trace_for_s == float("inf") else self.trace_for_s
         named["headers"] = [header.partition(":")[0] for header in self.headers]
         return named
 
@@ -148,6 +166,8 @@ def make_endpoint(options: ServeOptions, credentials: Credentials | None) -> End
             headers=_headers(options.headers),
             extra_body=_extra_body(options.extra_body),
         )
+    except InvalidOption:
+        raise
     except ValueError as error:
         raise InvalidOption(f"--url {error}") from None
 
@@ -208,7 +228,7 @@ def make_workload(options: ServeOptions, served: ServedModel) -> Workload:
         if options.trace is not None:
             use = TraceUse(
                 begin_s=options.trace_from_s,
-                duration_s=options.trace_for_s,
+                duration_s=math.inf if options.trace_for_s is None else options.trace_for_s,
                 speed=options.speed,
                 length_scale=options.length_scale,
                 max_input_len=options.max_prompt_len,
@@ -220,13 +240,20 @@ def make_workload(options: ServeOptions, served: ServedModel) -> Workload:
             vocabulary,
             schedule,
             options.seed,
-            Lengths.parse(options.prompt_len),
-            Lengths.parse(options.output_len),
+            _lengths("--prompt-len", options.prompt_len),
+            _lengths("--output-len", options.output_len),
             options.prefix_len,
             options.num_prefixes,
         )
     except (ValueError, OSError) as error:
         raise InvalidOption(str(error)) from None
+
+
+def _lengths(flag: str, text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise InvalidOption(f"{flag} {error}") from None
 
 
 def _vocabulary(options: ServeOptions, served: ServedModel) -> Vocabulary:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import psutil
+import redis
 import torch
 
 from engine.config import KVConnectorConfig
@@ -37,7 +38,7 @@ from kv_transfer.secret import ensure_secret
 from kv_transfer.stores.base import BlockStore, StoreError
 from kv_transfer.stores.lmcache import connector as lmcache_connector
 from kv_transfer.stores.lmcache.store import ObjectName
-from kv_transfer.stores.redis.connection import RECEIVE_BYTES, encode
+from kv_transfer.stores.redis.connection import RECEIVE_BYTES, connection_failed, encode
 from kv_transfer.stores.redis.connector import RedisOptions, RedisStore, make_endpoint
 from tandem.bench.transfer.endpoint import Shape, TransferFailed, as_bytes
 from tandem.connectors import ConnectorChoice, Options
@@ -423,13 +424,16 @@ def _wait_for_redis(port: int, process: subprocess.Popen[bytes]) -> None:
 def _raw_redis(
     options: RedisOptions, shape: Shape, kv: torch.Tensor, stack: contextlib.ExitStack, receive_bytes: int
 ) -> RawReader:
-    """GET and recv_into, one value after another, on one connection."""
+    """GET and recv_into, one value after another, on one connection. Raises ConnectionFailed."""
     pages = _page_views(shape, kv)
     head = memoryview(bytearray(len(b"$%d\r\n" % (HEADER_BYTES + shape.block_bytes)) + HEADER_BYTES))
     end = memoryview(bytearray(2))
     pool = make_endpoint(options).make_pool(receive_bytes=receive_bytes)
     stack.callback(pool.disconnect)
-    connection: Any = pool.get_connection()
+    try:
+        connection: Any = pool.get_connection()
+    except (OSError, redis.RedisError) as error:
+        raise connection_failed(error) from error
     stream: socket.socket = connection._sock
     stream.settimeout(10.0)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tandem.commands.options import Choice, FloatRange, IntRange, option_group
+from tandem.commands.options import Choice, FloatRange, IntRange, OutputFile, option_group
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -49,17 +49,20 @@ _engine_options = option_group(
     ),
     click.option("--seed", type=IntRange(min=0), default=0, show_default=True, help="Seed of the prompts."),
     click.option(
-        "--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path),
-        help="Also write all figures there, with options and machine.",
+        "--json", "json_file", type=OutputFile(), help="Also write all figures there, with options and machine."
     ),
 )  # fmt: skip
 
 
 def _make_engine(model: str, *, threads: int | None, kv_memory: float | None, **options: Any) -> LLM:
     """An engine without prefix cache and tokenizer; the other `options` have LLM's names. Raises ClickException."""
+    import torch
+
     from engine import LLM
     from engine.errors import EngineError
 
+    if options.get("device") == "cuda" and not torch.cuda.is_available():
+        raise click.ClickException("--device cuda: torch finds no GPU on this machine; omit it to use the CPU")
     try:
         return LLM(
             model,

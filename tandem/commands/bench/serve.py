@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
 import click
+from click.core import ParameterSource
 
 from tandem.bench.serve.results import Point, Results, format_rate, late_warning, page, sweep_table, write_json
-from tandem.commands.options import Choice, FloatRange, IntRange, credential_options, given_credentials, option_group
+from tandem.commands.options import (
+    Choice,
+    FloatRange,
+    IntRange,
+    OutputFile,
+    credential_options,
+    given_credentials,
+    option_group,
+)
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -123,7 +132,7 @@ _workload_options = option_group(
         help="Start within the trace.  [default: 0]",
     ),
     click.option(
-        "--trace-for", "trace_for_s", type=_POSITIVE, default=math.inf, metavar="SECONDS",
+        "--trace-for", "trace_for_s", type=_POSITIVE, metavar="SECONDS",
         help="Length of the part to replay.  [default: the rest]",
     ),
     click.option("--length-scale", type=_POSITIVE, default=1.0, show_default=True, help="Factor of a trace's lengths."),
@@ -140,7 +149,7 @@ _output_options = option_group(
         help="An objective: ttft, tpot or e2e, in milliseconds; may be given several times.",
     ),
     click.option(
-        "--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path),
+        "--json", "json_file", type=OutputFile(),
         help="Write all figures there, with settings, versions and machine.",
     ),
     click.option("--save-requests", is_flag=True, help="With --json: also every request with the times of its tokens."),
@@ -152,6 +161,7 @@ _output_options = option_group(
 
 
 _CTRL_C = "Ctrl-C"
+_OF_A_ROUTER = ("connections", "ca_file", "cert_file", "key_file", "server_name", "token_file")
 
 
 @click.command("serve", short_help="Latency and throughput under load, over gRPC or at any OpenAI endpoint.")
@@ -193,6 +203,8 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
             "--plots needs matplotlib, which is not installed: "
             "pip install -c constraints.txt -e '.[plots]' in the checkout"
         )
+    if options["url"] is not None:
+        _reject_options_of_a_router()
     try:
         results = asyncio.run(_bench(ServeOptions(**options), given_credentials(options["address"])))
     except InvalidOption as error:
@@ -208,6 +220,15 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
         raise click.exceptions.Exit(130)
     if results.stopped_by or not any(point.report.num_succeeded for point in results.points):
         raise click.exceptions.Exit(1)
+
+
+def _reject_options_of_a_router() -> None:
+    """Those of the environment are not meant for another endpoint and are ignored."""
+    source_of = click.get_current_context().get_parameter_source
+    given = [name for name in _OF_A_ROUTER if source_of(name) is ParameterSource.COMMANDLINE]
+    if given:
+        flag = f"--{given[0].replace('_', '-')}"
+        raise click.UsageError(f"{flag} is for a Tandem router (--address), not for --url; a token goes into --header")
 
 
 async def _bench(options: ServeOptions, credentials: Credentials | None) -> Results:

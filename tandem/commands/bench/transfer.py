@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tandem.commands.options import Choice, IntRange, kv_options
+from tandem.commands.options import Choice, IntRange, OutputFile, kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options
 
 if TYPE_CHECKING:
@@ -53,12 +53,11 @@ _EXTRAS = ("nixl", "lmcache")
 )  # fmt: skip
 @click.option("--rounds", type=IntRange(1, 1000), default=9, show_default=True, help="Measured rounds.")
 @click.option("--kv-url", metavar="URL", help="Redis to use: redis://host:port/0.  [default: a private one]")
-@click.option("--kv-folder", type=click.Path(path_type=Path), help="Folder for shared_storage.  [default: /dev/shm]")
-@kv_options
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Also write all figures there.",
-)  # fmt: skip
+    "--kv-folder", type=click.Path(path_type=Path), help="Folder for shared_storage and lmcache.  [default: /dev/shm]"
+)
+@kv_options
+@click.option("--json", "json_file", type=OutputFile(), help="Also write all figures there.")
 def command(
     *,
     connectors: tuple[str, ...],
@@ -116,7 +115,7 @@ def _choice(name: str, *, named: bool, kv_url: str | None, kv_folder: Path | Non
     """Raises ValueError. Unless connectors are named, URL and folder go to those that have one."""
     if not named:
         kv_url = kv_url if name == "redis" else None
-        kv_folder = kv_folder if name == "shared_storage" else None
+        kv_folder = kv_folder if name in ("shared_storage", "lmcache") else None
     return ConnectorChoice(name, kv_url, kv_folder, options)
 
 

@@ -165,6 +165,8 @@ class TopApp(App[None]):
                     self._show(answer.pools)
             except grpc.aio.AioRpcError as error:
                 problem = await self._problem(error)
+            except ValueError as error:  # the token's file cannot be read just now
+                problem = str(error)
             self.sub_title = f"{self._address}: no answer"
             self._event(problem)
             await asyncio.sleep(_RETRY_S)
@@ -283,6 +285,8 @@ class TopApp(App[None]):
                 await call()
             except grpc.aio.AioRpcError as error:
                 self.notify(await self._problem(error), severity="error", timeout=15)
+            except ValueError as error:
+                self.notify(str(error), severity="error", timeout=15)
             else:
                 self.notify(done)
 

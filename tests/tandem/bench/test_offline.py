@@ -138,6 +138,13 @@ def test_the_command_throughput_takes_random_weights_of_a_shape(tmp_path: Path) 
     assert f"{'output tokens/s':20}{written['output_tokens_per_s']:12.1f}" in output
 
 
+def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, output = bench("latency", *SMALL, "--device", "cuda")
+    assert status == 1
+    assert output == "Error: --device cuda: torch finds no GPU on this machine; omit it to use the CPU\n"
+
+
 def test_a_missing_model_and_a_too_small_one_are_answered_with_what_to_type() -> None:
     status, output = bench("latency", "--model", "./nowhere")
     assert status == 1

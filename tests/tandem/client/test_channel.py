@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,22 @@ def test_several_routers_share_the_requests(two: list[Router]) -> None:
     assert {"left", "right"} == set(models)
 
 
+def test_a_router_on_this_machine_is_not_looked_for_behind_the_proxy(
+    two: list[Router], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
+
+    async def ask() -> str:
+        async with AsyncClient(two[1].address) as client:
+            return (await client.generate("go")).model
+
+    with Client(two[0].address) as client:
+        assert client.generate("go").model == "left"
+    assert asyncio.run(ask()) == "right"
+
+
 def test_a_request_rejected_by_one_router_is_answered_by_the_other(two: list[Router]) -> None:
     two[0].refuses = True
     with Client(",".join(addresses(two))) as client:
@@ -134,6 +151,7 @@ def test_targets() -> None:
         (["10.0.0.1", "10.0.0.2"], None, "'10.0.0.1' is not"),
         (["10.0.0.1:1", "[::1]:1"], None, "do not go together"),
         ("10.0.0.1:1,", None, "is empty"),
+        ([], None, "is empty"),
         ("10.0.0.1:1", 5, r"retries: is 5; allowed: 0\.\.4"),
     ],
 )

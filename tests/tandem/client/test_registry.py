@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,6 +107,19 @@ def test_a_stack_that_starts_meanwhile_keeps_its_folder(monkeypatch: pytest.Monk
     registry.sweep()
     assert folder.path.is_dir()
     folder.remove()
+
+
+def test_a_stack_that_ends_while_it_is_looked_at_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = StackFolder()
+    (folder.path / "lock").unlink()
+
+    def removed_meanwhile() -> float:
+        folder.remove()
+        return 0.0
+
+    monkeypatch.setattr(registry, "time", SimpleNamespace(time=removed_meanwhile))
+    announced(folder.path)
+    assert registry.running_stacks() == []
 
 
 def test_a_link_in_the_temporary_folder_is_not_followed(short_folder: Path) -> None:

@@ -46,6 +46,8 @@ def test_a_result_is_pythons(expression: str) -> None:
         ("9 ** 9 ** 9 ** 9", "power has too many digits"),
         ("2 ** 99999999999", "power has too many digits"),
         ("2.0 ** 99999", "too large"),
+        ("1e308 * 10", "too large"),
+        ("1e999 - 1e999", "too large"),
         ("(-8) ** 0.5", "not a real number"),
         ("1 / 0", "divides by zero"),
         ("1 % 0", "zero"),

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from tandem import Client
 from tandem.cli import main
+from tandem.commands import chat as module
 from tests.tandem.commands.background import Background
 from tests.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Terminal
 
@@ -117,6 +118,18 @@ def test_without_an_expression_the_model_may_call(stack: Background) -> None:
     assert result.exit_code != 0
     assert "/tool: abacus is no tool; allowed: calculator, off" in result.output
     assert "calculator:" not in result.output
+
+
+def test_ctrl_c_ends_what_is_read_from_a_pipe(stack: Background, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def interrupted(stream: object, answer: object) -> None:
+        asked.append(stream)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_print_stream", interrupted)
+    assert chat(stack, "What is a tandem?\nAnd then?\n").exit_code == 130
+    assert len(asked) == 1
 
 
 def test_help_within_lists_every_command(stack: Background) -> None:

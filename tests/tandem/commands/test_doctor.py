@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
+import tomllib
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +47,12 @@ def test_a_missing_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None
     first, _ = doctor.check_packages()
     assert (first.verdict, first.remedy) == ("fail", "make install")
     assert "no-such-package" in first.text
+
+
+def test_every_required_package_is_looked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    required = {re.split(r"[^\w-]", one)[0] for one in project["dependencies"]}
+    assert {*doctor._PACKAGES, *doctor._OTHER_PACKAGES} == required
 
 
 def test_low_disk_and_shared_memory_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +165,8 @@ def test_each_connector_of_a_list_is_looked_at_with_what_is_its_own(tmp_path: Pa
     assert (redis.name, redis.kv_url, redis.options) == ("redis", "redis://h:1/0", {"ttl_s": 600})
     with pytest.raises(ValueError, match=r"shared_storage\.ttl_s"):
         split_connectors("nixl,shared_storage", None, tmp_path, {"ttl_s": 600})
+    _, own = split_connectors("nixl,my.pages:Store", "h:1", tmp_path, {})
+    assert (own.kv_url, own.kv_folder) == ("h:1", tmp_path), "as an instance gives them to it"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +176,8 @@ def test_each_connector_of_a_list_is_looked_at_with_what_is_its_own(tmp_path: Pa
         (["--connector", "redis"], "--kv-url redis://host:port/0"),
         (["--connector", "carrier-pigeon"], "shared_storage"),
         (["--connector", "nixl", "--kv-folder", "/tmp"], "--kv-folder goes with"),
+        (["--connector", "nixl,redis", "--kv-url", "redis://h", "--kv-folder", "/tmp"], "--kv-folder goes with"),
+        (["--connector", "nixl,shared_storage", "--kv-url", "redis://h"], "--kv-url goes with"),
         (["--kv-options", "nonsense"], "a map in YAML"),
     ],
 )

@@ -1,11 +1,14 @@
-"""`tandem generate`: mistakes in its options."""
+"""`tandem generate`: mistakes in its options, and the times that it prints."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from tandem.cli import main
+from tandem.commands import generate as module
 from tests.tandem.commands.background import Background
 
 
@@ -26,6 +29,20 @@ def test_a_missing_file_is_named_once(stack: Background, option: str) -> None:
     status, output = generate("--address", stack.address, option, "none.json")
     assert status > 0
     assert output.rstrip().endswith(": No such file or directory")
+
+
+def test_the_times_are_without_the_listing_of_log_probabilities(
+    stack: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s = [1.0]
+
+    def read_tokenizer(address: str) -> None:
+        clock_s[0] += 100.0
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+    monkeypatch.setattr(module, "_texts_of_ids", read_tokenizer)
+    _, output = generate("--address", stack.address, "--max-tokens", "8", "--logprobs", "0", "--stats")
+    assert output.rstrip().endswith("8 tokens; first after 0 ms, then one every 0.0 ms")
 
 
 def test_no_time_at_all_is_a_mistake() -> None:

@@ -165,6 +165,8 @@ def test_a_drain_begins_and_shows(stack: Background) -> None:
         (("resize", "decode=2"), "tandem up"),
         (("resize", "decode=2", "--timeout", "0"), "allowed: a number, above 0"),
         (("--watch", "--interval", "0"), "allowed: a number, 0.1 to 60"),
+        (("--json", "resize", "decode=2"), "options of resize follow its name"),
+        (("--timeout", "3", "drain", "decode-1"), "--timeout in front of drain"),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_type(args: tuple[str, ...], hint: str) -> None:

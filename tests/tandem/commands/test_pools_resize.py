@@ -10,13 +10,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import grpc
 import pytest
 from click.testing import CliRunner, Result
 
+from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
 from router.request.validation import ServedModel
 from tandem.cli import main
 from tandem.commands.pools import format_age
@@ -159,6 +162,32 @@ def test_a_timeout_reports_that_the_resize_continues(background: Background) -> 
     assert "not complete after 0.6 s; the resize continues" in result.output
     assert background.sizes()["decode"] == 2
     background.thaw_new_instances()
+
+
+def test_a_timeout_is_kept_when_the_router_is_silent() -> None:
+    ended = threading.Event()
+
+    class Silent(pools_pb2_grpc.PoolsServiceServicer):
+        def ListPools(self, request: Any, context: Any) -> Any:
+            return pools_pb2.ListPoolsResponse()
+
+        def ResizePools(self, request: Any, context: Any) -> Any:
+            return pools_pb2.ResizePoolsResponse(changes=[pools_pb2.PoolChange(previous_size=1, size=2)])
+
+        def WatchPools(self, request: Any, context: Any) -> Any:
+            ended.wait(10)
+            yield from ()
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    pools_pb2_grpc.add_PoolsServiceServicer_to_server(Silent(), server)  # type: ignore[no-untyped-call, unused-ignore]
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        command = ["pools", "resize", "decode=2", "--timeout", "0.6", "--admin", address]
+        assert "not complete after 0.6 s" in CliRunner().invoke(main, command).output
+    finally:
+        ended.set()
+        server.stop(None).wait()
 
 
 def test_waiting_ends_when_another_resize_changes_the_size(background: Background) -> None:

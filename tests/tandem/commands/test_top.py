@@ -17,7 +17,7 @@ from textual.widgets import Label
 from protos.tandem.v1 import instance_pb2, pools_pb2
 from router.request.validation import ServedModel
 from tandem.cli import main
-from tandem.client.credentials import PLAINTEXT
+from tandem.client.credentials import PLAINTEXT, Credentials
 from tandem.commands.top.rates import SPAN_S, TPOT, TTFT, Latencies, TokenRates
 from tandem.commands.top.screen import Confirm, TopApp
 from tests.fakes.model_folder import write_model_folder
@@ -173,6 +173,14 @@ async def test_a_router_that_stops_is_named_and_its_last_message_stays(tmp_path:
         await until(lambda: "no answer" in app.sub_title)
         await until(lambda: "--admin-listen" in events(app))
         assert column(app, "INSTANCE") == ["prefill-0", "decode-0"]
+
+
+async def test_a_token_that_cannot_be_read_is_an_event_and_not_the_end(tmp_path: Path) -> None:
+    credentials = Credentials(token_file=tmp_path / "none")
+    app = TopApp("127.0.0.1:1", credentials, pools_pb2.ListPoolsResponse(), interval_s=0.3, metrics=None)
+    async with app.run_test(size=(110, 32)):
+        await until(lambda: "token_file:" in events(app))
+        assert "no answer" in app.sub_title
 
 
 def test_mistakes_are_answered_before_the_screen_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

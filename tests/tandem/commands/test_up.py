@@ -72,6 +72,7 @@ def test_a_users_stack_has_the_same_ports_at_each_start(
         ("prefil: 2", "no option 'prefil'; did you mean prefill?"),
         ("engine: {max_num_seqs: 16}", "settings of the services go into router-arg, instance-arg"),
         ("decode: two", "'two'; allowed: an integer, 1 to 64"),
+        ("decode: [2]", "decode has one value, not a list: [2]"),
         ("- decode", "must be a map from options to values"),
         ("{", "stack.yaml"),
         ("config: other.yaml", "no option 'config'"),

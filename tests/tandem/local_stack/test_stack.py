@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from serving.auth import BearerTokens
+from tandem.client import health
 from tandem.client.registry import credentials_for
 from tandem.commands.up import usage_text
 from tandem.local_stack import stack as stack_module
@@ -94,6 +96,7 @@ def test_the_api_key_reaches_the_router_as_a_digest_and_this_users_commands(monk
         assert credentials_for(stack.address) == stack.credentials
         assert not any("k" * 32 in part for process in stack.processes.values() for part in process.spec.argv)
         assert '-H "Authorization: Bearer $(cat ' in usage_text(stack)
+        assert "live page" not in usage_text(stack), "it has none"
 
 
 def test_a_process_that_cannot_start_is_named_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +121,18 @@ def test_a_process_that_never_becomes_ready_is_named(monkeypatch: pytest.MonkeyP
     stack = LocalStack(settings(start_timeout_s=90))
     with pytest.raises(StackFailed, match=r"not ready within 90 s: decode-0"):
         stack.start(timeout)
+
+
+def test_a_router_that_does_not_answer_operators_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_serving = LocalStack._wait_serving
+    scripted(monkeypatch, {})
+    monkeypatch.setattr(stack_module, "_SERVING_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(health, "wait_serving", lambda *args, **named: True)
+    monkeypatch.setattr(health, "_LIST_TIMEOUT_S", 0.1)  # the script is no router
+    with LocalStack(settings()) as stack:
+        problem = re.escape(f"does not answer at {stack.admin_address} (DEADLINE_EXCEEDED)")
+        with pytest.raises(StackFailed, match=rf"(?s){problem}.*log of router"):
+            wait_serving(stack)
 
 
 def test_a_start_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,7 @@ def test_a_new_instance_that_cannot_start_is_dropped(monkeypatch: pytest.MonkeyP
         texts = until(stack, lambda: "decode-1" in stack.processes)
         texts += until(stack, lambda: "decode-1" not in stack.processes)
         assert "decode-1 exited with status 2 before it was ready; its pool continues without it" in texts
+        assert texts[-1] == "decode-1 is gone", "it did not drain"
         assert list(stack.instances) == ["decode-0"]
 
 

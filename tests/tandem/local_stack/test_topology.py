@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tandem.client.credentials import ROUTER
 from tandem.local_stack.process import ProcessSpec
 from tandem.local_stack.settings import StackSettings
-from tandem.local_stack.topology import Topology, free_ports, share_cores
+from tandem.local_stack.topology import LocalProcesses, Topology, free_ports, share_cores
 
 
 def topology(**fields: object) -> Topology:
@@ -141,6 +143,33 @@ def test_ports_stay_the_same_while_they_are_free() -> None:
         server.accept()[0].close()  # this side closes first, so that its port is in TIME_WAIT afterwards
         assert free_ports(2, seed=7) == first[1:], "the first one is taken"
     assert free_ports(3, seed=7) == first
+
+
+def test_ports_of_a_stack_at_another_address_are_free_on_loopback_too() -> None:
+    first = free_ports(3, "127.0.0.2", seed=7)
+    with socket.create_server(("127.0.0.1", first[0])):  # as an instance of another stack
+        assert free_ports(2, "127.0.0.2", seed=7) == first[1:], "instances listen on loopback, whatever the host is"
+
+
+def test_a_port_that_the_router_was_given_is_no_instances_port() -> None:
+    bond: Any = None  # nothing is started
+    free = free_ports(5, seed=7)
+    settings = StackSettings(model=Path("/m"), model_name="demo", port=free[3], http_port=free[4], port_seed=7)
+    made = LocalProcesses(settings, Path("/f"), bond, {})
+    addresses = [made.admin_address, made.http_address, *(one.spec.address for one in made.by_name.values())]
+    assert made.by_name[ROUTER].spec.address == f"127.0.0.1:{free[3]}"
+    assert len(set(addresses)) == len(addresses) == 5
+
+
+def test_a_later_instance_gets_no_port_of_a_router_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    bond: Any = None  # nothing is started, so that all ports are free
+    settings = StackSettings(model=Path("/m"), model_name="demo", host="127.0.0.2", http_port=0)
+    made = LocalProcesses(settings, Path("/f"), bond, {})
+    routers = [made.by_name[ROUTER].spec.address, made.admin_address, made.http_address or ""]
+    ports = [int(address.rpartition(":")[2]) for address in routers]
+    monkeypatch.setattr("tandem.local_stack.topology.free_ports", lambda count, host: [*ports, 31_999])
+    made.desired.resize("decode", 2)
+    assert made.desired.snapshot.pool("decode")[1].address == "127.0.0.1:31999"
 
 
 def test_the_router_serves_http_at_the_given_address() -> None:

@@ -252,7 +252,8 @@ async def test_a_trace_is_replayed(tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     rows = ("2023-11-16 18:00:00,30,2", "2023-11-16 18:00:01,40,3", "2023-11-16 18:00:02,5000,3")
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    replay = ("--trace", str(trace), "--speed", "20", "--warm-up", "0")
+    by_default = ("--prompt-len", "512", "--output-len", "64")  # a trace has lengths of its own
+    replay = ("--trace", str(trace), *by_default, "--speed", "20", "--warm-up", "0")
     async with FakeTandem() as server:
         status, _, errors = await bench("--address", server.address, *replay)
         assert (status, server.num_requests) == (2, 0)
@@ -263,6 +264,13 @@ async def test_a_trace_is_replayed(tmp_path: Path) -> None:
     assert status == 0, errors
     assert "2 of 3 rows, 1 skipped as too long" in output
     assert sorted(len(prompt) for prompt in server.prompts) == [30, 40], "50 ms apart: a busy machine swaps them"
+
+
+async def test_a_later_rate_without_requests_is_found_before_anything_is_sent() -> None:
+    async with FakeTandem() as server:
+        status, _, errors = await bench("--address", server.address, "--rate", "50,0.001", "--duration", "0.2")
+    assert (status, server.num_requests) == (2, 0)
+    assert "no request is due" in errors
 
 
 async def test_an_unknown_vocabulary_must_be_given() -> None:
