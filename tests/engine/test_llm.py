@@ -91,6 +91,23 @@ def test_sizes_that_do_not_fit_are_rejected_with_the_limit(
         LLM(checkpoint, skip_tokenizer_init=True, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("block_size", 1),
+        ("num_blocks", 2),
+        ("max_model_len", 2),
+        ("num_threads", 1),
+    ],
+)
+def test_a_size_with_which_nothing_can_run_is_rejected(checkpoint: Path, name: str, least: int) -> None:
+    """Requests would wait for ever."""
+    with pytest.raises(ValueError, match=f"{name} is {least - 1}; it must be at least {least}"):
+        LLM(checkpoint, skip_tokenizer_init=True, **{name: least - 1})
+
+
 def test_without_a_size_the_pool_is_what_the_requests_can_use(checkpoint: Path) -> None:
     info = LLM(checkpoint, skip_tokenizer_init=True, max_num_seqs=2, max_model_len=64).core.info
     assert info.num_blocks == 2 * (64 // 16 + 1)
