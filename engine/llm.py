@@ -208,11 +208,14 @@ class LLM:
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, if it has one, and its token ids."""
         if isinstance(prompt, Mapping):
-            if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+            given = [name for name, value in prompt.items() if value is not None]
+            if given not in (["prompt"], ["prompt_token_ids"]):
                 raise InvalidRequest(
-                    "prompt", f"has keys {shown(sorted(prompt))}", 'exactly one of "prompt" and "prompt_token_ids"'
+                    "prompt",
+                    f"has keys {shown(sorted(given))}",
+                    'exactly one of "prompt" and "prompt_token_ids", and no other',
                 )
-            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+            prompt = prompt[given[0]]
         if not isinstance(prompt, str):
             return None, [*prompt]
         if self.tokenizer is None:

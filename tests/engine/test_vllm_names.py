@@ -176,6 +176,19 @@ def test_prompts_have_vllms_forms(llm: LLM) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt": "What is in the picture?", "multi_modal_data": {"image": b""}},
+        {"prompt_token_ids": [1, 2], "cache_salt": "mine"},
+        {"prompt": "The hill is", "prompt_token_ids": [1, 2]},
+    ],
+)
+def test_what_a_prompt_has_besides_its_text_is_refused(llm: LLM, prompt: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=rf"prompt: has keys .*{sorted(prompt)[0]}.* and no other"):
+        llm.generate(prompt, use_tqdm=False)
+
+
 # Arguments
 
 
