@@ -133,11 +133,8 @@ class LLM:
         """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. Results are
         in the order of the prompts. Raises InvalidRequest, before any prompt is computed, if one is invalid."""
         listed = _as_list(prompts)
-        if isinstance(sampling_params, Sequence) and len(sampling_params) != len(listed):
-            problem = f"{len(sampling_params)} given for {len(listed)} prompts"
-            raise InvalidRequest("sampling_params", problem, "one for each prompt, or one for all")
-        default = sampling_params if isinstance(sampling_params, SamplingParams) else self.get_default_sampling_params()
-        each = sampling_params if isinstance(sampling_params, Sequence) else [default] * len(listed)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = _one_for_each(given, len(listed))
         batch = _Batch(self.core, self._woken, use_tqdm=use_tqdm, total=len(listed))
         outputs = [self._add(batch, prompt, params) for prompt, params in zip(listed, each, strict=True)]
         batch.generate()
@@ -327,6 +324,19 @@ class _Batch:
         elapsed = self._progress.format_dict["elapsed"] if not self._progress.disable else 0.0
         if elapsed:
             self._progress.set_postfix_str(f"{self._num_tokens / elapsed:.0f} tok/s", refresh=False)
+
+
+def _one_for_each(given: Any, num_prompts: int) -> list[SamplingParams]:
+    """The parameters of each prompt, from a list of them or from one for all. Raises InvalidRequest."""
+    each = [*given] if isinstance(given, Sequence) else [given] * num_prompts
+    allowed = "one SamplingParams for each prompt, or one for all"
+    if len(each) != num_prompts:
+        raise InvalidRequest("sampling_params", f"{len(each)} given for {num_prompts} prompts", allowed)
+    for params in each:
+        if not isinstance(params, SamplingParams):
+            problem = f"{shown(params)} is {type(params).__name__}, not engine.SamplingParams"
+            raise InvalidRequest("sampling_params", problem, allowed)
+    return each
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

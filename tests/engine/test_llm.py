@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,8 +41,14 @@ def test_a_conversation_is_the_prompt_that_its_template_renders(demo: LLM) -> No
 
 
 def test_parameters_are_one_for_all_prompts_or_one_for_each(demo: LLM) -> None:
-    with pytest.raises(InvalidRequest, match=r"sampling_params: 2 given for 1 prompts; allowed: one for each prompt"):
+    with pytest.raises(InvalidRequest, match=r"2 given for 1 prompts; allowed: one SamplingParams for each"):
         demo.generate("Once", [GREEDY, GREEDY], use_tqdm=False)
+
+
+@pytest.mark.parametrize("given", [{"temperature": 0.0, "max_tokens": 3}, [{"temperature": 0.0}]])
+def test_parameters_of_another_type_are_not_ignored(demo: LLM, given: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling_params: \{'temperature': .* is dict, not"):
+        demo.generate("Once", given, use_tqdm=False)
 
 
 def test_the_defaults_are_those_of_the_generation_config(demo: LLM) -> None:
