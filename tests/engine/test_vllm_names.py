@@ -237,6 +237,12 @@ def test_a_misspelt_name_gets_a_hint() -> None:
         SamplingParams(max_token=4)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("name", ["kind", "python", "vllm_args", "cpu_cores", "process_setup"])
+def test_settings_of_a_cores_own_process_are_no_arguments(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"LLM got unknown arguments \['{name}'\]"):
+        engine_fields({name: "vllm"})
+
+
 def test_what_does_not_change_results_is_ignored_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "engine.vllm_names"):
         assert engine_fields({"max_logprobs": 20, "swap_space": 0, "trust_remote_code": False}) == {}
