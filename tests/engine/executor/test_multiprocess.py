@@ -14,7 +14,7 @@ import torch
 from engine import LLM, AsyncEngine, SamplingParams
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.core.messages import EngineRequest
-from engine.errors import EngineDeadError, UnsupportedModel
+from engine.errors import CapacityError, EngineDeadError, EngineError, UnsupportedModel
 from engine.executor.multiprocess import MultiprocessExecutor, make_executor
 from engine.executor.step import MICRO_BATCH_TOKENS
 from engine.machine import usable_cores
@@ -212,4 +212,17 @@ def test_what_cannot_be_divided_is_rejected_before_a_process_starts(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         LLM(checkpoint, skip_tokenizer_init=True, **options)
+    assert rank_processes() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_model_len": 10**6}, CapacityError),
+        ({"kv_connector": {"class_path": "engine.kv_connector:Missing"}}, EngineError),
+    ],
+)
+def test_a_start_that_fails_leaves_no_rank(checkpoint: Path, options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        LLM(checkpoint, skip_tokenizer_init=True, tensor_parallel_size=2, num_threads=1, num_blocks=64, **options)
     assert rank_processes() == []
