@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,13 @@ def test_a_start_that_fails_leaves_no_rank(checkpoint: Path, options: dict[str, 
     with pytest.raises(error):
         LLM(checkpoint, skip_tokenizer_init=True, tensor_parallel_size=2, num_threads=1, num_blocks=64, **options)
     assert rank_processes() == []
+
+
+def test_the_ranks_end_with_the_engine_that_has_them(checkpoint: Path) -> None:
+    """As in a notebook, where another `LLM` takes the place of this one."""
+    llm = engine_of(checkpoint, tensor=2)
+    llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    [rank] = rank_processes()
+    del llm
+    gc.collect()
+    wait_until(lambda: not psutil.pid_exists(rank.pid), within_s=20)
