@@ -5,6 +5,7 @@ The engine core runs in this process and thread. Tests use it as the aggregated 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -24,6 +25,7 @@ from engine.core.messages import AbortRequests, AddRequest, EngineRequest, Token
 from engine.errors import EngineError, InvalidRequest, NotSupported, shown
 from engine.generation_config import GenerationDefaults
 from engine.machine import set_num_threads
+from engine.ranks import RankLost
 from engine.sampling.params import SamplingParams, validate, validate_prompt, with_bad_word_ids
 from engine.text.chat_template import Tools
 from engine.text.detokenizer import OutputProcessor
@@ -281,7 +283,8 @@ class _Batch:
                         self._apply(event)
         finally:
             self._core.handle(AbortRequests(list(self._running)))
-            self._core.step()
+            with contextlib.suppress(RankLost):  # the next call raises it; of this one an interrupt may be the reason
+                self._core.step()
             self._progress.close()
 
     def _start(self, choices: list[_Choice]) -> None:

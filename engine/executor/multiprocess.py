@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -170,16 +170,28 @@ class MultiprocessExecutor:
         return whole
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        self._send(Step.of(inputs), self._workers)
-        return forward_part(self._model, inputs, self._kv_cache, self._part, self._device)
+        with self._in_step():
+            self._send(Step.of(inputs), self._workers)
+            return forward_part(self._model, inputs, self._kv_cache, self._part, self._device)
 
     def compute_logits(self, hidden: torch.Tensor, rows: Int64) -> torch.Tensor:
-        self._send(Logits(rows.tobytes()), [worker for worker in self._workers if worker.rank > self._part.rank])
-        return self._model.compute_logits(hidden[torch.from_numpy(rows).to(self._device)])
+        with self._in_step():
+            self._send(Logits(rows.tobytes()), [worker for worker in self._workers if worker.rank > self._part.rank])
+            return self._model.compute_logits(hidden[torch.from_numpy(rows).to(self._device)])
 
     def check(self) -> None:
         if self._lost is not None:
             raise RankLost(self._lost)
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """What the core's rank leaves in the middle, as by Ctrl-C, the others continue with: they would exchange
+        tensors of this step with those of the next one."""
+        try:
+            yield
+        except BaseException as error:
+            self._lost = self._lost or f"a step has ended with {error!r}; start the engine again"
+            raise
 
     def shutdown(self) -> None:
         self._end()

@@ -237,3 +237,19 @@ def test_the_ranks_end_with_the_engine_that_has_them(checkpoint: Path) -> None:
     del llm
     gc.collect()
     wait_until(lambda: not psutil.pid_exists(rank.pid), within_s=20)
+
+
+def test_an_interrupted_step_is_the_last_one(two_ranks: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank is still in it: with the next step's tensors it would answer something else."""
+    executor = two_ranks.core._executor
+    assert isinstance(executor, MultiprocessExecutor)
+
+    def interrupted(*_: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(executor._model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two_ranks.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    with pytest.raises(RankLost, match=r"a step has ended with KeyboardInterrupt\(\); start the engine again"):
+        two_ranks.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
