@@ -158,8 +158,10 @@ class Tokenizer:
         conversation: Messages,
         tools: Tools | None = None,
         *,
+        chat_template: str | None = None,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         **template_variables: Any,
     ) -> str:
         """`render_chat` by transformers' name, for callers that pass `tokenize=False, add_generation_prompt=True`."""
@@ -167,7 +169,10 @@ class Tokenizer:
             raise NotSupported("tokenize", "True", "False; encode_chat returns token ids")
         if not add_generation_prompt:
             raise NotSupported("add_generation_prompt", "False", "True")
-        return self.render_chat(conversation, tools=tools, template_variables=template_variables)
+        if continue_final_message:
+            raise NotSupported("continue_final_message", "True", "False")
+        renderer = self if chat_template is None else self.with_chat_template(chat_template)
+        return renderer.render_chat(conversation, tools=tools, template_variables=template_variables)
 
     def with_chat_template(self, source: str) -> Tokenizer:
         """The same tokenizer with another template, jinja source."""

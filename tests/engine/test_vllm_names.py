@@ -157,6 +157,15 @@ def test_nano_vllms_bench(model: str) -> None:
     assert [output.prompt_token_ids for output in outputs] == prompts
 
 
+def test_the_tokenizer_renders_with_a_given_template(llm: LLM) -> None:
+    tokenizer, text_alone = llm.get_tokenizer(), {"tokenize": False, "add_generation_prompt": True}
+    template = "{% for message in messages %}{{ message.content }}|{% endfor %}"
+    text = tokenizer.apply_chat_template(CONVERSATION, chat_template=template, **text_alone)
+    assert text == "".join(f"{message['content']}|" for message in CONVERSATION)
+    with pytest.raises(NotSupported, match="continue_final_message: True is not supported yet; allowed: False"):
+        tokenizer.apply_chat_template(CONVERSATION, continue_final_message=True, **text_alone)
+
+
 # Forms of prompts
 
 
