@@ -159,7 +159,12 @@ class LLM:
         tokenizer = self.tokenizer if chat_template is None else self.tokenizer.with_chat_template(chat_template)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         variables = chat_template_kwargs or {}
-        token_ids = [tokenizer.encode_chat(each, tools=tools, template_variables=variables) for each in conversations]
+        try:
+            token_ids = [tokenizer.encode_chat(one, tools=tools, template_variables=variables) for one in conversations]
+        except InvalidRequest as error:
+            if error.field != "template_variables":
+                raise
+            raise InvalidRequest("chat_template_kwargs", error.problem, error.allowed) from None
         prompts = [{"prompt_token_ids": ids} for ids in token_ids]
         results = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
         for result, each in zip(results, conversations, strict=True):

@@ -65,6 +65,11 @@ def test_a_chat_needs_the_tokenizer(checkpoint: Path) -> None:
         llm.chat(QUESTION, GREEDY)
 
 
+def test_a_refused_template_variable_is_named_as_the_argument_of_chat(demo: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"^chat_template_kwargs: 'messages' is reserved; allowed: "):
+        demo.chat(QUESTION, GREEDY, use_tqdm=False, chat_template_kwargs={"messages": []})
+
+
 def test_an_unknown_argument_is_named(checkpoint: Path) -> None:
     with pytest.raises(TypeError, match=r"unknown arguments \['num_gpus'\]; known: .*'num_blocks'"):
         LLM(checkpoint, num_gpus=2)
