@@ -23,7 +23,7 @@ from typing import Any
 
 import tokenizers
 
-from engine.errors import InvalidRequest, NotSupported, UnsupportedModel
+from engine.errors import InvalidCheckpoint, InvalidRequest, NotSupported, UnsupportedModel
 from engine.text.chat_template import ChatTemplate, Messages, Tools
 from engine.text.token_bytes import TokenBytes
 
@@ -35,8 +35,11 @@ class Tokenizer:
     """
 
     def __init__(self, source: str, config: Mapping[str, Any], chat_template: str | None = None) -> None:
-        spec = json.loads(source)
-        self._backend = tokenizers.Tokenizer.from_str(source)
+        try:
+            spec = json.loads(source)
+            self._backend = tokenizers.Tokenizer.from_str(source)
+        except Exception as error:  # the library's have no base of their own
+            raise InvalidCheckpoint(f"tokenizer.json of the checkpoint cannot be read: {error}") from error
         # tokenizer.json may contain its trainer's truncation; prompts must not be truncated.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -66,7 +69,10 @@ class Tokenizer:
                 f"{folder.name}: no tokenizer.json; save it as a fast tokenizer with transformers first"
             )
         config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-        config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+        try:
+            config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+        except ValueError as error:
+            raise InvalidCheckpoint(f"tokenizer_config.json of the checkpoint is not JSON: {error}") from error
         template = template_file.read_text(encoding="utf-8") if template_file.is_file() else _template_of(config)
         return cls((folder / "tokenizer.json").read_text(encoding="utf-8"), config, template)
 
