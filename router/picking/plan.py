@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from protos.tandem.v1 import pools_pb2
 from router.picking import picker
 from router.picking.affinity import Affinity, RequestAffinity
-from router.picking.disaggregation import Decision, Disaggregation, Situation, decide
+from router.picking.disaggregation import Decision, Disaggregation, Reason, Situation, decide
 from router.picking.picker import Filter, NoPick, Pick
 from router.picking.placement import STEP_STRETCH, AimSource, place_by_step_costs
 from router.picking.scorers import Criteria, RequestFacts, Scoring, other_domain, queue_now
