@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from engine.config import KVConnectorConfig
 from engine.errors import EngineError
@@ -26,6 +27,7 @@ from kv_transfer.stores.lmcache.server import (
     parse_request,
     request_frames,
 )
+from tandem.cli import main
 from tests.builders import lively_checkpoint
 from tests.kv_transfer.core_pair import CorePair, aggregated, store_config
 from tests.kv_transfer.stores.contract import HEADER, NUM_BYTES, PAGE, check_contract, key_of, read
@@ -91,7 +93,6 @@ def test_pages_go_to_both_folders_and_come_from_there(server: ServerProcess, fol
     store.close()
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_tandem_bench_transfer_measures_a_server_and_leaves_no_page(server: ServerProcess) -> None:
     small = ["--blocks", "4", "--block-bytes", "65536", "--rounds", "2"]
