@@ -15,6 +15,18 @@ LoadFormat = Literal["auto", "dummy"]
 ModelImpl = Literal["auto", "native", "transformers"]
 EngineKind = Literal["tandem", "vllm"]
 
+_LEAST = {
+    "block_size": 1,
+    "num_blocks": 2,
+    "max_model_len": 2,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "num_threads": 1,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+}
+"""Of fields of EngineConfig, as in an instance's settings (instance/config.py)."""
+
 
 class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which KV connector the engine core builds, and its arguments."""
@@ -88,9 +100,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keyword arguments of `process_setup`."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if (size := getattr(self, name)) < 1:
-                raise ValueError(f"{name} is {size}; it must be at least 1")
+        for name, least in _LEAST.items():
+            size = getattr(self, name)
+            if size is not None and size < least:
+                raise ValueError(f"{name} is {size}; it must be at least {least}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1"

@@ -5,6 +5,7 @@ The engine core runs in this process and thread. Tests use it as the aggregated 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -24,6 +25,7 @@ from engine.core.messages import AbortRequests, AddRequest, EngineRequest, Token
 from engine.errors import EngineError, InvalidRequest, NotSupported, shown
 from engine.generation_config import GenerationDefaults
 from engine.machine import set_num_threads
+from engine.ranks import RankLost
 from engine.sampling.params import SamplingParams, validate, validate_prompt, with_bad_word_ids
 from engine.text.chat_template import Tools
 from engine.text.detokenizer import OutputProcessor
@@ -133,11 +135,8 @@ class LLM:
         """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. Results are
         in the order of the prompts. Raises InvalidRequest, before any prompt is computed, if one is invalid."""
         listed = _as_list(prompts)
-        if isinstance(sampling_params, Sequence) and len(sampling_params) != len(listed):
-            problem = f"{len(sampling_params)} given for {len(listed)} prompts"
-            raise InvalidRequest("sampling_params", problem, "one for each prompt, or one for all")
-        default = sampling_params if isinstance(sampling_params, SamplingParams) else self.get_default_sampling_params()
-        each = sampling_params if isinstance(sampling_params, Sequence) else [default] * len(listed)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = _one_for_each(given, len(listed))
         batch = _Batch(self.core, self._woken, use_tqdm=use_tqdm, total=len(listed))
         outputs = [self._add(batch, prompt, params) for prompt, params in zip(listed, each, strict=True)]
         batch.generate()
@@ -160,7 +159,12 @@ class LLM:
         tokenizer = self.tokenizer if chat_template is None else self.tokenizer.with_chat_template(chat_template)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         variables = chat_template_kwargs or {}
-        token_ids = [tokenizer.encode_chat(each, tools=tools, template_variables=variables) for each in conversations]
+        try:
+            token_ids = [tokenizer.encode_chat(one, tools=tools, template_variables=variables) for one in conversations]
+        except InvalidRequest as error:
+            if error.field != "template_variables":
+                raise
+            raise InvalidRequest("chat_template_kwargs", error.problem, error.allowed) from None
         prompts = [{"prompt_token_ids": ids} for ids in token_ids]
         results = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
         for result, each in zip(results, conversations, strict=True):
@@ -208,11 +212,14 @@ class LLM:
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, if it has one, and its token ids."""
         if isinstance(prompt, Mapping):
-            if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+            given = [name for name, value in prompt.items() if value is not None]
+            if given not in (["prompt"], ["prompt_token_ids"]):
                 raise InvalidRequest(
-                    "prompt", f"has keys {shown(sorted(prompt))}", 'exactly one of "prompt" and "prompt_token_ids"'
+                    "prompt",
+                    f"has keys {shown(sorted(given))}",
+                    'exactly one of "prompt" and "prompt_token_ids", and no other',
                 )
-            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+            prompt = prompt[given[0]]
         if not isinstance(prompt, str):
             return None, [*prompt]
         if self.tokenizer is None:
@@ -281,7 +288,8 @@ class _Batch:
                         self._apply(event)
         finally:
             self._core.handle(AbortRequests(list(self._running)))
-            self._core.step()
+            with contextlib.suppress(RankLost):  # the next call raises it; of this one an interrupt may be the reason
+                self._core.step()
             self._progress.close()
 
     def _start(self, choices: list[_Choice]) -> None:
@@ -324,6 +332,19 @@ class _Batch:
         elapsed = self._progress.format_dict["elapsed"] if not self._progress.disable else 0.0
         if elapsed:
             self._progress.set_postfix_str(f"{self._num_tokens / elapsed:.0f} tok/s", refresh=False)
+
+
+def _one_for_each(given: Any, num_prompts: int) -> list[SamplingParams]:
+    """The parameters of each prompt, from a list of them or from one for all. Raises InvalidRequest."""
+    each = [*given] if isinstance(given, Sequence) else [given] * num_prompts
+    allowed = "one SamplingParams for each prompt, or one for all"
+    if len(each) != num_prompts:
+        raise InvalidRequest("sampling_params", f"{len(each)} given for {num_prompts} prompts", allowed)
+    for params in each:
+        if not isinstance(params, SamplingParams):
+            problem = f"{shown(params)} is {type(params).__name__}, not engine.SamplingParams"
+            raise InvalidRequest("sampling_params", problem, allowed)
+    return each
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -45,14 +45,26 @@ def useful_threads(cgroup: Path = _CGROUP) -> int:
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Memory available without swapping, within the container's limit."""
+    """Memory available without swapping, within the container's limit. The page cache counts as available, in a
+    container too: a checkpoint that was read takes no memory from KV."""
     available: int = psutil.virtual_memory().available
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())
     except (OSError, ValueError):
         return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
+    if limit == "max":
+        return available
+    return min(available, max(0, int(limit) - max(0, used - _page_cache_bytes(cgroup))))
+
+
+def _page_cache_bytes(cgroup: Path) -> int:
+    """Of files, which memory.current includes; shared memory is none of it. 0 where it is not known."""
+    try:
+        counters = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return int(counters["active_file"]) + int(counters["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def set_up_process(config: EngineConfig) -> None:

@@ -34,6 +34,8 @@ RENAMED = {
     "kvcache_block_size": "block_size",
 }
 _AUTOMATIC_IF_NEGATIVE = ("max_model_len", "num_blocks")
+_OF_A_PROCESS = {"kind", "python", "vllm_args", "cpu_cores", "process_setup", "process_setup_options"}
+"""Fields of EngineConfig about a core's own process: that of `LLM` is the caller's, and its engine this one."""
 _SAME_VALUES: dict[str, dict[str, str]] = {
     "dtype": {"float": "float32", "half": "float16"},
     "load_format": {"safetensors": "auto"},
@@ -125,7 +127,7 @@ SAMPLING_ARGUMENTS: dict[str, Fixed] = {
 
 def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of EngineConfig that `arguments` of `LLM` set. Raises NotSupported, and TypeError for other names."""
-    known = EngineConfig.__struct_fields__
+    known = set(EngineConfig.__struct_fields__) - _OF_A_PROCESS
     fields: dict[str, Any] = {}
     for name, value in supported("LLM", arguments, {*known, *RENAMED}, LLM_ARGUMENTS).items():
         field = RENAMED.get(name, name)

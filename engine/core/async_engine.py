@@ -226,7 +226,7 @@ class ProcessLink:
 
     @classmethod
     async def start(cls, config: EngineConfig) -> ProcessLink:
-        """Spawn the process and send it its configuration. Raises EngineError for an interpreter that does not exist.
+        """Spawn the process and send it its configuration. Raises EngineError for an interpreter that cannot be run.
 
         Waiting threads spin only on dedicated cores: on shared ones spinning makes a step 5 to 10 times as long
         (benchmarks/LOG.md).
@@ -240,11 +240,19 @@ class ProcessLink:
         socket.set(zmq.LINGER, 0)
         socket.set_hwm(0)
         socket.bind(address)
-        process = await asyncio.create_subprocess_exec(
-            *(python, "-m", _MODULES[config.kind], address),
-            stdin=asyncio.subprocess.PIPE,
-            env={"OMP_WAIT_POLICY": "active" if config.cpu_cores else "passive", **os.environ},
-        )
+        process: asyncio.subprocess.Process | None = None
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(python, "-m", _MODULES[config.kind], address),
+                stdin=asyncio.subprocess.PIPE,
+                env={"OMP_WAIT_POLICY": "active" if config.cpu_cores else "passive", **os.environ},
+            )
+        except OSError as error:
+            raise EngineError(f"engine.python: {python} cannot be run: {error.strerror}") from error
+        finally:
+            if process is None:
+                socket.close()
+                shutil.rmtree(folder, ignore_errors=True)
         assert process.stdin is not None
         payload = msgspec.msgpack.encode(config)
         process.stdin.write(len(payload).to_bytes(8, "little") + payload)

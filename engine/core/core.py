@@ -34,6 +34,7 @@ from engine.kv_connector import KVLoadResult, kv_totals, make_connector, self_te
 from engine.kv_layout import KVLayout
 from engine.model_runner import ModelRunner
 from engine.models import read_config
+from engine.models.config import DecoderConfig
 from engine.sampling.grammar import GrammarCompiler
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
@@ -77,8 +78,15 @@ class EngineCore:
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
         self.config = config
         model_config = read_config(config.model, config.model_impl)
-        dtype = model_config.resolve_dtype(config.dtype)
         self._executor = make_executor(config, model_config, wake)
+        try:
+            self._set_up(model_config, wake)
+        except BaseException:
+            self._executor.shutdown()
+            raise
+
+    def _set_up(self, model_config: DecoderConfig, wake: Callable[[], None]) -> None:
+        config, dtype = self.config, model_config.resolve_dtype(self.config.dtype)
         order = page_order(self._executor.attention_name)
         layout = model_config.kv_layout(dtype=dtype, block_size=config.block_size, order=order)
         identity = compute_identity(

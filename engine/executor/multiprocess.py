@@ -22,7 +22,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -91,6 +92,12 @@ class _Worker:
         if ready.error is not None:
             raise EngineError(f"rank {self.rank}: {ready.error}")
 
+    def kill(self) -> None:
+        """Idempotent."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
     def problem(self) -> str | None:
         """Why this rank computes no more. Stopped counts at the second look: a group that continues does so one by
         one."""
@@ -103,7 +110,7 @@ class _Worker:
 
 
 class MultiprocessExecutor:
-    """See the module."""
+    """See the module. Its ranks end with it, at the latest."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, wake: Callable[[], None]) -> None:
         """Starts the workers and loads the model on all ranks. Raises EngineError."""
@@ -123,6 +130,8 @@ class MultiprocessExecutor:
         self._workers: list[_Worker] = []
         all_ends = connect_all(parallelism)
         self._ends = all_ends[parallelism.core_rank]
+        fds = [fd for fd in (self._kv_fd, self._slots_fd, self._groups_fd) if fd is not None]
+        self._end = weakref.finalize(self, _end_ranks, self._closing, self._workers, self._ends, fds)
         try:
             self._start_workers(config, all_ends)
             if self._groups_fd is None:
@@ -136,7 +145,8 @@ class MultiprocessExecutor:
             raise
         self.attention_name = self._model.attention_name
         self._kv_cache: torch.Tensor
-        self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        arguments = (weakref.ref(self), self._closing)
+        self._watcher = threading.Thread(target=_watch, args=arguments, name="rank-watch", daemon=True)
         self._watcher.start()
 
     def free_for_kv(self, layout: KVLayout, max_model_len: int) -> int:
@@ -160,32 +170,42 @@ class MultiprocessExecutor:
         return whole
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        self._send(Step.of(inputs), self._workers)
-        return forward_part(self._model, inputs, self._kv_cache, self._part, self._device)
+        with self._in_step():
+            self._send(Step.of(inputs), self._workers)
+            return forward_part(self._model, inputs, self._kv_cache, self._part, self._device)
 
     def compute_logits(self, hidden: torch.Tensor, rows: Int64) -> torch.Tensor:
-        self._send(Logits(rows.tobytes()), [worker for worker in self._workers if worker.rank > self._part.rank])
-        return self._model.compute_logits(hidden[torch.from_numpy(rows).to(self._device)])
+        with self._in_step():
+            self._send(Logits(rows.tobytes()), [worker for worker in self._workers if worker.rank > self._part.rank])
+            return self._model.compute_logits(hidden[torch.from_numpy(rows).to(self._device)])
 
     def check(self) -> None:
         if self._lost is not None:
             raise RankLost(self._lost)
 
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """What the core's rank leaves in the middle, as by Ctrl-C, the others continue with: they would exchange
+        tensors of this step with those of the next one."""
+        try:
+            yield
+        except BaseException as error:
+            self._lost = self._lost or f"a step has ended with {error!r}; start the engine again"
+            raise
+
     def shutdown(self) -> None:
-        self._closing.set()
+        self._end()
+
+    def find_loss(self) -> bool:
+        """Called by the watcher. True: a rank computes no more, and all are killed."""
+        problems = [problem for worker in self._workers if (problem := worker.problem()) is not None]
+        if not problems or self._closing.is_set():
+            return False
+        self._lost = problems[0]
         for worker in self._workers:
-            worker.pipe.close()
-        deadline = time.monotonic() + _SHUTDOWN_S
-        for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
-        self._kill()
-        close_all([self._ends])
-        for fd in (self._kv_fd, self._slots_fd, self._groups_fd):
-            if fd is not None and fd >= 0:
-                os.close(fd)
-        self._kv_fd = self._slots_fd = -1
-        self._groups_fd = None
+            worker.kill()
+        self._wake()
+        return True
 
     def _start_workers(self, config: EngineConfig, all_ends: Sequence[Ends]) -> None:
         """Start a process for every other rank."""
@@ -216,21 +236,30 @@ class MultiprocessExecutor:
         except OSError as error:
             raise RankLost(f"a rank has ended: {error.strerror}") from error
 
-    def _watch(self) -> None:
-        """In a thread of its own. A killed rank closes its sockets, which ends the step that waits for it."""
-        while not self._closing.wait(_WATCH_S):
-            problems = [problem for worker in self._workers if (problem := worker.problem()) is not None]
-            if problems and not self._closing.is_set():
-                self._lost = problems[0]
-                self._kill()
-                self._wake()
-                return
 
-    def _kill(self) -> None:
-        for worker in self._workers:
-            if worker.process.poll() is None:
-                worker.process.kill()
-            worker.process.wait()
+def _watch(reference: weakref.ref[MultiprocessExecutor], closing: threading.Event) -> None:
+    """In a thread of its own, which keeps no executor alive. A killed rank closes its sockets, which ends the step that
+    waits for it."""
+    while not closing.wait(_WATCH_S):
+        executor = reference()
+        if executor is None or executor.find_loss():
+            return
+        del executor
+
+
+def _end_ranks(closing: threading.Event, workers: Sequence[_Worker], ends: Ends, fds: Sequence[int]) -> None:
+    """End the workers and close what the ranks share; called once."""
+    closing.set()
+    for worker in workers:
+        worker.pipe.close()
+    deadline = time.monotonic() + _SHUTDOWN_S
+    for worker in workers:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(max(0.0, deadline - time.monotonic()))
+        worker.kill()
+    close_all([ends])
+    for fd in fds:
+        os.close(fd)
 
 
 def _start_worker(start: Start, sockets: Sequence[socket.socket]) -> _Worker:

@@ -161,8 +161,8 @@ class Scheduler:
         for share in output.scheduled:
             request = share.request
             request.num_computed_tokens += share.num_tokens
-            is_decode = share.start >= request.num_initial_tokens
-            self.counters.num_prefilled_tokens += 0 if is_decode else share.num_tokens
+            num_prompt_tokens = min(request.num_computed_tokens, request.num_initial_tokens) - share.start
+            self.counters.num_prefilled_tokens += max(0, num_prompt_tokens)
             self.kv.publish(request)
             self._offer(request)
             if request.spec.hold_kv is None:  # its reader needs them all

@@ -23,7 +23,7 @@ from typing import Any
 
 import tokenizers
 
-from engine.errors import InvalidRequest, NotSupported, UnsupportedModel
+from engine.errors import InvalidCheckpoint, InvalidRequest, NotSupported, UnsupportedModel
 from engine.text.chat_template import ChatTemplate, Messages, Tools
 from engine.text.token_bytes import TokenBytes
 
@@ -35,8 +35,11 @@ class Tokenizer:
     """
 
     def __init__(self, source: str, config: Mapping[str, Any], chat_template: str | None = None) -> None:
-        spec = json.loads(source)
-        self._backend = tokenizers.Tokenizer.from_str(source)
+        try:
+            spec = json.loads(source)
+            self._backend = tokenizers.Tokenizer.from_str(source)
+        except Exception as error:  # the library's have no base of their own
+            raise InvalidCheckpoint(f"tokenizer.json of the checkpoint cannot be read: {error}") from error
         # tokenizer.json may contain its trainer's truncation; prompts must not be truncated.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -66,7 +69,10 @@ class Tokenizer:
                 f"{folder.name}: no tokenizer.json; save it as a fast tokenizer with transformers first"
             )
         config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-        config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+        try:
+            config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+        except ValueError as error:
+            raise InvalidCheckpoint(f"tokenizer_config.json of the checkpoint is not JSON: {error}") from error
         template = template_file.read_text(encoding="utf-8") if template_file.is_file() else _template_of(config)
         return cls((folder / "tokenizer.json").read_text(encoding="utf-8"), config, template)
 
@@ -158,8 +164,10 @@ class Tokenizer:
         conversation: Messages,
         tools: Tools | None = None,
         *,
+        chat_template: str | None = None,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         **template_variables: Any,
     ) -> str:
         """`render_chat` by transformers' name, for callers that pass `tokenize=False, add_generation_prompt=True`."""
@@ -167,7 +175,10 @@ class Tokenizer:
             raise NotSupported("tokenize", "True", "False; encode_chat returns token ids")
         if not add_generation_prompt:
             raise NotSupported("add_generation_prompt", "False", "True")
-        return self.render_chat(conversation, tools=tools, template_variables=template_variables)
+        if continue_final_message:
+            raise NotSupported("continue_final_message", "True", "False")
+        renderer = self if chat_template is None else self.with_chat_template(chat_template)
+        return renderer.render_chat(conversation, tools=tools, template_variables=template_variables)
 
     def with_chat_template(self, source: str) -> Tokenizer:
         """The same tokenizer with another template, jinja source."""

@@ -56,7 +56,7 @@ class ServedModel:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> ServedModel:
-        """Reads the tokenizer and generation_config.json; raises engine.errors.UnsupportedModel. `tool_call_parser` is
+        """Reads the tokenizer and generation_config.json; raises engine.errors.EngineError. `tool_call_parser` is
         a name of TOOL_FORMATS, `reasoning_parser` think; or they are none, or auto: by the chat template."""
         tokenizer = Tokenizer.from_folder(folder) if (Path(folder) / "tokenizer.json").is_file() else None
         defaults = GenerationDefaults.from_folder(folder, tokenizer)

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,8 +41,14 @@ def test_a_conversation_is_the_prompt_that_its_template_renders(demo: LLM) -> No
 
 
 def test_parameters_are_one_for_all_prompts_or_one_for_each(demo: LLM) -> None:
-    with pytest.raises(InvalidRequest, match=r"sampling_params: 2 given for 1 prompts; allowed: one for each prompt"):
+    with pytest.raises(InvalidRequest, match=r"2 given for 1 prompts; allowed: one SamplingParams for each"):
         demo.generate("Once", [GREEDY, GREEDY], use_tqdm=False)
+
+
+@pytest.mark.parametrize("given", [{"temperature": 0.0, "max_tokens": 3}, [{"temperature": 0.0}]])
+def test_parameters_of_another_type_are_not_ignored(demo: LLM, given: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling_params: \{'temperature': .* is dict, not"):
+        demo.generate("Once", given, use_tqdm=False)
 
 
 def test_the_defaults_are_those_of_the_generation_config(demo: LLM) -> None:
@@ -56,6 +63,11 @@ def test_a_chat_needs_the_tokenizer(checkpoint: Path) -> None:
     llm = LLM(checkpoint, num_gpu_blocks_override=64, skip_tokenizer_init=True)
     with pytest.raises(InvalidRequest, match="chat requires the tokenizer"):
         llm.chat(QUESTION, GREEDY)
+
+
+def test_a_refused_template_variable_is_named_as_the_argument_of_chat(demo: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"^chat_template_kwargs: 'messages' is reserved; allowed: "):
+        demo.chat(QUESTION, GREEDY, use_tqdm=False, chat_template_kwargs={"messages": []})
 
 
 def test_an_unknown_argument_is_named(checkpoint: Path) -> None:
@@ -89,6 +101,23 @@ def test_sizes_that_do_not_fit_are_rejected_with_the_limit(
 ) -> None:
     with pytest.raises(CapacityError, match=message):
         LLM(checkpoint, skip_tokenizer_init=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("block_size", 1),
+        ("num_blocks", 2),
+        ("max_model_len", 2),
+        ("num_threads", 1),
+    ],
+)
+def test_a_size_with_which_nothing_can_run_is_rejected(checkpoint: Path, name: str, least: int) -> None:
+    """Requests would wait for ever."""
+    with pytest.raises(ValueError, match=f"{name} is {least - 1}; it must be at least {least}"):
+        LLM(checkpoint, skip_tokenizer_init=True, **{name: least - 1})
 
 
 def test_without_a_size_the_pool_is_what_the_requests_can_use(checkpoint: Path) -> None:

@@ -41,6 +41,16 @@ def test_memory_is_what_the_limit_leaves(tmp_path: Path) -> None:
     assert 600_000 < available_bytes(tmp_path) <= psutil.virtual_memory().total
 
 
+def test_what_the_container_has_read_of_files_is_available(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("990000\n")
+    counters = "anon 200000\nfile 790000\nshmem 90000\ninactive_file 600000\nactive_file 100000\n"
+    (tmp_path / "memory.stat").write_text(counters)
+    assert available_bytes(tmp_path) == 710_000
+    (tmp_path / "memory.current").write_text("650000\n")
+    assert available_bytes(tmp_path) == 1_000_000, "read a moment later, but no more than the limit"
+
+
 def test_the_number_of_threads_follows_the_quota_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

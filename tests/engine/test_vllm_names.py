@@ -157,6 +157,15 @@ def test_nano_vllms_bench(model: str) -> None:
     assert [output.prompt_token_ids for output in outputs] == prompts
 
 
+def test_the_tokenizer_renders_with_a_given_template(llm: LLM) -> None:
+    tokenizer, text_alone = llm.get_tokenizer(), {"tokenize": False, "add_generation_prompt": True}
+    template = "{% for message in messages %}{{ message.content }}|{% endfor %}"
+    text = tokenizer.apply_chat_template(CONVERSATION, chat_template=template, **text_alone)
+    assert text == "".join(f"{message['content']}|" for message in CONVERSATION)
+    with pytest.raises(NotSupported, match="continue_final_message: True is not supported yet; allowed: False"):
+        tokenizer.apply_chat_template(CONVERSATION, continue_final_message=True, **text_alone)
+
+
 # Forms of prompts
 
 
@@ -174,6 +183,19 @@ def test_prompts_have_vllms_forms(llm: LLM) -> None:
     assert completion.cumulative_logprob == pytest.approx(
         sum(position[token].logprob for position, token in zip(completion.logprobs, completion.token_ids, strict=True))
     )
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt": "What is in the picture?", "multi_modal_data": {"image": b""}},
+        {"prompt_token_ids": [1, 2], "cache_salt": "mine"},
+        {"prompt": "The hill is", "prompt_token_ids": [1, 2]},
+    ],
+)
+def test_what_a_prompt_has_besides_its_text_is_refused(llm: LLM, prompt: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=rf"prompt: has keys .*{sorted(prompt)[0]}.* and no other"):
+        llm.generate(prompt, use_tqdm=False)
 
 
 # Arguments
@@ -222,6 +244,12 @@ def test_a_misspelt_name_gets_a_hint() -> None:
         engine_fields({"max_num_seq": 4})
     with pytest.raises(TypeError, match=r"SamplingParams got unknown arguments \['max_token'\]; did you mean max_tok"):
         SamplingParams(max_token=4)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["kind", "python", "vllm_args", "cpu_cores", "process_setup"])
+def test_settings_of_a_cores_own_process_are_no_arguments(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"LLM got unknown arguments \['{name}'\]"):
+        engine_fields({name: "vllm"})
 
 
 def test_what_does_not_change_results_is_ignored_in_one_line(caplog: pytest.LogCaptureFixture) -> None:

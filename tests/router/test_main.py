@@ -12,7 +12,9 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import generation_pb2_grpc
+from router.__main__ import _model
 from router.config import RouterSection, RouterSettings
+from serving.settings import SettingsError
 from tests.fakes.instance import FakeInstance
 from tests.router.process import router_process
 from tests.router.rig import request_of
@@ -77,3 +79,9 @@ def test_listen_goes_before_host_and_port() -> None:
     for wrong in ("nothing", ":5", "a:b", "a:70000"):
         with pytest.raises(ValueError, match="must be host:port"):
             listen(wrong)
+
+
+def test_a_damaged_file_of_the_model_is_an_error_of_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(SettingsError, match=r"the model's folder: generation_config\.json of the checkpoint is not JS"):
+        _model(RouterSection(model=str(tmp_path)))

@@ -22,3 +22,14 @@ async def test_without_vllm_the_log_says_what_to_set(capfd: pytest.CaptureFixtur
 async def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"engine\.python: .*/none is no program"):
         await AsyncEngine.start(EngineConfig(model="m", kind="vllm", python=str(tmp_path / "none")))
+
+
+async def test_an_interpreter_that_cannot_be_run_is_named_and_leaves_no_folder(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.core.async_engine._temporary_folder", lambda: str(short_folder))
+    (script := short_folder / "python").write_text("no program")
+    script.chmod(0o755)
+    with pytest.raises(EngineError, match=r"engine\.python: .*/python cannot be run: Exec format error"):
+        await AsyncEngine.start(EngineConfig(model="m", kind="vllm", python=str(script)))
+    assert [*short_folder.iterdir()] == [script]

@@ -209,12 +209,12 @@ def _extra_body(text: str | None) -> Mapping[str, Any]:
 
 
 def _to_text(folder: Path) -> Callable[[Sequence[int]], str]:
-    from engine.errors import UnsupportedModel
+    from engine.errors import EngineError
     from engine.text.tokenizer import Tokenizer
 
     try:
         return Tokenizer.from_folder(folder).decode
-    except UnsupportedModel as error:
+    except EngineError as error:
         raise InvalidOption(f"--tokenizer {error}") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from engine import LLM, AsyncEngine, SamplingParams
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.core.messages import EngineRequest
-from engine.errors import EngineDeadError, UnsupportedModel
+from engine.errors import CapacityError, EngineDeadError, EngineError, UnsupportedModel
 from engine.executor.multiprocess import MultiprocessExecutor, make_executor
 from engine.executor.step import MICRO_BATCH_TOKENS
 from engine.machine import usable_cores
@@ -213,3 +214,42 @@ def test_what_cannot_be_divided_is_rejected_before_a_process_starts(
     with pytest.raises(UnsupportedModel, match=message):
         LLM(checkpoint, skip_tokenizer_init=True, **options)
     assert rank_processes() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_model_len": 10**6}, CapacityError),
+        ({"kv_connector": {"class_path": "engine.kv_connector:Missing"}}, EngineError),
+    ],
+)
+def test_a_start_that_fails_leaves_no_rank(checkpoint: Path, options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        LLM(checkpoint, skip_tokenizer_init=True, tensor_parallel_size=2, num_threads=1, num_blocks=64, **options)
+    assert rank_processes() == []
+
+
+def test_the_ranks_end_with_the_engine_that_has_them(checkpoint: Path) -> None:
+    """As in a notebook, where another `LLM` takes the place of this one."""
+    llm = engine_of(checkpoint, tensor=2)
+    llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    [rank] = rank_processes()
+    del llm
+    gc.collect()
+    wait_until(lambda: not psutil.pid_exists(rank.pid), within_s=20)
+
+
+def test_an_interrupted_step_is_the_last_one(two_ranks: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank is still in it: with the next step's tensors it would answer something else."""
+    executor = two_ranks.core._executor
+    assert isinstance(executor, MultiprocessExecutor)
+
+    def interrupted(*_: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(executor._model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two_ranks.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    with pytest.raises(RankLost, match=r"a step has ended with KeyboardInterrupt\(\); start the engine again"):
+        two_ranks.generate(PROMPTS[:1], GREEDY, use_tqdm=False)

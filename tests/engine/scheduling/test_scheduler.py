@@ -348,6 +348,7 @@ def test_remote_request_computes_what_did_not_arrive() -> None:
     (share,) = step(scheduler).scheduled
     assert (share.start, share.num_tokens) == (4, 7)
     assert remote.num_recomputed_tokens == 6
+    assert scheduler.counters.num_prefilled_tokens == 6, "the seed is no part of the prompt"
     assert scheduler.counters.num_recomputed_blocks == 2
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from engine.errors import InvalidRequest, UnsupportedModel
+from engine.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel
 from engine.text.token_bytes import read_vocabulary
 from engine.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import (
@@ -88,6 +88,18 @@ def test_a_trainers_truncation_does_not_cut_prompts() -> None:
 def test_a_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_is_no_json_is_named(tmp_path: Path, name: str) -> None:
+    """As where git-lfs was missing."""
+    folder = write_folder(tmp_path, byte_level_backend(), BYTE_LEVEL_CONFIG)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(InvalidCheckpoint, match=f"^{name} of the checkpoint"):
+        Tokenizer.from_folder(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(InvalidCheckpoint, match=r"^tokenizer"):
+        Tokenizer.from_folder(folder)
 
 
 def test_the_jinja_file_comes_before_the_configs_template(tmp_path: Path) -> None:
