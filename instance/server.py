@@ -320,7 +320,11 @@ async def _run(settings: InstanceSettings, role: Role) -> int:
             await asyncio.gather(starting, return_exceptions=True)
         freeze_heap()
         line = f"ready address={server.address} instance={server.instance_id}\n"
-        announce_ready(line, settings.instance.ready_file)
+        try:
+            announce_ready(line, settings.instance.ready_file)
+        except OSError:
+            await server.stop()  # the core has files, and pages in the store
+            raise
         return await serve(server, signals)
 
 

@@ -13,14 +13,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import prefill_service.service
+from engine.config import EngineConfig
+from engine.core.async_engine import AsyncEngine
 from engine.core.messages import AbortRequests, LeaseCommand, TokensEvent, TransferEvent
 from instance import decoding
 from instance.config import InstanceSection
-from instance.server import serve
+from instance.server import _run, serve
 from protos.tandem.v1 import instance_pb2, kv_transfer_pb2, prefill_pb2
 from serving.lifecycle import EXIT_CUT_OFF, EXIT_FAILED, EXIT_STOPPED, announce_ready
-from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
-from tests.instance.scripted_core import INFO
+from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running, settings_of
+from tests.instance.scripted_core import INFO, ScriptedCore
 from tests.waiting import Stopwatch, until
 
 ROLE = prefill_service.service.ROLE
@@ -199,3 +201,18 @@ def test_the_ready_line_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == line
     assert (tmp_path / "ready").read_text() == line
     assert [path.name for path in tmp_path.iterdir() if "ready" in path.name] == ["ready"]
+
+
+async def test_a_ready_file_that_cannot_be_written_ends_the_core(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = ScriptedCore()
+
+    async def start(config: EngineConfig) -> AsyncEngine:
+        return core.engine()
+
+    monkeypatch.setattr(AsyncEngine, "start", start)
+    monkeypatch.setattr("instance.server.freeze_heap", lambda: None)
+    (folder / "config.json").write_text("{}")
+    settings = settings_of(folder, instance=InstanceSection(ready_file=folder / "none" / "ready"))
+    with pytest.raises(FileNotFoundError):
+        await _run(settings, ROLE)
+    assert core.closed
