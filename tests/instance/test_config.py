@@ -44,7 +44,7 @@ def test_every_setting_reaches_the_engine() -> None:
                 model_impl="transformers",
                 quantization="int4",
             ),
-            transfer=TransferSection(connector="null", lease_s=4.0, reservation_s=5.0, max_held_fraction=0.25),
+            transfer=TransferSection(connector="null", max_held_fraction=0.25),
         )
     )
     assert (config.model, config.dtype, config.load_format, config.max_model_len, config.seed) == (
@@ -58,7 +58,7 @@ def test_every_setting_reaches_the_engine() -> None:
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.enable_prefix_caching) == (2, 7, False)
     assert (config.num_threads, config.cpu_cores, config.attention_backend) == (1, (0, 2), "reference")
     assert (config.model_impl, config.quantization) == ("transformers", "int4")
-    assert (config.lease_s, config.reservation_s, config.max_held_fraction) == (4.0, 5.0, 0.25)
+    assert config.max_held_fraction == 0.25
     assert config.kv_connector == KVConnectorConfig()
 
 
