@@ -272,4 +272,6 @@ def _connector_config(transfer: TransferSection, advertised_host: str = "127.0.0
         "kv_secret_file": None if transfer.secret_file is None else str(transfer.secret_file),
         "capacity_bytes": transfer.capacity_bytes,
     }
-    return connector_config(transfer.connector, named, transfer.options, advertised_host=advertised_host)
+    return connector_config(
+        transfer.connector, named, transfer.options, advertised_host=advertised_host, lease_s=transfer.lease_s
+    )

@@ -76,6 +76,14 @@ def test_the_connector_gets_the_given_options_alone() -> None:
     assert connector == KVConnectorConfig(class_path="acme.kv:Connector", options={"url": "x", "capacity_bytes": 5})
 
 
+@pytest.mark.parametrize("connector", ["shared_storage", "nixl,shared_storage"])
+def test_no_connector_ends_a_lease_before_the_setting_does(connector: str) -> None:
+    transfer = TransferSection(connector=connector, folder=Path("kv"), secret_file=Path("secret"), lease_s=1800.0)
+    options = engine_config(settings(transfer=transfer)).kv_connector.options
+    members = options.get("connectors", [{"options": options}])
+    assert [member["options"]["max_lease_s"] for member in members] == [1800.0] * len(members)
+
+
 @pytest.mark.parametrize(
     ("transfer", "message"),
     [
