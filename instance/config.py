@@ -40,6 +40,8 @@ class ListenSettings(ServerSettings):
         "Failed calls per second allowed from one address, twice as many in a burst; routers may have many.",
         gt=0,
     )
+    # Routers end their calls at their own limit, which may be longer than the default.
+    max_deadline_s: float = setting(86_400.0, "Longest call in seconds, whatever the client's deadline.", gt=0)
     drain_accept_s: float = setting(
         1.0, "Seconds for which a drain still accepts requests, until routers are notified.", ge=0
     )

@@ -17,6 +17,7 @@ from instance.config import (
     TransferSection,
     engine_config,
 )
+from serving.server import ServerSettings
 from serving.settings import SettingsError
 
 
@@ -130,3 +131,7 @@ def test_listen_is_host_and_port_in_one(listen: str, host: str, port: int) -> No
 def test_the_model_name_defaults_to_its_folder_s() -> None:
     assert settings(model=ModelSection(folder=Path("/models/demo/"))).model_name == "demo"
     assert settings(model=ModelSection(folder=Path("m"), name="poet")).model_name == "poet"
+
+
+def test_a_router_may_allow_calls_of_any_length() -> None:
+    assert ListenSettings().max_deadline_s >= 24 * 3600 > ServerSettings().max_deadline_s
