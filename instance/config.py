@@ -66,6 +66,11 @@ class ListenSettings(ServerSettings):
         address = self.advertise or self.listen
         return self.host if address is None else parse_address(address)[0]
 
+    @property
+    def has_peer_address(self) -> bool:
+        """False: it listens on every address of its host and advertises none."""
+        return self.advertise is not None or self.resolved().host not in ("0.0.0.0", "::")
+
 
 class InstanceSection(Section):
     """Identity and limits of this instance."""

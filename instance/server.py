@@ -222,7 +222,7 @@ class InstanceServer:
             instance_id=self.instance_id,
             instance_epoch=self.instance_epoch,
             role=self._role.kind,
-            address=self.address,
+            address=self.address if self.settings.server.has_peer_address else "",  # the router has one
             identity=identity_to_proto(self.identity),
             model=self.settings.model_name,
             domain=self.settings.instance.domain,

@@ -71,6 +71,13 @@ async def test_an_instance_says_who_it_is(rig: Rig) -> None:
     assert await is_serving(rig)
 
 
+async def test_no_peer_is_given_the_address_of_all_interfaces(folder: Path) -> None:
+    listen = {"listen": "0.0.0.0:0", "allow_plaintext": True}
+    for advertise in (None, "10.0.0.7:7001"):
+        async with running(folder, ROLE, server={**listen, "advertise": advertise}) as rig:
+            assert rig.server.info().address == (advertise or "")
+
+
 async def test_load_reports_follow_the_core(rig: Rig) -> None:
     watch = rig.instance.WatchLoad(instance_pb2.WatchLoadRequest())
     assert (await watch.read()).instance_epoch == rig.server.instance_epoch
