@@ -59,16 +59,22 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; the last two may be missing."""
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; the last two may be missing. Raises
+        UnsupportedModel."""
         folder = Path(path)
         if not (folder / "tokenizer.json").is_file():
             raise UnsupportedModel(
                 f"{folder.name}: no tokenizer.json; save it as a fast tokenizer with transformers first"
             )
         config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-        config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else _template_of(config)
-        return cls((folder / "tokenizer.json").read_text(encoding="utf-8"), config, template)
+        try:
+            config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+            template = template_file.read_text(encoding="utf-8") if template_file.is_file() else _template_of(config)
+            return cls((folder / "tokenizer.json").read_text(encoding="utf-8"), config, template)
+        except (OSError, UnsupportedModel):
+            raise
+        except Exception as error:  # the library has no class of its own for what it cannot read
+            raise UnsupportedModel(f"{folder.name}: its tokenizer cannot be read: {error!r}") from error
 
     def warm_up(self) -> None:
         """Build what the first long or marked text would wait for: half a second with 152 k tokens."""

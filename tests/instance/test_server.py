@@ -16,11 +16,12 @@ import prefill_service.service
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
 from engine.core.messages import AbortRequests, LeaseCommand, TokensEvent, TransferEvent
+from engine.errors import EngineError
 from instance import decoding
 from instance.config import InstanceSection
-from instance.server import _run, serve
+from instance.server import InstanceServer, _run, serve
 from protos.tandem.v1 import instance_pb2, kv_transfer_pb2, prefill_pb2
-from serving.lifecycle import EXIT_CUT_OFF, EXIT_FAILED, EXIT_STOPPED, announce_ready
+from serving.lifecycle import EXIT_CUT_OFF, EXIT_FAILED, EXIT_STOPPED, StopSignals, announce_ready
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running, settings_of
 from tests.instance.scripted_core import INFO, ScriptedCore
 from tests.waiting import Stopwatch, until
@@ -208,6 +209,12 @@ def test_the_ready_line_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == line
     assert (tmp_path / "ready").read_text() == line
     assert [path.name for path in tmp_path.iterdir() if "ready" in path.name] == ["ready"]
+
+
+async def test_a_damaged_tokenizer_is_an_error_of_the_start(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(EngineError, match="its tokenizer cannot be read"):
+        await InstanceServer.start(settings_of(folder), ROLE, StopSignals(), engine=ScriptedCore().engine())
 
 
 async def test_a_ready_file_that_cannot_be_written_ends_the_core(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,17 @@ def test_a_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("tokenizer.json", "{"), ("tokenizer.json", '{"added_tokens": [], "model": 5}'), ("tokenizer_config.json", "{")],
+)
+def test_a_damaged_file_is_a_start_up_error(tmp_path: Path, name: str, content: str) -> None:
+    folder = write_folder(tmp_path, byte_level_backend(), {})
+    (folder / name).write_text(content)
+    with pytest.raises(UnsupportedModel, match="its tokenizer cannot be read"):
+        Tokenizer.from_folder(folder)
+
+
 def test_the_jinja_file_comes_before_the_configs_template(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level_backend(), {"chat_template": [{"name": "default", "template": "list"}]})
     hi = [{"role": "user", "content": "hi"}]
