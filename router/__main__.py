@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import closing
 from typing import Any
 
-from engine.errors import UnsupportedModel
+from engine.errors import EngineError
 from router.app import RouterApp
 from router.config import RouterSection, RouterSettings
 from router.request.validation import ServedModel
@@ -92,7 +92,7 @@ def _model(section: RouterSection) -> ServedModel:
             tool_call_parser=section.tool_call_parser,
             reasoning_parser=section.reasoning_parser,
         )
-    except (UnsupportedModel, OSError, ValueError) as error:
+    except (EngineError, OSError, ValueError) as error:
         raise SettingsError(f"the model's folder: {error}") from None
 
 

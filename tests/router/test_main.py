@@ -12,8 +12,11 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import generation_pb2_grpc
+from router.__main__ import _model
 from router.config import RouterSection, RouterSettings
+from serving.settings import SettingsError
 from tests.fakes.instance import FakeInstance
+from tests.fakes.model_folder import write_model_folder
 from tests.router.process import router_process
 from tests.router.rig import request_of
 
@@ -77,3 +80,10 @@ def test_listen_goes_before_host_and_port() -> None:
     for wrong in ("nothing", ":5", "a:b", "a:70000"):
         with pytest.raises(ValueError, match="must be host:port"):
             listen(wrong)
+
+
+def test_a_damaged_file_of_the_model_is_named(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(SettingsError, match=r"the model's folder: generation_config\.json .* is not JSON"):
+        _model(RouterSection(model=str(folder)))
