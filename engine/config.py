@@ -85,12 +85,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     seed: int = 0
     """Of dummy weights."""
-    lease_s: float = 30.0
-    """How long KV is held after the last renewal by its reader."""
     max_held_fraction: float = 0.5
     """Fraction of the blocks that transfers may hold before new hand-over requests wait."""
-    reservation_s: float = 30.0
-    """How long a request with reserved blocks may wait for its KV or its seed."""
     grammar_s: float = 60.0
     """How long a request may wait until its constraint is compiled."""
     kv_connector: KVConnectorConfig = KVConnectorConfig()

@@ -40,6 +40,8 @@ class ListenSettings(ServerSettings):
         "Failed calls per second allowed from one address, twice as many in a burst; routers may have many.",
         gt=0,
     )
+    # Routers end their calls at their own limit, which may be longer than the default.
+    max_deadline_s: float = setting(86_400.0, "Longest call in seconds, whatever the client's deadline.", gt=0)
     drain_accept_s: float = setting(
         1.0, "Seconds for which a drain still accepts requests, until routers are notified.", ge=0
     )
@@ -63,6 +65,11 @@ class ListenSettings(ServerSettings):
     def advertised_host(self) -> str:
         address = self.advertise or self.listen
         return self.host if address is None else parse_address(address)[0]
+
+    @property
+    def has_peer_address(self) -> bool:
+        """False: it listens on every address of its host and advertises none."""
+        return self.advertise is not None or self.resolved().host not in ("0.0.0.0", "::")
 
 
 class InstanceSection(Section):
@@ -258,9 +265,7 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         model=str(model.folder),
         **model.model_dump(exclude={"folder", "name"}),
         **engine.model_dump(),
-        lease_s=transfer.lease_s,
         max_held_fraction=transfer.max_held_fraction,
-        reservation_s=transfer.reservation_s,
         kv_connector=_connector_config(transfer, settings.server.advertised_host),
         process_setup="serving.logging:configure_process",
         process_setup_options={"level": settings.log.level, "format": settings.log.format},
@@ -274,4 +279,6 @@ def _connector_config(transfer: TransferSection, advertised_host: str = "127.0.0
         "kv_secret_file": None if transfer.secret_file is None else str(transfer.secret_file),
         "capacity_bytes": transfer.capacity_bytes,
     }
-    return connector_config(transfer.connector, named, transfer.options, advertised_host=advertised_host)
+    return connector_config(
+        transfer.connector, named, transfer.options, advertised_host=advertised_host, lease_s=transfer.lease_s
+    )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config import KVConnectorConfig
+from kv_transfer.transfer.connector import MAX_LEASE_S
 from serving.settings import SettingsError
 
 _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -71,9 +72,10 @@ def check_names(connector: str) -> str:
 
 
 def connector_config(
-    connector: str, named: Mapping[str, Any], options: Mapping[str, Any], *, advertised_host: str
+    connector: str, named: Mapping[str, Any], options: Mapping[str, Any], *, advertised_host: str, lease_s: float
 ) -> KVConnectorConfig:
-    """`named`: the settings of `_SETTINGS`, None where not given. Raises SettingsError."""
+    """`named`: the settings of `_SETTINGS`, None where not given; `lease_s`: the longest lease here. Raises
+    SettingsError."""
     names = connector.split(",")
     given = {name: value for name, value in named.items() if value is not None}
     for option in given:
@@ -81,7 +83,7 @@ def connector_config(
             raise SettingsError(f"{_SETTINGS[option]} is not supported by the {connector} connector")
     configs = []
     for name, own_options in zip(names, _split_options(names, options), strict=True):
-        configs.append(_one(name, given, own_options, advertised_host))
+        configs.append(_one(name, given, own_options, advertised_host, lease_s))
     if len(configs) == 1:
         return configs[0]
     members = [{"class_path": config.class_path, "options": config.options} for config in configs]
@@ -100,7 +102,9 @@ def _split_options(names: list[str], options: Mapping[str, Any]) -> list[dict[st
     return [split[name] for name in names]
 
 
-def _one(name: str, given: Mapping[str, Any], options: dict[str, Any], advertised_host: str) -> KVConnectorConfig:
+def _one(
+    name: str, given: Mapping[str, Any], options: dict[str, Any], advertised_host: str, lease_s: float
+) -> KVConnectorConfig:
     known = _KNOWN.get(name)
     own = {option: value for option, value in given.items() if known is None or option in known.takes}
     if twice := own.keys() & options.keys():
@@ -120,4 +124,6 @@ def _one(name: str, given: Mapping[str, Any], options: dict[str, Any], advertise
         )
     if name == "nixl":
         own.setdefault("address", options.pop("address", advertised_host))
+    if name != "null" and lease_s > MAX_LEASE_S:
+        options.setdefault("max_lease_s", lease_s)
     return KVConnectorConfig(class_path=known.class_path, options={**options, **own})

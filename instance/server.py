@@ -222,7 +222,7 @@ class InstanceServer:
             instance_id=self.instance_id,
             instance_epoch=self.instance_epoch,
             role=self._role.kind,
-            address=self.address,
+            address=self.address if self.settings.server.has_peer_address else "",  # the router has one
             identity=identity_to_proto(self.identity),
             model=self.settings.model_name,
             domain=self.settings.instance.domain,
@@ -320,7 +320,11 @@ async def _run(settings: InstanceSettings, role: Role) -> int:
             await asyncio.gather(starting, return_exceptions=True)
         freeze_heap()
         line = f"ready address={server.address} instance={server.instance_id}\n"
-        announce_ready(line, settings.instance.ready_file)
+        try:
+            announce_ready(line, settings.instance.ready_file)
+        except OSError:
+            await server.stop()  # the core has files, and pages in the store
+            raise
         return await serve(server, signals)
 
 

@@ -315,7 +315,8 @@ class Host:
         """The wait for room takes nothing from the time in which the prompt is computed elsewhere."""
         load.reserved = event
         load.expires.cancel()
-        assert running.request.remote_kv is not None
+        if running.request.remote_kv is None:
+            return  # it was submitted anew meanwhile
         load.expires = self._expire_in(running.request.remote_kv.reservation_s, running)
         self._pass_seed(running)
 
@@ -335,6 +336,7 @@ class Host:
         if load.is_given_up or len(load.seed) > 1:
             load.is_given_up = True
             load.ended.set()
+            load.expires.cancel()  # it waits for nothing more
             emitted = [*request.output_token_ids, *load.seed]
             running.request = msgspec.structs.replace(request, output_token_ids=emitted, remote_kv=None)
             self._cancel(request.request_id)

@@ -20,7 +20,7 @@ def require_vllm() -> str:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        if version.split("+")[0].rpartition(".")[0] != TESTED:
+        if version.split(".")[:2] != TESTED.split("."):  # of its patch and post releases too
             raise EngineError(f"engine.kind is vllm: {name} {version} is not supported, only {TESTED}: {install}")
         return version
     raise EngineError(

@@ -333,7 +333,8 @@ class NixlConnector(TransferConnector):
         for read in list(self._reads):
             if read.deadline <= now and not read.owner.holds_blocks:
                 self._loader.give_up(read.owner, f"pages did not come within {self._options.load_timeout_s:g} s")
-                self.counters.loaded.failures["timeout"] += 1
+                num_late = sum(len(other.ops) for other in self._reads if other.owner is read.owner)
+                self.counters.loaded.failures["timeout"] += num_late
 
     def _update_pinned(self, now: float) -> None:
         for read in self._reads:

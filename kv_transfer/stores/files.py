@@ -364,6 +364,11 @@ class SharedStorageOptions(StoreOptions, frozen=True, kw_only=True, forbid_unkno
     tail_max_age_s: float = 3600.0
     """Age at which a transfer's own page is removed if its owner has not done it, seconds; longer than any lease."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tail_max_age_s < self.max_lease_s:
+            raise ValueError(f"tail_max_age_s is {self.tail_max_age_s}; it must not be less than max_lease_s")
+
 
 class SharedStorageConnector(StoreConnector):
     """Pages as files in a folder that all instances mount, and that outlives them."""

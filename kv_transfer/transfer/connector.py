@@ -189,6 +189,10 @@ def self_test_error(connector_name: str, problem: str) -> EngineError:
     return EngineError(f"self-test of the {connector_name} connector: {problem}; the instance does not start with it")
 
 
+MAX_LEASE_S = 300.0
+"""Longest lease, unless a connector's options have another."""
+
+
 class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of every connector in this package."""
 
@@ -198,7 +202,7 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Keyed BLAKE3 over every page. Off: only headers are checked, not contents."""
     num_io_threads: int = 2
     """Threads that read and write pages."""
-    max_lease_s: float = 300.0
+    max_lease_s: float = MAX_LEASE_S
     """Longest lease that a request or a reader can get, seconds."""
     tombstone_s: float = 120.0
     """How long a release that came before its offer is remembered, seconds."""

@@ -17,6 +17,7 @@ from instance.config import (
     TransferSection,
     engine_config,
 )
+from serving.server import ServerSettings
 from serving.settings import SettingsError
 
 
@@ -44,7 +45,7 @@ def test_every_setting_reaches_the_engine() -> None:
                 model_impl="transformers",
                 quantization="int4",
             ),
-            transfer=TransferSection(connector="null", lease_s=4.0, reservation_s=5.0, max_held_fraction=0.25),
+            transfer=TransferSection(connector="null", max_held_fraction=0.25),
         )
     )
     assert (config.model, config.dtype, config.load_format, config.max_model_len, config.seed) == (
@@ -58,7 +59,7 @@ def test_every_setting_reaches_the_engine() -> None:
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.enable_prefix_caching) == (2, 7, False)
     assert (config.num_threads, config.cpu_cores, config.attention_backend) == (1, (0, 2), "reference")
     assert (config.model_impl, config.quantization) == ("transformers", "int4")
-    assert (config.lease_s, config.reservation_s, config.max_held_fraction) == (4.0, 5.0, 0.25)
+    assert config.max_held_fraction == 0.25
     assert config.kv_connector == KVConnectorConfig()
 
 
@@ -74,6 +75,14 @@ def test_the_connector_gets_the_given_options_alone() -> None:
     own = TransferSection(connector="acme.kv:Connector", options={"url": "x"}, capacity_bytes=5)
     connector = engine_config(settings(transfer=own)).kv_connector
     assert connector == KVConnectorConfig(class_path="acme.kv:Connector", options={"url": "x", "capacity_bytes": 5})
+
+
+@pytest.mark.parametrize("connector", ["shared_storage", "nixl,shared_storage"])
+def test_no_connector_ends_a_lease_before_the_setting_does(connector: str) -> None:
+    transfer = TransferSection(connector=connector, folder=Path("kv"), secret_file=Path("secret"), lease_s=1800.0)
+    options = engine_config(settings(transfer=transfer)).kv_connector.options
+    members = options.get("connectors", [{"options": options}])
+    assert [member["options"]["max_lease_s"] for member in members] == [1800.0] * len(members)
 
 
 @pytest.mark.parametrize(
@@ -122,3 +131,7 @@ def test_listen_is_host_and_port_in_one(listen: str, host: str, port: int) -> No
 def test_the_model_name_defaults_to_its_folder_s() -> None:
     assert settings(model=ModelSection(folder=Path("/models/demo/"))).model_name == "demo"
     assert settings(model=ModelSection(folder=Path("m"), name="poet")).model_name == "poet"
+
+
+def test_a_router_may_allow_calls_of_any_length() -> None:
+    assert ListenSettings().max_deadline_s >= 24 * 3600 > ServerSettings().max_deadline_s

@@ -55,6 +55,7 @@ def test_help_names_every_setting_with_its_default_and_variable(role: str) -> No
     assert "TANDEM_ENGINE__MAX_NUM_BATCHED_TOKENS" in text
     assert f"default: {2048 if role == 'prefill' else 512};" in text
     assert "SIGTERM drains" in text
+    assert "3 stopped and calls or KV in use were cut off" in text
 
 
 @pytest.mark.parametrize(

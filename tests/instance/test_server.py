@@ -13,14 +13,17 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import prefill_service.service
+from engine.config import EngineConfig
+from engine.core.async_engine import AsyncEngine
 from engine.core.messages import AbortRequests, LeaseCommand, TokensEvent, TransferEvent
+from engine.errors import EngineError
 from instance import decoding
 from instance.config import InstanceSection
-from instance.server import serve
+from instance.server import InstanceServer, _run, serve
 from protos.tandem.v1 import instance_pb2, kv_transfer_pb2, prefill_pb2
-from serving.lifecycle import EXIT_CUT_OFF, EXIT_FAILED, EXIT_STOPPED, announce_ready
-from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
-from tests.instance.scripted_core import INFO
+from serving.lifecycle import EXIT_CUT_OFF, EXIT_FAILED, EXIT_STOPPED, StopSignals, announce_ready
+from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running, settings_of
+from tests.instance.scripted_core import INFO, ScriptedCore
 from tests.waiting import Stopwatch, until
 
 ROLE = prefill_service.service.ROLE
@@ -67,6 +70,13 @@ async def test_an_instance_says_who_it_is(rig: Rig) -> None:
     for name in ("max_model_len", "vocab_size", "num_blocks", "bytes_per_block", "kv_connector"):
         assert getattr(info, name) == getattr(INFO, name)
     assert await is_serving(rig)
+
+
+async def test_no_peer_is_given_the_address_of_all_interfaces(folder: Path) -> None:
+    listen = {"listen": "0.0.0.0:0", "allow_plaintext": True}
+    for advertise in (None, "10.0.0.7:7001"):
+        async with running(folder, ROLE, server={**listen, "advertise": advertise}) as rig:
+            assert rig.server.info().address == (advertise or "")
 
 
 async def test_load_reports_follow_the_core(rig: Rig) -> None:
@@ -199,3 +209,24 @@ def test_the_ready_line_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == line
     assert (tmp_path / "ready").read_text() == line
     assert [path.name for path in tmp_path.iterdir() if "ready" in path.name] == ["ready"]
+
+
+async def test_a_damaged_tokenizer_is_an_error_of_the_start(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(EngineError, match="its tokenizer cannot be read"):
+        await InstanceServer.start(settings_of(folder), ROLE, StopSignals(), engine=ScriptedCore().engine())
+
+
+async def test_a_ready_file_that_cannot_be_written_ends_the_core(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = ScriptedCore()
+
+    async def start(config: EngineConfig) -> AsyncEngine:
+        return core.engine()
+
+    monkeypatch.setattr(AsyncEngine, "start", start)
+    monkeypatch.setattr("instance.server.freeze_heap", lambda: None)
+    (folder / "config.json").write_text("{}")
+    settings = settings_of(folder, instance=InstanceSection(ready_file=folder / "none" / "ready"))
+    with pytest.raises(FileNotFoundError):
+        await _run(settings, ROLE)
+    assert core.closed

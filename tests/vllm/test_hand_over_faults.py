@@ -9,13 +9,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
 
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
-from engine.core.messages import RemoteKV
+from engine.core.messages import RemoteKV, Seed, TokensEvent
 from tests.files_below import files_below
 from tests.vllm.engine_pair import BLOCK_SIZE, EnginePair, prompt_of, request, with_connector
 from tests.vllm.test_engine import events, tokens
@@ -126,6 +127,18 @@ async def test_a_request_without_room_or_seed_ends_in_time(pair: EnginePair) -> 
     for stream in keeping:
         await stream.aclose()
     await until(lambda: pair.decode.load.num_loading == 0, 60)
+    await pair.assert_nothing_is_left()
+
+
+async def test_a_seed_of_several_tokens_is_continued_without_kv_for_as_long_as_it_takes(pair: EnginePair) -> None:
+    """It comes before the report of the reservation, which is slow here."""
+    asked = request(prompt_of(40), params={"max_tokens": 200})
+    expected = tokens(await pair.plain(asked))
+    remote = RemoteKV(transfer_id="several", reservation_s=0.5)
+    stream = pair.decode.add_request(msgspec.structs.replace(asked, remote_kv=remote))
+    await asyncio.sleep(0.1)
+    pair.decode.send(Seed(asked.request_id, expected[:3]))
+    assert tokens([event async for event in stream if isinstance(event, TokensEvent)]) == expected[3:]
     await pair.assert_nothing_is_left()
 
 

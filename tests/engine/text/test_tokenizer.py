@@ -97,9 +97,10 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path, name: str) -> None:
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(InvalidCheckpoint, match=f"^{name} of the checkpoint"):
         Tokenizer.from_folder(folder)
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(InvalidCheckpoint, match=r"^tokenizer"):
-        Tokenizer.from_folder(folder)
+    for other in ('{"version": "1.0"}', '{"added_tokens": [], "model": 5}'):
+        (folder / "tokenizer.json").write_text(other)
+        with pytest.raises(InvalidCheckpoint, match=r"^tokenizer"):
+            Tokenizer.from_folder(folder)
 
 
 def test_the_jinja_file_comes_before_the_configs_template(tmp_path: Path) -> None:

@@ -261,5 +261,20 @@ class Reading(RuleBasedStateMachine):
         self.connector.shutdown()
 
 
+def test_each_block_of_a_late_load_is_counted() -> None:
+    reading = Reading()
+    reading.add(num_tokens=5 * BLOCK_SIZE, salt=0)
+    [(request_id, request)] = reading.requests.items()
+    num_tokens = request.num_initial_tokens
+    reading.connector.handle(KVProgress(request_id, 5, connector_metadata=metadata_of(5), num_tokens=num_tokens))
+    reading.step()
+    assert [len(read.ops) for read in reading.reader.reads] == [2, 2, 1]
+    reading.connector._end_read(reading.reader.reads.pop(0), None, 0.0)
+    reading.time_passes(seconds=TIMEOUT_S)
+    reading.time_passes(seconds=TIMEOUT_S)
+    assert reading.connector.counters.loaded.failures == {"timeout": 3}
+    reading.teardown()
+
+
 TestReading = Reading.TestCase
 TestReading.settings = settings(max_examples=60, stateful_step_count=40)

@@ -169,6 +169,7 @@ def test_engine_builds_the_connector_by_its_class_path(tmp_path: Path) -> None:
         ({"capacity_byte": 1}, "unknown field `capacity_byte`"),
         ({"capacity_bytes": 0}, "capacity_bytes is 0; it must be greater than 0"),
         ({"num_io_threads": "many"}, "num_io_threads"),
+        ({"tail_max_age_s": 10.0}, r"tail_max_age_s is 10\.0; it must not be less than max_lease_s"),
         ({"kv_secret_file": ""}, "kv_secret_file is not set"),
         ({"kv_secret_file": "/nonexistent/key"}, "openssl rand"),
     ],

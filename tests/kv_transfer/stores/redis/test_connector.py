@@ -281,6 +281,8 @@ def test_connector_starts_without_redis_and_warns_about_a_bad_set_up(
         ({"tail_ttl_s": 10.0}, "max_lease_s"),
         ({"password_file": "/nonexistent/password"}, "password_file '/nonexistent/password': No such file"),
         ({"tls_ca_file": "/nonexistent/ca"}, "not rediss://"),
+        ({"tls_key_file": "/nonexistent/key"}, "not rediss://"),
+        ({"url": "rediss://localhost", "tls_key_file": "/nonexistent/key"}, "tls_key_file needs tls_cert_file"),
         ({"url": "rediss://localhost", "tls_ca_file": "/nonexistent/ca"}, "TLS files: No such file"),
         ({"digest": True}, "kv_secret_file is not set"),
     ],
