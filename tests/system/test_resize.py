@@ -179,7 +179,7 @@ def test_kills_during_a_resize_cost_no_token(stack: ResizableStack, loaded: Load
     [
         ({"decode": 0}, "decode must be between 1 and 64, is 0"),
         ({"decode": 65}, "decode must be between 1 and 64, is 65"),
-        ({"prefill": -1}, "prefill must be between 0 and 64, is -1"),
+        ({"prefill": -1}, "prefill must be between 1 and 64 with disaggregation 'always', is -1"),
         ({"prefill": 0}, "prefill must be between 1 and 64 with disaggregation 'always'"),
     ],
 )
