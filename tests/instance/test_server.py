@@ -213,7 +213,7 @@ def test_the_ready_line_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 async def test_a_damaged_tokenizer_is_an_error_of_the_start(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(EngineError, match="^tokenizer.json of the checkpoint"):
+    with pytest.raises(EngineError, match=r"^tokenizer\.json of the checkpoint"):
         await InstanceServer.start(settings_of(folder), ROLE, StopSignals(), engine=ScriptedCore().engine())
 
 
