@@ -1,0 +1,210 @@
+"""Where an attempt runs by measured step costs: with objectives, and without."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from engine.core.messages import StepCost
+from router.picking.affinity import Affinity
+from router.picking.disaggregation import Decision, Reason
+from router.picking.placement import STEP_STRETCH, AimSource
+from router.picking.plan import Plan, explain, make_plan
+from router.picking.scorers import Criteria
+from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
+from router.pools.instance_info import InstanceView, Role
+from router.pools.throughput import ThroughputEstimate, Work
+from router.request.choice_state import Choice
+from tests.router.picking.test_plan import choice, view
+
+COST = StepCost(0.0035, 0.0006, 1 / 4500)
+AIMS = AimSource(SloSettings(ttft_ms=1000, itl_ms=12))
+
+
+def measured(role: Role, name: str = "", **fields: Any) -> InstanceView:
+    found = view(role, name, **{"step_cost": COST} | fields)
+    return replace(found, info=replace(found.info, max_num_batched_tokens=2048))
+
+
+def planned_by_objectives(
+    decode: list[InstanceView],
+    prefill: list[InstanceView],
+    wanted: Choice | None = None,
+    aims: AimSource = AIMS,
+    **settings: Any,
+) -> Plan:
+    chosen = wanted or choice()
+    criteria = Criteria(aims=aims.of(chosen.request))
+    found = make_plan(
+        decode, prefill, chosen, frozenset(), DisaggregationSettings(**settings), random.Random(0), criteria
+    )
+    assert isinstance(found, Plan)
+    return found
+
+
+def test_with_objectives_an_idle_prefill_instance_serves_alone() -> None:
+    found = planned_by_objectives([measured("decode", num_running=10)], [measured("prefill")])
+    assert found.decode.instance.instance_id == "prefill"
+    assert found.prefill is None
+    assert (found.disaggregation.decision, found.disaggregation.reason) == (Decision.LOCAL, Reason.ESTIMATE)
+    assert "alone at prefill 0.2" in found.disaggregation.explanation
+    assert "of 1 s and 12 ms" in found.disaggregation.explanation
+
+
+def test_without_a_prefill_instance_the_reason_is_that_also_with_objectives() -> None:
+    out = replace(measured("prefill"), out="draining")
+    for prefill in ([], [out]):
+        found = planned_by_objectives([measured("decode")], prefill)
+        assert (found.decode.instance.instance_id, found.prefill) == ("decode", None)
+        assert found.disaggregation[:2] == (Decision.LOCAL, Reason.NO_PREFILL)
+        assert found.disaggregation.explanation.startswith("no prefill instance is available: alone at decode")
+
+
+def test_a_split_by_objectives_names_both_and_the_work() -> None:
+    busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.7 * 4500)
+    found = planned_by_objectives(
+        [measured("decode", num_running=4, throughput=ThroughputEstimate(hand_over_per_s=1e6))],
+        [measured("prefill", throughput=busy)],
+        choice(4000),
+    )
+    assert found.prefill is not None
+    assert (found.decode.instance.instance_id, found.prefill.instance.instance_id) == ("decode", "prefill")
+    assert found.work == Work(4000, 0, 4000)
+
+
+def test_overload_and_its_reason() -> None:
+    full = {"num_uncomputed_tokens": 90_000, "num_running": 30}
+    found = planned_by_objectives([measured("decode", **full)], [measured("prefill", **full)])
+    assert found.disaggregation.reason is Reason.OVERLOAD
+
+
+def test_without_costs_or_in_other_modes_step_costs_do_not_decide() -> None:
+    pools = [measured("decode")], [measured("prefill")]
+    assert planned_by_objectives([view("decode")], [view("prefill")]).disaggregation.reason is Reason.UNMEASURED
+    assert planned_by_objectives(*pools, mode="never").disaggregation.reason is Reason.OFF
+    assert planned_by_objectives(*pools, mode="always").disaggregation.reason is Reason.ON
+
+
+# By step costs, without objectives
+
+
+def planned_without(
+    decode: list[InstanceView], prefill: list[InstanceView], wanted: Choice | None = None, **settings: Any
+) -> Plan:
+    return planned_by_objectives(decode, prefill, wanted, AimSource(SloSettings()), **settings)
+
+
+def test_without_objectives_a_long_prompt_goes_where_less_waits() -> None:
+    behind = {"num_uncomputed_tokens": 9000}
+    found = planned_without([measured("decode", **behind)], [measured("prefill")])
+    assert found.decode.instance.instance_id == "prefill"
+    assert found.prefill is None
+    assert "of 12.3 ms (assumed)" in found.disaggregation.explanation
+    found = planned_without([measured("decode")], [measured("prefill", **behind)])
+    assert found.decode.instance.instance_id == "decode"
+
+
+def test_without_objectives_prompts_are_split_where_the_prefill_pool_is_busy_with_prompts() -> None:
+    fast = ThroughputEstimate(hand_over_per_s=1e6)
+    busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.9 * 4500)
+    found = planned_without(
+        [measured("decode", num_running=4, throughput=fast)], [measured("prefill", throughput=busy)], choice(4000)
+    )
+    assert found.prefill is not None
+    assert found.prefill.instance.instance_id == "prefill"
+    assert found.disaggregation.decision is Decision.DISAGGREGATE
+
+
+def test_the_assumed_objective_follows_the_number_of_streams() -> None:
+    for running in (0, 10, 100):
+        found = planned_without([measured("decode", num_running=running)], [measured("prefill")])
+        assert f"of {3e3 * COST.seconds(running + 1):.3g} ms (assumed)" in found.disaggregation.explanation
+        assert found.step_stretch == STEP_STRETCH
+
+
+def test_a_prefill_instance_takes_streams_for_half_of_its_batch_and_prompts_beyond() -> None:
+    fast = ThroughputEstimate(hand_over_per_s=1e6)
+
+    def prefill(running: int) -> InstanceView:
+        found = measured("prefill", num_running=running, throughput=fast)
+        return replace(found, info=replace(found.info, max_num_seqs=16))
+
+    decode = measured("decode", num_running=40, num_uncomputed_tokens=20_000, throughput=fast)
+    found = planned_without([decode], [prefill(7)])
+    assert (found.decode.instance.instance_id, found.prefill) == ("prefill", None)
+    found = planned_without([decode], [prefill(8)])
+    assert found.decode.instance.instance_id == "decode"
+    assert found.prefill is not None, "it still computes prompts"
+    full = replace(decode, info=replace(decode.info, max_num_seqs=40))
+    assert planned_without([full], [prefill(7)]).decode.instance.instance_id == "prefill"
+    found = planned_without([full], [prefill(8)])
+    assert found.decode.instance.instance_id == "decode", "rather than filling the rest of the batch, it waits there"
+    assert found.prefill is not None
+
+
+def test_prompts_of_at_most_min_tokens_go_where_less_waits_and_are_not_split() -> None:
+    behind = {"num_uncomputed_tokens": 9000}
+    found = planned_without([measured("decode", **behind)], [measured("prefill")], choice(64))
+    assert found.decode.instance.instance_id == "prefill"
+    fast = ThroughputEstimate(hand_over_per_s=1e6)
+    busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.9 * 4500)
+    pools = [measured("decode", num_running=4, throughput=fast)], [measured("prefill", throughput=busy)]
+    assert planned_without(*pools, choice(4000), min_tokens=3999).prefill is not None
+    found = planned_without(*pools, choice(4000), min_tokens=4000)
+    assert found.prefill is None
+    assert found.step_stretch == STEP_STRETCH
+
+
+def test_without_objectives_scores_pick_the_two_instances() -> None:
+    decode = [measured("decode", f"d{number}", num_running=4 - number) for number in range(4)]
+    prefill = [measured("prefill", f"p{number}", num_waiting=number) for number in range(3)]
+    picked = {planned_without(decode, prefill).decode.instance.instance_id for _ in range(5)}
+    assert picked <= {"d3", "p0"}
+
+
+def test_nothing_is_assumed_with_objectives_and_without_a_prefill_instance_or_measurements() -> None:
+    pools = [measured("decode")], [measured("prefill")]
+    assert planned_by_objectives(*pools).step_stretch is None
+    assert planned_by_objectives(*pools, aims=AimSource(SloSettings(ttft_ms=1000))).step_stretch is None
+    assert planned_without([measured("decode")], []).step_stretch is None
+    assert planned_without([view("decode")], [view("prefill")]).step_stretch is None
+    for mode in ("always", "never"):
+        assert planned_without(*pools, mode=mode).step_stretch is None
+    unmeasured = planned_without(*pools, speed_smoothing=0)
+    assert unmeasured.step_stretch is None
+    assert unmeasured.disaggregation.reason is Reason.UNMEASURED
+
+
+def test_without_objectives_choices_of_one_request_stay_where_the_first_runs() -> None:
+    """Also where that is a prefill instance, which serves it alone."""
+    second = choice()
+    second.decode_key = view("prefill", "p1").key
+    prefill = [measured("prefill", "p0"), measured("prefill", "p1", num_running=8)]
+    assert planned_without([measured("decode")], prefill, second).decode.instance.instance_id == "p1"
+
+
+def test_choices_of_one_request_stay_where_the_first_runs() -> None:
+    second = choice()
+    second.decode_key = view("decode", "d1").key
+    for num_running in (0, 8):
+        pools = [measured("decode", "d0"), measured("decode", "d1", num_running=num_running)], [measured("prefill")]
+        assert planned_by_objectives(*pools, second).decode.instance.instance_id == "d1"
+
+
+def test_an_instance_without_room_is_no_candidate() -> None:
+    small = measured("prefill")
+    small = replace(small, info=replace(small.info, num_blocks=10))
+    assert planned_by_objectives([measured("decode", num_running=10)], [small]).decode.instance.instance_id == "decode"
+
+
+def test_explain_says_what_is_decided() -> None:
+    affinity, settings = Affinity(PickingSettings()), DisaggregationSettings()
+    for running in (0, 4, 10, 30):
+        pools = [measured("decode", num_running=running)], [measured("prefill", num_running=running // 2)]
+        found = planned_by_objectives(*pools)
+        shown = explain(*pools, choice().request, affinity, settings, AIMS, random.Random(0))
+        assert shown.reason == found.disaggregation.explanation
+        picked = {one.instance_id for one in (*shown.decode, *shown.prefill) if one.picked}
+        split = [] if found.prefill is None else [found.prefill]
+        assert picked == {one.instance.instance_id for one in (found.decode, *split)}
