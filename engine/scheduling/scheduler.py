@@ -248,9 +248,7 @@ class Scheduler:
             num_tokens = request.num_initial_tokens
         else:
             num_tokens = min(request.num_tokens, self.config.max_num_batched_tokens)
-        if request.spec.hold_kv is not None and not self._may_hold(num_tokens):
-            return False
-        return self.kv.num_blocks_for(num_tokens) <= self.kv.pool.num_available
+        return self._may_hold(request, num_tokens) and self.kv.num_blocks_for(num_tokens) <= self.kv.pool.num_available
 
     def _num_entering_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
         """None: no bound, since other prompts lengthen the step anyway."""
@@ -345,17 +343,17 @@ class Scheduler:
             num_tokens = request.num_initial_tokens
         else:
             num_tokens = min(num_hit + budget, request.num_tokens)
-        if request.spec.hold_kv is not None and not self._may_hold(num_tokens):
-            return False
-        if not self.kv.allocate(request, num_tokens, prefix):
+        if not (self._may_hold(request, num_tokens) and self.kv.allocate(request, num_tokens, prefix)):
             return False
         request.num_computed_tokens = num_hit
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_hit
         return True
 
-    def _may_hold(self, num_tokens: int) -> bool:
+    def _may_hold(self, request: Request, num_tokens: int) -> bool:
         """Transfers hold at most a fraction of the blocks, so that running requests are not starved."""
+        if request.spec.hold_kv is None:
+            return True
         held = self.num_held_blocks
         return (
             held == 0 or held + self.kv.num_blocks_for(num_tokens) <= self.config.max_held_fraction * self.kv.num_blocks
