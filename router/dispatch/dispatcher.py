@@ -28,7 +28,7 @@ from router.picking.plan import NoPlan, Plan, can_move, make_plan
 from router.picking.scorers import Aims
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
-from router.pools.instance_info import InstanceView, Role
+from router.pools.instance_info import InstanceView
 from router.pools.pool import Pools
 from router.request.choice_state import Choice
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, give_up, no_instance
@@ -257,19 +257,17 @@ class Dispatcher:
         return can_move(self._plan_now(flow), flow.choice.num_tokens)
 
     def _attempt_trace(self, flow: _Flow, plan: Plan) -> AttemptTrace:
-        prefilling, loading = self._instance("decode", plan.decode.instance).throughput, None
+        prefilling, loading = self._instance(plan.decode.instance).throughput, None
         if plan.prefill is not None:
-            prefilling, loading = self._instance("prefill", plan.prefill.instance).throughput, prefilling
+            prefilling, loading = self._instance(plan.prefill.instance).throughput, prefilling
         prefilling.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
         return flow.trace.picked(plan, prefilling, loading)
 
     def _call(self, kind: type[CallT], flow: _Flow, view: InstanceView, attempt: AttemptTrace) -> CallT:
-        instance = self._instance("prefill" if kind is PrefillCall else "decode", view)
-        return kind(instance, view.key, flow.choice, attempt, partial(self._can_move, flow), flow.slot)
+        return kind(self._instance(view), view.key, flow.choice, attempt, partial(self._can_move, flow), flow.slot)
 
-    def _instance(self, role: Role, view: InstanceView) -> UpstreamInstance:
-        """The instance that prefills or decodes. A prefill instance does both for what it serves alone."""
-        instance = self.pools.by_role[role].instance(view.key) or self.pools.prefill.instance(view.key)
+    def _instance(self, view: InstanceView) -> UpstreamInstance:
+        instance = self.pools.instance(view.key)
         assert instance is not None, "a view is used in the same turn of the event loop in which it was taken"
         return instance
 

@@ -171,6 +171,10 @@ class Pools:
         """Whether both pools are complete; an empty one is."""
         return self.prefill.is_complete() and self.decode.is_complete()
 
+    def instance(self, key: InstanceKey) -> UpstreamInstance | None:
+        """The instance of either pool behind a view; None if another process answers at its address."""
+        return self.prefill.instance(key) or self.decode.instance(key)
+
     def decode_infos(self) -> tuple[InstanceInfo, ...]:
         """Of the ready decode instances; while there is none, of those that were ready last."""
         ready = tuple(view.info for view in self.decode.views() if view.out is None)

@@ -65,7 +65,7 @@ class Safeguards:
 
     def is_gone(self, key: InstanceKey) -> bool:
         """Whether that process has left its pool otherwise than by a drain; one that froze and came back has not."""
-        instance = self.pools.prefill.instance(key) or self.pools.decode.instance(key)
+        instance = self.pools.instance(key)
         view = instance.view() if instance is not None else None
         return view is None or (view.out is not None and not view.load.draining)
 
