@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from tandem.connectors import Options
 
@@ -80,6 +81,12 @@ class OutputFile(click.Path):
         if not path.exists() and not os.access(path.parent, os.W_OK):
             self.fail(f"{str(path)!r}: there is no folder {path.parent} that can be written", param, ctx)
         return path
+
+
+def given_options(context: click.Context) -> list[click.Parameter]:
+    """Those that are on the command line, and not from the environment or a default."""
+    source_of = context.get_parameter_source
+    return [one for one in context.command.params if one.name and source_of(one.name) is ParameterSource.COMMANDLINE]
 
 
 def option_group(*options: Callable[[F], F]) -> Callable[[F], F]:

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
 from protos.tandem.v1 import common_pb2, pools_pb2
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
-from tandem.commands.options import FloatRange, IntRange
+from tandem.commands.options import FloatRange, IntRange, given_options
 from tandem.local_stack.settings import unknown_pool
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,9 +69,8 @@ def command(context: click.Context, watch: bool, interval_s: float, timeout_s: f
 
 def _reject_own_options(context: click.Context, subcommand: str) -> None:
     """Those of the table, which have no effect on a subcommand; raises UsageError."""
-    for option in context.command.params:
-        is_given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
-        if option.expose_value and is_given:
+    for option in given_options(context):
+        if option.expose_value:
             raise click.UsageError(
                 f"{option.opts[0]} in front of {subcommand} is of `tandem pools` alone; "
                 f"options of {subcommand} follow its name"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
 import click
-from click.core import ParameterSource
 
 from tandem.bench.serve.results import Point, Results, format_rate, late_warning, page, sweep_table, write_json
 from tandem.commands.options import (
@@ -22,6 +21,7 @@ from tandem.commands.options import (
     OutputFile,
     credential_options,
     given_credentials,
+    given_options,
     option_group,
 )
 
@@ -224,11 +224,10 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
 
 def _reject_options_of_a_router() -> None:
     """Those of the environment are not meant for another endpoint and are ignored."""
-    source_of = click.get_current_context().get_parameter_source
-    given = [name for name in _OF_A_ROUTER if source_of(name) is ParameterSource.COMMANDLINE]
-    if given:
-        flag = f"--{given[0].replace('_', '-')}"
-        raise click.UsageError(f"{flag} is for a Tandem router (--address), not for --url; a token goes into --header")
+    for option in given_options(click.get_current_context()):
+        if option.name in _OF_A_ROUTER:
+            problem = f"{option.opts[0]} is for a Tandem router (--address), not for --url"
+            raise click.UsageError(f"{problem}; a token goes into --header")
 
 
 async def _bench(options: ServeOptions, credentials: Credentials | None) -> Results:
