@@ -177,8 +177,8 @@ class InstanceServer:
                 ready = not ready
                 what = "reports again: ready" if ready else f"silent for {silent_s:.1f} s: not ready"
                 _log.warning("engine core %s", what)
-                for service in (self._role.service, decoding.SERVICE):
-                    health.set_serving(service.full_name, ready)
+                for service in {self._role.service.full_name, decoding.SERVICE.full_name}:
+                    health.set_serving(service, ready)
             if (silent_s < max(limits.core_dead_s, long_step_s)) != alive:
                 alive = not alive
                 health.set_serving(LIVENESS, alive)
