@@ -51,7 +51,7 @@ from serving.histogram import Histogram
 from serving.lifecycle import StopSignals
 from serving.metrics import MetricsSettings
 from tests.builders import lively_checkpoint
-from tests.decode_service.decoding import Decoding
+from tests.instance.decoding import Decoding
 from tests.instance.rig import Rig, instance_request, model_folder, running, settings_of
 from tests.instance.scripted_core import ScriptedCore
 from tests.waiting import until
