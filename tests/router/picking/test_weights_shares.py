@@ -19,7 +19,8 @@ from router.picking.weights_shares import WeightsShares
 from router.pools.instance_info import InstanceView, Role
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
-from tests.router.picking.test_plan import AIMS, IDENTITY, measured, view
+from tests.router.picking.test_plan import IDENTITY, view
+from tests.router.picking.test_plan_by_step_costs import AIMS, measured
 
 NUM_REQUESTS = 4000
 OLD, NEW = "01d0f4e3", "7e57ab1e"
