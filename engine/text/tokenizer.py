@@ -70,11 +70,13 @@ class Tokenizer:
             )
         config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
         try:
-            config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+            config = json.loads(_read_text(config_file)) if config_file.is_file() else {}
         except ValueError as error:
             raise InvalidCheckpoint(f"tokenizer_config.json of the checkpoint is not JSON: {error}") from error
-        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else _template_of(config)
-        return cls((folder / "tokenizer.json").read_text(encoding="utf-8"), config, template)
+        if not isinstance(config, dict):
+            raise InvalidCheckpoint("tokenizer_config.json of the checkpoint is not a JSON object")
+        template = _read_text(template_file) if template_file.is_file() else _template_of(config)
+        return cls(_read_text(folder / "tokenizer.json"), config, template)
 
     def warm_up(self) -> None:
         """Build what the first long or marked text would wait for: half a second with 152 k tokens."""
@@ -254,6 +256,14 @@ class Tokenizer:
 def supports_constraints(tokenizer: Tokenizer | None) -> bool:
     """Whether the bytes of its tokens are known, on which grammars work."""
     return tokenizer is not None and tokenizer.token_bytes is not None
+
+
+def _read_text(path: Path) -> str:
+    """Raises InvalidCheckpoint."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidCheckpoint(f"{path.name} of the checkpoint cannot be read: {error}") from error
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

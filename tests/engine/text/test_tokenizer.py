@@ -103,6 +103,21 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path, name: str) -> None:
             Tokenizer.from_folder(folder)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_is_not_text_is_named(tmp_path: Path, name: str) -> None:
+    folder = write_folder(tmp_path, byte_level_backend(), BYTE_LEVEL_CONFIG)
+    (folder / name).write_bytes(b"\xff\xfe{}")
+    with pytest.raises(InvalidCheckpoint, match=f"^{name} of the checkpoint cannot be read: 'utf-8' codec"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_config_that_is_no_object_is_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level_backend(), BYTE_LEVEL_CONFIG)
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(InvalidCheckpoint, match=r"^tokenizer_config\.json of the checkpoint is not a JSON object"):
+        Tokenizer.from_folder(folder)
+
+
 def test_the_jinja_file_comes_before_the_configs_template(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level_backend(), {"chat_template": [{"name": "default", "template": "list"}]})
     hi = [{"role": "user", "content": "hi"}]
