@@ -55,5 +55,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
     """`eos_token_id`, an id or a list of ids, of a config or of its text model."""
-    eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-    return (eos,) if isinstance(eos, int) else tuple(eos or ())
+    text, eos = config.get("text_config"), config.get("eos_token_id")
+    if eos is None and isinstance(text, dict):
+        eos = text.get("eos_token_id")
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
