@@ -19,12 +19,18 @@ from typing import Any, TypeVar
 
 import redis
 
-from engine.errors import EngineError
+from engine.errors import EngineError, shown
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey
 from kv_transfer.stores.base import BadValue, OutageLog, StoreError
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
-from kv_transfer.stores.redis.address import ConnectionFailed, RedisAddress, RedisLogin, tls_context
+from kv_transfer.stores.redis.address import (
+    PASSWORD_VARIABLE,
+    ConnectionFailed,
+    RedisAddress,
+    RedisLogin,
+    tls_context,
+)
 from kv_transfer.stores.redis.connection import (
     ErrorReply,
     PageConnection,
@@ -98,13 +104,18 @@ class RedisConnector(StoreConnector):
 
 
 def make_endpoint(options: RedisOptions) -> RedisEndpoint:
-    """The Redis that the options name. Raises EngineError where files are missing."""
+    """The Redis that the options name. Raises EngineError where files, or an account's password, are missing."""
     address = RedisAddress.parse(options.url)
     login = RedisLogin(options.username, options.password_file)
     try:
-        login.password()
+        password = login.password()
     except OSError as error:
         raise EngineError(f"password_file {options.password_file!r}: {error.strerror}") from error
+    if password is None and options.username not in ("", "default"):
+        raise EngineError(
+            f"redis username {shown(options.username)} has no password: give password_file, or the variable"
+            f" {PASSWORD_VARIABLE}"
+        )
     tls = None
     if address.tls:
         tls = tls_context(ca_file=options.tls_ca_file, cert_file=options.tls_cert_file, key_file=options.tls_key_file)

@@ -279,6 +279,10 @@ def test_connector_starts_without_redis_and_warns_about_a_bad_set_up(
         ({"prefix": "a b"}, "prefix"),
         ({"ttl_s": 0}, "ttl_s is 0"),
         ({"tail_ttl_s": 10.0}, "max_lease_s"),
+        (
+            {"username": "kv"},
+            "redis username .kv. has no password: give password_file, or the variable TANDEM_REDIS_PASS",
+        ),
         ({"password_file": "/nonexistent/password"}, "password_file '/nonexistent/password': No such file"),
         ({"tls_ca_file": "/nonexistent/ca"}, "not rediss://"),
         ({"tls_key_file": "/nonexistent/key"}, "not rediss://"),
