@@ -4,7 +4,7 @@
 
     put       reserve in L1 ─▶ copy ─▶ finish: visible, L2 follows later        another value there: deleted first
     get       prefetch (L2 to L1) ─▶ copy out ─▶ read lock released             too late: released when it ends
-    contains  in L1, or in an L2 adapter                                        nothing is loaded
+    contains  in L1, or in an L2 adapter                                        nothing is loaded; too late: as above
     delete    L1, once it is not locked ─▶ every L2 adapter                     so no delayed write comes after it
 
 Runs in the server's threads for such calls (`--max-cpu-workers`). Every wait has the client's time-out. Names that
@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,11 +71,12 @@ class PageModule:
         self.context = server_context
         self._manager = server_context.storage_manager
         self._lock = threading.Lock()
-        self._late: list[tuple[Any, ObjectKey]] = []
-        """Prefetches that ended after the answer, or will: each may hold a read lock."""
+        self._late: list[Callable[[], bool]] = []
+        """Of prefetches and lookups that ended after the answer, or will: each may hold a lock. Returns whether it has
+        ended, and then has released it."""
 
     def report_status(self) -> dict[str, Any]:
-        return {"tandem_kv": {"num_late_prefetches": len(self._late)}}
+        return {"tandem_kv": {"num_late": len(self._late)}}
 
     def close(self) -> None:
         return None
@@ -110,8 +112,8 @@ class PageModule:
                 return self._read(key, head.num_bytes, with_page=True)
             if found is None:
                 return _status(Status.LATE)
-            if not self._is_in_l2(key, head):
-                return _status(Status.MISSING)
+            if not (is_in_l2 := self._is_in_l2(key, head)):
+                return _status(Status.LATE if is_in_l2 is None else Status.MISSING)
             # On its way to L1 for another reader; or a file cut short, which LMCache never removes.
             if time.monotonic() > give_up:
                 return _status(Status.BAD_VALUE)
@@ -123,7 +125,8 @@ class PageModule:
         key = _key(head)
         if self._fetch(key, head.num_bytes, _deadline(head), skip_l2=True):
             return self._read(key, head.num_bytes, with_page=False)
-        return _status(Status.OK if self._is_in_l2(key, head) else Status.MISSING)
+        is_in_l2 = self._is_in_l2(key, head)
+        return _status(Status.LATE if is_in_l2 is None else Status.OK if is_in_l2 else Status.MISSING)
 
     @_handler(DELETE)
     def delete(self, head: Head, page: memoryview) -> Answer:
@@ -160,8 +163,7 @@ class PageModule:
         spec = PrefetchTaskSpec([GroupedObjectKeys([key], 0, layout)], fetching_policy="full")
         handle = self._manager.submit_prefetch_task(spec, skip_l2=skip_l2)
         if not self._manager.wait_prefetch_status(handle, max(0.0, deadline - time.monotonic())):
-            with self._lock:
-                self._late.append((handle, key))
+            self._add_late(partial(self._release_prefetch, handle, key))
             return None
         return _is_hit(self._manager.query_prefetch_status(handle))
 
@@ -177,28 +179,46 @@ class PageModule:
         self._manager.finish_read_prefetched([key])
         return answer
 
-    def _release_late(self) -> None:
-        with self._lock:
-            late, self._late = self._late, []
-        for handle, key in late:
-            if not self._manager.wait_prefetch_status(handle, 0.0):
-                with self._lock:
-                    self._late.append((handle, key))
-            elif _is_hit(self._manager.query_prefetch_status(handle)):
-                self._manager.finish_read_prefetched([key])
-
-    def _is_in_l2(self, key: ObjectKey, head: Head) -> bool:
+    def _is_in_l2(self, key: ObjectKey, head: Head) -> bool | None:
+        """None: not known in time."""
         deadline = _deadline(head)
         for _, adapter in self._manager.l2_adapters():
+            if len(self._late) >= _MAX_LATE:
+                return None
             task_id = adapter.submit_lookup_and_lock_task([key], {0: _layout(head.num_bytes)})
             while (found := adapter.query_lookup_and_lock_result(task_id)) is None:
                 if time.monotonic() > deadline:
-                    return False
+                    self._add_late(partial(self._release_lookup, adapter, task_id, key))
+                    return None
                 time.sleep(_PAUSE_S / 4)
             if found.test(0):
                 adapter.submit_unlock([key])
                 return True
         return False
+
+    def _add_late(self, release: Callable[[], bool]) -> None:
+        with self._lock:
+            self._late.append(release)
+
+    def _release_late(self) -> None:
+        with self._lock:
+            late, self._late = self._late, []
+        for release in late:
+            if not release():
+                self._add_late(release)
+
+    def _release_prefetch(self, handle: Any, key: ObjectKey) -> bool:
+        if not self._manager.wait_prefetch_status(handle, 0.0):
+            return False
+        if _is_hit(self._manager.query_prefetch_status(handle)):
+            self._manager.finish_read_prefetched([key])
+        return True
+
+    def _release_lookup(self, adapter: Any, task_id: Any, key: ObjectKey) -> bool:
+        found = adapter.query_lookup_and_lock_result(task_id)
+        if found is not None and found.test(0):
+            adapter.submit_unlock([key])
+        return found is not None
 
 
 def _status(status: Status) -> bytes:
