@@ -147,7 +147,8 @@ class Scheduler:
         prompts = [request for request in self.running if request.is_prompt]
         budget = self._prompt_budget(streams, prompts)
         scheduled: list[ScheduledRequest] = []
-        num_left, preempted = self._schedule_running(streams, self.config.max_num_batched_tokens, scheduled)
+        num_tokens = max(self.config.max_num_batched_tokens, len(self.running))  # with fewer some would stand still
+        num_left, preempted = self._schedule_running(streams, num_tokens, scheduled)
         num_left, too = self._schedule_running(prompts, min(num_left, budget), scheduled)
         scheduled = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
         if not (preempted or too):

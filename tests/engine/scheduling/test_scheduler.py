@@ -323,6 +323,18 @@ def test_remote_kv_reserves_at_once_even_without_token_budget() -> None:
     assert len(scheduler.kv.block_ids(remote.request_id)) == 3
 
 
+def test_no_request_stands_still_where_more_run_than_a_step_has_tokens() -> None:
+    scheduler = make_scheduler(num_blocks=32, budget=2)
+    requests = [add(scheduler, [2] * 10, remote_kv=RemoteKV(transfer_id=f"t{i}", reservation_s=5.0)) for i in range(4)]
+    step(scheduler)
+    *loaded, recomputed = requests
+    for request in requests:
+        scheduler.seed(request.request_id, [7])
+        scheduler.load_finished(KVLoadResult(request.request_id, 4 if request is recomputed else 10, 4, 0))
+    shares = {share.request.request_id: share.num_tokens for share in step(scheduler).scheduled}
+    assert shares == {**{request.request_id: 1 for request in loaded}, recomputed.request_id: 1}
+
+
 def test_remote_request_runs_once_kv_and_seed_are_there_and_computes_only_the_seed() -> None:
     scheduler = make_scheduler()
     remote = add(scheduler, [2] * 10, max_tokens=3, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
