@@ -68,6 +68,8 @@ def check_names(connector: str) -> str:
     for name in names[1:]:
         if name in _KNOWN and not _KNOWN[name].is_store:
             raise ValueError(f"{name} stores nothing: it can only be the first of a list")
+    if "lmcache" in names and (shared := {"redis", "shared_storage"}.intersection(names)):
+        raise ValueError(f"lmcache would get the url or folder of {min(shared)}: give it alone, or after nixl")
     return connector
 
 

@@ -108,6 +108,15 @@ def test_what_does_not_fit_together_is_refused(transfer: dict[str, Any], message
         engine_config(settings(transfer=TransferSection(**transfer)))
 
 
+@pytest.mark.parametrize("connector", ["redis,lmcache", "lmcache,redis", "nixl,shared_storage,lmcache"])
+def test_connectors_of_a_list_share_no_url_and_no_folder(connector: str) -> None:
+    with pytest.raises(
+        ValidationError, match=r"lmcache would get the url or folder of \w+: give it alone, or after nixl"
+    ):
+        TransferSection(connector=connector)
+    assert TransferSection(connector="nixl,lmcache").connector == "nixl,lmcache"
+
+
 def test_the_sizes_of_the_built_in_engine_are_not_lost_on_vllm() -> None:
     with pytest.raises(ValidationError, match=r"for vLLM write --vllm-args '\{tensor_parallel_size: 2\}'"):
         EngineSection(kind="vllm", tensor_parallel_size=2)
