@@ -31,7 +31,10 @@ class ListenSettings(ServerSettings):
     """The gRPC port of this instance. All calls of a router come from one address, so one address may have many."""
 
     advertise: Address | None = setting(
-        None, "host:port at which peers reach this instance; none: the address listened on.", flag="--advertise"
+        None,
+        "host:port at which peers reach this instance; none: the address listened on, or the one that the router calls "
+        "where that is all of its host's.",
+        flag="--advertise",
     )
     listen: Address | None = setting(None, "host:port to listen on; overrides host and port.", flag="--listen")
     max_calls_per_peer: int = setting(4096, "Open calls from one address.", ge=1)

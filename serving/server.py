@@ -203,9 +203,8 @@ class Server:
         if self._tls is not None:
             self._checking_tls = asyncio.create_task(_check_periodically(self._tls.files), name="check TLS files")
         how = "plaintext" if self._tls is None else "mTLS" if self._tls.require_client_cert else "TLS"
-        _log.info(
-            "listening on %s, reported as %s, %s", format_address(self._settings.host, self._port), self.address, how
-        )
+        advertised = f", reported as {self._settings.advertise}" if self._settings.advertise else ""
+        _log.info("listening on %s%s, %s", format_address(self._settings.host, self._port), advertised, how)
         return self._port
 
     def _health_handlers(self, interceptor: CallInterceptor) -> grpc.GenericRpcHandler:

@@ -37,12 +37,22 @@ async def test_a_free_port_is_chosen_and_reported(rigs: Rigs) -> None:
     assert await rig.generate("hello") == ["token"] * 3
 
 
-async def test_the_advertised_address_is_a_setting_of_its_own() -> None:
+async def test_the_advertised_address_is_a_setting_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     server = Server(ServerSettings(advertise="pod-7.pods:7000"))
     await server.start()
     assert server.address == "pod-7.pods:7000"
+    assert f"listening on 127.0.0.1:{server.port}, reported as pod-7.pods:7000, plaintext" in caplog.messages
     await server.stop()
     assert format_address("::1", 7) == "[::1]:7"
+
+
+async def test_no_log_line_says_that_all_addresses_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    server = Server(ServerSettings(host="0.0.0.0"))
+    await server.start()
+    assert f"listening on 0.0.0.0:{server.port}, plaintext" in caplog.messages
+    await server.stop()
 
 
 async def test_a_taken_port_is_an_error_that_names_it(rigs: Rigs) -> None:
