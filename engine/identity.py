@@ -18,6 +18,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Protocol
 
@@ -69,7 +70,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What must be equal for KV to be exchanged; the fields of the proto's Identity. Digests are SHA-256 in hex."""
 
     engine: str = "tandem"
-    """This engine; or another's name, version and whatever else decides its numerics."""
+    """This engine, and transformers' version where that computes; or another's name, version and whatever else decides
+    its numerics."""
     weights_digest: str
     config_digest: str
     tokenizer_digest: str
@@ -113,17 +115,17 @@ def compute_identity(
     backend: str = "native",
     quantization: str = "none",
 ) -> ModelIdentity:
-    """The identity of the checkpoint in `folder`. `seed` matters for dummy weights alone; the digest of the config
-    covers the backend that computes the model.
+    """The identity of the checkpoint in `folder`. `seed` matters for dummy weights alone. transformers is part of
+    `engine` where it is the `backend`, with its version, on which the numerics depend.
 
     Reads every weight file without a cached digest, at about 2 GB/s. Raises EngineError naming what is missing.
     """
     folder = Path(folder)
     weights = _digest_parts((b"dummy", str(seed).encode())) if load_format == "dummy" else weights_digest(folder)
     return ModelIdentity(
-        engine=engine,
+        engine=engine if backend == "native" else f"{engine}, {backend} {metadata.version(backend)}",
         weights_digest=weights,
-        config_digest=config_digest(folder, backend),
+        config_digest=config_digest(folder),
         tokenizer_digest=tokenizer_digest(folder),
         dtype=dtype if quantization == "none" else f"{dtype}+{quantization}",
         block_size=layout.block_size,
@@ -151,17 +153,15 @@ def weights_digest(folder: Path) -> str:
     return _digest_parts(parts)
 
 
-def config_digest(folder: Path, backend: str = "native") -> str:
-    """SHA-256 over the canonical JSON of the keys of config.json that shape the computation, and over a backend other
-    than the native one."""
+def config_digest(folder: Path) -> str:
+    """SHA-256 over the canonical JSON of the keys of config.json that shape the computation."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise EngineError(f"{path} cannot be read as JSON: {error}") from error
     canonical = json.dumps(_without_ignored(config), sort_keys=True, separators=(",", ":"))
-    backend_part = "" if backend == "native" else f"\n{backend}"
-    return hashlib.sha256((canonical + backend_part).encode()).hexdigest()
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def tokenizer_digest(folder: Path) -> str:

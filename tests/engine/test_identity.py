@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,17 @@ def test_copies_have_equal_identities(folder: Path, tmp_path: Path) -> None:
 
 def test_another_backend_is_another_identity(folder: Path) -> None:
     mismatches = identify(folder).mismatches(identify(folder, backend="transformers"))
-    assert {name for name, _, _ in mismatches} == {"config_digest", "fingerprint"}
+    assert mismatches[0] == ("engine", "tandem", f"tandem, transformers {metadata.version('transformers')}")
+    assert {name for name, _, _ in mismatches} == {"engine", "fingerprint"}
+
+
+def test_another_version_of_the_backend_is_another_identity(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = identify(folder, backend="transformers")
+    monkeypatch.setattr(metadata, "version", lambda name: "0.1")
+    assert {name for name, _, _ in before.mismatches(identify(folder, backend="transformers"))} == {
+        "engine",
+        "fingerprint",
+    }
 
 
 def test_quantised_weights_are_another_identity(folder: Path) -> None:
