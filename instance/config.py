@@ -90,7 +90,9 @@ class InstanceSection(Section):
     )
     core_unready_s: float = setting(5.0, "Seconds of the core's silence after which readiness ends.", gt=0.5)
     core_dead_s: float = setting(30.0, "Seconds of the core's silence after which liveness ends.", gt=0.5)
-    load_interval_s: float = setting(0.25, "Maximum seconds between two load reports.", ge=0.02, le=10)
+    load_interval_s: float = setting(
+        0.25, "Maximum seconds between two load reports; routers get more where they need them.", ge=0.02, le=10
+    )
 
 
 class ModelSection(Section):

@@ -1,8 +1,9 @@
 """Load reports of this instance, for the routers that watch it.
 
 One reporter makes the reports, at least every `interval_s` and sooner when the load has changed significantly. Each
-watcher gets the newest report whenever it can write, so a slow watcher skips reports and delays none. Reports continue
-while the engine core is silent, with `core_silence_s` growing.
+watcher gets the newest report whenever it can write, so a slow watcher skips reports and delays none. A watcher that
+would give this instance up for its silence before `interval_s` says how long it waits, and gets a report in time. They
+continue while the engine core is silent, with `core_silence_s` growing.
 """
 
 from __future__ import annotations
@@ -65,15 +66,21 @@ class LoadReporter:
         self.latest = self._report()
         self._published.notify()
 
-    async def watch(self) -> AsyncIterator[instance_pb2.WatchLoadResponse]:
-        """The newest report, then each newer one, as fast as the caller takes them."""
+    async def watch(self, max_interval_s: float = 0.0) -> AsyncIterator[instance_pb2.WatchLoadResponse]:
+        """The newest report, then each newer one, as fast as the caller takes them, and one at least every
+        `max_interval_s` where that is above 0."""
+        within_s = max(max_interval_s, MIN_GAP_S) if 0 < max_interval_s < self._interval_s else None
         sent: instance_pb2.WatchLoadResponse | None = None
         while True:
             if sent is not self.latest:
                 sent = self.latest
                 yield sent
             else:
-                await self._published.wait()
+                try:
+                    async with asyncio.timeout(within_s):
+                        await self._published.wait()
+                except TimeoutError:
+                    self.publish()
 
     def _changed(self) -> bool:
         return self._drain.draining != self._reported_draining or changed_significantly(

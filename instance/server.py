@@ -193,7 +193,7 @@ class InstanceServer:
     async def WatchLoad(
         self, request: instance_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[instance_pb2.WatchLoadResponse]:
-        async for report in self.reporter.watch():
+        async for report in self.reporter.watch(request.max_interval_s):
             yield report
 
     async def Drain(self, request: instance_pb2.DrainRequest, context: Context) -> instance_pb2.DrainResponse:

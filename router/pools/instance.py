@@ -41,6 +41,8 @@ _SILENT_STEPS = 5
 _LATE_S = 0.1
 _GRACE_S = 0.25
 _RESOLUTION_S = 0.001
+_REPORTS_PER_TIMEOUT = 4
+"""At least so many load reports come within `beat_timeout_s`: a late one is no silence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,8 @@ class UpstreamInstance:
         stub = instance_pb2_grpc.InstanceServiceStub(self.channel)
         answer = await stub.GetInstanceInfo(instance_pb2.GetInstanceInfoRequest(), timeout=self.settings.beat_timeout_s)
         self._identify(InstanceInfo.from_wire(answer))
-        self._reports = stub.WatchLoad(instance_pb2.WatchLoadRequest())
+        max_interval_s = self.settings.beat_timeout_s / _REPORTS_PER_TIMEOUT
+        self._reports = stub.WatchLoad(instance_pb2.WatchLoadRequest(max_interval_s=max_interval_s))
         self._failure_detector.start()
         self.token_streams = TokenStreams(self.channel, self.settings)
         try:

@@ -80,6 +80,8 @@ class FakeInstance:
         self.num_open_calls = 0
         """Prefill and Decode calls that run now."""
         self.num_watches = 0
+        self.max_interval_s = 0.0
+        """Of the last watch."""
         """Times that its load was asked for."""
         self._slots = asyncio.Semaphore(self.behaviour.slots) if self.behaviour.slots is not None else None
         self._num_generating = 0

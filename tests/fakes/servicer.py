@@ -48,6 +48,7 @@ class Servicer(
 
     async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[instance_pb2.WatchLoadResponse]:
         self._instance.num_watches += 1
+        self._instance.max_interval_s = request.max_interval_s
         async for beat in self._instance.beats():
             yield beat
 

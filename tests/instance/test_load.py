@@ -49,6 +49,12 @@ async def test_reports_beat_while_nothing_changes_and_the_silence_grows() -> Non
     assert silences == sorted(silences)
 
 
+async def test_a_watcher_gets_reports_as_often_as_it_needs_them() -> None:
+    async with reporting(3600.0) as (_, _, reporter), aclosing(reporter.watch(0.03)) as watch:
+        sequence = [(await anext(watch)).sequence for _ in range(4)]
+    assert sequence == list(range(sequence[0], sequence[0] + 4))
+
+
 async def test_a_change_is_reported_long_before_the_beat() -> None:
     async with reporting(10.0) as (core, _, reporter), aclosing(reporter.watch()) as watch:
         await anext(watch)

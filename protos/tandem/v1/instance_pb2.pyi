@@ -159,12 +159,17 @@ class WatchLoadRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MAX_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    max_interval_s: _builtins.float
+    """Longest time between two reports for this watcher, seconds; 0 is the instance's own."""
     def __init__(
         self,
+        *,
+        max_interval_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_interval_s", b"max_interval_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

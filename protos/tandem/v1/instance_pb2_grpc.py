@@ -64,7 +64,8 @@ class InstanceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """The load: at once, every 250 ms, and whenever it changes much. A missing report means a failure.
+        """The load: at once, every 250 ms or as often as the request says, and whenever it changes much. A missing report
+        means a failure.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -19,7 +19,9 @@ class InstanceServiceStub:
     GetInstanceInfo: _aio.UnaryUnaryMultiCallable[_instance_pb2.GetInstanceInfoRequest, _instance_pb2.GetInstanceInfoResponse]
     """The instance's identity. Constant while the process lives."""
     WatchLoad: _aio.UnaryStreamMultiCallable[_instance_pb2.WatchLoadRequest, _instance_pb2.WatchLoadResponse]
-    """The load: at once, every 250 ms, and whenever it changes much. A missing report means a failure."""
+    """The load: at once, every 250 ms or as often as the request says, and whenever it changes much. A missing report
+    means a failure.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_instance_pb2.DrainRequest, _instance_pb2.DrainResponse]
     """Takes no new requests, finishes what runs, then ends the process. Answers at once; load reports show the progress.
 
@@ -43,7 +45,9 @@ class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _instance_pb2.WatchLoadRequest,
         context: _aio.ServicerContext[_instance_pb2.WatchLoadRequest, _abc.AsyncIterator[_instance_pb2.WatchLoadResponse]],
     ) -> _abc.AsyncIterator[_instance_pb2.WatchLoadResponse]:
-        """The load: at once, every 250 ms, and whenever it changes much. A missing report means a failure."""
+        """The load: at once, every 250 ms or as often as the request says, and whenever it changes much. A missing report
+        means a failure.
+        """
 
     @_abc_1.abstractmethod
     def Drain(

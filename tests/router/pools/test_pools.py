@@ -99,6 +99,11 @@ async def test_an_instance_in_trouble_is_out_and_comes_back(run: Run, fault: str
         await rig.until_ready()
 
 
+async def test_a_router_asks_for_more_reports_than_it_needs(run: Run) -> None:
+    async with run(prefill=0, decode=1, pools={"beat_timeout_s": 8.0}) as rig:
+        assert rig.decode[0].max_interval_s == 2.0
+
+
 # The issue's own figures: 2 s from the last beat, or from the core's last sign. What is above is what the machine adds.
 LINE_S, MACHINE_S = 2.0, 1.5
 
