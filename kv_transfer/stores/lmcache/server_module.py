@@ -112,7 +112,7 @@ class PageModule:
                 return self._read(key, head.num_bytes, with_page=True)
             if found is None:
                 return _status(Status.LATE)
-            if not (is_in_l2 := self._is_in_l2(key, head)):
+            if not (is_in_l2 := self._is_in_l2(key, head.num_bytes, deadline)):
                 return _status(Status.LATE if is_in_l2 is None else Status.MISSING)
             # On its way to L1 for another reader; or a file cut short, which LMCache never removes.
             if time.monotonic() > give_up:
@@ -122,10 +122,10 @@ class PageModule:
     @_handler(CONTAINS)
     def contains(self, head: Head, page: memoryview) -> Answer:
         del page
-        key = _key(head)
-        if self._fetch(key, head.num_bytes, _deadline(head), skip_l2=True):
+        deadline, key = _deadline(head), _key(head)
+        if self._fetch(key, head.num_bytes, deadline, skip_l2=True):
             return self._read(key, head.num_bytes, with_page=False)
-        is_in_l2 = self._is_in_l2(key, head)
+        is_in_l2 = self._is_in_l2(key, head.num_bytes, deadline)
         return _status(Status.LATE if is_in_l2 is None else Status.OK if is_in_l2 else Status.MISSING)
 
     @_handler(DELETE)
@@ -179,13 +179,12 @@ class PageModule:
         self._manager.finish_read_prefetched([key])
         return answer
 
-    def _is_in_l2(self, key: ObjectKey, head: Head) -> bool | None:
+    def _is_in_l2(self, key: ObjectKey, num_bytes: int, deadline: float) -> bool | None:
         """None: not known in time."""
-        deadline = _deadline(head)
         for _, adapter in self._manager.l2_adapters():
             if len(self._late) >= _MAX_LATE:
                 return None
-            task_id = adapter.submit_lookup_and_lock_task([key], {0: _layout(head.num_bytes)})
+            task_id = adapter.submit_lookup_and_lock_task([key], {0: _layout(num_bytes)})
             while (found := adapter.query_lookup_and_lock_result(task_id)) is None:
                 if time.monotonic() > deadline:
                     self._add_late(partial(self._release_lookup, adapter, task_id, key))
