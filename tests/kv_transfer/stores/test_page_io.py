@@ -123,11 +123,15 @@ class _StoreUser:
         naming, prompt = PageNaming.of(FINGERPRINT, LAYOUT), make_request(range(LAYOUT.block_size * 20))
         hashes = naming.block_hashes(prompt)
         self._pages = [naming.full_block(hashes, prompt.root_hash, number) for number in range(20)]
+        self.writer = self._writer()
+
+    def _writer(self) -> ProducedTransfer:
+        return ProducedTransfer("writer", "transfer", num_pages=1, num_full_blocks=1, num_tokens=LAYOUT.block_size)
 
     def save(self, number: int) -> str | None:
         """Returns why it failed."""
-        owner = ProducedTransfer("writer", "transfer", num_pages=1, num_full_blocks=1, num_tokens=LAYOUT.block_size)
-        return self._io.execute(SaveOp(0, 1, self._pages[number], owner)).failure
+        self.writer = self._writer()
+        return self._io.execute(SaveOp(0, 1, self._pages[number], self.writer)).failure
 
     def load(self, number: int) -> str | None:
         owner = Load(
@@ -162,4 +166,25 @@ def test_a_store_that_answers_again_is_written_again(number: int) -> None:
     assert user.breakers.saves.is_open
     store.is_full = False
     assert user.save(number) is None
+    assert not user.breakers.saves.is_open
+
+
+class _StoreOfCancelledSaves(_FullStore):
+    """While it looks for a page, the transfer is cancelled: the open breaker has refused another page of it."""
+
+    user: _StoreUser | None = None
+
+    def contains(self, key: PageKey, num_bytes: int) -> bool:
+        if self.user is not None and self.user.breakers.saves.is_open:
+            self.user.writer.cancelled = True
+        return super().contains(key, num_bytes)
+
+
+def test_a_trial_is_not_cancelled_by_the_pages_that_the_breaker_refuses_meanwhile() -> None:
+    store = _StoreOfCancelledSaves()
+    user = store.user = _StoreUser(store, retry_s=0.0)
+    store.is_full = True
+    assert [user.save(number) for number in range(3)] == 3 * ["store_oom"]
+    store.is_full = False
+    assert user.save(3) is None
     assert not user.breakers.saves.is_open
