@@ -63,7 +63,7 @@ class RouterMetrics:
     attempts: Counter[str] = field(default_factory=Counter)
     """By the beginning of the weights' digest of the instances."""
     num_retried: int = 0
-    """Attempts that followed another one of the same choice before its first token."""
+    """Attempts that followed a failed one of the same choice before its first token."""
     num_resumed: int = 0
     """Those that followed one after it."""
     num_prompt_tokens: int = 0

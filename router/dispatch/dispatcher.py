@@ -123,8 +123,6 @@ class Dispatcher:
                     await self._after_failure(flow, failure)
                 if not flow.slot.is_held:
                     await self._wait_slot(flow)
-                else:
-                    flow.trace.tried_again(has_begun=flow.choice.num_emitted > 0)
 
     async def _after_failure(self, flow: _Flow, failure: CallFailed) -> None:
         """Returns when another attempt may follow; raises the error for the client if none may."""
@@ -140,6 +138,7 @@ class Dispatcher:
             error = no_instance(history, self.retry_after_s, "too many requests are being tried again")
         if error is not None:
             raise error from failure
+        flow.trace.tried_again(has_begun=choice.num_emitted > 0)
 
     async def _wait_slot(self, flow: _Flow) -> None:
         """Returns when the request has a slot again. Raises DeadlineExceeded."""

@@ -247,7 +247,7 @@ class ChoiceTrace:
         self.stages.next("router.pick")
 
     def tried_again(self, *, has_begun: bool) -> None:
-        """Another attempt follows. `has_begun`: the client has got tokens of the choice."""
+        """Another attempt follows a failed one. `has_begun`: the client has got tokens of the choice."""
         if has_begun:
             self.request.timeline.mark(RequestEvent.RESUMED)
         else:

@@ -71,6 +71,11 @@ def ask_to_leave(fake: FakeInstance) -> None:
     fake.behaviour.draining = fake.behaviour.moving_out = True
 
 
+def num_failovers(rig: Rig) -> int:
+    metrics = rig.app.service.metrics
+    return metrics.num_retried + metrics.num_resumed
+
+
 @pytest.mark.parametrize("disaggregation", ["always", "never"])
 async def test_streams_go_on_elsewhere_exactly_when_they_are_asked_to(run: Run, disaggregation: str) -> None:
     decode = decodes(slow(), slow(num_running=50))
@@ -136,6 +141,8 @@ async def test_moving_uses_up_no_retries_and_no_resumptions(run: Run) -> None:
         answer = await asking
         assert answer.is_exactly(80)
         assert answer.trailers["tandem-decode"] == ",".join(fake.name for fake in decode)
+        await rig.until_idle()
+        assert num_failovers(rig) == 0
 
 
 async def test_a_prompt_that_is_being_computed_moves_as_well(run: Run) -> None:
@@ -148,6 +155,7 @@ async def test_a_prompt_that_is_being_computed_moves_as_well(run: Run) -> None:
         assert (await asking).is_exactly(10)
         assert prefill[0].recorded("prefill cancelled")
         await rig.until_idle()
+        assert num_failovers(rig) == 0
 
 
 async def test_streams_that_move_at_random_moments_stay_exact(run: Run) -> None:
