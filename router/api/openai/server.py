@@ -80,7 +80,7 @@ class HttpTls:
         if not self._names:
             return True
         described = certificate or {}
-        names = {value for kind, value in described.get("subjectAltName", ()) if kind == "DNS"}
+        names = {value for _, value in described.get("subjectAltName", ())}  # of any kind, as gRPC's
         names |= {value for part in described.get("subject", ()) for kind, value in part if kind == "commonName"}
         return not self._names.isdisjoint(names)
 

@@ -130,6 +130,14 @@ async def test_clients_show_a_certificate_where_that_is_asked_for(tmp_path: Path
         assert await hello(url, files, other) == "hello"
 
 
+def test_a_name_of_any_kind_admits_as_at_the_grpc_port(tmp_path: Path) -> None:
+    files = issued(tmp_path / "router", "router", StackCa())
+    tls = HttpTls(files.tls(), require_client_cert=True, client_names=("spiffe://example/backend", "10.1.2.3"))
+    for own in (("URI", "spiffe://example/backend"), ("IP Address", "10.1.2.3")):
+        assert tls.admits({"subjectAltName": (own,)})
+    assert not tls.admits({"subjectAltName": (("URI", "spiffe://example/other"), ("DNS", "backend"))})
+
+
 async def test_handshakes_count_as_connections_and_end_in_time(tmp_path: Path) -> None:
     files = issued(tmp_path / "router", "router", StackCa())
     tls = HttpTls(files.tls(), require_client_cert=False, client_names=())
