@@ -83,7 +83,7 @@ class RouterApp:
         rng: random.Random | None = None,
     ) -> None:
         self._settings = settings
-        security = Security(settings.tls, settings.auth, reuse_port=settings.router.workers > 1)
+        security = Security(settings.tls, settings.auth, is_worker=settings.router.workers > 1)
         self._server = security.clients_server(settings.effective_server, settings.health)
         self._admin = security.admin_server(settings.admin_server) if settings.admin_server else None
         self._signals = security.signals_server(settings.signals_server) if settings.signals_server else None

@@ -1,7 +1,7 @@
 """Who may connect to the router's ports, and how the router identifies itself.
 
     clients' port    TLS if there are files; a token if there is a file of tokens; a certificate if one is required
-    signals          with TLS a certificate
+    signals          with TLS a certificate; between workers plaintext, on loopback
     endpoint picker  every Gateway that reaches it; without TLS only on private addresses
     admin listener   a token if it has a file of its own, else with TLS a certificate, else only private addresses
     live page        a token of the operators' file; without one only private addresses, and no tokens or TLS
@@ -52,10 +52,10 @@ class AuthSettings(Section):
 class Security:
     """Servers and channels by the settings `tls` and `auth`. Raises SettingsError if a file cannot be used."""
 
-    def __init__(self, tls: RouterTlsSettings, auth: AuthSettings, *, reuse_port: bool = False) -> None:
-        """`reuse_port`: other processes listen on the same ports."""
+    def __init__(self, tls: RouterTlsSettings, auth: AuthSettings, *, is_worker: bool = False) -> None:
+        """`is_worker`: other workers listen on the same ports, and exchange signals over loopback."""
         self._tls = tls
-        self._reuse_port = reuse_port
+        self._is_worker = is_worker
         self.files = tls.files()
         self.tokens = BearerTokens(auth.tokens_file, "auth.tokens_file") if auth.tokens_file else None
         self._admin_tokens = (
@@ -91,12 +91,15 @@ class Security:
 
     def signals_server(self, settings: ServerSettings) -> Server:
         """The server for the other routers. Raises SettingsError if unauthenticated clients could reach it."""
-        if self.files is None and not listens_privately(settings.host):
+        is_open = self.files is None or self._is_worker  # no certificate need be valid for 127.0.0.1
+        if is_open and not listens_privately(settings.host):
             raise SettingsError(
                 f"signals.listen: {settings.host} is not a private address, and calls are open to all there: give "
                 "tls.cert_file, key_file and ca_file"
             )
-        return self._server(settings, None, require_cert=True)
+        return (
+            Server(settings, reuse_port=self._is_worker) if is_open else self._server(settings, None, require_cert=True)
+        )
 
     def picker_server(self, settings: ServerSettings) -> Server:
         """The server for Gateways, which have no certificates; they learn addresses of routers. Raises SettingsError if
@@ -113,8 +116,8 @@ class Security:
         return open_channel(address, settings, tls=self.files, peer_name=self._tls.peer_name)
 
     def dial_router(self, address: str, settings: ChannelSettings, name: str | None) -> grpc.aio.Channel:
-        """A channel to another router, whose certificate must carry `name`."""
-        return open_channel(address, settings, tls=self.files, peer_name=name)
+        """A channel to another router, whose certificate must carry `name`, or to another worker."""
+        return open_channel(address, settings, tls=None if self._is_worker else self.files, peer_name=name)
 
     def _server(
         self,
@@ -129,7 +132,7 @@ class Security:
         if tls is not None and require_cert and self._tls.client_names:
             names = certificate_authorizer(self._tls.client_names)
         authorizer = all_authorizers(names, tokens.authorize if tokens is not None else None)
-        return Server(settings, tls=tls, authorizer=authorizer, probes=probes, reuse_port=self._reuse_port)
+        return Server(settings, tls=tls, authorizer=authorizer, probes=probes, reuse_port=self._is_worker)
 
 
 def check_same_origin(metadata: Metadata) -> None:

@@ -15,10 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.tandem.v1 import generation_pb2, pools_pb2, pools_pb2_grpc
+from protos.tandem.v1 import generation_pb2, pools_pb2, pools_pb2_grpc, signals_pb2, signals_pb2_grpc
 from router.api.security import AuthSettings, RouterTlsSettings, Security
 from router.request.caller import Caller
 from serving.channel import ChannelSettings, open_channel
+from serving.interceptor import Context
+from serving.limits import CONTROL
 from serving.server import HealthSettings, ServerSettings
 from serving.settings import SettingsError
 from tandem.local_stack.pki import StackCa
@@ -242,3 +244,34 @@ async def test_routers_show_each_other_certificates_where_they_tell_their_signal
         await server.stop()
     with pytest.raises(SettingsError, match="not a private address"):
         Security(RouterTlsSettings(), AuthSettings()).signals_server(ServerSettings(host="0.0.0.0"))
+
+
+class Signals:
+    """Answers a router that asks."""
+
+    async def GetSignals(
+        self, request: signals_pb2.GetSignalsRequest, context: Context
+    ) -> signals_pb2.GetSignalsResponse:
+        return signals_pb2.GetSignalsResponse()
+
+
+@pytest.mark.parametrize("hosts", [[], ["127.0.0.1"]])
+async def test_workers_hear_of_each_other_whatever_their_certificate_names(tmp_path: Path, hosts: list[str]) -> None:
+    authority, files = StackCa(), files_of(tmp_path, "router.example", StackCa())
+    files.replace(authority.issue("router.example", hosts), authority)
+    tls = RouterTlsSettings(**files.section(client_names=["clients.example"]))
+    security = Security(tls, AuthSettings(), is_worker=True)
+    server = security.signals_server(ServerSettings())
+    service = signals_pb2.DESCRIPTOR.services_by_name["SignalsService"]
+    await server.register(service, Signals(), {"GetSignals": CONTROL})
+    await server.start()
+    try:
+        async with security.dial_router(server.address, ChannelSettings(), None) as channel:
+            stub = signals_pb2_grpc.SignalsServiceStub(channel)
+            assert (
+                await code_of(stub.GetSignals(signals_pb2.GetSignalsRequest(), timeout=TIMEOUT_S)) == grpc.StatusCode.OK
+            )
+    finally:
+        await server.stop()
+    with pytest.raises(SettingsError, match="not a private address"):
+        security.signals_server(ServerSettings(host="0.0.0.0"))
