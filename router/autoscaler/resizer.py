@@ -55,10 +55,11 @@ class Actuator(Protocol):
     async def sizes(self) -> Mapping[Role, int]:
         """The desired size of each pool. A role that is absent cannot be resized."""
 
-    async def resize(self, role: Role, size: int, victims: Sequence[str]) -> None:
+    async def resize(self, role: Role, size: int, victims: Sequence[str], *, previous_size: int) -> None:
         """Begins to start or to drain instances until the pool has `size`.
 
         `victims` are the addresses of the instances to remove first, in this order; their requests are not lost.
+        `previous_size` is what the decision assumed: an owner with other clients refuses if the pool has another one.
         """
 
     async def take_lead(self, holder: str, ttl_s: float) -> bool:
@@ -140,11 +141,11 @@ class Resizer:
             for change in changes:
                 num_removed = max(change.previous_size - change.size, 0)
                 victims = least_loaded(self._pools.by_role[change.role].instances, num_removed)
-                await self._actuator.resize(change.role, change.size, victims)
+                await self._actuator.resize(change.role, change.size, victims, previous_size=change.previous_size)
                 begun.append(change)
         except ActuatorError:
             for change in begun:
-                await self._actuator.resize(change.role, change.previous_size, ())
+                await self._actuator.resize(change.role, change.previous_size, (), previous_size=change.size)
             raise
         for change in changes:
             self.last_changes[change.role] = change
@@ -206,7 +207,7 @@ class StackLink:
         desired = {pool.role: pool.size for pool in answer.pools}
         return {role: desired[value] for role, value in WIRE_ROLES.items() if value in desired}
 
-    async def resize(self, role: Role, size: int, victims: Sequence[str]) -> None:
+    async def resize(self, role: Role, size: int, victims: Sequence[str], *, previous_size: int) -> None:
         """Returns when the owner has begun."""
         request = stack_pb2.ResizePoolRequest(role=WIRE_ROLES[role], size=size, victims=victims)
         with _owners_errors():

@@ -1,8 +1,8 @@
 """Resizes the pools of a release (Deployments or StatefulSets, by their scale subresource), if this router leads.
 
-    sizes ──scale, with its version──▶ resize: mark the pods to remove (best effort), write over that version
-                                         ├── another version by now, of the same size: write over that one
-                                         └── another version by now, of another size: resized elsewhere, an error
+    sizes ──▶ resize: read the scale, mark the pods to remove (best effort), write over the version that was read
+                 ├── another version by now, of the assumed size: write over that one
+                 └── another size than the assumed one: resized elsewhere, an error
 
 A size is only written over the one that the decision assumed. So a request that was delayed for long, or a router that
 reads a stale answer, overwrites no change made since.
@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import msgspec
@@ -121,22 +121,20 @@ class KubernetesActuator:
     workloads: Mapping[Role, Workload]
     election: Election
     mark_pods: bool = True
-    _scales: dict[Role, Scale] = field(default_factory=dict)
 
     async def sizes(self) -> Mapping[Role, int]:
         """`spec.replicas` of each workload. Raises ActuatorError."""
-        for role in self.workloads:
-            self._scales[role] = await self._read(role)
-        return {role: scale.size for role, scale in self._scales.items()}
+        return {role: (await self._read(role)).size for role in self.workloads}
 
-    async def resize(self, role: Role, size: int, victims: Sequence[str]) -> None:
-        """Returns when the size is written. Raises ActuatorError, also if the pool was resized since `sizes`."""
+    async def resize(self, role: Role, size: int, victims: Sequence[str], *, previous_size: int) -> None:
+        """Returns when the size is written. Raises ActuatorError, also if the pool has another size by now than
+        `previous_size`."""
         if role not in self.workloads:
             raise ActuatorError(f"the {role} pool cannot be resized: set kubernetes.{role}")
-        scale = self._scales.get(role) or await self._read(role)
+        scale = await self._read(role)
         if victims and self.mark_pods and self.workloads[role].plural == "deployments":
             await self._mark(scale.status.selector, victims)
-        self._scales[role] = await self._write(role, scale, size)
+        await self._write(role, scale, size, previous_size)
 
     async def take_lead(self, holder: str, ttl_s: float) -> bool:
         return await self.election.take(holder, ttl_s)
@@ -147,7 +145,7 @@ class KubernetesActuator:
 
     async def no_room(self, role: Role) -> str | None:
         """By the pods that no node takes. Raises ActuatorError, but not without permission for pods."""
-        scale = self._scales.get(role) or await self._read(role)
+        scale = await self._read(role)
         try:
             pods = await self._pods(scale.status.selector)
         except ClusterError as error:
@@ -167,21 +165,21 @@ class KubernetesActuator:
     async def _read(self, role: Role) -> Scale:
         return await self.cluster.request("GET", self._path(role), Scale)
 
-    async def _write(self, role: Role, scale: Scale, size: int) -> Scale:
+    async def _write(self, role: Role, scale: Scale, size: int, previous_size: int) -> None:
         for _ in range(_MAX_WRITES):
+            if scale.size == size:
+                return
+            if scale.size != previous_size:
+                raise ActuatorError(
+                    f"the {role} pool was resized from {previous_size} to {scale.size} meanwhile, and keeps that size"
+                )
             body = {"metadata": {"resourceVersion": scale.metadata.resource_version}, "spec": {"replicas": size}}
             try:
-                return await self.cluster.request("PATCH", self._path(role), Scale, body=body)
+                await self.cluster.request("PATCH", self._path(role), Scale, body=body)
             except Conflict:
-                now = await self._read(role)
-            if now.size == size:
-                return now
-            if now.size != scale.size:
-                self._scales[role] = now
-                raise ActuatorError(
-                    f"the {role} pool was resized from {scale.size} to {now.size} meanwhile, and keeps that size"
-                )
-            scale = now
+                scale = await self._read(role)
+            else:
+                return
         raise ActuatorError(f"the {role} pool changes too fast to be resized to {size}; retrying")
 
     def _path(self, role: Role) -> str:

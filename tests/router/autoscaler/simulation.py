@@ -54,7 +54,7 @@ class Owner:
         self._may_fail()
         return dict(self.of)
 
-    async def resize(self, role: Role, size: int, victims: Sequence[str]) -> None:
+    async def resize(self, role: Role, size: int, victims: Sequence[str], *, previous_size: int) -> None:
         self._may_fail()
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)

@@ -140,18 +140,20 @@ async def test_a_router_that_always_splits_keeps_a_prefill_instance(run: Run) ->
 
 async def test_both_pools_begin_together_or_neither_does(run: Run) -> None:
     async with owned(run, num_spares=1) as stack:
-        refuses = ActuatorError("no room")
+        refuses, assumed = ActuatorError("no room"), list[int]()
         resize = stack.resizer._actuator.resize
 
-        async def without_prefill(role: str, size: int, victims: list[str]) -> None:
+        async def without_prefill(role: str, size: int, victims: list[str], *, previous_size: int) -> None:
             if role == "prefill":
                 raise refuses
-            await resize(role, size, victims)  # type: ignore[arg-type]
+            assumed.append(previous_size)
+            await resize(role, size, victims, previous_size=previous_size)  # type: ignore[arg-type]
 
         stack.resizer._actuator.resize = without_prefill  # type: ignore[method-assign,assignment]
         with pytest.raises(ActuatorError, match="no room"):
             await stack.resizer.resize({"decode": 3, "prefill": 0}, cause="operator", reason="")
         assert await stack.resizer.sizes() == {"prefill": 1, "decode": 2}
+        assert assumed == [2, 3], "back from what it has become"
         assert stack.resizer.last_changes.get("decode") is None
 
 

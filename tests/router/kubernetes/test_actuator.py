@@ -42,9 +42,9 @@ async def test_pods_follow_the_sizes_that_are_written(kind: str) -> None:
     async with fake_release(kind=kind) as found:
         actuator = found.actuator(kind=kind.lower())
         assert await actuator.sizes() == {"prefill": 1, "decode": 2}
-        await actuator.resize("decode", 4, ())
+        await actuator.resize("decode", 4, (), previous_size=2)
         await found.until_ready("decode", 4)
-        await actuator.resize("decode", 1, ())
+        await actuator.resize("decode", 1, (), previous_size=4)
         await found.until_ready("decode", 1)
         assert await actuator.sizes() == {"prefill": 1, "decode": 1}
 
@@ -54,9 +54,9 @@ async def test_an_empty_pool_has_a_size_too() -> None:
     async with fake_release(prefill=0) as found:
         actuator = found.actuator()
         assert (await actuator.sizes())["prefill"] == 0
-        await actuator.resize("prefill", 1, ())
+        await actuator.resize("prefill", 1, (), previous_size=0)
         await found.until_ready("prefill", 1)
-        await actuator.resize("prefill", 0, ())
+        await actuator.resize("prefill", 0, (), previous_size=1)
         assert (await actuator.sizes())["prefill"] == 0
 
 
@@ -65,7 +65,7 @@ async def test_only_pools_with_a_workload_can_be_resized() -> None:
         actuator = found.actuator(decode="deployment/decode")
         assert await actuator.sizes() == {"decode": 2}
         with pytest.raises(ActuatorError, match=r"set kubernetes\.prefill"):
-            await actuator.resize("prefill", 2, ())
+            await actuator.resize("prefill", 2, (), previous_size=1)
 
 
 async def test_a_workload_that_is_not_there_is_named() -> None:
@@ -82,7 +82,7 @@ async def test_the_victims_go_and_not_the_newest() -> None:
         actuator = found.actuator()
         await actuator.sizes()
         first, second, third, fourth = found.names("decode")
-        await actuator.resize("decode", 2, [found.address(third), found.address(first)])
+        await actuator.resize("decode", 2, [found.address(third), found.address(first)], previous_size=4)
         await found.until_ready("decode", 2)
         assert found.names("decode") == [second, fourth]
         assert costs(found) == {}
@@ -93,7 +93,7 @@ async def test_of_two_victims_the_first_goes_first() -> None:
         actuator = found.actuator()
         await actuator.sizes()
         first, second, third = found.names("decode")
-        await actuator.resize("decode", 2, [found.address(second), found.address(first)])
+        await actuator.resize("decode", 2, [found.address(second), found.address(first)], previous_size=3)
         await found.until_ready("decode", 2)
         assert found.names("decode") == [first, third]
 
@@ -105,10 +105,10 @@ async def test_marks_of_a_resize_that_came_to_nothing_are_taken_back() -> None:
         first, second, third = found.names("decode")
         fault = found.kube.order("patch", "deployments/scale", 500, times=None)
         with pytest.raises(ActuatorError):
-            await actuator.resize("decode", 2, [found.address(first)])
+            await actuator.resize("decode", 2, [found.address(first)], previous_size=3)
         assert set(costs(found)) == {first}
         found.kube.withdraw(fault)
-        await actuator.resize("decode", 2, [found.address(second)])
+        await actuator.resize("decode", 2, [found.address(second)], previous_size=3)
         await found.until_ready("decode", 2)
         assert found.names("decode") == [first, third]
         assert costs(found) == {}
@@ -120,7 +120,7 @@ async def test_a_foreign_deletion_cost_is_left_alone() -> None:
         first, second, _ = found.names("decode")
         pod = found.kube.store.get("Pod", first)
         found.kube.store.changed(pod, lambda new: new["metadata"].update(annotations={DELETION_COST: "-7"}))
-        await actuator.resize("decode", 2, [found.address(second)])
+        await actuator.resize("decode", 2, [found.address(second)], previous_size=3)
         await found.until_ready("decode", 2)
         assert costs(found) == {first: "-7"}
 
@@ -132,14 +132,14 @@ async def test_a_router_that_may_not_mark_pods_resizes_all_the_same(
     async with fake_release(rights=rights) as found:
         actuator = found.actuator()
         with caplog.at_level(logging.WARNING, logger="router.kubernetes.actuator"):
-            await actuator.resize("decode", 1, [found.address(found.names("decode")[0])])
+            await actuator.resize("decode", 1, [found.address(found.names("decode")[0])], previous_size=2)
         assert found.size("decode") == 1
         assert "could not set pod-deletion-cost" in caplog.text
 
 
 async def test_pods_of_a_stateful_set_are_not_marked_and_the_last_goes() -> None:
     async with fake_release(kind="StatefulSet", decode=3) as found:
-        await found.actuator(kind="statefulset").resize("decode", 2, [found.address("decode-0")])
+        await found.actuator(kind="statefulset").resize("decode", 2, [found.address("decode-0")], previous_size=3)
         await found.until_ready("decode", 2)
         assert found.names("decode") == ["decode-0", "decode-1"]
         assert found.asked("list", "pods") == 0
@@ -156,7 +156,7 @@ async def test_a_rollout_does_not_hinder_a_resize() -> None:
         found.kube.store.changed(
             template, lambda new: new["spec"]["template"]["metadata"].update(annotations={"checksum": "1"})
         )
-        await actuator.resize("decode", 3, ())
+        await actuator.resize("decode", 3, (), previous_size=2)
         await found.until_ready("decode", 3)
         assert found.asked("patch", "deployments/scale") == 2
 
@@ -165,24 +165,36 @@ async def test_a_concurrent_resize_is_not_overwritten() -> None:
     async with fake_release() as found:
         late, other = found.actuator(), found.actuator()
         await late.sizes()
-        await other.resize("decode", 5, ())
+        await other.resize("decode", 5, (), previous_size=2)
         with pytest.raises(ActuatorError, match="the decode pool was resized from 2 to 5"):
-            await late.resize("decode", 1, ())
+            await late.resize("decode", 1, (), previous_size=2)
         assert found.size("decode") == 5
-        await late.resize("decode", 4, ())
+        await late.resize("decode", 4, (), previous_size=5)
         assert found.size("decode") == 4
+
+
+async def test_a_resize_by_others_is_not_overwritten_whoever_reads_the_sizes_meanwhile() -> None:
+    async with fake_release() as found:
+        actuator, other = found.actuator(), found.actuator()
+        assumed = await actuator.sizes()
+        await other.resize("decode", 5, (), previous_size=2)
+        await actuator.sizes()  # for a client that lists the pools
+        with pytest.raises(ActuatorError, match="the decode pool was resized from 2 to 5"):
+            await actuator.resize("decode", 1, (), previous_size=assumed["decode"])
+        assert found.size("decode") == 5
 
 
 async def test_a_stale_answer_decides_nothing() -> None:
     async with fake_release() as found:
         actuator, other = found.actuator(), found.actuator()
         before = found.kube.store.revision
-        await other.resize("decode", 6, ())
-        stale = found.kube.order("get", "deployments/scale", revision=before, times=2)
+        await other.resize("decode", 6, (), previous_size=2)
+        stale = found.kube.order("get", "deployments/scale", revision=before, times=3)
         assert (await actuator.sizes())["decode"] == 2
         assert stale.num_met == 2
         with pytest.raises(ActuatorError, match="from 2 to 6"):
-            await actuator.resize("decode", 1, ())
+            await actuator.resize("decode", 1, (), previous_size=2)
+        assert stale.num_met == 3
         assert found.size("decode") == 6
 
 
@@ -190,8 +202,8 @@ async def test_a_concurrent_resize_to_the_same_size_succeeds() -> None:
     async with fake_release() as found:
         late, other = found.actuator(), found.actuator()
         await late.sizes()
-        await other.resize("decode", 3, ())
-        await late.resize("decode", 3, ())
+        await other.resize("decode", 3, (), previous_size=2)
+        await late.resize("decode", 3, (), previous_size=2)
         assert found.size("decode") == 3
 
 
@@ -205,7 +217,7 @@ async def test_a_write_that_fails_once_is_written_once(code: int, is_done: bool)
         actuator = found.actuator()
         await actuator.sizes()
         fault = found.kube.order("patch", "deployments/scale", code, is_done=is_done, retry_after_s=1)
-        await actuator.resize("decode", 3, ())
+        await actuator.resize("decode", 3, (), previous_size=2)
         assert fault.num_met == 1
         await found.until_ready("decode", 3)
         assert await actuator.sizes() == {"prefill": 1, "decode": 3}
@@ -218,11 +230,11 @@ async def test_a_server_that_goes_on_failing_leaves_the_size_and_is_not_asked_fo
         await actuator.sizes()
         fault = found.kube.order("patch", "deployments/scale", code, times=None)
         with pytest.raises(ActuatorError):
-            await actuator.resize("decode", 3, ())
+            await actuator.resize("decode", 3, (), previous_size=2)
         assert fault.num_met <= 5
         assert found.size("decode") == 2
         found.kube.withdraw(fault)
-        await actuator.resize("decode", 3, ())
+        await actuator.resize("decode", 3, (), previous_size=2)
         assert found.size("decode") == 3
 
 
@@ -241,7 +253,7 @@ async def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.Mon
         await actuator.sizes()
         found.kube.order("patch", "deployments/scale", delay_s=60.0, times=None)
         with pytest.raises(ActuatorError, match="cannot be reached"):
-            await actuator.resize("decode", 3, ())
+            await actuator.resize("decode", 3, (), previous_size=2)
         assert found.size("decode") == 2
 
 
@@ -250,7 +262,7 @@ async def test_marking_that_takes_too_long_does_not_hold_the_resize_up(monkeypat
     async with fake_release() as found:
         found.kube.order("list", "pods", delay_s=60.0)
         async with asyncio.timeout(30):
-            await found.actuator().resize("decode", 1, [found.address(found.names("decode")[0])])
+            await found.actuator().resize("decode", 1, [found.address(found.names("decode")[0])], previous_size=2)
         assert found.size("decode") == 1
 
 
@@ -279,7 +291,7 @@ async def test_pods_that_start_slowly_do_not_change_what_is_told() -> None:
     runtime.unready.add("decode")
     async with fake_release(runtime, ready=False) as found:
         actuator = found.actuator()
-        await actuator.resize("decode", 3, ())
+        await actuator.resize("decode", 3, (), previous_size=2)
         assert await actuator.sizes() == {"prefill": 1, "decode": 3}
 
 
@@ -312,6 +324,6 @@ async def test_pods_are_left_alone_where_marking_is_off(caplog: pytest.LogCaptur
         actuator.mark_pods = False
         (first, _) = found.kube.pods("decode")
         with caplog.at_level(logging.WARNING):
-            await actuator.resize("decode", 1, [f"{first['status']['podIP']}:50051"])
+            await actuator.resize("decode", 1, [f"{first['status']['podIP']}:50051"], previous_size=2)
             await found.until_ready("decode", 1)
         assert caplog.text == ""
