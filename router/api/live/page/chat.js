@@ -71,11 +71,13 @@ export class Chat {
     const { body, note } = this.#add("assistant", "");
     this.#abort = new AbortController();
     this.#send.textContent = "Stop";
-    let answer = "";
+    let answer = "", thoughts;
     try {
-      for await (const piece of this.#pieces(note)) {
-        answer += piece;
-        body.append(piece);
+      for await (const { text, reasoning } of this.#pieces(note)) {
+        if (reasoning && !thoughts) body.before((thoughts = el("div", { class: "text muted" })));
+        thoughts?.append(reasoning);
+        answer += text;
+        body.append(text);
         this.#follow();
       }
     } catch (error) {
@@ -106,9 +108,8 @@ export class Chat {
     this.#await(response.headers, note);
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
-      const choice = event.choices[0];
-      const piece = choice?.delta?.content ?? choice?.text;
-      if (piece) yield piece;
+      const { delta, text } = event.choices[0] ?? {};
+      yield { text: delta?.content ?? text ?? "", reasoning: delta?.reasoning_content ?? "" };
     }
   }
 

@@ -95,3 +95,37 @@ def test_a_new_chat_has_nothing_of_the_answer_that_it_interrupts() -> None:
     node = ["node", "--no-warnings", "--experimental-default-type=module", "--input-type=module", "-e", script]
     done = subprocess.run(node, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [["first"], ["second"]]
+
+
+def test_the_chat_shows_what_the_model_thinks_and_sends_only_answers_back() -> None:
+    script = f"import {{ Chat }} from {json.dumps((PAGE / 'chat.js').as_uri())};"
+    script += """
+        const nodes = {}, asked = [], shown = [];
+        const node = () => ({
+          on: {}, value: "", text: "", replaceChildren() {}, setAttribute() {},
+          append(...parts) { for (const part of parts) if (typeof part === "string") this.text += part; },
+          before(other) { shown.push(other, this); },
+          addEventListener(name, act) { this.on[name] = act; },
+        });
+        globalThis.document = { getElementById: (id) => (nodes[id] ??= node()), createElement: node };
+        const deltas = [{ role: "assistant", content: "" }, { reasoning_content: "Hm" }, { reasoning_content: "m." },
+          { content: "Yes" }, { content: "!" }];
+        globalThis.fetch = async (path, { body }) => {
+          asked.push(JSON.parse(body).messages.map(({ content }) => content));
+          const lines = deltas.map((delta) => `data: ${JSON.stringify({ choices: [{ delta }] })}\\n\\n`);
+          return { ok: true, headers: new Map(), body: new Blob([...lines, "data: [DONE]\\n\\n"]).stream() };
+        };
+        const say = async (text) => {
+          nodes["chat-text"].value = text;
+          nodes["chat-form"].on.submit({ preventDefault() {} });
+          while (nodes["chat-send"].textContent !== "Send") await new Promise((resolve) => setTimeout(resolve, 10));
+        };
+        new Chat(() => ({}), () => {});
+        await say("first");
+        await say("second");
+        console.log(JSON.stringify([asked, shown.map((one) => one.text)]));
+        process.exit();
+    """
+    node = ["node", "--no-warnings", "--experimental-default-type=module", "--input-type=module", "-e", script]
+    done = subprocess.run(node, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[["first"], ["first", "Yes!", "second"]], ["Hmm.", "Yes!", "Hmm.", "Yes!"]]
