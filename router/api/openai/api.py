@@ -76,7 +76,7 @@ class OpenAIApi:
     registry: CollectorRegistry
     is_serving: Callable[[], bool]
     authorizer: Authorizer | None
-    """None admits every caller; /health is open in any case."""
+    """None admits every caller; /health and /openapi.json are open in any case."""
     allowed_origins: Sequence[str] = ()
     """Of web pages whose scripts may call (CORS)."""
     page: Callable[[Request], Response] | None = None
