@@ -25,6 +25,7 @@ import grpc
 import grpc.aio
 
 from protos.tandem.v1 import stack_pb2, stack_pb2_grpc
+from router.autoscaler.settings import MAX_SIZE
 from router.pools.discovery import StackDiscovery
 from router.pools.instance import UpstreamInstance
 from router.pools.instance_info import WIRE_ROLES, Role
@@ -33,7 +34,6 @@ from serving.channel import open_channel
 
 _log = logging.getLogger(__name__)
 
-MAX_SIZE = 64
 _MAX_RECENT = 32
 _OWNER_TIMEOUT_S = 5.0
 """The owner checks its processes at least every tenth of a second; one that is silent for so long is stuck."""

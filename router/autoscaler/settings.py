@@ -13,13 +13,15 @@ from router.pools.settings import Targets
 from serving.settings import Address, Section, setting
 
 _MIN_STALE_INTERVALS = 2
+MAX_SIZE = 64
+"""Of a pool, automatically or by an operator."""
 
 
 class PoolPolicy(Section):
     """One pool: the bounds of its size, the target load of one instance, and how fast the size may change."""
 
     min_size: int = setting(1, "Smallest size of the pool.", ge=1)
-    max_size: int = setting(8, "Largest size of the pool; equal to min_size: the size is fixed.", le=64)
+    max_size: int = setting(8, "Largest size of the pool; equal to min_size: the size is fixed.", le=MAX_SIZE)
     target_score: float = setting(
         0.75,
         "Load of an instance above which the pool grows: (4*waiting + running) / requests it can run at one time.",

@@ -24,7 +24,8 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from router.autoscaler.resizer import MAX_SIZE, ActuatorError
+from router.autoscaler.resizer import ActuatorError
+from router.autoscaler.settings import MAX_SIZE
 from router.kubernetes.cluster import (
     Cluster,
     ClusterError,
