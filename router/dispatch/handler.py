@@ -27,7 +27,7 @@ from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
 from router.request.validation import ModelLimits, ServedModel, validated
 from serving.auth import Metadata
-from serving.errors import Overloaded, ServiceError
+from serving.errors import Aborted, Overloaded, ServiceError
 from serving.logging import RequestEvent, set_request_id
 
 _WRITE_GRACE_S = 0.5  # how long an abort waits for the message that is being written: gRPC takes no other one before
@@ -200,7 +200,7 @@ class RequestHandler:
         outcome, problem = RequestEvent.ABORTED, ""  # unless set below, the client has gone
         try:
             self._caller = caller = self.callers.of(metadata)
-            await self.admission.instance_available()
+            await self._instance_available(message.request_id)
             self.request = request = await validated(
                 message, self.model, self.limits(), deadline_s=deadline_s, caller=caller
             )
@@ -220,6 +220,20 @@ class RequestHandler:
             raise
         finally:
             self.trace.ended(outcome, self.request, self._num_emitted, problem)
+
+    async def _instance_available(self, label: str) -> None:
+        """Waits for the first instance where requests may. Raises Aborted for an abort of `label` meanwhile: what is
+        not validated yet has no choices to finish."""
+        if not label:
+            await self.admission.instance_available()
+            return
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                with self.abort_registry.registered(self._caller.label(label), lambda: scope.reschedule(0.0)):
+                    await self.admission.instance_available()
+        except TimeoutError:
+            raise Aborted("aborted while no instance was available") from None
 
     async def _answer(self, request: GenerationRequest, sink: Sink) -> None:
         """Writes the whole answer; an abort ends it with one last message per choice."""

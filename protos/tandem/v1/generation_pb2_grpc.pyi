@@ -25,6 +25,7 @@ class GenerationServiceStub:
     - FAILED_PRECONDITION: the model cannot serve it, for example because its chat template is invalid.
     - RESOURCE_EXHAUSTED: the queue is full, the wait would be too long, or a quota is used up; or every instance is full.
     - UNAVAILABLE: no instance was available within the queue's time, or none to continue with after one died.
+    - ABORTED: an Abort has ended it while it waited for the first instance (admission.instance_wait_s); later the finish says so.
     - INTERNAL: two instances failed on this request; the same content is rejected for a while.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
@@ -55,6 +56,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         - FAILED_PRECONDITION: the model cannot serve it, for example because its chat template is invalid.
         - RESOURCE_EXHAUSTED: the queue is full, the wait would be too long, or a quota is used up; or every instance is full.
         - UNAVAILABLE: no instance was available within the queue's time, or none to continue with after one died.
+        - ABORTED: an Abort has ended it while it waited for the first instance (admission.instance_wait_s); later the finish says so.
         - INTERNAL: two instances failed on this request; the same content is rejected for a while.
         """
 

@@ -84,7 +84,7 @@ def headers_of(error: ServiceError) -> dict[str, str]:
             "retry-after-ms": str(math.ceil(error.retry_after_s * 1e3)),
             "x-should-retry": "true",
         }
-    if isinstance(error, (errors.Overloaded, errors.DeadlineExceeded, errors.AlreadyExists)):
+    if isinstance(error, (errors.Overloaded, errors.DeadlineExceeded, errors.AlreadyExists, errors.Aborted)):
         return {"x-should-retry": "false"}
     return {}
 

@@ -258,3 +258,22 @@ async def test_a_client_that_goes_waits_no_longer(run: Run) -> None:
         await until(lambda: not rig.app.admission.num_held)
         await decode.restart()
         await rig.until_ready(num_decode=1)
+
+
+async def test_an_abort_ends_the_wait_of_its_own_request_alone(run: Run) -> None:
+    async with asleep(run) as (rig, _, decode):
+        mine, other, unnamed = (
+            asyncio.create_task(rig.generate(request_id=label, max_tokens=6)) for label in ("mine", "other", "")
+        )
+        await until(lambda: rig.app.admission.num_held == 3)
+        answer = await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine", ""]))
+        assert answer.num_aborted == 1
+        with pytest.raises(grpc.aio.AioRpcError, match="aborted while no instance was available") as aborted:
+            await mine
+        assert aborted.value.code() == grpc.StatusCode.ABORTED
+        assert rig.app.service.metrics.ended == {"aborted": 1}
+        assert rig.app.admission.num_held == 2
+        await decode.restart()
+        for running in (other, unnamed):
+            assert (await running).is_exactly(6)
+        assert rig.app.service.abort_registry.num_requests == 0

@@ -256,5 +256,7 @@ def test_every_error_has_a_status(error: errors.ServiceError, status_code: int, 
     assert status_of(error) == status_code
     assert headers_of(error).get("retry-after") == retry_after
     assert set(body_of(error, {})["error"]) == {"message", "type", "param", "code"}
+    if isinstance(error, errors.Aborted):
+        assert headers_of(error) == {"x-should-retry": "false"}  # as its client wanted
     if isinstance(error, errors.Overloaded) and error.retry_after_s is None:
         assert headers_of(error) == {"x-should-retry": "false"}  # a quota is used up
