@@ -48,7 +48,12 @@ class PoolSettings(Section):
         ge=0,
     )
     min_backoff_s: float = setting(0.1, "First wait in seconds before reconnecting to an instance.", gt=0)
-    max_backoff_s: float = setting(0.5, "Longest wait in seconds before reconnecting to an instance.", ge=0.1)
+    max_backoff_s: float = setting(
+        0.5,
+        "Longest wait in seconds before reconnecting to an instance, in place of channel.max_backoff_ms, which is for "
+        "other routers.",
+        ge=0.1,
+    )
 
     @field_validator("stack")
     @classmethod
