@@ -69,7 +69,7 @@ class Pool:
         return tuple(views.values())
 
     def num_ready(self) -> int:
-        """Instances that may be picked."""
+        """Instances that may be picked; ejected ones too, as the last."""
         return sum(view.out is None for view in self.views())
 
     def is_complete(self) -> bool:

@@ -81,7 +81,7 @@ class PoolStatus(_message.Message):
     role: _instance_pb2.Role.ValueType
     """Prefill or decode."""
     num_ready: _builtins.int
-    """Instances that may be picked."""
+    """Instances that may be picked; ejected ones too, as the last."""
     size: _builtins.int
     """Wanted number of instances; unset when the router knows no owner that could resize the pool."""
     @_builtins.property
