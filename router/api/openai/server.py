@@ -121,12 +121,12 @@ class _Config(uvicorn.Config):
             h11_max_incomplete_event_size=settings.max_header_bytes,
             timeout_keep_alive=settings.keep_alive_s,
             timeout_graceful_shutdown=_STOP_S,
+            # Else a request after a long body begins in the trace of the one before it: python/cpython#140947.
+            reset_contextvars=True,
         )
         self.settings = settings
         self.write_timeout_s = write_timeout_s
         self.tls = tls
-        # Else a request after a long body begins in the trace of the one before it: python/cpython#140947.
-        self.reset_contextvars = True
         self.load()
         self.ssl = None if tls is None else tls.context
 
