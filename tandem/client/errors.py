@@ -69,15 +69,16 @@ def from_rpc(error: grpc.RpcError, address: str) -> TandemError:
     code, details = getattr(error, "code", None), getattr(error, "details", None)
     status = code().name if callable(code) and code() is not None else "UNKNOWN"
     message = (details() if callable(details) else None) or str(error)
-    if status == "UNAVAILABLE" and ("connect" in message.lower() or "dns" in message.lower()):
-        hint = "give host:port of a router, such as 127.0.0.1:50051; `tandem doctor` shows what runs here"
-        return TandemError(status, f"no router answers at {address} ({hint}): {message}")
     if status == "UNIMPLEMENTED" and message == "Method not found!":
         return TandemError(status, f"the server at {address} is not a router: give the router's host:port")
     from serving.errors import read_details
 
     trailers = getattr(error, "trailing_metadata", None)
     found, retry_after_s = read_details((trailers() if callable(trailers) else None) or ())
+    is_answer = retry_after_s is not None  # as every UNAVAILABLE of a router; its text may be about a connection too
+    if status == "UNAVAILABLE" and not is_answer and ("connect" in message.lower() or "dns" in message.lower()):
+        hint = "give host:port of a router, such as 127.0.0.1:50051; `tandem doctor` shows what runs here"
+        return TandemError(status, f"no router answers at {address} ({hint}): {message}")
     violations = tuple((one.field, one.description) for one in found)
     return TandemError(status, message, retry_after_s=retry_after_s, violations=violations)
 

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from protos.tandem.v1 import generation_pb2
-from serving.errors import FieldViolation, InvalidArgument, Overloaded
+from serving.errors import FieldViolation, InvalidArgument, Overloaded, Unavailable
 from serving.interceptor import Context
 from serving.server import Server, ServerSettings
 from tandem import AsyncClient, TandemError
@@ -17,7 +17,7 @@ SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 
 
 class Failing:
-    """Every call fails: one with field violations, one with a retry delay."""
+    """Every call fails: one with field violations, one with a retry delay, one for its instances."""
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> Any:
         violations = [FieldViolation("sampling.temperature", "is 9; allowed: 0 … 2")]
@@ -30,7 +30,7 @@ class Failing:
     async def GetModelInfo(
         self, request: generation_pb2.GetModelInfoRequest, context: Context
     ) -> generation_pb2.GetModelInfoResponse:
-        return generation_pb2.GetModelInfoResponse()
+        raise Unavailable("no prefill instance is available: kv_connector of prefill-0 is nixl, of decode-0 redis")
 
 
 async def failure(call: Any) -> TandemError:
@@ -49,6 +49,7 @@ async def test_violations_and_retry_delay_reach_the_client() -> None:
         async with AsyncClient(server.address) as client:
             invalid = await failure(client.generate("go"))
             overloaded = await failure(client.abort("label"))
+            unavailable = await failure(client.model_info())
     finally:
         await server.stop()
     assert (invalid.status, invalid.retry_after_s) == ("INVALID_ARGUMENT", None)
@@ -56,6 +57,8 @@ async def test_violations_and_retry_delay_reach_the_client() -> None:
     assert field == "sampling.temperature"
     assert problem.startswith("is 9; allowed: 0")
     assert (overloaded.status, overloaded.retry_after_s, overloaded.violations) == ("RESOURCE_EXHAUSTED", 2.5, ())
+    assert unavailable.message.startswith("no prefill instance is available: kv_connector"), "the router has answered"
+    assert (unavailable.status, unavailable.retry_after_s) == ("UNAVAILABLE", 1.0)
 
 
 def test_an_error_without_a_status_is_unknown() -> None:
