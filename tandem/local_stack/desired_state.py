@@ -54,10 +54,17 @@ class DesiredState:
     """Thread-safe."""
 
     def __init__(
-        self, instances: Sequence[DesiredInstance], new_address: NewAddress, *, needs_prefill: bool = False
+        self,
+        instances: Sequence[DesiredInstance],
+        new_address: NewAddress,
+        *,
+        needs_prefill: bool = False,
+        has_connector: bool = True,
     ) -> None:
-        """`needs_prefill`: the stack serves nothing without a prefill instance."""
+        """`needs_prefill`: the stack serves nothing without a prefill instance. `has_connector`: KV can be handed
+        over."""
         self._min_sizes: dict[Role, int] = {"prefill": int(needs_prefill), "decode": 1}
+        self._has_connector = has_connector
         self._new_address = new_address
         self._changed = threading.Condition()
         self._snapshot = Snapshot(1, tuple(instances))
@@ -83,6 +90,11 @@ class DesiredState:
 
     def check_size(self, role: Role, size: int) -> None:
         """Raises InvalidSize for a size that is not allowed."""
+        if role == "prefill" and size > 0 and not self._has_connector:
+            raise InvalidSize(
+                f"prefill must be 0, not {size}: with --engine vllm and --prefill 0 the instances have no connector; "
+                "start the stack with --prefill 1"
+            )
         if not self._min_sizes[role] <= size <= MAX_SIZE:
             why = " with disaggregation 'always'" if role == "prefill" and self._min_sizes[role] else ""
             raise InvalidSize(f"{role} must be between {self._min_sizes[role]} and {MAX_SIZE}{why}, not {size}")

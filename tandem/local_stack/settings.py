@@ -128,6 +128,12 @@ class StackSettings:
         return max(self.num_prefill, self.max_prefill) > 0
 
     @property
+    def has_connector(self) -> bool:
+        """Whether instances can hand KV over. Some models run in vLLM whose KV cannot be: without prefill instances it
+        gets no connector."""
+        return self.engine == "tandem" or self.hands_over
+
+    @property
     def connectors(self) -> list[str]:
         return self.connector.split(",")
 

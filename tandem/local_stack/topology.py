@@ -143,8 +143,7 @@ class Topology:
                 **self._connector_flags(),
             }
         flags = {"--engine": self._settings.engine, "--engine-python": self._settings.engine_python}
-        # Some models run in vLLM whose KV cannot be handed over.
-        return flags | (self._connector_flags() if self._settings.hands_over else {"--kv-connector": "null"})
+        return flags | (self._connector_flags() if self._settings.has_connector else {"--kv-connector": "null"})
 
     def _connector_flags(self) -> dict[str, object]:
         settings = self._settings
@@ -219,8 +218,10 @@ class LocalProcesses:
         ]
         for instance in instances:
             self.add(instance)
-        needs_prefill = settings.disaggregation == "always"
-        self.desired = DesiredState(instances, self._free_address, needs_prefill=needs_prefill)
+        needs_prefill, has_connector = settings.disaggregation == "always", settings.has_connector
+        self.desired = DesiredState(
+            instances, self._free_address, needs_prefill=needs_prefill, has_connector=has_connector
+        )
         self.stack_address = self._topology.stack_address
 
     def add(self, instance: DesiredInstance) -> ManagedProcess:

@@ -85,6 +85,14 @@ def test_invalid_sizes_are_rejected(role: Role, size: int, needs_prefill: bool, 
     assert state.snapshot is before
 
 
+def test_a_stack_whose_instances_have_no_connector_gets_no_prefill_instance() -> None:
+    state = DesiredState([DesiredInstance("decode-0", "decode", new_address(()))], new_address, has_connector=False)
+    with pytest.raises(InvalidSize, match=r"prefill must be 0, not 1: .* start the stack with --prefill 1"):
+        state.resize("prefill", 1)
+    assert state.resize("prefill", 0) == 0
+    assert state.resize("decode", 2) == 1
+
+
 def test_wait_returns_a_change_and_ends_on_notify() -> None:
     state = make_state()
     version = state.snapshot.version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.client.credentials import ROUTER
+from tandem.local_stack.desired_state import InvalidSize
 from tandem.local_stack.process import ProcessSpec
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.topology import LocalProcesses, Topology, free_ports, share_cores
@@ -159,6 +161,22 @@ def test_a_port_that_the_router_was_given_is_no_instances_port() -> None:
     addresses = [made.admin_address, made.http_address, *(one.spec.address for one in made.by_name.values())]
     assert made.by_name[ROUTER].spec.address == f"127.0.0.1:{free[3]}"
     assert len(set(addresses)) == len(addresses) == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "may_grow"),
+    [({"engine": "vllm"}, False), ({"engine": "vllm", "max_prefill": 2}, True), ({"engine": "tandem"}, True)],
+)
+def test_prefill_instances_are_added_only_where_the_decode_instances_have_a_connector(
+    fields: dict[str, Any], may_grow: bool
+) -> None:
+    bond: Any = None  # nothing is started
+    settings = StackSettings(model=Path("/m"), model_name="demo", num_prefill=0, num_blocks=64, **fields)
+    made = LocalProcesses(settings, Path("/f"), bond, {})
+    assert (option(made.by_name["decode-0"].spec, "--kv-connector") != "null") == may_grow
+    with contextlib.nullcontext() if may_grow else pytest.raises(InvalidSize, match="have no connector"):
+        made.resize("prefill", 1)
+    assert len(made.desired.snapshot.pool("prefill")) == may_grow
 
 
 def test_a_later_instance_gets_no_port_of_a_router_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
