@@ -34,6 +34,7 @@ RUN groupadd --gid 65532 tandem && useradd --uid 65532 --gid 65532 --no-create-h
 COPY --from=build /opt/tandem /opt/tandem
 ENV PATH=/opt/tandem/bin:${PATH} HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 ENV TANDEM_SERVER__HOST=0.0.0.0
+RUN mkdir -p /models && ln -s "$(python -c 'from tandem.demo import MODEL_DIR; print(MODEL_DIR)')" /models/demo
 USER 65532:65532
 EXPOSE 50051 50053 9090
 ENTRYPOINT []

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from helm.rendering import CHART
+from helm.rendering import CHART, read_values
 from tests.chart.dockerfile import Build, Step, context_files, steps
 from tests.chart.rendered import deployment, manifests
 from vllm_engine.versions import TESTED
@@ -136,6 +136,8 @@ def test_vllms_image_is_tandems_on_top_of_the_tested_vllm() -> None:
     others = [rest for rest in own["RUN"] if rest.replace("python3 -m venv", "python -m venv") not in performed]
     into_vllm = "${VLLM_PYTHON} -m pip install --no-deps --constraint constraints.txt /wheels/tandem_llm-*.whl "
     assert others == [f"{into_vllm}redis hiredis nixl ${{NIXL}}"]
+    default_model = read_values(CHART / "values.yaml")["model"]["image"]["path"]
+    assert any(rest.endswith(f" {default_model}") for rest in own["RUN"])
     assert f"redis hiredis nixl {arguments['NIXL']}" in (ROOT / "Makefile").read_text()
     engine = (CHART / "templates" / "_engine.tpl").read_text()
     assert f"\npython: {arguments['VLLM_PYTHON']}\n" in engine
