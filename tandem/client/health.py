@@ -25,8 +25,13 @@ def health(address: str, service: str, *, credentials: Credentials = PLAINTEXT) 
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
-            return f"{SILENT} ({error.code().name})"
+            return silent(error)
     return READY if answer.status == _SERVING else NOT_READY
+
+
+def silent(error: grpc.RpcError) -> str:
+    """SILENT with the status of the call that failed."""
+    return f"{SILENT} ({error.code().name})"
 
 
 def wait_serving(address: str, service: str, timeout_s: float, *, credentials: Credentials = PLAINTEXT) -> bool:

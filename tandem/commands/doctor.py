@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -26,6 +26,9 @@ from engine.machine import available_bytes, cpu_quota, usable_cores
 from tandem.client.registry import temporary_folder
 from tandem.commands.options import kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options, split_connectors
+
+if TYPE_CHECKING:
+    from tandem.client.credentials import Credentials
 
 _PR_GET_PDEATHSIG = 2
 _LOW_MEMORY = 2 << 30
@@ -334,24 +337,34 @@ def check_running_stacks() -> Iterator[Finding]:
         return
     from tandem.client.channel import ROUTER_SERVICE
     from tandem.client.credentials import stack_credentials
-    from tandem.client.health import INSTANCE_SERVICE, READY, dtype, health, load
+    from tandem.client.health import health
 
     for stack in stacks:
         credentials = stack_credentials(Path(stack.folder))
         state = health(stack.address, ROUTER_SERVICE, credentials=credentials)
         yield _process_finding("router", stack.address, state)
         for name, address in stack.instances.items():
-            state = health(address, INSTANCE_SERVICE, credentials=credentials)
-            detail = ""
-            if state == READY:
-                report = load(address, credentials=credentials)
-                total = sum(value for _, value in report.blocks.ListFields())
-                detail = (
-                    f", {dtype(address, credentials=credentials)}, "
-                    f"{report.num_running} running, {report.num_waiting} waiting, "
-                    f"{report.blocks.running + report.blocks.held} of {total} blocks in use"
-                )
-            yield _process_finding(name, address, state, detail)
+            yield _instance_finding(name, address, credentials)
+
+
+def _instance_finding(name: str, address: str, credentials: Credentials) -> Finding:
+    """Its health and load. It may end at any time."""
+    import grpc
+
+    from tandem.client.health import INSTANCE_SERVICE, READY, dtype, health, load, silent
+
+    state, detail = health(address, INSTANCE_SERVICE, credentials=credentials), ""
+    if state == READY:
+        try:
+            report, kind = load(address, credentials=credentials), dtype(address, credentials=credentials)
+        except grpc.RpcError as error:
+            return _process_finding(name, address, silent(error))
+        total = sum(value for _, value in report.blocks.ListFields())
+        detail = (
+            f", {kind}, {report.num_running} running, {report.num_waiting} waiting, "
+            f"{report.blocks.running + report.blocks.held} of {total} blocks in use"
+        )
+    return _process_finding(name, address, state, detail)
 
 
 def _process_finding(name: str, address: str, state: str, detail: str = "") -> Finding:

@@ -12,15 +12,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from click.testing import CliRunner
 
 from tandem.cli import main
+from tandem.client.registry import RunningStack
 from tandem.commands import doctor
 from tandem.commands.doctor import Finding, check_connector
 from tandem.connectors import ConnectorChoice, split_connectors
 from tandem.demo import MODEL_DIR
 from tests.kv_transfer.stores.redis.redis_server import redis_server
+
+
+class RpcFailed(grpc.RpcError):
+    """As gRPC raises it: with its status."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__(code)
+        self._code = code
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
 
 
 def test_a_machine_that_runs_these_tests_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +198,23 @@ def test_a_mistyped_doctor_is_answered_with_what_to_type(args: list[str], hint: 
     result = CliRunner().invoke(main, ["doctor", *args])
     assert result.exit_code == 2
     assert hint in result.output
+
+
+def test_an_instance_that_ends_while_it_is_asked_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(address: str, **credentials: object) -> None:
+        raise RpcFailed(grpc.StatusCode.UNAVAILABLE)
+
+    stack = RunningStack("h:1", "/no-such-folder", 1, "demo", {"decode-0": "h:2", "decode-1": "h:3"}, 0.0)
+    monkeypatch.setattr("tandem.client.registry.running_stacks", lambda: [stack])
+    monkeypatch.setattr("tandem.client.health.health", lambda address, service, **credentials: "ready")
+    monkeypatch.setattr("tandem.client.health.load", gone)
+    router, *instances = doctor.check_running_stacks()
+    assert router.verdict == "ok"
+    assert [(one.subject, one.text) for one in instances] == [
+        ("decode-0", "silent (UNAVAILABLE) at h:2"),
+        ("decode-1", "silent (UNAVAILABLE) at h:3"),
+    ]
+    assert all("see its log" in one.remedy for one in instances)
 
 
 def test_a_check_that_raises_is_a_failed_line_of_the_report(
