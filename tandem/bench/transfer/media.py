@@ -47,8 +47,8 @@ INSTALL_REDIS = "apt-get install redis-server, or --kv-url redis://host:port/0 f
 _SHUTDOWN_TIMEOUT_S = 1.0
 _TTL_S = 300.0
 """Pages that a killed measurement leaves in a server expire after this."""
-_STORE_TIMEOUT_S = 5.0
-"""Long, so that a loaded machine is measured and not given up."""
+_TIMEOUTS: Options = {"connect_timeout_s": 5.0, "timeout_s": 5.0}
+"""Of a store: long, so that a loaded machine is measured and not given up."""
 _ROUNDS_IN_MEMORY = 8
 _MAC_BYTES = 32
 _NIXL_POLL_S = 1e-4
@@ -94,11 +94,12 @@ class Medium:
         """For one end: the given options, and those that only the measurement knows."""
         if self.connector not in CONNECTORS:
             return KVConnectorConfig(class_path=self.connector, options=self.options)
-        own: Options = {"digest": digest, "shutdown_timeout_s": _SHUTDOWN_TIMEOUT_S, **self._location_options()}
-        if digest and "kv_secret_file" not in self.options:
+        defaults: Options = {"shutdown_timeout_s": _SHUTDOWN_TIMEOUT_S, **self._defaults()}
+        if digest:
             assert self.folder is not None
-            own["kv_secret_file"] = str(self.folder / "secret")
-        return KVConnectorConfig(class_path=CONNECTORS[self.connector], options=self.options | own)
+            defaults["kv_secret_file"] = str(self.folder / "secret")
+        options = {**defaults, **self.options, **self._location_options(), "digest": digest}
+        return KVConnectorConfig(class_path=CONNECTORS[self.connector], options=options)
 
     def raw_readers(self, shape: Shape, kv: torch.Tensor, stack: contextlib.ExitStack) -> dict[str, RawReader]:
         """The ceilings by name; shares are of the first one. They end with `stack`."""
@@ -110,9 +111,9 @@ class Medium:
     def _location_options(self) -> Options:
         return {}
 
-    def _timeouts(self) -> Options:
-        """Of a store that is measured, unless they are given."""
-        return {name: _STORE_TIMEOUT_S for name in ("connect_timeout_s", "timeout_s") if name not in self.options}
+    def _defaults(self) -> Options:
+        """Those of a measurement, which given options replace."""
+        return {}
 
     @contextlib.contextmanager
     def _own_folder(self, parent: Path | None) -> Iterator[Path]:
@@ -337,7 +338,10 @@ class LMCacheServerMedium(Medium):
         _delete(lmcache_connector.make_store(lmcache_options), keys)
 
     def _location_options(self) -> Options:
-        return {"url": self._url, **self._timeouts()}
+        return {"url": self._url}
+
+    def _defaults(self) -> Options:
+        return _TIMEOUTS
 
 
 class RedisMedium(Medium):
@@ -376,7 +380,10 @@ class RedisMedium(Medium):
         return msgspec.convert(self.config(digest=False).options, RedisOptions, strict=False)
 
     def _location_options(self) -> Options:
-        return {"url": self._url, "ttl_s": _TTL_S, "tail_ttl_s": _TTL_S, **self._timeouts()}
+        return {"url": self._url}
+
+    def _defaults(self) -> Options:
+        return {"ttl_s": _TTL_S, "tail_ttl_s": _TTL_S, **_TIMEOUTS}
 
 
 def installed_redis() -> str | None:

@@ -113,6 +113,8 @@ def command(
 
 def _choice(name: str, *, named: bool, kv_url: str | None, kv_folder: Path | None, options: Options) -> ConnectorChoice:
     """Raises ValueError. Unless connectors are named, URL and folder go to those that have one."""
+    if "digest" in options and name in CONNECTORS:
+        raise ValueError("give digest by --digest, not in --kv-options")
     if not named:
         kv_url = kv_url if name == "redis" else None
         kv_folder = kv_folder if name in ("shared_storage", "lmcache") else None

@@ -83,6 +83,15 @@ def test_options_are_those_of_the_connector(
             assert parse_options(options, connector, medium.config(digest).options).digest == digest
 
 
+def test_given_options_replace_those_of_a_measurement(tmp_path: Path) -> None:
+    given = {"ttl_s": 900.0, "timeout_s": 2.0, "shutdown_timeout_s": 3.0, "kv_secret_file": str(tmp_path / "mine")}
+    medium = medium_of(ConnectorChoice("redis", kv_url="redis://127.0.0.1:1", options=given))
+    with medium.opened(Shape(num_blocks=1, block_bytes=65536)):
+        options = medium.config(True).options
+    assert given.items() <= options.items()
+    assert (options["digest"], options["url"], options["tail_ttl_s"]) == (True, "redis://127.0.0.1:1", 300.0)
+
+
 @pytest.mark.slow
 def test_redis_gets_a_server_of_its_own_that_ends_with_the_measurement() -> None:
     status, output = bench("--connector", "redis")
@@ -114,6 +123,7 @@ def test_without_a_redis_it_gives_the_command(monkeypatch: pytest.MonkeyPatch) -
         (["--connector", "nixl", "--kv-url", "redis://h"], "--kv-url goes with"),
         (["--digest", "maybe"], "allowed: both, on, off"),
         (["--kv-options", "["], "a map in YAML"),
+        (["--kv-options", "{digest: false}"], "give digest by --digest"),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_type(args: list[str], hint: str) -> None:
