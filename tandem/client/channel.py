@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ _OPTIONS: Options = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),  # two clients must not share a connection: its loss would hit both
 )
+_SCHEME = re.compile(r"^(ipv4:|ipv6:|dns:/*)")
 _SEVERAL: Options = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -146,13 +148,21 @@ def open_blocking_channel(
 
 def _without_proxy(target: str, options: Options) -> Options:
     """`options`, for a server on this machine without the proxy of the environment: it cannot reach this machine's."""
-    host = target.rpartition(":")[0].strip("[]")
+    return (*options, ("grpc.enable_http_proxy", 0)) if is_here(target) else options
+
+
+def is_here(target: str) -> bool:
+    """Whether host:port is on this machine; of several, with or without gRPC's scheme, whether all are."""
+    hosts = [one.rpartition(":")[0].strip("[]") for one in _SCHEME.sub("", target).split(",")]
+    return all(host == "localhost" or _is_here(host) for host in hosts)
+
+
+def _is_here(host: str) -> bool:
     try:
         address = ipaddress.ip_address(host)
-        is_here = address.is_loopback or address.is_unspecified
     except ValueError:
-        is_here = host == "localhost"
-    return (*options, ("grpc.enable_http_proxy", 0)) if is_here else options
+        return False
+    return address.is_loopback or address.is_unspecified
 
 
 def _tls_files(credentials: Credentials) -> TlsFiles | None:

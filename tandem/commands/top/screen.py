@@ -25,7 +25,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Header, Label, RichLog, Sparkline, Static
 
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
-from tandem.client.channel import open_async_channel
+from tandem.client.channel import is_here, open_async_channel
 from tandem.client.errors import explain
 from tandem.commands.admin import CALL_TIMEOUT_S, OPTIONS, admin_problem, pool_name
 from tandem.commands.pools import InstanceChanges, change_text, instance_row, pool_lines, restart_hint
@@ -222,7 +222,7 @@ class TopApp(App[None]):
     async def _scrape(self, address: str) -> None:
         import httpx
 
-        async with httpx.AsyncClient(timeout=CALL_TIMEOUT_S) as client:
+        async with httpx.AsyncClient(timeout=CALL_TIMEOUT_S, trust_env=not is_here(address)) as client:
             while True:
                 try:
                     response = await client.get(f"http://{address}/metrics")

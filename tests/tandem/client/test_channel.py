@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tandem import AsyncClient, Client, TandemError
-from tandem.client.channel import ROUTER_SERVICE, router_target
+from tandem.client.channel import ROUTER_SERVICE, is_here, router_target
 
 
 class Router(generation_pb2_grpc.GenerationServiceServicer):
@@ -86,9 +86,17 @@ def test_a_router_on_this_machine_is_not_looked_for_behind_the_proxy(
         async with AsyncClient(two[1].address) as client:
             return (await client.generate("go")).model
 
-    with Client(two[0].address) as client:
-        assert client.generate("go").model == "left"
+    port = two[0].address.rpartition(":")[2]
+    for given in (two[0].address, [two[0].address] * 2, f"dns:localhost:{port}", f"localhost:{port}"):
+        with Client(given) as client:
+            assert client.generate("go").model == "left"
     assert asyncio.run(ask()) == "right"
+
+
+def test_what_is_on_this_machine() -> None:
+    assert is_here("ipv6:[::1]:1,[::]:2")
+    assert not is_here("ipv4:127.0.0.1:1,10.0.0.1:1")
+    assert not is_here("dns:///router:1")
 
 
 def test_a_request_rejected_by_one_router_is_answered_by_the_other(two: list[Router]) -> None:

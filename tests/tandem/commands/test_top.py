@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -181,6 +182,23 @@ async def test_a_token_that_cannot_be_read_is_an_event_and_not_the_end(tmp_path:
     async with app.run_test(size=(110, 32)):
         await until(lambda: "token_file:" in events(app))
         assert "no answer" in app.sub_title
+
+
+async def test_metrics_of_this_machine_are_read_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        metrics = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        app = TopApp("127.0.0.1:1", PLAINTEXT, pools_pb2.ListPoolsResponse(), interval_s=0.3, metrics=metrics)
+        async with app.run_test(size=(110, 32)):
+            await until(lambda: str(app.latency_line.content))
+            assert "last minute" in str(app.latency_line.content)
 
 
 def test_mistakes_are_answered_before_the_screen_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
