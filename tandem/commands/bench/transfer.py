@@ -52,7 +52,10 @@ _EXTRAS = ("nixl", "lmcache")
     help="Transports for nixl; auto is UCX's own choice. May be given several times.",
 )  # fmt: skip
 @click.option("--rounds", type=IntRange(1, 1000), default=9, show_default=True, help="Measured rounds.")
-@click.option("--kv-url", metavar="URL", help="Redis to use: redis://host:port/0.  [default: a private one]")
+@click.option(
+    "--kv-url", metavar="URL",
+    help="Server of redis: redis://host:port/0; absent: a private one. Of lmcache: tcp://host:port; absent: on disk.",
+)  # fmt: skip
 @click.option(
     "--kv-folder", type=click.Path(path_type=Path), help="Folder for shared_storage and lmcache.  [default: /dev/shm]"
 )
