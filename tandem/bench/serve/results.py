@@ -50,7 +50,7 @@ class Results:
 
 
 def write_json(path: Path, results: Results, *, with_records: bool) -> None:
-    """Writes `results` to `path` atomically. Raises OSError."""
+    """Writes `results` to `path`, which may be a pipe. Raises OSError."""
     content = {
         "schema_version": SCHEMA_VERSION,
         "started_at": results.started_at,
@@ -64,9 +64,7 @@ def write_json(path: Path, results: Results, *, with_records: bool) -> None:
         "machine": machine(),
         "points": [_as_dict(point, with_records=with_records) for point in results.points],
     }
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")
-    unfinished.rename(path)
+    path.write_text(json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")
 
 
 def _as_dict(point: Point, *, with_records: bool) -> dict[str, Any]:

@@ -103,6 +103,14 @@ def test_the_file_has_everything_and_is_strict_json(tmp_path: Path, with_records
     assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
 
 
+def test_a_link_such_as_dev_stdout_is_written_through_and_not_replaced(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    write_json(link, Results("there", "demo", {}), with_records=False)
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["model"] == "demo"
+
+
 def test_a_file_that_was_there_stays_when_the_new_one_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("old")
     with pytest.raises(ValueError, match="not JSON compliant"):
