@@ -136,12 +136,15 @@ class KVCacheManager:
         self._num_published: dict[str, int] = {}
         self._num_dropped: dict[str, int] = {}
         """Null blocks at the beginning of each table."""
+        self._coming: dict[bytes, KVBlock] = {}
+        """Blocks that the step being decided completes, by content."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, request: Request, max_tokens: int, *, is_whole: bool = False) -> list[KVBlock]:
-        """The longest cached prefix of the request in full blocks, at most `max_tokens` tokens. Adds no references.
+        """The longest cached prefix of the request in full blocks, at most `max_tokens` tokens, with those that the
+        step being decided completes (`expect`). Adds no references.
 
         With a window the null block is in the place of those that the next token does not see, unless `is_whole`."""
         if not self.enable_prefix_caching:
@@ -149,14 +152,41 @@ class KVCacheManager:
         request.update_block_hashes(self.block_size)
         hashes = request.block_hashes[: max_tokens // self.block_size]
         if self._window is None or is_whole:
-            return list(takewhile(lambda block: block is not None, map(self.pool.find, hashes)))  # type: ignore[arg-type]
-        found, last, run = [self.pool.find(block_hash) for block_hash in hashes], 0, 0
+            return list(takewhile(lambda block: block is not None, map(self._find, hashes)))  # type: ignore[arg-type]
+        found, last, run = [self._find(block_hash) for block_hash in hashes], 0, 0
         for count, block in enumerate(found, 1):
             run = 0 if block is None else run + 1
             if run >= count - self._num_unseen(count * self.block_size):
                 last = count
         unseen = self._num_unseen(last * self.block_size)
         return [self.pool.null_block] * unseen + [block for block in found[unseen:last] if block is not None]
+
+    def _find(self, block_hash: bytes) -> KVBlock | None:
+        return self.pool.find(block_hash) or self._coming.get(block_hash)
+
+    def begin_step(self) -> None:
+        """A step is about to be decided."""
+        self._coming.clear()
+
+    def expect(self, request: Request, num_tokens: int) -> None:
+        """The step being decided computes the request's tokens up to `num_tokens`. Requests that join the same step
+        may have the blocks which that completes as their prefix: every layer writes the keys and values of all tokens
+        of a step, or of a micro-batch of them in this order, before it computes attention."""
+        if not self.enable_prefix_caching:
+            return
+        first, last = self._num_published[request.request_id], num_tokens // self.block_size
+        if last <= first:
+            return
+        request.update_block_hashes(self.block_size)
+        table = self._tables[request.request_id]
+        for index in range(first, last):
+            self._coming.setdefault(request.block_hashes[index], table[index])
+
+    def num_published_tokens(self, request: Request) -> int:
+        """Tokens in the full blocks at the beginning of the request's table that others find as well: without those
+        of the step being decided."""
+        blocks = takewhile(lambda block: block.block_hash is not None, self._tables[request.request_id])
+        return sum(1 for _ in blocks) * self.block_size
 
     def allocate(self, request: Request, num_tokens: int, prefix: Sequence[KVBlock] = ()) -> bool:
         """Extend the request's table to `num_tokens` tokens; `prefix` starts a new table. False, without effect, if

@@ -151,7 +151,7 @@ class Scheduler:
         num_left, preempted = self._schedule_running(streams, num_tokens, scheduled)
         num_left, too = self._schedule_running(prompts, min(num_left, budget), scheduled)
         scheduled = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
-        if not (preempted or too):
+        if self.waiting and not (preempted or too):
             self._admit(num_left, scheduled)
         return SchedulerOutput(scheduled)
 
@@ -165,7 +165,7 @@ class Scheduler:
             num_prompt_tokens = min(request.num_computed_tokens, request.num_initial_tokens) - share.start
             self.counters.num_prefilled_tokens += max(0, num_prompt_tokens)
             self.kv.publish(request)
-            self._offer(request)
+            self._offer(request, request.num_computed_tokens)
             if request.spec.hold_kv is None:  # its reader needs them all
                 self.kv.drop_unseen(request)
             if share.samples:
@@ -298,6 +298,10 @@ class Scheduler:
         insort(self.waiting, request, key=lambda other: other.order)
 
     def _admit(self, budget: int, scheduled: list[ScheduledRequest]) -> None:
+        """Begin waiting requests, whose prefix may be what this step computes for others."""
+        self.kv.begin_step()
+        for share in scheduled:
+            self.kv.expect(share.request, share.start + share.num_tokens)
         num_held_back = 0
         while len(self.waiting) > num_held_back and len(self.running) + len(self.loading) < self.config.max_num_seqs:
             request = self.waiting[num_held_back]
@@ -313,10 +317,11 @@ class Scheduler:
             if request.awaits_kv or num_external:
                 self._load(request, num_external)
                 continue
-            self._run(request)
+            self._run(request, self.kv.num_published_tokens(request))
             num_tokens = min(request.num_uncomputed_tokens, budget)
             if num_tokens:
                 scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+                self.kv.expect(request, request.num_computed_tokens + num_tokens)
                 budget -= num_tokens
 
     def _may_begin(self, request: Request) -> bool:
@@ -382,22 +387,22 @@ class Scheduler:
         del self.loading[request.request_id]
         request.deadline = None
         if request.request_id in self.kv.rows:
-            self._run(request)
+            self._run(request, request.num_computed_tokens)
         else:
             request.status = RequestStatus.PREEMPTED
             insort(self.waiting, request, key=lambda other: other.order)
 
-    def _run(self, request: Request) -> None:
+    def _run(self, request: Request, num_ready_tokens: int) -> None:
+        """`num_ready_tokens`: those whose KV is in the blocks already, not only at the end of this step."""
         request.start_running()
         self.running.append(request)
-        if request.num_computed_tokens:
-            self._offer(request)
+        if num_ready_tokens:
+            self._offer(request, num_ready_tokens)
 
-    def _offer(self, request: Request) -> None:
+    def _offer(self, request: Request, num_ready_tokens: int) -> None:
         """Report to the connector how much KV of a hand-over is computed."""
         if request.spec.hold_kv is not None:
-            block_ids = self.kv.block_ids(request.request_id)
-            self.connector.request_progressed(request, block_ids, request.num_computed_tokens)
+            self.connector.request_progressed(request, self.kv.block_ids(request.request_id), num_ready_tokens)
 
     def _retain(self, request: Request, retained_id: str) -> None:
         """Leave a loading request's blocks past the verified ones to the connector. Once seeded, the request resumes

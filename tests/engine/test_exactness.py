@@ -131,6 +131,20 @@ def test_prefix_cache_hits_do_not_change_tokens(
     assert repeated <= 16 * len(prompts), "the second time at most one block of each prompt is computed"
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
+def test_a_prefix_that_the_same_step_computes_does_not_change_tokens(architecture: str, tmp_path: Path) -> None:
+    """Twelve prompts with one beginning arrive at once; mistral's layers have a sliding window."""
+    options = {"sliding_window": 100} if architecture == "mistral" else {}
+    folder = lively_checkpoint(tmp_path, architecture, **options)
+    *ends, common = sorted(random_prompts(13, longest=200, vocab_size=1000, seed=5), key=len)
+    prompts = [[*common, *end] for end in ends]
+    alone = generate(make_llm(folder, enable_prefix_caching=False), prompts)
+    llm = make_llm(folder, max_num_batched_tokens=4096)
+    assert generate(llm, prompts) == alone
+    most = len(common) + sum(map(len, ends)) + 16 * len(prompts)
+    assert llm.core.load.num_prefilled_tokens <= most < sum(map(len, prompts)), "the beginning is computed once"
+
+
 def test_preemption_does_not_change_tokens(
     checkpoint: Path, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:

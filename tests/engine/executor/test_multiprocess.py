@@ -25,6 +25,8 @@ from tests.builders import lively_checkpoint
 from tests.waiting import Stopwatch, wait_until
 
 PROMPTS = [[(index * 7 + token * token) % 1000 + 3 for token in range(size)] for index, size in enumerate((5, 37, 150))]
+ALIKE = [[*range(3, 99), *range(500 + 30 * number, 516 + 30 * number)] for number in range(3)]
+"""One beginning; in a step of two micro-batches it is in both, and read by the second."""
 GREEDY, SEEDED = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), SamplingParams(max_tokens=30, seed=7)
 PENALISED = SamplingParams(
     n=2, seed=3, max_tokens=20, ignore_eos=True, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3
@@ -89,6 +91,7 @@ def answers(llm: LLM) -> Answers:
     for params in (GREEDY, SEEDED, PENALISED, GREEDY):  # the last time from the prefix cache
         for output in llm.generate(PROMPTS, params, use_tqdm=False):
             found += [choice.token_ids for choice in output.outputs]
+    found += [output.outputs[0].token_ids for output in llm.generate(ALIKE, GREEDY, use_tqdm=False)]
     assert llm.core.load.num_preemptions > 0
     (scored,) = llm.generate([PROMPTS[1]], WITH_LOGPROBS, use_tqdm=False)
     assert scored.prompt_logprobs is not None
