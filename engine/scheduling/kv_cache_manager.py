@@ -152,7 +152,7 @@ class KVCacheManager:
         request.update_block_hashes(self.block_size)
         hashes = request.block_hashes[: max_tokens // self.block_size]
         if self._window is None or is_whole:
-            return list(takewhile(lambda block: block is not None, map(self._find, hashes)))  # type: ignore[arg-type]
+            return self._found(hashes)
         found, last, run = [self._find(block_hash) for block_hash in hashes], 0, 0
         for count, block in enumerate(found, 1):
             run = 0 if block is None else run + 1
@@ -163,6 +163,10 @@ class KVCacheManager:
 
     def _find(self, block_hash: bytes) -> KVBlock | None:
         return self.pool.find(block_hash) or self._coming.get(block_hash)
+
+    def _found(self, hashes: Sequence[bytes]) -> list[KVBlock]:
+        """Up to the first that is not found."""
+        return list(takewhile(lambda block: block is not None, map(self._find, hashes)))  # type: ignore[arg-type]
 
     def begin_step(self) -> None:
         """A step is about to be decided."""
@@ -205,6 +209,25 @@ class KVCacheManager:
         self.block_tables[row, len(table) : len(table) + len(new_blocks)] = [block.block_id for block in new_blocks]
         table.extend(new_blocks)
         return True
+
+    def adopt(self, request: Request, max_tokens: int) -> int:
+        """Replace the blocks that the request has yet to fill by blocks of the same content that `find_prefix` would
+        find, up to `max_tokens` tokens. Returns how many tokens it need not compute because of that."""
+        if not self.enable_prefix_caching:
+            return 0
+        request.update_block_hashes(self.block_size)
+        table, row = self._tables[request.request_id], self.rows[request.request_id]
+        first = request.num_computed_tokens // self.block_size
+        adopted = self._found(request.block_hashes[first : max_tokens // self.block_size])
+        if not adopted:
+            return 0
+        end = first + len(adopted)
+        self.pool.touch(adopted)
+        self.pool.release(table[first:end])
+        table[first:end] = adopted
+        self.block_tables[row, first:end] = [block.block_id for block in adopted]
+        self._num_published[request.request_id] = end
+        return end * self.block_size - request.num_computed_tokens
 
     def drop_unseen(self, request: Request) -> None:
         """Release the blocks that no token after the computed ones sees. They stay cached until they are evicted."""

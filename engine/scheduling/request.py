@@ -58,6 +58,8 @@ class Request:
     """It is predicted to miss its TTFT, and goes behind those that can meet theirs."""
     is_entering: bool = False
     """It has waited for its grammar and has no token yet: its prompt is paced."""
+    is_offered: bool = False
+    """The connector knows its blocks, which stay the same from now on."""
     finish_reason: FinishReason | None = None
     grammar: Future[Any] | None = None
     """The compiled constraint (sampling/grammar.py), or its InvalidRequest; None: no constraint."""

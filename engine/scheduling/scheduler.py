@@ -146,6 +146,7 @@ class Scheduler:
         streams = [request for request in self.running if not request.is_prompt]
         prompts = [request for request in self.running if request.is_prompt]
         budget = self._prompt_budget(streams, prompts)
+        self.kv.begin_step()
         scheduled: list[ScheduledRequest] = []
         num_tokens = max(self.config.max_num_batched_tokens, len(self.running))  # with fewer some would stand still
         num_left, preempted = self._schedule_running(streams, num_tokens, scheduled)
@@ -282,14 +283,29 @@ class Scheduler:
         for request in requests:
             if budget == 0:
                 break
+            self._adopt(request)
             num_tokens = min(request.num_uncomputed_tokens, budget)
             is_running = request.status is RequestStatus.RUNNING
             if not (is_running and self._make_room(request, request.num_computed_tokens + num_tokens)):
                 preempted = True
                 continue
             scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+            if request.is_prompt and request.moves_kv:  # it is not preempted, so that others can rely on it
+                self.kv.expect(request, request.num_computed_tokens + num_tokens)
             budget -= num_tokens
         return budget, preempted
+
+    def _adopt(self, request: Request) -> None:
+        """Skip what others have computed since this prompt was admitted, as when prompts with the same beginning have
+        looked for it in a store at the same time."""
+        if not request.is_prompt or request.status is not RequestStatus.RUNNING or needs_prompt_logprobs(request):
+            return
+        if request.is_offered or request.spec.remote_kv is not None:
+            return
+        num_adopted = self.kv.adopt(request, request.num_tokens - 1)
+        request.num_computed_tokens += num_adopted
+        if not request.num_output_tokens:
+            request.num_cached_tokens += num_adopted
 
     def _queue(self, request: Request, now: float) -> None:
         request.status = RequestStatus.WAITING
@@ -298,8 +314,8 @@ class Scheduler:
         insort(self.waiting, request, key=lambda other: other.order)
 
     def _admit(self, budget: int, scheduled: list[ScheduledRequest]) -> None:
-        """Begin waiting requests, whose prefix may be what this step computes for others."""
-        self.kv.begin_step()
+        """Begin waiting requests. Their prefix may be what this step computes for others: none of these is preempted
+        from here on."""
         for share in scheduled:
             self.kv.expect(share.request, share.start + share.num_tokens)
         num_held_back = 0
@@ -402,6 +418,7 @@ class Scheduler:
     def _offer(self, request: Request, num_ready_tokens: int) -> None:
         """Report to the connector how much KV of a hand-over is computed."""
         if request.spec.hold_kv is not None:
+            request.is_offered = True
             self.connector.request_progressed(request, self.kv.block_ids(request.request_id), num_ready_tokens)
 
     def _retain(self, request: Request, retained_id: str) -> None:

@@ -8,7 +8,6 @@ from engine.core.messages import HoldKV, LoadedEvent, ReservedEvent
 from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_output import Sampled
 from tests.engine.scheduling.test_scheduler import (
     BLOCK_SIZE,
     HoldingConnector,
@@ -143,20 +142,3 @@ def test_what_was_found_is_offered_at_once() -> None:
     assert connector.offered == [3 * BLOCK_SIZE], "a reader need not wait for the rest to be computed"
     step(scheduler)
     assert connector.offered == [3 * BLOCK_SIZE, len(PROMPT)]
-
-
-def test_what_the_same_step_computes_for_another_prompt_is_offered_when_the_step_has_ended() -> None:
-    scheduler, connector = seeking(budget=40, held=1.0)
-    ready = add(scheduler, PROMPT[:9])
-    step(scheduler)
-    found(scheduler, ready, 0)
-    finish_all(scheduler)
-    for name in ("a", "b"):
-        request = add(scheduler, PROMPT, hold_kv=HoldKV(transfer_id=name, lease_s=9.0))
-        request.loaded = True  # nothing to look for
-    output = scheduler.schedule()
-    assert [(share.start, share.num_tokens) for share in output.scheduled] == [(8, 10), (16, 2)]
-    assert connector.offered == [8, 8], "the third and fourth block have no content yet"
-    scheduler.update_from_output(output, Sampled({share.request.request_id: 1 for share in output.scheduled}))
-    assert connector.offered == [8, 8, 18, 18]
-    check_blocks(scheduler)

@@ -126,41 +126,6 @@ def test_a_long_prompt_is_cut_into_chunks_while_others_go_on() -> None:
     assert [(share.request is short, share.num_tokens) for share in output.scheduled] == [(True, 1), (False, 7)]
 
 
-def test_prompts_that_join_a_step_do_not_compute_what_it_computes_for_others() -> None:
-    scheduler, common = make_scheduler(num_blocks=40, budget=18), list(range(100, 112))
-    first, second, third = (add(scheduler, [*common, 7, 8, number]) for number in range(3))
-    output = step(scheduler)
-    assert [(share.request, share.start, share.num_tokens) for share in output.scheduled] == [
-        (first, 0, 15),
-        (second, 12, 3),
-    ]
-    assert scheduler.kv.block_ids(first.request_id)[:3] == scheduler.kv.block_ids(second.request_id)[:3]
-    output = step(scheduler)
-    assert [(share.start, share.num_tokens) for share in output.scheduled] == [(15, 1), (15, 1), (12, 3)]
-    assert [request.num_cached_tokens for request in (first, second, third)] == [0, 12, 12]
-    finish_all(scheduler)
-    assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
-
-
-def test_a_prompt_that_joins_the_last_chunk_of_its_beginning_has_it_whole() -> None:
-    scheduler, common = make_scheduler(num_blocks=40, budget=8), list(range(100, 112))
-    add(scheduler, common)
-    late = add(scheduler, [*common, 1, 2])
-    step(scheduler)
-    assert [(share.start, share.num_tokens) for share in step(scheduler).scheduled] == [(8, 4), (12, 2)]
-    scheduler.abort(late.request_id)
-    finish_all(scheduler)
-    assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
-
-
-def test_without_prefix_caching_each_prompt_of_a_step_is_computed() -> None:
-    scheduler = make_scheduler(num_blocks=40, budget=40)
-    scheduler.kv.enable_prefix_caching = False
-    for _ in range(2):
-        add(scheduler, list(range(100, 112)))
-    assert [(share.start, share.num_tokens) for share in step(scheduler).scheduled] == [(0, 12), (0, 12)]
-
-
 def test_a_stream_that_joined_behind_a_long_prefill_gets_a_token_in_every_step() -> None:
     scheduler = make_scheduler(num_blocks=40, budget=8)
     prompt = add(scheduler, list(range(10, 74)))

@@ -1,0 +1,202 @@
+"""Requests share blocks that are computed, or that their step computes: what each step reads has been written.
+
+The blocks' memory is simulated: a slot holds the tokens up to its own. A step writes the slots of all its tokens, then
+reads those of each request's tokens, as a layer of a model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.messages import HoldKV
+from engine.kv_connector import KVLoadResult
+from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
+from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, HoldingConnector, add, check_blocks, make_scheduler
+
+PROMPT = list(range(100, 118))
+
+
+class Memory(HoldingConnector):
+    """The simulated memory, as a connector that looks for prompts if `seeks`, and checks what it is offered."""
+
+    def __init__(self, scheduler: Scheduler, *, seeks: bool) -> None:
+        super().__init__()
+        self.scheduler, self.seeks = scheduler, seeks
+        scheduler.connector = self
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        """By block and offset."""
+        self.offered: dict[str, list[int]] = {}
+        """By request_id, the block ids that the connector knows."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        num_full = (request.num_initial_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        return max(0, num_full - num_computed_tokens) if self.seeks else 0
+
+    def request_progressed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        known = self.offered.setdefault(request.request_id, list(block_ids))
+        assert list(block_ids) == known, "blocks have changed under the connector"
+        self.check(request, num_computed_tokens)
+
+    def write(self, request: Request, start: int, stop: int) -> None:
+        block_ids = self.scheduler.kv.block_ids(request.request_id)
+        for position in range(start, stop):
+            slot = (block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE)
+            self.slots[slot] = tuple(request.token_ids[: position + 1])
+
+    def check(self, request: Request, stop: int) -> None:
+        block_ids = self.scheduler.kv.block_ids(request.request_id)
+        for position in range(stop):
+            content = self.slots.get((block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE))
+            assert content == tuple(request.token_ids[: position + 1])
+
+    def load(self, request: Request, num_blocks: int) -> None:
+        """The store has so many blocks of a prompt that looks for its own."""
+        num_local = request.num_computed_tokens // BLOCK_SIZE
+        num_tokens = max(num_local, min(num_blocks, (request.num_initial_tokens - 1) // BLOCK_SIZE)) * BLOCK_SIZE
+        self.write(request, num_local * BLOCK_SIZE, num_tokens)
+        num_external = num_tokens - num_local * BLOCK_SIZE
+        self.scheduler.load_finished(KVLoadResult(request.request_id, num_tokens, num_external, 0))
+
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        check_blocks(self.scheduler)
+        for share in output.scheduled:
+            self.write(share.request, share.start, share.start + share.num_tokens)
+        for share in output.scheduled:
+            self.check(share.request, share.start + share.num_tokens)
+        token_ids = {share.request.request_id: 1 for share in output.scheduled if share.samples}
+        self.scheduler.update_from_output(output, Sampled(token_ids))
+        check_blocks(self.scheduler)
+        return output
+
+
+def shares(output: SchedulerOutput) -> list[tuple[int, int]]:
+    return [(share.start, share.num_tokens) for share in output.scheduled]
+
+
+def hold(name: str) -> HoldKV:
+    return HoldKV(transfer_id=name, lease_s=9.0)
+
+
+def test_prompts_that_join_a_step_do_not_compute_what_it_computes_for_others() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=18), seeks=False)
+    requests = [add(scheduler, [*PROMPT[:12], 7, 8, number]) for number in range(3)]
+    assert shares(memory.step()) == [(0, 15), (12, 3)]
+    assert shares(memory.step()) == [(15, 1), (15, 1), (12, 3)]
+    assert [request.num_cached_tokens for request in requests] == [0, 12, 12]
+
+
+def test_a_prompt_that_joins_the_last_chunk_of_its_beginning_has_it_whole() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=8), seeks=False)
+    add(scheduler, PROMPT[:12])
+    add(scheduler, [*PROMPT[:12], 1, 2])
+    memory.step()
+    assert shares(memory.step()) == [(8, 4), (12, 2)]
+
+
+def test_a_prompt_that_was_begun_beside_its_beginning_goes_on_behind_it() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=20), seeks=False)
+    long = list(range(100, 140))
+    add(scheduler, long[:18])
+    late = add(scheduler, [*long[:18], 7, 7, 7], max_tokens=1)
+    assert shares(memory.step()) == [(0, 18), (16, 2)]
+    assert late.num_cached_tokens == 16
+    first, second = add(scheduler, [9] * 30), add(scheduler, [9] * 33)
+    assert shares(memory.step()) == [(18, 1), (18, 3), (0, 16)]
+    assert shares(memory.step()) == [(19, 1), (16, 14), (28, 5)]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 28)
+
+
+def test_without_prefix_caching_each_prompt_of_a_step_is_computed() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40), seeks=False)
+    scheduler.kv.enable_prefix_caching = False
+    for _ in range(2):
+        add(scheduler, PROMPT)
+    assert shares(memory.step()) == [(0, 18), (0, 18)]
+
+
+def test_blocks_of_an_earlier_step_that_hold_something_else_by_now_are_not_shared() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=4, budget=40), seeks=False)
+    for prompt in ([1] * 12, [2] * 15, [1] * 12):
+        add(scheduler, prompt, max_tokens=1)
+        assert shares(memory.step()) == [(0, len(prompt))]
+
+
+def test_hand_overs_are_offered_what_their_step_computes_for_others_when_it_has_ended() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40, held=1.0), seeks=False)
+    add(scheduler, PROMPT[:9], max_tokens=1)
+    memory.step()
+    requests = [add(scheduler, PROMPT, hold_kv=hold(name)) for name in "ab"]
+    assert shares(memory.step()) == [(8, 10), (16, 2)]
+    assert set(memory.offered) == {request.request_id for request in requests}
+
+
+def test_hand_overs_that_found_nothing_in_the_store_share_what_a_step_computes() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40, held=1.0), seeks=True)
+    requests = [add(scheduler, PROMPT, hold_kv=hold(name)) for name in "ab"]
+    assert not shares(memory.step())
+    for request in requests:
+        memory.load(request, 0)
+    assert shares(memory.step()) == [(0, 18), (16, 2)]
+    assert set(memory.offered) == {request.request_id for request in requests}
+    assert requests[1].num_cached_tokens == 16
+
+
+def test_blocks_that_the_connector_knows_are_not_replaced() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40, held=1.0), seeks=True)
+    requests = [add(scheduler, PROMPT, hold_kv=hold(name)) for name in "ab"]
+    memory.step()
+    for request in requests:
+        memory.load(request, 1)
+    assert shares(memory.step()) == [(4, 14), (4, 14)]
+
+
+def test_prompts_that_found_nothing_in_the_store_go_on_behind_the_first_of_them() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=10), seeks=True)
+    requests = [add(scheduler, PROMPT) for _ in range(3)]
+    memory.step()
+    for request in requests:
+        memory.load(request, 0)
+    assert shares(memory.step()) == [(0, 10)]
+    assert shares(memory.step()) == [(10, 8), (8, 2)]
+    assert shares(memory.step()) == [(18, 1), (16, 2), (16, 2)]
+
+
+@pytest.mark.parametrize("seeks", [False, True])
+@settings(max_examples=150)
+@given(data=st.data())
+def test_whatever_arrives_what_a_step_reads_has_been_written(seeks: bool, data: st.DataObject) -> None:
+    """Prompts with few beginnings, of several priorities, handed over or not, more than the blocks hold at once."""
+    num_blocks, budget = data.draw(st.integers(16, 40), "blocks"), data.draw(st.integers(3, 40), "budget")
+    memory = Memory(scheduler := make_scheduler(num_blocks, budget=budget, max_num_seqs=5), seeks=seeks)
+    for number in range(40):
+        for _ in range(data.draw(st.integers(0, 3), "arrivals") if number < 15 else 0):
+            beginning = [data.draw(st.integers(1, 2), "beginning")] * data.draw(st.integers(1, 25), "length")
+            is_held = data.draw(st.booleans(), "is held")
+            fields = {"hold_kv": hold("t")} if is_held else {"priority": data.draw(st.integers(0, 2), "priority")}
+            add(scheduler, [*beginning, 50 + number], max_tokens=data.draw(st.integers(1, 9), "output"), **fields)
+        if scheduler.requests and data.draw(st.integers(0, 9), "aborts") == 0:
+            scheduler.abort(data.draw(st.sampled_from(sorted(scheduler.requests)), "aborted"))
+        for request in list(scheduler.loading.values()):
+            if data.draw(st.booleans(), "loads"):
+                memory.load(request, data.draw(st.integers(0, 6), "found"))
+        for request_id in list(scheduler.held):
+            scheduler.free_held(request_id)
+        memory.step()
+    for _ in range(2000):
+        for request in list(scheduler.loading.values()):
+            memory.load(request, 0)
+        memory.step()
+        for request_id in list(scheduler.held):
+            scheduler.free_held(request_id)
+        if not scheduler.requests:
+            break
+    assert not scheduler.requests
+    assert all(request.status is RequestStatus.FINISHED for request in memory.finished.values())
+    assert scheduler.kv.pool.num_available == num_blocks
