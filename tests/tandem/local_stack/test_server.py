@@ -85,7 +85,7 @@ async def test_a_router_receives_every_change_and_removals_at_once(
         assert await anext(updates) == addresses(owned)
         owned.resize("decode", 3)
         assert await anext(updates) == addresses(owned)
-        await link.resize("decode", 1, [owned.snapshot.pool("decode")[0].address])
+        await link.resize("decode", 1, [owned.snapshot.pool("decode")[0].address], previous_size=3)
         assert await anext(updates) == addresses(owned)
         assert names(owned) == ["decode-1"]
         owned.resize("prefill", 0)
@@ -132,8 +132,8 @@ async def test_a_router_that_starts_before_its_owner_finds_it(
 
 async def test_sizes_are_read_and_changed(server: StackServer, owned: DesiredState, link: StackLink) -> None:
     assert await link.sizes() == {"prefill": 1, "decode": 2}
-    await link.resize("decode", 4, [])
-    await link.resize("prefill", 0, [])
+    await link.resize("decode", 4, [], previous_size=2)
+    await link.resize("prefill", 0, [], previous_size=1)
     assert await link.sizes() == {"prefill": 0, "decode": 4}
 
 
@@ -144,7 +144,7 @@ async def test_a_hundred_calls_leave_no_watch_behind(server: StackServer, link: 
 
 async def test_an_invalid_size_is_reported_with_the_owners_message(server: StackServer, link: StackLink) -> None:
     with pytest.raises(ActuatorError, match=r"decode must be between 1 and 64, not 0"):
-        await link.resize("decode", 0, [])
+        await link.resize("decode", 0, [], previous_size=2)
 
 
 async def test_one_router_leads_until_its_lease_expires(server: StackServer, link: StackLink) -> None:
