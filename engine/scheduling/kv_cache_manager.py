@@ -6,9 +6,9 @@ first; taking a cached block discards its content.
 
     free ──take──▶ in use ──last reference gone──▶ free or, if hashed, cached ──touch──▶ in use
 
-A table is append-only while its request runs, but for blocks that have left the sliding window of every layer: the null
-block takes their place. Its block ids are also a row of a numpy array, from which the model runner gathers the tables
-of a step.
+A table is append-only while its request runs, but for blocks that have left the sliding window of every layer, whose
+place the null block takes, and for those that another block of the same content replaces. Its block ids are also a row
+of a numpy array, from which the model runner gathers the tables of a step.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class BlockPool:
                 self.num_cached += 1
 
     def publish(self, block: KVBlock, block_hash: bytes) -> None:
-        """Make a full, final block available by its content. A second block of the same content stays private."""
+        """Make a full, final block available by its content. A second one of the same content is not found."""
         if block.block_hash is None and block_hash not in self._by_hash:
             block.block_hash = block_hash
             self._by_hash[block_hash] = block
@@ -216,17 +216,12 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return 0
         request.update_block_hashes(self.block_size)
-        table, row = self._tables[request.request_id], self.rows[request.request_id]
         first = request.num_computed_tokens // self.block_size
         adopted = self._found(request.block_hashes[first : max_tokens // self.block_size])
         if not adopted:
             return 0
-        end = first + len(adopted)
-        self.pool.touch(adopted)
-        self.pool.release(table[first:end])
-        table[first:end] = adopted
-        self.block_tables[row, first:end] = [block.block_id for block in adopted]
-        self._num_published[request.request_id] = end
+        self._replace(request, first, adopted)
+        end = self._num_published[request.request_id] = first + len(adopted)
         return end * self.block_size - request.num_computed_tokens
 
     def drop_unseen(self, request: Request) -> None:
@@ -248,7 +243,8 @@ class KVCacheManager:
         return max(0, num_tokens - self._window + 1) // self.block_size
 
     def publish(self, request: Request) -> None:
-        """Make the request's full, computed blocks available to others."""
+        """Make the request's full, computed blocks available to others. Where another block of the same content is, as
+        when requests with one beginning have loaded it at the same time, the request's own is freed in its favour."""
         if not self.enable_prefix_caching:
             return
         first = self._num_published[request.request_id]
@@ -258,8 +254,21 @@ class KVCacheManager:
         request.update_block_hashes(self.block_size)
         table = self._tables[request.request_id]
         for index in range(first, last):
-            self.pool.publish(table[index], request.block_hashes[index])
+            block, block_hash = table[index], request.block_hashes[index]
+            found = self.pool.find(block_hash)
+            if found is None:
+                self.pool.publish(block, block_hash)
+            elif found is not block and not request.is_offered:
+                self._replace(request, index, [found])
         self._num_published[request.request_id] = last
+
+    def _replace(self, request: Request, first: int, blocks: Sequence[KVBlock]) -> None:
+        """Put these in the place of the request's blocks from `first` on, or behind its last one."""
+        table, end = self._tables[request.request_id], first + len(blocks)
+        self.pool.touch(blocks)
+        self.pool.release(table[first:end])
+        table[first:end] = blocks
+        self.block_tables[self.rows[request.request_id], first:end] = [block.block_id for block in blocks]
 
     def block_ids(self, request_id: str) -> list[int]:
         """The request's block table; empty if it has none."""

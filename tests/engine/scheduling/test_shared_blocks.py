@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.messages import HoldKV
+from engine.core.messages import HoldKV, RemoteKV
 from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
@@ -35,6 +35,8 @@ class Memory(HoldingConnector):
         """By request_id, the block ids that the connector knows."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        if request.spec.remote_kv is not None:
+            return request.num_initial_tokens - num_computed_tokens
         num_full = (request.num_initial_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
         return max(0, num_full - num_computed_tokens) if self.seeks else 0
 
@@ -56,12 +58,18 @@ class Memory(HoldingConnector):
             assert content == tuple(request.token_ids[: position + 1])
 
     def load(self, request: Request, num_blocks: int) -> None:
-        """The store has so many blocks of a prompt that looks for its own."""
-        num_local = request.num_computed_tokens // BLOCK_SIZE
-        num_tokens = max(num_local, min(num_blocks, (request.num_initial_tokens - 1) // BLOCK_SIZE)) * BLOCK_SIZE
+        """The store, or the other instance, has so many blocks of the prompt."""
+        num_local, is_remote = request.num_computed_tokens // BLOCK_SIZE, request.spec.remote_kv is not None
+        num_sought = request.num_initial_tokens - (not is_remote)
+        num_tokens = max(num_local, min(num_blocks, num_sought // BLOCK_SIZE)) * BLOCK_SIZE
+        if is_remote and num_blocks * BLOCK_SIZE > num_sought:
+            num_tokens = num_sought
         self.write(request, num_local * BLOCK_SIZE, num_tokens)
         num_external = num_tokens - num_local * BLOCK_SIZE
         self.scheduler.load_finished(KVLoadResult(request.request_id, num_tokens, num_external, 0))
+        check_blocks(self.scheduler)
+        if is_remote:
+            self.scheduler.seed(request.request_id, [1])
 
     def step(self) -> SchedulerOutput:
         output = self.scheduler.schedule()
@@ -111,6 +119,18 @@ def test_a_prompt_that_was_begun_beside_its_beginning_goes_on_behind_it() -> Non
     assert shares(memory.step()) == [(18, 1), (18, 3), (0, 16)]
     assert shares(memory.step()) == [(19, 1), (16, 14), (28, 5)]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 28)
+
+
+def test_prompts_that_load_the_same_beginning_at_once_keep_one_copy_of_it() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40), seeks=False)
+    remote = RemoteKV(transfer_id="t", reservation_s=5.0)
+    requests = [add(scheduler, [*PROMPT, number], remote_kv=remote) for number in range(3)]
+    memory.step()
+    assert scheduler.kv.pool.num_available == 40 - 3 * 5
+    for request in requests:
+        memory.load(request, 5)
+    assert scheduler.kv.pool.num_available == 40 - 4 - 3 * 1, "the last block of each is its own"
+    assert shares(memory.step()) == [(19, 1)] * 3
 
 
 def test_without_prefix_caching_each_prompt_of_a_step_is_computed() -> None:
@@ -178,8 +198,12 @@ def test_whatever_arrives_what_a_step_reads_has_been_written(seeks: bool, data: 
     for number in range(40):
         for _ in range(data.draw(st.integers(0, 3), "arrivals") if number < 15 else 0):
             beginning = [data.draw(st.integers(1, 2), "beginning")] * data.draw(st.integers(1, 25), "length")
-            is_held = data.draw(st.booleans(), "is held")
-            fields = {"hold_kv": hold("t")} if is_held else {"priority": data.draw(st.integers(0, 2), "priority")}
+            kinds = [
+                {"hold_kv": hold("t")},
+                {"remote_kv": RemoteKV(transfer_id="t", reservation_s=1e9)},
+                *({"priority": priority} for priority in range(3)),
+            ]
+            fields: dict[str, object] = data.draw(st.sampled_from(kinds), "kind")
             add(scheduler, [*beginning, 50 + number], max_tokens=data.draw(st.integers(1, 9), "output"), **fields)
         if scheduler.requests and data.draw(st.integers(0, 9), "aborts") == 0:
             scheduler.abort(data.draw(st.sampled_from(sorted(scheduler.requests)), "aborted"))
