@@ -80,6 +80,10 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         {"connector": {"name": "redis", "redis": {"username": "tandem"}}},
         'connector.redis.username: the bundled Redis has no user "tandem"',
     ),
+    "a user without a password": (
+        {"connector": {"name": "redis", "redis": {"bundled": False, "url": "redis://host:1", "username": "tandem"}}},
+        'connector.redis.username: "tandem" has no password; give connector.redis.existingSecret',
+    ),
     "capacity of nothing": ({"connector": {"capacityBytes": 1}}, "connector.capacityBytes"),
     "a volume for one node": (
         {"connector": {"name": "shared_storage", "sharedStorage": {"accessModes": ["ReadWriteOnce"]}}},

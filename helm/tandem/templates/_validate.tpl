@@ -34,6 +34,9 @@
 {{- if and (include "tandem.bundlesRedis" .) (not (has $connector.redis.username (list "" "default"))) -}}
 {{- fail (printf "connector.redis.username: the bundled Redis has no user %q; leave it out, or set connector.redis.bundled=false" $connector.redis.username) -}}
 {{- end -}}
+{{- if and (include "tandem.usesRedis" .) (not (include "tandem.redisSecret" .)) (not (has $connector.redis.username (list "" "default"))) -}}
+{{- fail (printf "connector.redis.username: %q has no password; give connector.redis.existingSecret, or leave it out" $connector.redis.username) -}}
+{{- end -}}
 {{- if and $connector.capacityBytes (not (include "tandem.usesVolume" .)) -}}
 {{- fail (printf "connector.capacityBytes: means nothing to %s; a Redis is bounded by connector.redis.maxMemory" $connector.name) -}}
 {{- end -}}
