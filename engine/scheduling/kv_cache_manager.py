@@ -142,18 +142,21 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def find_prefix(self, request: Request, max_tokens: int, *, is_whole: bool = False) -> list[KVBlock]:
-        """The longest cached prefix of the request in full blocks, at most `max_tokens` tokens, with those that the
-        step being decided completes (`expect`). Adds no references.
+    def find_prefix(
+        self, request: Request, max_tokens: int, *, is_whole: bool = False, is_filled: bool = False
+    ) -> list[KVBlock]:
+        """The longest cached prefix of the request in full blocks, at most `max_tokens` tokens; unless `is_filled`,
+        with the blocks that the step being decided completes (`expect`). Adds no references.
 
         With a window the null block is in the place of those that the next token does not see, unless `is_whole`."""
         if not self.enable_prefix_caching:
             return []
         request.update_block_hashes(self.block_size)
         hashes = request.block_hashes[: max_tokens // self.block_size]
+        find = self.pool.find if is_filled else self._find
         if self._window is None or is_whole:
-            return self._found(hashes)
-        found, last, run = [self._find(block_hash) for block_hash in hashes], 0, 0
+            return _until_missing(map(find, hashes))
+        found, last, run = [find(block_hash) for block_hash in hashes], 0, 0
         for count, block in enumerate(found, 1):
             run = 0 if block is None else run + 1
             if run >= count - self._num_unseen(count * self.block_size):
@@ -163,10 +166,6 @@ class KVCacheManager:
 
     def _find(self, block_hash: bytes) -> KVBlock | None:
         return self.pool.find(block_hash) or self._coming.get(block_hash)
-
-    def _found(self, hashes: Sequence[bytes]) -> list[KVBlock]:
-        """Up to the first that is not found."""
-        return list(takewhile(lambda block: block is not None, map(self._find, hashes)))  # type: ignore[arg-type]
 
     def begin_step(self) -> None:
         """A step is about to be decided."""
@@ -217,7 +216,7 @@ class KVCacheManager:
             return 0
         request.update_block_hashes(self.block_size)
         first = request.num_computed_tokens // self.block_size
-        adopted = self._found(request.block_hashes[first : max_tokens // self.block_size])
+        adopted = _until_missing(map(self._find, request.block_hashes[first : max_tokens // self.block_size]))
         if not adopted:
             return 0
         self._replace(request, first, adopted)
@@ -291,3 +290,7 @@ class KVCacheManager:
         self._num_published[request_id] = len(table)
         self._num_dropped[request_id] = sum(block is self.pool.null_block for block in table)
         return table
+
+
+def _until_missing(found: Iterable[KVBlock | None]) -> list[KVBlock]:
+    return list(takewhile(lambda block: block is not None, found))  # type: ignore[arg-type]

@@ -59,6 +59,8 @@ class Scheduler:
     """Set by the owner as it is measured."""
     _events: list[Event] = field(default_factory=list)
     _now: float = 0.0
+    _is_step_open: bool = False
+    """The result of the last step is not applied yet."""
 
     # Commands
 
@@ -143,6 +145,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: streams, each with its one token, then, within the prompts' budget, running prompts
         and waiting requests, each first come, first served."""
+        self._undo_interrupted_step()
+        self._is_step_open = True
         streams = [request for request in self.running if not request.is_prompt]
         prompts = [request for request in self.running if request.is_prompt]
         budget = self._prompt_budget(streams, prompts)
@@ -154,6 +158,7 @@ class Scheduler:
         scheduled = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
         if self.waiting and not (preempted or too):
             self._admit(num_left, scheduled)
+        self._is_step_open = bool(scheduled)
         return SchedulerOutput(scheduled)
 
     def update_from_output(self, output: SchedulerOutput, sampled: Sampled) -> None:
@@ -171,6 +176,7 @@ class Scheduler:
                 self.kv.drop_unseen(request)
             if share.samples:
                 self._append_token(request, sampled)
+        self._is_step_open = False
 
     def take_events(self) -> list[Event]:
         """The events since the last call."""
@@ -209,6 +215,17 @@ class Scheduler:
         return running + sum(request.num_uncomputed_tokens for request in waiting)
 
     # Internals
+
+    def _undo_interrupted_step(self) -> None:
+        """If the last step was not applied (Ctrl-C), what it should have computed is not there: the running requests,
+        which may share such blocks, begin again from what the prefix cache has."""
+        if not self._is_step_open:
+            return
+        for request in list(self.running):
+            if request.moves_kv:
+                self._fail(request, "its step was interrupted")
+            else:
+                self._preempt(request)
 
     def _prompt_budget(self, streams: list[Request], prompts: list[Request]) -> int:
         """Prompt tokens of the next step, so that requests with objectives meet them, and those that have waited for a
@@ -304,8 +321,10 @@ class Scheduler:
             return
         num_adopted = self.kv.adopt(request, request.num_tokens - 1)
         request.num_computed_tokens += num_adopted
-        if not request.num_output_tokens:
-            request.num_cached_tokens += num_adopted
+        if request.num_tokens == request.num_initial_tokens:
+            most = request.num_computed_tokens - request.num_external_tokens  # less than the sum after a preemption
+            num_cached = min(request.num_cached_tokens + num_adopted, most)
+            request.num_cached_tokens = max(request.num_cached_tokens, num_cached)
 
     def _queue(self, request: Request, now: float) -> None:
         request.status = RequestStatus.WAITING
@@ -358,8 +377,11 @@ class Scheduler:
     def _allocate_first(self, request: Request, budget: int) -> bool:
         """Allocate a waiting request's first blocks, prefix hits included. False, without effect: too few blocks."""
         max_hit = request.num_initial_tokens if request.awaits_kv else request.num_tokens - 1
-        is_whole = request.spec.hold_kv is not None
-        prefix = self.kv.find_prefix(request, 0 if needs_prompt_logprobs(request) else max_hit, is_whole=is_whole)
+        max_hit = 0 if needs_prompt_logprobs(request) else max_hit
+        is_whole, is_filled = request.spec.hold_kv is not None, request.awaits_kv
+        prefix = self.kv.find_prefix(request, max_hit, is_whole=is_whole, is_filled=is_filled)
+        if not is_filled and self._num_external_tokens(request, len(prefix) * self.kv.block_size):
+            prefix = self.kv.find_prefix(request, max_hit, is_whole=is_whole, is_filled=True)
         num_hit = len(prefix) * self.kv.block_size
         if request.moves_kv or self._num_external_tokens(request, num_hit):
             num_tokens = request.num_initial_tokens

@@ -74,6 +74,8 @@ class Memory(HoldingConnector):
     def step(self) -> SchedulerOutput:
         output = self.scheduler.schedule()
         check_blocks(self.scheduler)
+        for request in self.scheduler.loading.values():
+            self.check(request, request.num_computed_tokens)
         for share in output.scheduled:
             self.write(share.request, share.start, share.start + share.num_tokens)
         for share in output.scheduled:
@@ -148,6 +150,39 @@ def test_blocks_of_an_earlier_step_that_hold_something_else_by_now_are_not_share
         assert shares(memory.step()) == [(0, len(prompt))]
 
 
+def test_what_an_interrupted_step_should_have_computed_is_shared_by_no_later_one() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40), seeks=False)
+    first, _ = add(scheduler, [*PROMPT, 1]), add(scheduler, [*PROMPT, 2])
+    held = add(scheduler, [*PROMPT, 3], hold_kv=hold("t"))
+    assert shares(scheduler.schedule()) == [(0, 19), (16, 3), (16, 3)]
+    scheduler.abort(first.request_id)
+    assert shares(memory.step()) == [(0, 19)]
+    assert held.finish_reason == "error"
+    add(scheduler, [*PROMPT, 4])
+    assert shares(memory.step()) == [(19, 1), (16, 3)]
+
+
+def test_a_beginning_counts_as_cached_once_also_after_a_preemption() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40), seeks=False)
+    add(scheduler, PROMPT, max_tokens=1)
+    memory.step()
+    late = add(scheduler, [*PROMPT[:12], 1, 2, 3, 4, 5])
+    scheduler.schedule()  # interrupted
+    assert late.num_cached_tokens == 12
+    scheduler.kv.pool.forget_all()
+    first = add(scheduler, [*PROMPT[:12], 6], priority=1)
+    assert [share.request for share in memory.step().scheduled] == [first, late]
+    assert late.num_cached_tokens == 12
+
+
+def test_what_is_loaded_goes_behind_blocks_that_are_filled() -> None:
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40), seeks=False)
+    add(scheduler, PROMPT[:12])
+    loads = add(scheduler, PROMPT, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    assert shares(memory.step()) == [(0, 12)]
+    assert loads.num_computed_tokens == 0
+
+
 def test_hand_overs_are_offered_what_their_step_computes_for_others_when_it_has_ended() -> None:
     memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40, held=1.0), seeks=False)
     add(scheduler, PROMPT[:9], max_tokens=1)
@@ -206,13 +241,16 @@ def test_whatever_arrives_what_a_step_reads_has_been_written(seeks: bool, data: 
             fields: dict[str, object] = data.draw(st.sampled_from(kinds), "kind")
             add(scheduler, [*beginning, 50 + number], max_tokens=data.draw(st.integers(1, 9), "output"), **fields)
         if scheduler.requests and data.draw(st.integers(0, 9), "aborts") == 0:
-            scheduler.abort(data.draw(st.sampled_from(sorted(scheduler.requests)), "aborted"))
+            scheduler.abort(data.draw(st.sampled_from(list(scheduler.requests)), "aborted"))
         for request in list(scheduler.loading.values()):
             if data.draw(st.booleans(), "loads"):
                 memory.load(request, data.draw(st.integers(0, 6), "found"))
         for request_id in list(scheduler.held):
             scheduler.free_held(request_id)
+        if data.draw(st.integers(0, 19), "interrupts") == 0:
+            scheduler.schedule()
         memory.step()
+        assert all(one.num_cached_tokens <= one.num_prompt_tokens for one in scheduler.requests.values())
     for _ in range(2000):
         for request in list(scheduler.loading.values()):
             memory.load(request, 0)
