@@ -91,11 +91,13 @@ class BlockPool:
             else:
                 self.num_cached += 1
 
-    def publish(self, block: KVBlock, block_hash: bytes) -> None:
-        """Make a full, final block available by its content. A second one of the same content is not found."""
+    def publish(self, block: KVBlock, block_hash: bytes) -> KVBlock:
+        """Make a full, final block available by its content. Returns the block that is found by it: this one, or an
+        earlier one."""
         if block.block_hash is None and block_hash not in self._by_hash:
             block.block_hash = block_hash
             self._by_hash[block_hash] = block
+        return self._by_hash.get(block_hash, block)
 
     def forget_all(self) -> None:
         """Empty the prefix cache. Blocks in use stay valid but are no longer found."""
@@ -253,11 +255,8 @@ class KVCacheManager:
         request.update_block_hashes(self.block_size)
         table = self._tables[request.request_id]
         for index in range(first, last):
-            block, block_hash = table[index], request.block_hashes[index]
-            found = self.pool.find(block_hash)
-            if found is None:
-                self.pool.publish(block, block_hash)
-            elif found is not block and not request.is_offered:
+            found = self.pool.publish(table[index], request.block_hashes[index])
+            if found is not table[index] and not request.is_offered:
                 self._replace(request, index, [found])
         self._num_published[request.request_id] = last
 

@@ -7,13 +7,16 @@ prefill, prefix hits, decode and resumption after preemption are all that one su
 from __future__ import annotations
 
 import enum
+import math
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core.messages import EngineRequest, FinishReason
+from engine.core.messages import EngineRequest, ErrorKind, FinishReason
+from engine.scheduling import step_budget
 from engine.scheduling.block_hash import extend_block_hashes, root_hash
+from engine.scheduling.step_budget import Prompt, Stream
 
 
 class RequestStatus(enum.Enum):
@@ -136,6 +139,37 @@ class Request:
         self.status = RequestStatus.RUNNING
         if self.queue_s is None:
             self.queue_s = time.monotonic() - self.arrived_s
+
+    def skip(self, num_tokens: int) -> None:
+        """Others have computed the next `num_tokens` tokens. Of the prompt they count as cached, once."""
+        self.num_computed_tokens += num_tokens
+        if self.num_tokens == self.num_initial_tokens:
+            most = self.num_computed_tokens - self.num_external_tokens  # less than the sum after a preemption
+            self.num_cached_tokens = max(self.num_cached_tokens, min(self.num_cached_tokens + num_tokens, most))
+
+    def paced(self, now: float) -> Stream:
+        """Of a stream with an inter-token objective, how much time its next token has."""
+        assert self.spec.itl_s is not None
+        if self.stream_from is None:
+            self.stream_from = (now, self.num_output_tokens)
+        since_s, num_before = self.stream_from
+        num_due = self.num_output_tokens - num_before + 1
+        return Stream(self.spec.itl_s, step_budget.slack_s(self.spec.itl_s, since_s, num_due, now))
+
+    def planned(self, now: float) -> Prompt:
+        """Of a prompt, what is left to compute, and in what time."""
+        left_s = math.inf if self.spec.ttft_s is None else self.arrived_s + self.spec.ttft_s - now
+        return Prompt(self.num_uncomputed_tokens, left_s, self.status is RequestStatus.RUNNING)
+
+    def expired(self) -> tuple[str, ErrorKind]:
+        """What a request past its deadline lacks."""
+        match self.status:
+            case RequestStatus.WAITING_FOR_GRAMMAR:
+                return "the constraint was not compiled in time", "no_room"
+            case RequestStatus.WAITING:
+                return "no room within the reservation time", "no_room"
+            case _:
+                return f"no {'KV' if self.seeded else 'seed'} within the reservation time", "timeout"
 
     def check_stop(self, max_model_len: int) -> tuple[FinishReason | None, int | None]:
         """Why the newest token ends the request, None if it does not; and that token if it is one of `stop_token_ids`.

@@ -15,7 +15,6 @@ prefill or decode phase.
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from dataclasses import dataclass, field
 
@@ -32,7 +31,6 @@ from engine.scheduling.scheduler_output import (
     SchedulerOutput,
     needs_prompt_logprobs,
 )
-from engine.scheduling.step_budget import Prompt, Stream
 
 _MAX_PLANNED = 64
 """Waiting requests whose TTFT a step takes into account."""
@@ -138,7 +136,7 @@ class Scheduler:
         compiling = (request for request in self.compiling.values() if not request.is_compiled)
         for request in [*self.loading.values(), *self.waiting, *compiling]:
             if request.deadline is not None and now >= request.deadline:
-                self._fail(request, *_expired(request))
+                self._fail(request, *request.expired())
 
     # The step
 
@@ -234,10 +232,10 @@ class Scheduler:
         bounds = (self._num_entering_tokens(streams, prompts), self._num_stretched_tokens(streams, prompts))
         num_calm = min((bound for bound in bounds if bound is not None), default=None)
         untouched = [request for request in self.waiting if request.has_ttft][:_MAX_PLANNED]
-        paced = [self._stream(request) for request in streams if request.spec.itl_s is not None]
+        paced = [request.paced(self._now) for request in streams if request.spec.itl_s is not None]
         if cost is None or not (untouched or paced):
             return min(max_tokens, num_calm or max_tokens)
-        planned = [self._prompt(request) for request in (*prompts, *untouched)]
+        planned = [request.planned(self._now) for request in (*prompts, *untouched)]
         late = set(step_budget.late(cost, len(streams), planned, max_tokens))
         for index in late:
             untouched[index - len(prompts)].is_late = True
@@ -277,21 +275,6 @@ class Scheduler:
         num_left = sum(request.num_uncomputed_tokens for request in entering)
         return step_budget.entering_tokens(self.step_cost, len(streams), num_left)
 
-    def _stream(self, request: Request) -> Stream:
-        itl_s = request.spec.itl_s
-        assert itl_s is not None
-        if request.stream_from is None:
-            request.stream_from = (self._now, request.num_output_tokens)
-        since_s, num_before = request.stream_from
-        num_due = request.num_output_tokens - num_before + 1
-        return Stream(itl_s, step_budget.slack_s(itl_s, since_s, num_due, self._now))
-
-    def _prompt(self, request: Request) -> Prompt:
-        left_s = math.inf
-        if request.spec.ttft_s is not None:
-            left_s = request.arrived_s + request.spec.ttft_s - self._now
-        return Prompt(request.num_uncomputed_tokens, left_s, request.status is RequestStatus.RUNNING)
-
     def _schedule_running(
         self, requests: list[Request], budget: int, scheduled: list[ScheduledRequest]
     ) -> tuple[int, bool]:
@@ -319,12 +302,7 @@ class Scheduler:
             return
         if request.is_offered or request.spec.remote_kv is not None:
             return
-        num_adopted = self.kv.adopt(request, request.num_tokens - 1)
-        request.num_computed_tokens += num_adopted
-        if request.num_tokens == request.num_initial_tokens:
-            most = request.num_computed_tokens - request.num_external_tokens  # less than the sum after a preemption
-            num_cached = min(request.num_cached_tokens + num_adopted, most)
-            request.num_cached_tokens = max(request.num_cached_tokens, num_cached)
+        request.skip(self.kv.adopt(request, request.num_tokens - 1))
 
     def _queue(self, request: Request, now: float) -> None:
         request.status = RequestStatus.WAITING
@@ -381,6 +359,7 @@ class Scheduler:
         is_whole, is_filled = request.spec.hold_kv is not None, request.awaits_kv
         prefix = self.kv.find_prefix(request, max_hit, is_whole=is_whole, is_filled=is_filled)
         if not is_filled and self._num_external_tokens(request, len(prefix) * self.kv.block_size):
+            # A load begins behind blocks that are filled already, not at the end of this step.
             prefix = self.kv.find_prefix(request, max_hit, is_whole=is_whole, is_filled=True)
         num_hit = len(prefix) * self.kv.block_size
         if request.moves_kv or self._num_external_tokens(request, num_hit):
@@ -519,14 +498,3 @@ class Scheduler:
             self.held[request.request_id] = blocks
         else:
             self.kv.pool.release(blocks)
-
-
-def _expired(request: Request) -> tuple[str, ErrorKind]:
-    """What a request past its deadline lacks."""
-    match request.status:
-        case RequestStatus.WAITING_FOR_GRAMMAR:
-            return "the constraint was not compiled in time", "no_room"
-        case RequestStatus.WAITING:
-            return "no room within the reservation time", "no_room"
-        case _:
-            return f"no {'KV' if request.seeded else 'seed'} within the reservation time", "timeout"
