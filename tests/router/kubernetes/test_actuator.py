@@ -156,10 +156,19 @@ async def test_a_rollout_does_not_hinder_a_resize() -> None:
         found.kube.store.changed(
             template, lambda new: new["spec"]["template"]["metadata"].update(annotations={"checksum": "1"})
         )
-        found.kube.order("get", "deployments/scale", revision=before)  # the resize reads just before the rollout
+        await found.kube.until(lambda store: is_rolled_out(store.get("Deployment", "decode")))
+        found.kube.order("get", "deployments/scale", revision=before)  # the resize reads before the rollout
         await actuator.resize("decode", 3, (), previous_size=2)
         await found.until_ready("decode", 3)
-        assert found.asked("patch", "deployments/scale") >= 2
+        assert found.asked("patch", "deployments/scale") == 2
+
+
+def is_rolled_out(deployment: Object) -> bool:
+    """All its pods are new ones, and its status has nothing left to say about it."""
+    status = deployment["status"]
+    counts = {status[count] for count in ("replicas", "updatedReplicas", "readyReplicas")}
+    is_seen = status["observedGeneration"] == deployment["metadata"]["generation"]
+    return is_seen and counts == {deployment["spec"]["replicas"]}
 
 
 async def test_a_concurrent_resize_is_not_overwritten() -> None:
