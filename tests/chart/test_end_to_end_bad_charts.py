@@ -51,7 +51,7 @@ async def scale_then_upgrade(kube: FakeKube, chart: Chart) -> None:
     helm = Helm(kube)
     await helm.install(chart, "on", VALUES)
     async with autoscaler_of(kube) as actuator:
-        await actuator.resize("decode", 3, ())
+        await actuator.resize("decode", 3, (), previous_size=1)
     await helm.upgrade(chart, "on", {**VALUES, "commonLabels": {"team": "serving"}})
 
 
@@ -85,7 +85,7 @@ async def test_a_missing_right_stops_the_autoscaler(tmp_path: Path) -> None:
             await Helm(kube).install(chart, "on", VALUES)
         async with autoscaler_of(kube) as actuator:
             with pytest.raises(ActuatorError, match='cannot patch resource "deployments/scale"'):
-                await actuator.resize("decode", 3, ())
+                await actuator.resize("decode", 3, (), previous_size=1)
         assert kube.store.get("Deployment", DECODE)["spec"]["replicas"] == 1
 
 

@@ -113,9 +113,9 @@ async def autoscale(found: Installed) -> None:
     assert await actuator.take_lead("one", 15.0)
     for role in ROLES:
         assert (await actuator.sizes())[role] == 2
-        await actuator.resize(role, 3, ())
+        await actuator.resize(role, 3, (), previous_size=2)
         (first, *_) = found.kube.pods(f"{RELEASE}-{role}", NAMESPACE)
-        await actuator.resize(role, 1, [f"{first['status']['podIP']}:50051"])
+        await actuator.resize(role, 1, [f"{first['status']['podIP']}:50051"], previous_size=3)
 
 
 async def drive(found: Installed) -> None:

@@ -137,7 +137,7 @@ class Contender:
             return
         for role, size in (await actuator.sizes()).items():
             if size != self._size:
-                await actuator.resize(role, self._size, ())
+                await actuator.resize(role, self._size, (), previous_size=size)
                 self.num_resizes += 1
 
 
