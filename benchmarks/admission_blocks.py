@@ -139,7 +139,7 @@ async def _measure(load: float, fraction: float, *, worst_case: bool) -> str:
                 admission.prefilled(ticket)
                 first_tokens_s.append(loop.time() - arrived_s)
                 await one.ended
-                ticket.num_output_tokens = length
+                ticket.num_emitted = lambda: length
             num_good_tokens += length if loop.time() > WARM_S else 0
         except Overloaded:
             num_refused += 1
