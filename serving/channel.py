@@ -47,7 +47,7 @@ def channel_options(settings: ChannelSettings) -> list[tuple[str, str | int]]:
         ("grpc.http2.ping_timeout_ms", settings.ping_timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 2000),  # each attempt has as long; the next one may follow at once
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", settings.max_backoff_ms),
         ("grpc.max_receive_message_length", settings.max_message_bytes),

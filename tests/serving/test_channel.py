@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
@@ -16,12 +17,14 @@ import pytest
 from protos.tandem.v1 import generation_pb2 as pb
 from protos.tandem.v1.generation_pb2_grpc import GenerationServiceStub
 from serving.channel import ChannelSettings, is_ip, is_private, listens_privately, open_channel
+from tests.serving.conftest import Rigs
 from tests.waiting import Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
 
 PEER = """
 import asyncio
+import contextlib
 from serving.server import Server
 from serving.server import ServerSettings
 from tests.serving.conftest import SERVICE, Scripted
@@ -97,3 +100,31 @@ def test_a_name_is_as_private_as_what_it_stands_for() -> None:
     assert listens_privately("localhost")
     with pytest.raises(OSError, match=r"."):
         listens_privately("no-such-host.invalid")
+
+
+async def slow_network(address: str, delay_s: float) -> asyncio.Server:
+    """A port that passes bytes on to `address`, those of the server late."""
+    host, _, port = address.rpartition(":")
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                await asyncio.sleep(delay_s)
+                writer.write(data)
+            writer.close()
+
+    async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(copy(reader, back, 0.0), copy(there, writer, delay_s))
+
+    return await asyncio.start_server(passed_on, "127.0.0.1", 0)
+
+
+async def test_a_connection_that_takes_its_time_is_made(rigs: Rigs) -> None:
+    """Over a slow network, with TLS, or from a machine that is busy. Attempts had at most half a second."""
+    rig = await rigs.start()
+    async with await slow_network(rig.server.address, 0.8) as network:
+        host, port = network.sockets[0].getsockname()
+        async with open_channel(f"{host}:{port}") as channel:
+            call = GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="hello"), timeout=20)
+            assert [response.model async for response in call] == ["token"] * 3
