@@ -223,12 +223,12 @@ class Server:
 
     async def drain(self) -> bool:
         """Ends the server without losing a call; False if calls still ran after the grace period and were cut off."""
-        _log.info("draining: not ready, accepting for %g s more", self._settings.drain_accept_s)
-        self.health.begin_draining()
-        await asyncio.sleep(self._settings.drain_accept_s)
-        self.calls.begin_draining()
-        _log.info("draining: refusing, %d calls to finish", self.calls.num_awaited)
         try:
+            _log.info("draining: not ready, accepting for %g s more", self._settings.drain_accept_s)
+            self.health.begin_draining()
+            await asyncio.sleep(self._settings.drain_accept_s)
+            self.calls.begin_draining()
+            _log.info("draining: refusing, %d calls to finish", self.calls.num_awaited)
             async with asyncio.timeout(self._settings.drain_grace_s):
                 await self.calls.wait_idle()
         except TimeoutError:
