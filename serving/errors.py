@@ -41,6 +41,7 @@ _MAX_VIOLATION_BYTES = 256
 _DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _CRASHED_KEY = "tandem-crashed"
+_CUT_OFF_KEY = "tandem-cut-off"
 _REQUEST_ID = re.compile(r" \(request id [^()]*\)$")
 """As `status_text` adds it."""
 
@@ -120,6 +121,10 @@ class Unavailable(ServiceError):
         self.retry_after_s: float = retry_after_s
 
 
+class CutOff(Unavailable):
+    """The server ends before the request was finished: what the client has can be continued at another one."""
+
+
 class Crashed(Unavailable):
     """The instance crashed while it had the request, which may be the cause: the router counts the crash."""
 
@@ -176,7 +181,14 @@ def trailers(error: ServiceError, text: str) -> Trailers:
         extra = ((_PUSHBACK_KEY, "-1"),)  # gRPC's value for "do not retry"
     if isinstance(error, Crashed):
         extra = (*extra, (_CRASHED_KEY, "1"))
+    if isinstance(error, CutOff):
+        extra = (*extra, (_CUT_OFF_KEY, "1"))
     return (*extra, (_DETAILS_KEY, status.SerializeToString())) if status.details else extra
+
+
+def is_cut_off(trailing_metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+    """Whether a failed call ended with CutOff, by its trailers."""
+    return any(key == _CUT_OFF_KEY for key, _ in trailing_metadata)
 
 
 def read_details(

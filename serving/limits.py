@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import unquote
 
-from serving.errors import Overloaded, Unavailable
+from serving.errors import CutOff, Overloaded, Unavailable
 
 _RETRY_AFTER_S = 1.0
 _RETRY_ELSEWHERE_S = 0.25
@@ -116,7 +116,7 @@ class OpenCalls:
     @contextmanager
     def awaited(self, bound: asyncio.Timeout, policy: CallPolicy) -> Iterator[None]:
         """Makes a drain wait while a handler runs inside `bound`, which `cut_off` ends: that TimeoutError, and no
-        other, becomes Unavailable. To be left before the status is sent, which a slow reader can delay."""
+        other, becomes CutOff. To be left before the status is sent, which a slow reader can delay."""
         if not policy.drain_waits:
             yield
             return
@@ -127,7 +127,7 @@ class OpenCalls:
             yield
         except TimeoutError as error:
             if self._is_cut_off and bound.expired():
-                raise Unavailable("ended before the request was finished", _RETRY_ELSEWHERE_S) from error
+                raise CutOff("ended before the request was finished", _RETRY_ELSEWHERE_S) from error
             raise
         finally:
             self._bounds.discard(bound)

@@ -1,13 +1,14 @@
 // A client of Tandem's gRPC API, made at run time from the protos: nothing is generated, nothing else is needed.
 
+import { setTimeout as sleep } from "node:timers/promises";
 import { fileURLToPath } from "node:url";
 import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";
 
 const PROTOS = process.env.TANDEM_PROTOS ?? fileURLToPath(new URL("../../protos", import.meta.url));
 
-// Tried again until the answer begins, after the time that the server names in `grpc-retry-pushback-ms`. A stream that has
-// begun is never asked for again: Tandem itself moves it to other instances, and its tokens come exactly once.
+// Tried again until the answer begins, after the time that the server names in `grpc-retry-pushback-ms`. Of a stream that
+// has begun only the rest is asked for (Progress): when its router dies. Between instances the router moves it itself.
 const SERVICE_CONFIG = JSON.stringify({
   methodConfig: [
     {
@@ -22,6 +23,9 @@ const SERVICE_CONFIG = JSON.stringify({
     },
   ],
 });
+
+const MAX_RESUMPTIONS = 3;
+const RESUME_WAIT_MS = 10_000; // enough for a router that is restarted
 
 /** A connection to the router at `address` (host:port), shared by all requests of a process. */
 export async function connect(address) {
@@ -56,22 +60,79 @@ class Tandem {
    * DEADLINE_EXCEEDED. Errors are those of @grpc/grpc-js: `error.code` is one of `grpc.status`.
    */
   async *generate(request, { deadlineMs = 60_000, signal, metadata = {} } = {}) {
-    const call = this.#client.Generate(request, grpc.Metadata.fromHttp2Headers(metadata), {
-      deadline: Date.now() + deadlineMs,
-    });
-    call.on("error", () => {}); // the loop below throws it; without a listener a late one would end the process
-    const cancel = () => call.cancel();
-    signal?.addEventListener("abort", cancel, { once: true });
-    if (signal?.aborted) cancel();
-    try {
-      yield* call;
-    } finally {
-      signal?.removeEventListener("abort", cancel);
-      call.cancel(); // nothing, if it is over
+    const deadline = Date.now() + deadlineMs;
+    const progress = new Progress(request);
+    for (;;) {
+      const call = this.#client.Generate(progress.request, grpc.Metadata.fromHttp2Headers(metadata), { deadline });
+      call.on("error", () => {}); // the loop below throws it; without a listener a late one would end the process
+      const cancel = () => call.cancel();
+      signal?.addEventListener("abort", cancel, { once: true });
+      if (signal?.aborted) cancel();
+      try {
+        for await (const response of call) {
+          progress.add(response);
+          yield response;
+        }
+        return;
+      } catch (error) {
+        if (signal?.aborted || !progress.mayResume(error)) throw error;
+      } finally {
+        signal?.removeEventListener("abort", cancel);
+        call.cancel(); // nothing, if it is over
+      }
+      await sleep(200);
     }
   }
 
   close() {
     this.#client.close();
+  }
+}
+
+/** What has come of an answer: with it, any router generates the rest. */
+class Progress {
+  #original;
+  #seed;
+  #choices = new Map(); // ResumedChoice of each that has begun
+  #numTokens = 0;
+  #numTokensBefore = 0;
+  #numLeft = MAX_RESUMPTIONS;
+  #until = 0;
+
+  constructor(request) {
+    this.#original = request;
+  }
+
+  /** The request as it is to be sent now. */
+  get request() {
+    if (this.#choices.size === 0) return this.#original;
+    const sampling = { ...this.#original.sampling, seed: this.#seed };
+    return { ...this.#original, sampling, resume: { choices: [...this.#choices.values()] } };
+  }
+
+  add({ tokens, seed, fingerprint }) {
+    this.#seed ??= seed;
+    if (!this.#choices.has(tokens.choice)) {
+      this.#choices.set(tokens.choice, { choice: tokens.choice, token_ids: [], finished: false, fingerprint });
+    }
+    const choice = this.#choices.get(tokens.choice);
+    choice.token_ids.push(...tokens.token_ids);
+    choice.finished = tokens.finish != null;
+    this.#numTokens += tokens.token_ids.length;
+  }
+
+  /** Whether an answer that has begun, and broke off, can go on: its router is gone, or none is there yet. */
+  mayResume(error) {
+    if (error.code !== grpc.status.UNAVAILABLE || this.#choices.size === 0) return false;
+    if (this.#numTokens > this.#numTokensBefore) {
+      // A router that answers says when to retry; what it has tried itself is not worth more attempts.
+      const isAnswer = error.metadata.get("grpc-retry-pushback-ms").length > 0;
+      const isCutOff = error.metadata.get("tandem-cut-off").length > 0; // it ends, and its streams with it
+      if ((isAnswer && !isCutOff) || this.#numLeft === 0) return false;
+      this.#numLeft -= 1;
+      this.#numTokensBefore = this.#numTokens;
+      this.#until = Date.now() + RESUME_WAIT_MS;
+    }
+    return Date.now() < this.#until;
   }
 }

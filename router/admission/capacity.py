@@ -137,10 +137,11 @@ class Charge(NamedTuple):
 
     @classmethod
     def of(cls, request: GenerationRequest, num_output_tokens: int, block_size: int) -> Charge:
-        """For `request`, each of whose choices is expected to generate `num_output_tokens`."""
-        num_choices, num_tokens = request.params.n, request.num_prompt_tokens + num_output_tokens
+        """For `request`, each of whose choices is expected to have `num_output_tokens` in the end."""
+        num_choices, num_known = request.num_choices_left, request.num_prompt_tokens + request.num_resumed_tokens
+        num_tokens = max(request.num_prompt_tokens + num_output_tokens, num_known)
         num_blocks = -(-num_tokens // block_size)
-        return cls(num_choices, num_choices * num_tokens, num_choices * num_blocks, request.num_prompt_tokens)
+        return cls(num_choices, num_choices * num_tokens, num_choices * num_blocks, num_known)
 
 
 @dataclass(slots=True)

@@ -91,7 +91,8 @@ class Dispatcher:
         served."""
         self.safeguards.check(choices[0].request)
         affinity = RequestAffinity(self.affinity, choices[0].request)
-        first, *others = [self._flow(choice, trace, affinity, emit, slot) for choice in choices]
+        flows = [self._flow(choice, trace, affinity, emit, slot) for choice in choices if not choice.finished]
+        first, *others = flows
         if not others:
             await self._run_attempts(first)
             return
@@ -215,8 +216,10 @@ class Dispatcher:
         flow.affinity.record_cached(instance, flow.choice.token_ids)
 
     async def _plan(self, flow: _Flow) -> Plan:
-        """Where to run. A request whose client has read tokens waits a while for an instance; a new one does not."""
-        wait_s = self.failover.resume_wait_s if flow.trace.request.has_first_token else 0.0
+        """Where to run. A request whose client has read tokens, of this router or another, waits a while for an
+        instance; a new one does not."""
+        has_begun = flow.trace.request.has_first_token or flow.choice.num_emitted > 0
+        wait_s = self.failover.resume_wait_s if has_begun else 0.0
         until_s = time.monotonic() + wait_s
         while True:
             plan = self._plan_now(flow)

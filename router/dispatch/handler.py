@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.admission.controller import AdmissionController
 from router.dispatch.dispatcher import Dispatcher
@@ -27,7 +28,7 @@ from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
 from router.request.validation import ModelLimits, ServedModel, validated
 from serving.auth import Metadata
-from serving.errors import Aborted, Overloaded, ServiceError
+from serving.errors import Aborted, Overloaded, ServiceError, Unavailable
 from serving.logging import RequestEvent, set_request_id
 
 _WRITE_GRACE_S = 0.5  # how long an abort waits for the message that is being written: gRPC takes no other one before
@@ -77,11 +78,11 @@ class ResponseWriter:
     one after the other. What has been emitted is delivered, whatever the moment of an abort.
     """
 
-    def __init__(self, request: GenerationRequest, sink: Sink) -> None:
+    def __init__(self, request: GenerationRequest, choices: Sequence[Choice], sink: Sink) -> None:
         self._sink = sink
+        self._choices = choices
         self._on_first_chunk: Callable[[], object] | None = None
         self._write_lock = asyncio.Lock()
-        self._num_choices = request.params.n
         self._response = generation_pb2.GenerateResponse(
             request_id=request.label, seed=request.seed, prompt_tokens=request.num_prompt_tokens, model=request.model
         )
@@ -89,6 +90,8 @@ class ResponseWriter:
         if request.chat_output:
             is_constrained = request.params.is_constrained
             self._deltas = ChatDeltas(request.request_id, request.chat_output, is_constrained=is_constrained)
+            for index, resumed in request.resumed.items():
+                self._deltas.skip(index, resumed.text)
         self._is_writing = False
         self._is_ending = False
         self._unsent: list[common_pb2.TokenChunk] = []
@@ -125,7 +128,7 @@ class ResponseWriter:
         if self._on_first_chunk is not None:
             self._on_first_chunk()
             self._on_first_chunk = None
-        if self._num_choices == 1:
+        if len(self._choices) == 1:
             await self._write(chunk)
         else:
             await self._write_in_turn(chunk)
@@ -154,6 +157,7 @@ class ResponseWriter:
         response.tokens.CopyFrom(chunk)
         if self._deltas is not None:
             response.delta.CopyFrom(self._deltas.of(chunk))
+        response.fingerprint = "" if chunk.token_index else self._choices[chunk.choice].fingerprint
         self._is_writing = True
         await self._sink(response)
         self._is_writing = False
@@ -205,7 +209,7 @@ class RequestHandler:
                 message, self.model, self.limits(), deadline_s=deadline_s, caller=caller
             )
             set_request_id(request.label)
-            self._choices = [Choice(request, index) for index in range(request.params.n)]
+            self._choices = [self._choice(request, index) for index in range(request.params.n)]
             self.trace.validated(request, self._choices)
             await self._answer(request, sink)
             aborted = any(choice.aborted for choice in self._choices)
@@ -219,7 +223,7 @@ class RequestHandler:
             outcome, problem = RequestEvent.FAILED, type(error).__name__
             raise
         finally:
-            self.trace.ended(outcome, self.request, self._num_emitted, problem)
+            self.trace.ended(outcome, self.request, self._num_generated, problem)
 
     async def _instance_available(self, label: str) -> None:
         """Waits for the first instance where requests may. Raises Aborted for an abort of `label` meanwhile: what is
@@ -235,9 +239,20 @@ class RequestHandler:
         except TimeoutError:
             raise Aborted("aborted while no instance was available") from None
 
+    def _choice(self, request: GenerationRequest, index: int) -> Choice:
+        """Raises Unavailable for a resumed one whose identity no instance has."""
+        choice = Choice(request, index)
+        if choice.token_ids and (fingerprint := request.resumed[index].fingerprint):
+            identity = self.dispatcher.pools.identity(fingerprint)
+            if identity is None:
+                known = "no instance computes what the answer began with: its fingerprint is"
+                raise Unavailable(f"{known} {shown(fingerprint)}")
+            choice.computed_by(identity)
+        return choice
+
     async def _answer(self, request: GenerationRequest, sink: Sink) -> None:
         """Writes the whole answer; an abort ends it with one last message per choice."""
-        writer = ResponseWriter(request, sink)
+        writer = ResponseWriter(request, self._choices, sink)
         async with writer.until_aborted():
             with self.abort_registry.registered(self._caller.label(request.label), writer.abort):
                 await self._generate(request, writer)
@@ -252,7 +267,7 @@ class RequestHandler:
         async with self.admission.admit(request) as ticket:
             self.trace.admitted()
             writer.on_first_chunk(lambda: self.admission.prefilled(ticket))
-            ticket.num_emitted = lambda: self._num_emitted
+            ticket.num_emitted = lambda: self._num_generated
             await self.dispatcher.generate(self._choices, self.trace, writer.emit, ticket.slot)
 
     @property
@@ -262,5 +277,5 @@ class RequestHandler:
         return self.request.prompt_token_ids
 
     @property
-    def _num_emitted(self) -> int:
-        return sum(choice.num_emitted for choice in self._choices)
+    def _num_generated(self) -> int:
+        return sum(choice.num_generated for choice in self._choices)

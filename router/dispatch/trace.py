@@ -180,6 +180,7 @@ class RequestTrace:
             request=request.request_id if request else "",
             num_prompt_tokens=num_prompt_tokens,
             num_tokens=num_tokens,
+            num_resumed_tokens=request.num_resumed_tokens if request else 0,
             n=num_choices,
             num_resumptions=self.timeline.count(RequestEvent.RESUMED),
             disaggregated=bool(self._paths and self._paths[0]),

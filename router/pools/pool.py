@@ -22,7 +22,7 @@ import grpc.aio
 
 from router.pools.discovery import ServiceDiscovery
 from router.pools.instance import ExpectedInstance, UpstreamInstance
-from router.pools.instance_info import InstanceInfo, InstanceKey, InstanceView, Role
+from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, Role
 from router.pools.settings import PoolSettings
 from router.pools.throughput import ThroughputEstimator
 from serving.broadcast import Broadcast
@@ -180,6 +180,12 @@ class Pools:
         ready = tuple(view.info for view in self.decode.views() if view.out is None)
         self._last_decode_infos = ready or self._last_decode_infos
         return self._last_decode_infos
+
+    def identity(self, fingerprint: str) -> Identity | None:
+        """The identity with this fingerprint; None if no instance that has reported, ready or not, has it."""
+        views = (*self.decode.views(), *self.prefill.views())
+        identities = (view.info.identity for view in views)
+        return next((identity for identity in identities if identity.fingerprint == fingerprint), None)
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Returns when an instance was added, was removed or has changed its state, or after `timeout_s`."""

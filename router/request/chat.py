@@ -261,16 +261,23 @@ class ChatDeltas:
         self._is_constrained = is_constrained
         self._parsers: dict[int, ChatParser] = {}
 
+    def skip(self, choice: int, text: str) -> None:
+        """The choice begins with `text`, whose deltas its client has already."""
+        self._parser(choice).push(text, final=False)
+
     def of(self, chunk: common_pb2.TokenChunk) -> generation_pb2.ChatDelta:
-        if chunk.choice not in self._parsers:
-            self._parsers[chunk.choice] = self._output.parser(is_constrained=self._is_constrained)
-        delta = self._parsers[chunk.choice].push(chunk.text, final=chunk.HasField("finish"))
+        delta = self._parser(chunk.choice).push(chunk.text, final=chunk.HasField("finish"))
         message = generation_pb2.ChatDelta(content=delta.content, reasoning=delta.reasoning)
         for call in delta.tool_calls:
             # The request's own id is unguessable, and the same for all attempts.
             call_id = _short_id(f"{self._request_id}/{chunk.choice}/{call.index}") if call.name else ""
             message.tool_calls.add(index=call.index, id=call_id, name=call.name, arguments=call.arguments)
         return message
+
+    def _parser(self, choice: int) -> ChatParser:
+        if choice not in self._parsers:
+            self._parsers[choice] = self._output.parser(is_constrained=self._is_constrained)
+        return self._parsers[choice]
 
 
 # The template's messages

@@ -2,6 +2,7 @@
 
 begin_attempt ─▶ accept … ─▶ handed_over (prefill's part is done) ─▶ accept … ─▶ finished
       ▲────────────── the attempt failed: another one goes on after the emitted ids ──────┘
+      └─ a client whose router died begins with the ids that it has
 
 Every chunk must continue exactly where the last one ended, in ids and in characters. A chunk of an earlier stream epoch
 is stale and dropped; anything else that does not fit is a violation, which fails the call that sent it and emits
@@ -46,9 +47,21 @@ class Choice:
     _num_before_attempt: int = 0
     num_cached_tokens: int | None = None  # of the prompt, where it was prefilled first; None: not known yet
 
+    def __post_init__(self) -> None:
+        resumed = self.request.resumed.get(self.index)
+        if resumed is not None:
+            self.token_ids, self.num_chars = list(resumed.token_ids), len(resumed.text)
+            self.finished = resumed.is_finished
+
     @property
     def num_emitted(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Of the emitted ones, those that this router has emitted."""
+        resumed = self.request.resumed.get(self.index)
+        return len(self.token_ids) - (0 if resumed is None else len(resumed.token_ids))
 
     @property
     def required_identity(self) -> Identity | None:
@@ -85,6 +98,15 @@ class Choice:
             itl_s=objectives.itl_s or 0.0,
             step_stretch=step_stretch or 0.0,
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the identity that computes it; empty before the first attempt."""
+        return "" if self._identity is None else self._identity.fingerprint
+
+    def computed_by(self, identity: Identity) -> None:
+        """What it has emitted at another router was computed by this identity."""
+        self._identity = identity
 
     def at(self, decode: InstanceView, prefill: InstanceView | None) -> None:
         self.decode_key = decode.key

@@ -11,6 +11,7 @@ from engine.sampling.constraints import CONSTRAINTS
 from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import common_pb2
 from router.request.chat import ChatOutput
+from router.request.resume import ResumedChoice
 
 _DEADLINE_MARGIN_S = 0.02
 """Calls end this much before the request does, so that the router ends it and not a timer at the client."""
@@ -88,6 +89,7 @@ class GenerationRequest:
     deadline_s: float | None = None  # monotonic time at which it must be over
     tenant: str = ""  # decides its share of admission
     chat_output: ChatOutput = field(default_factory=ChatOutput)  # how the output is divided; false: not at all
+    resumed: Mapping[int, ResumedChoice] = field(default_factory=dict)  # by choice, what its client has already
 
     @property
     def remaining_s(self) -> float | None:
@@ -97,6 +99,17 @@ class GenerationRequest:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_resumed_tokens(self) -> int:
+        """Output that has to be prefilled again, of the longest choice that goes on."""
+        going_on = (choice for choice in self.resumed.values() if not choice.is_finished)
+        return max((len(choice.token_ids) for choice in going_on), default=0)
+
+    @property
+    def num_choices_left(self) -> int:
+        """Without those that have finished at another router."""
+        return self.params.n - sum(choice.is_finished for choice in self.resumed.values())
 
     @property
     def max_tokens(self) -> int:

@@ -30,6 +30,7 @@ from router.pools.instance_info import InstanceInfo
 from router.request.caller import Caller
 from router.request.chat import ChatOutput, Tools, template_messages
 from router.request.generation_request import GenerationRequest, from_wire
+from router.request.resume import resumed_choices
 from serving.errors import FailedPrecondition, NotFound, Unsupported, invalid_argument
 
 
@@ -110,6 +111,16 @@ async def validated(
         validate_prompt(prompt, limits.vocab_size, limits.max_model_len)
         output = _chat_output(request, model, tools, prompt)
         params = _params(request, model, limits, len(prompt), output)
+        if request.resume.choices and params.seed is None:
+            raise InvalidRequest("sampling.seed", "is missing, and the answer is resumed", "that of its first message")
+        resumed = await resumed_choices(
+            request.resume,
+            params,
+            prompt,
+            model.tokenizer,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+        )
     seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
     return GenerationRequest(
         label=label,
@@ -124,6 +135,7 @@ async def validated(
         deadline_s=deadline_s,
         tenant=caller.tenant,
         chat_output=output,
+        resumed=resumed,
     )
 
 

@@ -2,7 +2,8 @@
 
 Of several routers, each request goes to one that is SERVING, in turn, and a request that is rejected with UNAVAILABLE
 before any part of its answer has come is retried at another: gRPC's own round_robin, health checks and retries. So a
-router may restart without an error at its clients, and no token can come twice.
+router may restart without an error at its clients, and no token can come twice. What has begun is continued by
+tandem/client/resumption.py.
 
 serving/channel.py has the asyncio counterpart of `ClientChannel`. TLS modules are imported late: a plaintext
 client saves a tenth of a second.
@@ -39,13 +40,11 @@ _OPTIONS: Options = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),  # two clients must not share a connection: its loss would hit both
-)
-_SCHEME = re.compile(r"^(ipv4:|ipv6:|dns:/*)")
-_SEVERAL: Options = (
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # each attempt to connect has as long
+    ("grpc.initial_reconnect_backoff_ms", 100),  # a router that restarts is found again at once
     ("grpc.max_reconnect_backoff_ms", 500),
 )
+_SCHEME = re.compile(r"^(ipv4:|ipv6:|dns:/*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def router_target(address: str | Sequence[str] | None, retries: int | None) -> T
         target = f"dns:///{name.removeprefix('dns:').lstrip('/')}" if is_several else name
     retries = (MAX_RETRIES if is_several else 0) if retries is None else retries
     config = ("grpc.service_config", json.dumps(_service_config(is_several, retries)))
-    return Target(name, target, (*_OPTIONS, *(_SEVERAL if is_several else ()), config))
+    return Target(name, target, (*_OPTIONS, config))
 
 
 def _ip_scheme(addresses: Sequence[str]) -> str:

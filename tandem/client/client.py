@@ -7,12 +7,14 @@
     with Client("router:50051", credentials=Credentials(ca_file=Path("ca.crt"), token=TOKEN)) as client:
         ...                                       # TLS and a bearer token; docs/security.md
 
+A stream whose router dies continues at another router, or at the same one after its restart, without a gap or a repeat.
 Leaving a stream early (break, an exception, a cancelled task) cancels the call; both pools then free its blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +27,10 @@ from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.client.channel import ClientChannel, Target, open_async_channel, router_target
 from tandem.client.completion import Completion, CompletionAssembler, Piece, Route
 from tandem.client.credentials import Credentials
-from tandem.client.errors import TandemError, explain
+from tandem.client.errors import TandemError, explain, from_rpc
 from tandem.client.registry import credentials_for
 from tandem.client.request import Prompt, RequestOptions, generate_request, shows_options
+from tandem.client.resumption import DEFAULT_MAX_RESUMPTIONS, Resumption
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -39,24 +42,27 @@ class _BaseClient(ABC):
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int | None = None,
+        max_resumptions: int = DEFAULT_MAX_RESUMPTIONS,
         credentials: Credentials | None = None,
     ) -> None:
+        if max_resumptions < 0:
+            raise ValueError(f"max_resumptions: is {max_resumptions}; it must be at least 0")
         target = router_target(address, retries)
         self.address = target.address
         self._timeout_s = timeout_s
+        self._max_resumptions = max_resumptions
         self._credentials = credentials_for(self.address) if credentials is None else credentials
         self._open(target)
 
     @abstractmethod
     def _open(self, target: Target) -> None: ...
 
-    def _prepare(
-        self, prompt: Prompt, options: RequestOptions
-    ) -> tuple[generation_pb2.GenerateRequest, CompletionAssembler, float]:
-        """Of one call: the message, what assembles its answer, and the limit on its time."""
+    def _prepare(self, prompt: Prompt, options: RequestOptions) -> tuple[CompletionAssembler, Resumption]:
+        """Of one request: what assembles its answer, and its calls."""
         timeout_s = options.get("timeout_s")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return generate_request(prompt, options), CompletionAssembler(options.get("n") or 1), timeout_s
+        request, assembler = generate_request(prompt, options), CompletionAssembler(options.get("n") or 1)
+        return assembler, Resumption(request, assembler, timeout_s, self._max_resumptions)
 
 
 class Client(_BaseClient):
@@ -65,8 +71,9 @@ class Client(_BaseClient):
     `address` is host:port of a router; None takes the stack that `tandem up` runs on this machine. With several, as in
     `Client(["10.0.0.1:50051", "10.0.0.2:50051"])` or `Client("dns:tandem-routers:50051")`, a request goes to one that
     is ready, and to another if that one rejects it as UNAVAILABLE before the answer has begun, at most `retries` times
-    (0..4; absent: 4, or 0 with a single address). `timeout_s` limits the whole time of one request. `credentials` None:
-    those of the local stack that has the address, or else plaintext.
+    (0..4; absent: 4, or 0 with a single address). An answer that has begun and breaks off is continued at most
+    `max_resumptions` times. `timeout_s` limits the whole time of one request. `credentials` None: those of the local
+    stack that has the address, or else plaintext.
     """
 
     def _open(self, target: Target) -> None:
@@ -76,8 +83,8 @@ class Client(_BaseClient):
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
         """The whole answer to `prompt` (text, token ids or chat messages). None is the server's default; docs/python.md
         documents each option. Raises TandemError, and TypeError for an option that does not exist."""
-        request, assembler, timeout_s = self._prepare(prompt, options)
-        for _ in self._pieces(request, assembler, timeout_s):
+        assembler, calls = self._prepare(prompt, options)
+        for _ in self._pieces(assembler, calls):
             pass
         return assembler.finish()
 
@@ -111,30 +118,41 @@ class Client(_BaseClient):
 
     def _call(self, method: str, request: Any) -> Any:
         with self._stub() as stub:
-            return getattr(stub, method)(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
+            try:
+                return getattr(stub, method)(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
+            except grpc.RpcError as error:
+                raise explain(error, self.address, self._credentials) from error
 
-    def _pieces(
-        self, request: generation_pb2.GenerateRequest, assembler: CompletionAssembler, timeout_s: float
-    ) -> Generator[Piece, None, Completion]:
+    def _pieces(self, assembler: CompletionAssembler, calls: Resumption) -> Generator[Piece, None, Completion]:
+        while True:
+            try:
+                yield from self._pieces_of_call(assembler, calls)
+                break
+            except grpc.RpcError as error:
+                failed = from_rpc(error, self.address)
+                if calls.lacks_nothing(failed):
+                    break
+                if (delay_s := calls.delay_s(failed)) is None:
+                    raise explain(error, self.address, self._credentials) from error
+            time.sleep(delay_s)
+        return assembler.finish()
+
+    def _pieces_of_call(self, assembler: CompletionAssembler, calls: Resumption) -> Iterator[Piece]:
         with self._stub() as stub:
-            call = stub.Generate(request, timeout=timeout_s, metadata=self._credentials.metadata())
+            call = stub.Generate(calls.request, timeout=calls.remaining_s, metadata=self._credentials.metadata())
             try:
                 for response in call:
                     yield assembler.add(response)
                 assembler.route = Route.from_trailers(call.trailing_metadata() or ())
-                return assembler.finish()
             finally:
                 call.cancel()
 
     @contextmanager
     def _stub(self) -> Iterator[Any]:
-        """For one call; a gRPC error in it becomes a TandemError."""
+        """For one call."""
         with self._channel.channel() as channel:
-            try:
-                # The stubs are typed for the asyncio channel alone.
-                yield generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[arg-type]
-            except grpc.RpcError as error:
-                raise explain(error, self.address, self._credentials) from error
+            # The stubs are typed for the asyncio channel alone.
+            yield generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[arg-type]
 
 
 class AsyncClient(_BaseClient):
@@ -148,8 +166,8 @@ class AsyncClient(_BaseClient):
     @shows_options
     async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
         """See Client.generate."""
-        request, assembler, timeout_s = self._prepare(prompt, options)
-        async for _ in self._pieces(request, assembler, timeout_s):
+        assembler, calls = self._prepare(prompt, options)
+        async for _ in self._pieces(assembler, calls):
             pass
         return assembler.finish()
 
@@ -188,19 +206,24 @@ class AsyncClient(_BaseClient):
         except grpc.aio.AioRpcError as error:
             raise await self._explain(error) from error
 
-    async def _pieces(
-        self, request: generation_pb2.GenerateRequest, assembler: CompletionAssembler, timeout_s: float
-    ) -> AsyncGenerator[Piece]:
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._credentials.metadata())
-        try:
-            async for response in call:
-                yield assembler.add(response)
-            assembler.route = Route.from_trailers(await call.trailing_metadata() or ())
-            assembler.finish()
-        except grpc.aio.AioRpcError as error:
-            raise await self._explain(error) from error
-        finally:
-            call.cancel()
+    async def _pieces(self, assembler: CompletionAssembler, calls: Resumption) -> AsyncGenerator[Piece]:
+        while True:
+            call = self._stub.Generate(calls.request, timeout=calls.remaining_s, metadata=self._credentials.metadata())
+            try:
+                async for response in call:
+                    yield assembler.add(response)
+                assembler.route = Route.from_trailers(await call.trailing_metadata() or ())
+                break
+            except grpc.aio.AioRpcError as error:
+                failed = from_rpc(error, self.address)
+                if calls.lacks_nothing(failed):
+                    break
+                if (delay_s := calls.delay_s(failed)) is None:
+                    raise await self._explain(error) from error
+            finally:
+                call.cancel()
+            await asyncio.sleep(delay_s)
+        assembler.finish()
 
     async def _explain(self, error: grpc.aio.AioRpcError) -> TandemError:
         return await asyncio.to_thread(explain, error, self.address, self._credentials)

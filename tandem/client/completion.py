@@ -171,6 +171,7 @@ class _ChoiceState:
     num_chars: int = 0
     epoch: int = 0
     finish: common_pb2.Finish | None = None
+    fingerprint: str = ""
 
     def add(self, response: generation_pb2.GenerateResponse) -> Piece:
         chunk, is_divided = response.tokens, response.HasField("delta")
@@ -203,7 +204,17 @@ class _ChoiceState:
         self.num_tokens += len(piece.token_ids)
         self.num_chars += len(piece.text)
         self.epoch = chunk.stream_epoch
+        self.fingerprint = self.fingerprint or response.fingerprint
         return piece
+
+    def resumed(self, choice: int) -> generation_pb2.ResumedChoice:
+        """As the next router needs it, whose stream epochs begin again."""
+        self.epoch = 0
+        token_ids = (token_id for piece in self.pieces for token_id in piece.token_ids)
+        finished = self.finish is not None
+        return generation_pb2.ResumedChoice(
+            choice=choice, token_ids=token_ids, finished=finished, fingerprint=self.fingerprint
+        )
 
     def finished(self, choice: int) -> Choice:
         finish = self.finish
@@ -251,13 +262,14 @@ def _usage(usage: common_pb2.Usage) -> Usage:
 
 
 class CompletionAssembler:
-    """Checks the messages of one call and assembles its completion."""
+    """Checks the messages of one request and assembles its completion."""
 
     def __init__(self, num_choices: int = 1) -> None:
         self.route = Route()
         """Set when the call has ended."""
         self._choices = {index: _ChoiceState() for index in range(num_choices)}
         self._first: generation_pb2.GenerateResponse | None = None
+        self.num_pieces = 0
 
     def add(self, response: generation_pb2.GenerateResponse) -> Piece:
         """The piece of `response`; raises StreamError if it is not the next one of its choice."""
@@ -266,7 +278,27 @@ class CompletionAssembler:
         state = self._choices.get(response.tokens.choice)
         if state is None:
             raise StreamError(f"choice {response.tokens.choice} was not requested")
-        return state.add(response)
+        piece = state.add(response)
+        self.num_pieces += 1
+        return piece
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing more is to come."""
+        return all(state.finish is not None for state in self._choices.values())
+
+    def resumed(self, request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
+        """`request`, for a router that continues the answer behind what has come. Only once something has."""
+        assert self._first is not None, "an answer that has not begun is requested again as it was"
+        again = generation_pb2.GenerateRequest()
+        again.CopyFrom(request)
+        again.sampling.seed = self._first.seed
+        again.resume.CopyFrom(
+            generation_pb2.Resume(
+                choices=[state.resumed(index) for index, state in self._choices.items() if state.pieces]
+            )
+        )
+        return again
 
     def finish(self) -> Completion:
         """The whole answer; raises StreamError if a choice has no finish reason."""

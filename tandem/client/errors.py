@@ -11,6 +11,7 @@ token and no request.
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from datetime import UTC, datetime
@@ -21,6 +22,10 @@ from tandem.client.credentials import Credentials
 if TYPE_CHECKING:
     import grpc
 
+NOT_REACHED = "no router answers"
+"""Begins the messages about a connection that could not be made."""
+_NO_CONNECTION = re.compile("failed to connect|connections to all backends|dns|resol", re.IGNORECASE)
+"""In gRPC's texts of those; a connection that is lost later has been reset or closed."""
 _PROBE_TIMEOUT_S = 2.0
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
@@ -29,7 +34,8 @@ class TandemError(Exception):
     """A request that failed.
 
     `status` is the name of the gRPC status code, `violations` are the invalid fields with the problem of each, and
-    `retry_after_s` is how long to wait before a retry; None if the answer did not say.
+    `retry_after_s` is how long to wait before a retry; None if the answer did not say. `cut_off`: the router ended
+    before the answer did.
     """
 
     def __init__(
@@ -39,11 +45,13 @@ class TandemError(Exception):
         *,
         retry_after_s: float | None = None,
         violations: tuple[tuple[str, str], ...] = (),
+        cut_off: bool = False,
     ) -> None:
         self.status = status
         self.message = message
         self.retry_after_s = retry_after_s
         self.violations = violations
+        self.cut_off = cut_off
         super().__init__(f"{status}: {message}")
 
 
@@ -71,22 +79,24 @@ def from_rpc(error: grpc.RpcError, address: str) -> TandemError:
     message = (details() if callable(details) else None) or str(error)
     if status == "UNIMPLEMENTED" and message == "Method not found!":
         return TandemError(status, f"the server at {address} is not a router: give the router's host:port")
-    from serving.errors import read_details
+    from serving.errors import is_cut_off, read_details
 
-    trailers = getattr(error, "trailing_metadata", None)
-    found, retry_after_s = read_details((trailers() if callable(trailers) else None) or ())
+    read_trailers = getattr(error, "trailing_metadata", None)
+    trailers = (read_trailers() if callable(read_trailers) else None) or ()
+    found, retry_after_s = read_details(trailers)
     is_answer = retry_after_s is not None  # as every UNAVAILABLE of a router; its text may be about a connection too
-    if status == "UNAVAILABLE" and not is_answer and ("connect" in message.lower() or "dns" in message.lower()):
+    if status == "UNAVAILABLE" and not is_answer and _NO_CONNECTION.search(message):
         hint = "give host:port of a router, such as 127.0.0.1:50051; `tandem doctor` shows what runs here"
         return TandemError(status, f"no router answers at {address} ({hint}): {message}")
     violations = tuple((one.field, one.description) for one in found)
-    return TandemError(status, message, retry_after_s=retry_after_s, violations=violations)
+    cut_off = is_cut_off(trailers)
+    return TandemError(status, message, retry_after_s=retry_after_s, violations=violations, cut_off=cut_off)
 
 
 def explain(error: grpc.RpcError, address: str, credentials: Credentials) -> TandemError:
     """The TandemError of a failed call to `address` (one or several); blocks up to 2 s if it could not connect."""
     reported = from_rpc(error, address)
-    if reported.status != "UNAVAILABLE" or not reported.message.startswith("no router answers"):
+    if reported.status != "UNAVAILABLE" or not reported.message.startswith(NOT_REACHED):
         return reported
     first = address.removeprefix("dns:").lstrip("/").partition(",")[0]
     problem = _tls_problem(first, credentials)

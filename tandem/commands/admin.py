@@ -59,7 +59,9 @@ def admin_target() -> tuple[str, Credentials]:
 
 def admin_problem(error: TandemError, address: str) -> str:
     """What to print for a failed call to the admin listener at `address`."""
-    if error.status == "UNAVAILABLE" and error.message.startswith("no router answers"):
+    from tandem.client.errors import NOT_REACHED
+
+    if error.status == "UNAVAILABLE" and error.message.startswith(NOT_REACHED):
         return f"nothing answers at {address}: {_PORT_HINT}"
     if error.status == "UNIMPLEMENTED":
         return f"the server at {address} is not an admin listener: {_PORT_HINT}"

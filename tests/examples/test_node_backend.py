@@ -10,11 +10,15 @@ from pathlib import Path
 
 import httpx
 
+from router.app import RouterApp
+from router.request.validation import ServedModel
+from serving.settings import parse_address
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
+from tests.fakes.model_folder import write_fakes_tokenizer, write_model_folder
 from tests.fakes.tokens import text_of, token_at
 from tests.router.conftest import Run
-from tests.router.rig import Rig, slow
+from tests.router.rig import Rig, running, settings_of, slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples/node-backend"
 
@@ -113,3 +117,27 @@ async def test_a_wrong_request_is_not_tried_again(run: Run) -> None:
         assert response.status_code == 400
         assert "limit 4095" in response.text
         assert rig.app.service.metrics.num_received == 1
+
+
+async def test_a_stream_whose_router_ends_goes_on_at_its_successor(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path)
+    write_fakes_tokenizer(folder)
+    model = ServedModel.from_folder(folder, "fake")
+    decode = FakeInstance("decode", behaviour=slow(0.02))
+    async with running(model, folder, prefill=0, decode=[decode]) as rig, backend(rig) as client:
+        async with client.stream("POST", "/ask", content="Who lives here?") as response:
+            pieces = response.aiter_text()
+            text = await anext(pieces)
+            await rig.app.stop()
+            host, port = parse_address(rig.app.address)
+            settings = settings_of(folder, [], [decode], server={"host": host, "port": port})
+            successor = RouterApp(settings, model)
+            await successor.start()
+            try:
+                text += "".join([piece async for piece in pieces])
+            finally:
+                await successor.stop()
+        first, second = decode.recorded("decode")
+        assert second.detail.request.emitted_token_ids, "it did not go on, it began again"
+        assert first.detail.request.sampling.seed == second.detail.request.sampling.seed
+        assert text == expected_text(decode, 256) + "\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.fakes.tokens import VOCAB_SIZE
+from tests.fakes.tokens import VOCAB_SIZE, text_of
 
 EOS_ID = 2
 _SPECIAL = ["<pad>", "<bos>", "<eos>", "<turn>"]
@@ -35,3 +35,13 @@ def write_model_folder(folder: Path, *, chat_template: str = _TEMPLATE, **genera
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID, **generation_config}))
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
     return folder
+
+
+def write_fakes_tokenizer(folder: Path) -> None:
+    """In the place of the folder's tokenizer one whose text of ids is what fake instances send."""
+    pieces = [text_of([token_id]) or f"<{token_id}>" for token_id in range(VOCAB_SIZE)]
+    vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<0>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([piece for piece in pieces if piece.startswith("<")])  # which have no text
+    tokenizer.save(str(folder / "tokenizer.json"))

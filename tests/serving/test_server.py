@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
 from serving.channel import open_channel
+from serving.errors import is_cut_off
 from serving.interceptor import Context
 from serving.server import HealthSettings, Server, ServerSettings, server_options
 from serving.settings import format_address
@@ -130,13 +131,30 @@ async def test_a_drain_cuts_off_what_outlives_the_grace(rigs: Rigs) -> None:
     assert rig.servicer.num_running == 0
 
 
-async def test_calls_cut_off_get_a_retry_hint(rigs: Rigs) -> None:
+@pytest.mark.parametrize("drain_accept_s", [0.0, 60.0])
+async def test_a_drain_that_is_interrupted_ends_every_call(rigs: Rigs, drain_accept_s: float) -> None:
+    """By a second signal, in each of its phases."""
+    rig = await rigs.start(drain_accept_s=drain_accept_s, drain_grace_s=60.0)
+    call = await rig.waiting_call()
+    draining = asyncio.create_task(rig.server.drain())
+    while await checked(rig.channel, SERVICE.full_name) != NOT_SERVING:
+        await asyncio.sleep(0.01)
+    assert rig.server.calls.draining == (drain_accept_s == 0)
+    draining.cancel()
+    await asyncio.wait({draining})
+    assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    assert rig.servicer.num_running == 0
+    assert await rig.server.stop() is False
+
+
+async def test_calls_cut_off_get_a_retry_hint_and_say_so(rigs: Rigs) -> None:
     rig = await rigs.start()
     calls = [await rig.waiting_call() for _ in range(8)]
     assert await rig.server.stop() is False
     for call in calls:
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
         assert ("grpc-retry-pushback-ms", "250") in tuple(await call.trailing_metadata())
+        assert is_cut_off(await call.trailing_metadata())
     assert await rig.server.stop() is False  # its word stays
 
 

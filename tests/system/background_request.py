@@ -7,23 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem import Client, Completion
-from tandem.client.completion import CompletionAssembler
-from tandem.client.request import generate_request
 
 _MORE_S = 30.0
 """A busy machine ends a call later than its deadline."""
 
 
 class BackgroundRequest:
-    """Starts at once. `options` are the client's own: sampling parameters, `request_id`, ..."""
+    """Starts at once. `options` are the client's own: sampling parameters, `request_id`, ... What the
+    router fails at is not resumed."""
 
     def __init__(self, address: str, prompt: Sequence[int] | str, *, timeout_s: float = 60.0, **options: Any) -> None:
         self.error: BaseException | None = None
         self._completion: Completion | None = None
         self._first = threading.Event()
         self._timeout_s = timeout_s
-        self._client = Client(address, timeout_s=timeout_s)
-        self._request = generate_request(prompt, options)
+        self._client = Client(address, timeout_s=timeout_s, max_resumptions=0)
+        self._stream = self._client.stream(prompt, **options)
         self._thread = threading.Thread(target=self._generate)
         self._thread.start()
 
@@ -49,10 +48,11 @@ class BackgroundRequest:
         return self._completion
 
     def _generate(self) -> None:
-        assembler = CompletionAssembler()
         try:
-            for _ in self._client._pieces(self._request, assembler, self._timeout_s):
+            while True:
+                next(self._stream)
                 self._first.set()
-            self._completion = assembler.finish()
+        except StopIteration as end:
+            self._completion = end.value
         except BaseException as error:
             self.error = error

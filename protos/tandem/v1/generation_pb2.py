@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from protos.tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x8c\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\'\n\ntool_calls\x18\x03 \x03(\x0b\x32\x13.tandem.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"\xc9\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x1a\n\x12template_variables\x18\x02 \x01(\t\x12\x1e\n\x05tools\x18\x03 \x03(\x0b\x32\x0f.tandem.v1.Tool\x12*\n\x0btool_choice\x18\x04 \x01(\x0e\x32\x15.tandem.v1.ToolChoice\x12\x15\n\rrequired_tool\x18\x05 \x01(\t\x12\x18\n\x10single_tool_call\x18\x06 \x01(\x08\"\xb7\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\x04text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12&\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIds\x12\x1d\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.tandem.v1.Chat\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x0c\n\x04lora\x18\t \x01(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x17\n\x0fidempotency_key\x18\x0b \x01(\t\x12\x0f\n\x07session\x18\x0c \x01(\tB\x07\n\x05_text\"\xcb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.tandem.v1.TokenChunk\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\rprompt_tokens\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\r\n\x05model\x18\x05 \x01(\t\x12#\n\x05\x64\x65lta\x18\x06 \x01(\x0b\x32\x14.tandem.v1.ChatDeltaB\x07\n\x05_seedB\x10\n\x0e_prompt_tokens\"]\n\tChatDelta\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x11\n\treasoning\x18\x02 \x01(\t\x12,\n\ntool_calls\x18\x03 \x03(\x0b\x32\x18.tandem.v1.ToolCallDelta\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\x03\"\x15\n\x13GetModelInfoRequest\"\xdb\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x03\x12\x12\n\nvocab_size\x18\x03 \x01(\x03\x12\x15\n\reos_token_ids\x18\x04 \x03(\x03\x12\x15\n\rsupports_chat\x18\x05 \x01(\x08\x12%\n\x08identity\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Identity\x12\x34\n\x11sampling_defaults\x18\x07 \x01(\x0b\x32\x19.tandem.v1.SamplingParams*o\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_AUTO\x10\x01\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x02\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x03\x32\xe7\x01\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x8c\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\'\n\ntool_calls\x18\x03 \x03(\x0b\x32\x13.tandem.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"\xc9\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x1a\n\x12template_variables\x18\x02 \x01(\t\x12\x1e\n\x05tools\x18\x03 \x03(\x0b\x32\x0f.tandem.v1.Tool\x12*\n\x0btool_choice\x18\x04 \x01(\x0e\x32\x15.tandem.v1.ToolChoice\x12\x15\n\rrequired_tool\x18\x05 \x01(\t\x12\x18\n\x10single_tool_call\x18\x06 \x01(\x08\"\xda\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\x04text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12&\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIds\x12\x1d\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.tandem.v1.Chat\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x0c\n\x04lora\x18\t \x01(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x17\n\x0fidempotency_key\x18\x0b \x01(\t\x12\x0f\n\x07session\x18\x0c \x01(\t\x12!\n\x06resume\x18\r \x01(\x0b\x32\x11.tandem.v1.ResumeB\x07\n\x05_text\"3\n\x06Resume\x12)\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x18.tandem.v1.ResumedChoice\"Y\n\rResumedChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\"\xe0\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.tandem.v1.TokenChunk\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\rprompt_tokens\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\r\n\x05model\x18\x05 \x01(\t\x12#\n\x05\x64\x65lta\x18\x06 \x01(\x0b\x32\x14.tandem.v1.ChatDelta\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\tB\x07\n\x05_seedB\x10\n\x0e_prompt_tokens\"]\n\tChatDelta\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x11\n\treasoning\x18\x02 \x01(\t\x12,\n\ntool_calls\x18\x03 \x03(\x0b\x32\x18.tandem.v1.ToolCallDelta\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\x03\"\x15\n\x13GetModelInfoRequest\"\xdb\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x03\x12\x12\n\nvocab_size\x18\x03 \x01(\x03\x12\x15\n\reos_token_ids\x18\x04 \x03(\x03\x12\x15\n\rsupports_chat\x18\x05 \x01(\x08\x12%\n\x08identity\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Identity\x12\x34\n\x11sampling_defaults\x18\x07 \x01(\x0b\x32\x19.tandem.v1.SamplingParams*o\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_AUTO\x10\x01\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x02\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x03\x32\xe7\x01\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLCHOICE']._serialized_start=1560
-  _globals['_TOOLCHOICE']._serialized_end=1671
+  _globals['_TOOLCHOICE']._serialized_start=1760
+  _globals['_TOOLCHOICE']._serialized_end=1871
   _globals['_CHATMESSAGE']._serialized_start=66
   _globals['_CHATMESSAGE']._serialized_end=206
   _globals['_TOOLCALL']._serialized_start=208
@@ -43,21 +43,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=345
   _globals['_CHAT']._serialized_end=546
   _globals['_GENERATEREQUEST']._serialized_start=549
-  _globals['_GENERATEREQUEST']._serialized_end=860
-  _globals['_GENERATERESPONSE']._serialized_start=863
-  _globals['_GENERATERESPONSE']._serialized_end=1066
-  _globals['_CHATDELTA']._serialized_start=1068
-  _globals['_CHATDELTA']._serialized_end=1161
-  _globals['_TOOLCALLDELTA']._serialized_start=1163
-  _globals['_TOOLCALLDELTA']._serialized_end=1238
-  _globals['_ABORTREQUEST']._serialized_start=1240
-  _globals['_ABORTREQUEST']._serialized_end=1275
-  _globals['_ABORTRESPONSE']._serialized_start=1277
-  _globals['_ABORTRESPONSE']._serialized_end=1313
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1315
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1336
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1339
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1558
-  _globals['_GENERATIONSERVICE']._serialized_start=1674
-  _globals['_GENERATIONSERVICE']._serialized_end=1905
+  _globals['_GENERATEREQUEST']._serialized_end=895
+  _globals['_RESUME']._serialized_start=897
+  _globals['_RESUME']._serialized_end=948
+  _globals['_RESUMEDCHOICE']._serialized_start=950
+  _globals['_RESUMEDCHOICE']._serialized_end=1039
+  _globals['_GENERATERESPONSE']._serialized_start=1042
+  _globals['_GENERATERESPONSE']._serialized_end=1266
+  _globals['_CHATDELTA']._serialized_start=1268
+  _globals['_CHATDELTA']._serialized_end=1361
+  _globals['_TOOLCALLDELTA']._serialized_start=1363
+  _globals['_TOOLCALLDELTA']._serialized_end=1438
+  _globals['_ABORTREQUEST']._serialized_start=1440
+  _globals['_ABORTREQUEST']._serialized_end=1475
+  _globals['_ABORTRESPONSE']._serialized_start=1477
+  _globals['_ABORTRESPONSE']._serialized_end=1513
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1515
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1536
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1539
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1758
+  _globals['_GENERATIONSERVICE']._serialized_start=1874
+  _globals['_GENERATIONSERVICE']._serialized_end=2105
 # @@protoc_insertion_point(module_scope)

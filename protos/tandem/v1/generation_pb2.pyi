@@ -220,6 +220,7 @@ class GenerateRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The client's label, 1..128 of [A-Za-z0-9._-]; appears in logs and traces; need not be unique. Empty: the router makes one."""
     model: _builtins.str
@@ -250,6 +251,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams:
         """How to sample and when to stop."""
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """What the client has of the answer already: only the rest is generated. For a client whose router has died: it sends the same request to any router, with this and with the first message's seed in `sampling`."""
+
     def __init__(
         self,
         *,
@@ -265,16 +270,77 @@ class GenerateRequest(_message.Message):
         traceparent: _builtins.str = ...,
         idempotency_key: _builtins.str = ...,
         session: _builtins.str = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "chat", b"chat", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "chat", b"chat", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "lora", b"lora", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "lora", b"lora", "model", b"model", "priority", b"priority", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
     _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """The part of an answer that a client has read before its stream broke."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedChoice]:
+        """The choices that have begun, in any order; the others are generated from their beginning."""
+
+    def __init__(
+        self,
+        *,
+        choices: _abc.Iterable[Global___ResumedChoice] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class ResumedChoice(_message.Message):
+    """One choice that a client has read in part."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    """Which of the request's choices, from 0."""
+    finished: _builtins.bool
+    """Its finish has been read: nothing is generated for it."""
+    fingerprint: _builtins.str
+    """GenerateResponse.fingerprint of its first message: only instances that compute the same continue it. Empty: any."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All of its ids so far, from all messages: token_index and text_offset of the next message continue behind them."""
+
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        finished: _builtins.bool = ...,
+        fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "fingerprint", b"fingerprint", "finished", b"finished", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedChoice: _TypeAlias = ResumedChoice  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -288,6 +354,7 @@ class GenerateResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's label."""
     seed: _builtins.int
@@ -296,6 +363,8 @@ class GenerateResponse(_message.Message):
     """How many prompt tokens there are; set on the first message."""
     model: _builtins.str
     """The model that generated the answer; set on the first message."""
+    fingerprint: _builtins.str
+    """Identifies weights, tokenizer and arithmetic of what computes this choice; set on its first message. For ResumedChoice."""
     @_builtins.property
     def tokens(self) -> _common_pb2.TokenChunk:
         """Tokens of one choice. The first message of a stream carries the first token."""
@@ -313,10 +382,11 @@ class GenerateResponse(_message.Message):
         prompt_tokens: _builtins.int | None = ...,
         model: _builtins.str = ...,
         delta: Global___ChatDelta | None = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_tokens", b"_prompt_tokens", "_seed", b"_seed", "delta", b"delta", "prompt_tokens", b"prompt_tokens", "seed", b"seed", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_tokens", b"_prompt_tokens", "_seed", b"_seed", "delta", b"delta", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_tokens", b"_prompt_tokens", "_seed", b"_seed", "delta", b"delta", "fingerprint", b"fingerprint", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_tokens: _TypeAlias = _typing.Literal["prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__prompt_tokens: _TypeAlias = _typing.Literal["_prompt_tokens", b"_prompt_tokens"]  # noqa: Y015

@@ -57,14 +57,14 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generates and streams tokens. Every token arrives once and in order, even if instances die meanwhile. Cancelling the call frees everything.
+        """Generates and streams tokens. Every token arrives once and in order, even if instances die meanwhile; if the router dies, the client continues with `resume` at another. Cancelling the call frees everything.
 
         - INVALID_ARGUMENT: a field is out of range, or the prompt does not fit.
         - NOT_FOUND: the model or the adapter is not available here.
         - UNIMPLEMENTED: a field is known and not supported yet: idempotency_key, best_of above n.
         - FAILED_PRECONDITION: the model cannot serve it, for example because its chat template is invalid.
         - RESOURCE_EXHAUSTED: the queue is full, the wait would be too long, or a quota is used up; or every instance is full.
-        - UNAVAILABLE: no instance was available within the queue's time, or none to continue with after one died.
+        - UNAVAILABLE: no instance was available within the queue's time, or none to continue with after one died. With tandem-cut-off in the trailers, or without a retry delay, the router ends or has died: `resume` continues at another.
         - ABORTED: an Abort has ended it while it waited for the first instance (admission.instance_wait_s); later the finish says so.
         - INTERNAL: two instances failed on this request; the same content is rejected for a while.
         """

@@ -115,9 +115,10 @@ async def test_the_asyncio_client_does_the_same(two: list[Router]) -> None:
 
 
 def test_a_stream_that_has_begun_is_never_retried(two: list[Router]) -> None:
+    """It is resumed instead (test_resumption.py)."""
     for router in two:
         router.breaks = True
-    with Client(addresses(two)) as client, pytest.raises(TandemError, match="the stream broke"):
+    with Client(addresses(two), max_resumptions=0) as client, pytest.raises(TandemError, match="the stream broke"):
         client.generate("go")
     assert sum(router.num_requests for router in two) == 1
 

@@ -1,0 +1,85 @@
+"""When a request whose router dies goes on at another router, or at the same one after its restart.
+
+    under way ──the connection is lost, or its router ends──▶ broken ──a router goes on──▶ under way
+                                                                └─after `RESUME_WAIT_S`──▶ the error, for the caller
+
+The next call is the same request with what has arrived (GenerateRequest.resume), so it needs nothing that the router
+before knew. What comes is checked to continue exactly there. An error that a router itself has sent is final: it has
+tried other instances as often as is good for them. So is that of a router which was never reached.
+
+Before the first token the loss of a connection must be certain, since retrying rejected requests is a setting of its
+own (`retries`); after it anything goes that is not a router's answer, such as what a proxy in between says.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+from protos.tandem.v1 import generation_pb2
+from tandem.client.completion import CompletionAssembler
+from tandem.client.errors import NOT_REACHED, TandemError
+
+DEFAULT_MAX_RESUMPTIONS = 3
+RESUME_WAIT_S = 10.0
+"""Enough for a router that a supervisor restarts."""
+_FIRST_DELAY_S = 0.05
+_MAX_DELAY_S = 1.0
+_TEMPORARY = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+_CONNECTION_LOST = re.compile("socket closed|connection (reset|closed)|broken pipe|goaway|ping timeout|keepalive", re.I)
+"""In gRPC's own texts."""
+
+
+class Resumption:
+    """The calls of one request. `request` and `remaining_s` are the arguments of the next one."""
+
+    def __init__(
+        self,
+        request: generation_pb2.GenerateRequest,
+        assembler: CompletionAssembler,
+        timeout_s: float,
+        max_resumptions: int,
+    ) -> None:
+        self.request = request
+        self._assembler = assembler
+        self._ends_s = time.monotonic() + timeout_s
+        self._num_left = max_resumptions
+        self._num_pieces = 0
+        """At the last break."""
+        self._until_s: float | None = None
+        """Of that break; None: there was none."""
+        self._delay_s = _FIRST_DELAY_S
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self._ends_s - time.monotonic(), 0.0)
+
+    def lacks_nothing(self, error: TandemError) -> bool:
+        """Whether the connection broke only behind the whole answer."""
+        return _is_lost(error) and self._assembler.is_finished
+
+    def delay_s(self, error: TandemError) -> float | None:
+        """Seconds until the next call, after one that failed; None: the error is the caller's."""
+        now_s, num_pieces = time.monotonic(), self._assembler.num_pieces
+        if self._until_s is None or num_pieces > self._num_pieces:
+            if not (self._num_left and _is_lost(error)):
+                return None
+            if num_pieces:
+                self.request = self._assembler.resumed(self.request)
+            elif not (error.cut_off or _CONNECTION_LOST.search(error.message)):
+                return None
+            self._num_left -= 1
+            self._num_pieces, self._until_s, self._delay_s = num_pieces, now_s + RESUME_WAIT_S, _FIRST_DELAY_S
+        elif error.status not in _TEMPORARY:
+            return None
+        else:
+            self._delay_s = min(2 * self._delay_s, _MAX_DELAY_S)
+        delay_s = max(self._delay_s, min(error.retry_after_s or 0.0, _MAX_DELAY_S))
+        return delay_s if now_s + delay_s < min(self._until_s, self._ends_s) else None
+
+
+def _is_lost(error: TandemError) -> bool:
+    """Whether a connection that had been made broke, or its router ended. Any other UNAVAILABLE of a router says when
+    to retry, and so it is an answer."""
+    is_answer = error.status != "UNAVAILABLE" or error.retry_after_s is not None
+    return error.cut_off or not (is_answer or error.message.startswith(NOT_REACHED))

@@ -1,0 +1,232 @@
+"""A router that dies under a request: both clients go on behind what they have. Real deaths are in
+tests/system/test_killed_routers.py; here a server ends calls with what gRPC reports of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from serving.errors import CutOff, ServiceError, Unavailable, trailers
+from tandem import AsyncClient, Client, Completion, StreamError, TandemError
+from tandem.client import resumption
+
+TEXTS = ["Once", " upon", " a", " time", " there"]
+NUM = len(TEXTS)
+LOST = "Socket closed"
+Call = tuple[int, str | ServiceError | None]
+"""One call: how many messages come, and how it ends then. None: well."""
+
+
+class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
+    """Answers each call as `calls` says, the last entry for all that follow, and goes on behind what is resumed."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.requests: list[generation_pb2.GenerateRequest] = []
+        self.first_epoch = 1
+        self.resumes = True
+
+    def Generate(self, request: Any, context: Any) -> Iterator[generation_pb2.GenerateResponse]:  # type: ignore[override]
+        num_messages, end = self.calls[min(len(self.requests), len(self.calls) - 1)]
+        self.requests.append(request)
+        yield from [*self._responses(request)][:num_messages]
+        if isinstance(end, ServiceError):
+            context.set_trailing_metadata(trailers(end, end.message))
+            context.abort(end.code, end.message)
+        if end is not None:
+            context.abort(grpc.StatusCode.UNAVAILABLE, end)
+
+    def _responses(self, request: generation_pb2.GenerateRequest) -> Iterator[generation_pb2.GenerateResponse]:
+        known = {choice.choice: choice for choice in request.resume.choices} if self.resumes else {}
+        for position in range(NUM):
+            for index in range(request.sampling.n or 1):
+                choice = known.get(index, generation_pb2.ResumedChoice())
+                if choice.finished or position < len(choice.token_ids):
+                    continue
+                chunk = common_pb2.TokenChunk(
+                    choice=index,
+                    stream_epoch=self.first_epoch,
+                    token_index=position,
+                    token_ids=[position],
+                    text=TEXTS[position],
+                    text_offset=len("".join(TEXTS[:position])),
+                )
+                if position == NUM - 1:
+                    chunk.finish.reason = common_pb2.FINISH_REASON_LENGTH
+                yield generation_pb2.GenerateResponse(
+                    tokens=chunk, seed=3, model="scripted", fingerprint=f"f{index}" if position == 0 else ""
+                )
+
+
+@pytest.fixture
+def router() -> Iterator[ScriptedRouter]:
+    servicer = ScriptedRouter()
+    server = grpc.server(ThreadPoolExecutor(4))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call, unused-ignore]
+    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"  # type: ignore[attr-defined]
+    server.start()
+    yield servicer
+    server.stop(None).wait()
+
+
+Generate = Callable[..., Completion]
+
+
+@pytest.fixture(params=["blocking", "async"])
+def generate(request: pytest.FixtureRequest, router: ScriptedRouter) -> Generate:
+    """Generates with a client of one kind."""
+    address: str = router.address  # type: ignore[attr-defined]
+
+    def blocking(max_resumptions: int = 3, **options: Any) -> Completion:
+        with Client(address, max_resumptions=max_resumptions) as client:
+            return client.generate("go", **options)
+
+    def on_loop(max_resumptions: int = 3, **options: Any) -> Completion:
+        async def call() -> Completion:
+            async with AsyncClient(address, max_resumptions=max_resumptions) as client:
+                return await client.generate("go", **options)
+
+        return asyncio.run(call())
+
+    return blocking if request.param == "blocking" else on_loop
+
+
+@pytest.mark.parametrize("lost", [LOST, "recvmsg:Connection reset by peer", "GOAWAY received", CutOff("ended", 0.25)])
+def test_what_has_arrived_is_sent_again_and_the_rest_comes(
+    router: ScriptedRouter, generate: Generate, lost: str | ServiceError
+) -> None:
+    router.calls, router.first_epoch = [(2, lost), (NUM, None)], 5
+    completion = generate(temperature=0.7, request_id="mine")
+    assert completion.text == "".join(TEXTS)
+    assert (completion.token_ids, completion.seed) == (tuple(range(NUM)), 3)
+    first, again = router.requests
+    assert not first.HasField("resume")
+    assert (again.text, again.request_id, again.sampling.temperature) == ("go", "mine", first.sampling.temperature)
+    assert again.sampling.seed == 3, "that of the first message"
+    [choice] = again.resume.choices
+    assert (choice.choice, list(choice.token_ids), choice.finished, choice.fingerprint) == (0, [0, 1], False, "f0")
+
+
+def test_the_next_router_may_count_its_epochs_from_the_beginning(router: ScriptedRouter, generate: Generate) -> None:
+    router.calls, router.first_epoch = [(2, LOST), (NUM, None)], 5
+
+    class Later(list[generation_pb2.GenerateRequest]):
+        def append(self, request: generation_pb2.GenerateRequest) -> None:
+            router.first_epoch = 5 - 4 * len(self)
+            super().append(request)
+
+    router.requests = Later()
+    assert generate().token_ids == tuple(range(NUM))
+
+
+def test_it_may_break_again_and_again(router: ScriptedRouter, generate: Generate) -> None:
+    router.calls = [(1, LOST), (2, LOST), (1, LOST), (NUM, None)]
+    assert generate().token_ids == tuple(range(NUM))
+    counts = [len(request.resume.choices[0].token_ids) for request in router.requests[1:]]
+    assert counts == [1, 3, 4]
+
+
+def test_each_choice_goes_on_where_it_was(router: ScriptedRouter, generate: Generate) -> None:
+    router.calls = [(3, LOST), (NUM * 3, None)]
+    completion = generate(n=3)
+    assert [choice.token_ids for choice in completion.choices] == [tuple(range(NUM))] * 3
+    router.requests.clear()
+    router.calls = [(1, LOST), (NUM * 3 - 3, LOST), (NUM * 3, None)]
+    assert [choice.token_ids for choice in generate(n=3).choices] == [tuple(range(NUM))] * 3
+    _, second, third = router.requests
+    assert [choice.choice for choice in second.resume.choices] == [0], "the others have not begun"
+    assert [choice.finished for choice in third.resume.choices] == [True, False, False]
+    assert [choice.fingerprint for choice in third.resume.choices] == ["f0", "f1", "f2"]
+
+
+def test_a_request_that_has_not_begun_is_sent_again_as_it_was(router: ScriptedRouter, generate: Generate) -> None:
+    router.calls = [(0, LOST), (0, CutOff("ended", 0.01)), (NUM, None)]
+    assert generate().token_ids == tuple(range(NUM))
+    first, *again = router.requests
+    assert again == [first, first]
+
+
+def test_while_no_router_can_go_on_it_asks_again(router: ScriptedRouter, generate: Generate) -> None:
+    soon = Unavailable("no decode instance is available", 0.01)
+    router.calls = [(2, LOST), (0, "failed to connect to all addresses"), (0, soon), (0, soon), (NUM, None)]
+    assert generate(max_resumptions=1).token_ids == tuple(range(NUM))
+    assert len(router.requests) == 5
+
+
+def test_it_gives_up_in_time(router: ScriptedRouter, generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumption, "RESUME_WAIT_S", 0.5)
+    router.calls = [(2, LOST), (0, "failed to connect to all addresses")]
+    with pytest.raises(TandemError, match="no router answers"):
+        generate()
+    assert 3 < len(router.requests) < 12
+
+
+def test_the_requests_own_time_limit_holds(router: ScriptedRouter, generate: Generate) -> None:
+    router.calls = [(2, LOST), (0, "failed to connect to all addresses")]
+    with pytest.raises(TandemError):
+        generate(timeout_s=0.3)
+    assert len(router.requests) < 8
+
+
+FINAL: dict[str, list[Call]] = {
+    "the router's own answer": [(2, Unavailable("no instance can serve the request now", 1.0))],
+    "a status that no death has": [(2, ServiceError("a bug"))],
+    "a router that is not there": [(0, "failed to connect to all addresses")],
+    "a proxy without routers": [(0, "no healthy upstream")],
+}
+
+
+@pytest.mark.parametrize("name", FINAL)
+def test_other_errors_are_the_callers(router: ScriptedRouter, generate: Generate, name: str) -> None:
+    router.calls = [*FINAL[name], (NUM, None)]
+    with pytest.raises(TandemError):
+        generate()
+    assert len(router.requests) == 1
+
+
+def test_no_more_than_so_many_resumptions(router: ScriptedRouter, generate: Generate) -> None:
+    router.calls = [(1, LOST), (1, LOST), (NUM, None)]
+    with pytest.raises(TandemError, match=LOST):
+        generate(max_resumptions=1)
+    assert len(router.requests) == 2
+    router.requests.clear()
+    with pytest.raises(TandemError, match=LOST):
+        generate(max_resumptions=0)
+    assert len(router.requests) == 1
+    with pytest.raises(ValueError, match="max_resumptions: is -1"):
+        generate(max_resumptions=-1)
+
+
+def test_a_connection_that_breaks_behind_the_answer_costs_nothing(router: ScriptedRouter, generate: Generate) -> None:
+    router.calls = [(NUM, LOST)]
+    assert generate().token_ids == tuple(range(NUM))
+    assert len(router.requests) == 1
+
+
+def test_a_router_that_does_not_know_resume_is_noticed(router: ScriptedRouter, generate: Generate) -> None:
+    router.calls, router.resumes = [(2, LOST), (NUM, None)], False
+    with pytest.raises(StreamError, match="token_index 0 where 2 was expected"):
+        generate()
+
+
+def test_leaving_a_stream_that_waits_for_a_router_ends_it(router: ScriptedRouter) -> None:
+    router.calls = [(2, LOST), (0, "failed to connect to all addresses")]
+
+    async def leave() -> float:
+        async with AsyncClient(router.address) as client:  # type: ignore[attr-defined]
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.4):
+                    await client.generate("go")
+            return time.monotonic()
+
+    asyncio.run(leave())
+    num_requests = len(router.requests)
+    time.sleep(0.3)
+    assert len(router.requests) == num_requests
