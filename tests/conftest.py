@@ -13,6 +13,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.process_logs import LOGS, ProcessLogs
 
 # Before torch is imported: on tiny models a second thread only spins, and other tests' processes need the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where a test has more threads, they wait without spinning
 # A shell's background job ignores Ctrl-C, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Their asserts say what differs.
@@ -175,6 +177,20 @@ def process_logs() -> Iterator[ProcessLogs]:
 def _no_exception_is_logged(process_logs: ProcessLogs) -> Iterator[None]:
     yield
     assert not (found := process_logs.take_found()), "exceptions in logs of processes:\n" + "\n".join(found)
+
+
+@pytest.fixture(autouse=True)
+def _threads_stay_as_they_were() -> Iterator[None]:
+    """An engine in the test's process sets torch's threads: the next tests would be ten times as slow beside others."""
+    before = _num_torch_threads()
+    yield
+    if _num_torch_threads() != before:
+        sys.modules["torch"].set_num_threads(before or 1)
+
+
+def _num_torch_threads() -> int | None:
+    torch = sys.modules.get("torch")
+    return None if torch is None else torch.get_num_threads()
 
 
 @pytest.fixture(autouse=True, scope="session")
