@@ -275,6 +275,11 @@ class CompletionAssembler:
         """The piece of `response`; raises StreamError if it is not the next one of its choice."""
         if self._first is None:
             self._first = response
+        elif response.model and response.prompt_tokens != self._first.prompt_tokens:
+            before = f"{self._first.prompt_tokens} where the answer began"
+            raise StreamError(
+                f"the prompt has {response.prompt_tokens} tokens, {before}: a template with the date in it?"
+            )
         state = self._choices.get(response.tokens.choice)
         if state is None:
             raise StreamError(f"choice {response.tokens.choice} was not requested")

@@ -32,6 +32,8 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
         self.requests: list[generation_pb2.GenerateRequest] = []
         self.first_epoch = 1
         self.resumes = True
+        self.prompts = [1]
+        """The length of the prompt in each call, as `calls`."""
 
     def Generate(self, request: Any, context: Any) -> Iterator[generation_pb2.GenerateResponse]:  # type: ignore[override]
         num_messages, end = self.calls[min(len(self.requests), len(self.calls) - 1)]
@@ -60,8 +62,10 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
                 )
                 if position == NUM - 1:
                     chunk.finish.reason = common_pb2.FINISH_REASON_LENGTH
+                num_prompt_tokens = self.prompts[min(len(self.requests), len(self.prompts)) - 1]
+                fingerprint = f"f{index}" if position == 0 else ""
                 yield generation_pb2.GenerateResponse(
-                    tokens=chunk, seed=3, model="scripted", fingerprint=f"f{index}" if position == 0 else ""
+                    tokens=chunk, seed=3, prompt_tokens=num_prompt_tokens, model="scripted", fingerprint=fingerprint
                 )
 
 
@@ -213,6 +217,12 @@ def test_a_connection_that_breaks_behind_the_answer_costs_nothing(router: Script
 def test_a_router_that_does_not_know_resume_is_noticed(router: ScriptedRouter, generate: Generate) -> None:
     router.calls, router.resumes = [(2, LOST), (NUM, None)], False
     with pytest.raises(StreamError, match="token_index 0 where 2 was expected"):
+        generate()
+
+
+def test_a_prompt_that_is_no_longer_the_same_is_noticed(router: ScriptedRouter, generate: Generate) -> None:
+    router.calls, router.prompts = [(2, LOST), (NUM, None)], [7, 8]
+    with pytest.raises(StreamError, match="the prompt has 8 tokens, 7 where the answer began"):
         generate()
 
 
