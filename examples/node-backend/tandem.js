@@ -25,7 +25,7 @@ const SERVICE_CONFIG = JSON.stringify({
 });
 
 const MAX_RESUMPTIONS = 3;
-const RESUME_WAIT_MS = 10_000; // enough for a router that is restarted
+const RESUME_WAIT_MS = 30_000; // enough for a router that is restarted
 
 /** A connection to the router at `address` (host:port), shared by all requests of a process. */
 export async function connect(address) {

@@ -21,8 +21,8 @@ from tandem.client.completion import CompletionAssembler
 from tandem.client.errors import NOT_REACHED, TandemError
 
 DEFAULT_MAX_RESUMPTIONS = 3
-RESUME_WAIT_S = 10.0
-"""Enough for a router that a supervisor restarts."""
+RESUME_WAIT_S = 30.0
+"""Enough for a router that a supervisor restarts on a busy machine (10 s there, 2 s elsewhere)."""
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 1.0
 _TEMPORARY = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
