@@ -156,11 +156,11 @@ def test_primary_is_found_by_sentinel_and_again_after_a_fail_over(tmp_path: Path
             store.put(key_of(1), (HEADER, PAGE))
             assert first.names() == [name_of(key_of(1)).encode()]
             # STEP the primary is gone; the replica takes its place
-            wait_until(lambda: b"slave" in str(sentinel.run("SENTINEL", "REPLICAS", "kv")).encode(), 20.0)
+            wait_until(lambda: b"slave" in str(sentinel.run("SENTINEL", "REPLICAS", "kv")).encode(), within_s=20.0)
             first.kill()
             with pytest.raises(ConnectionFailed):
                 store.put(key_of(2), (HEADER, PAGE))
-            wait_until(lambda: _is_saved(store), 60.0)
+            wait_until(lambda: _is_saved(store), within_s=60.0)
             assert name_of(key_of(2)).encode() in second.names()
             assert read(store, key_of(2)) == (HEADER, PAGE)
             store.close()
