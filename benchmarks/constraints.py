@@ -230,14 +230,16 @@ def measured_neighbours(bench: Bench, num_rounds: int, num_schemas: int) -> Iter
         took_s = time.perf_counter() - begun_s
         compiled = gaps_of_arrivals(bench, arrivals)
         alone = [_timed_step(bench) for _ in new]
-        yield Round(*([1e3 * gap for gap in gaps] for gaps in (alone, compiled, new)), took_s)
+        alone_ms, compiled_ms, new_ms = ([1e3 * gap for gap in gaps] for gaps in (alone, compiled, new))
+        yield Round(alone_ms, compiled_ms, new_ms, took_s)
     bench.clear()
 
 
 def report(rounds: Sequence[Round]) -> Iterator[str]:
     """Each percentile: the median of the rounds, and the least and the most."""
+    by_kind = [(one.alone, one.compiled, one.new) for one in rounds]
     for name, value in (("p50", statistics.median), ("p99", _p99)):
-        alone, compiled, new = ([value(one[kind]) for one in rounds] for kind in range(3))
+        alone, compiled, new = ([value(one[kind]) for one in by_kind] for kind in range(3))
         yield (
             f"{name} {_spread(alone)} ms alone, {_spread(compiled)} with requests whose schema is compiled, "
             f"{_spread(new)} with new schemas"

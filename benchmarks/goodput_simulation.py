@@ -218,7 +218,7 @@ class Instance:
             self.streams.remove(request)
 
     def _go_on(self, request: Request) -> None:
-        if request.stays:
+        if request.decodes_at is None:
             self.streams.append(request)
         else:
             self.simulation.later(_hand_over_s(request), request.decodes_at.join, request)

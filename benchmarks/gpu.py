@@ -77,7 +77,7 @@ def bandwidth_share(llm: LLM, folder: Path, device: str) -> float:
     """Of the memory's bandwidth, as measured here: every weight but the embedding's rows, once per token."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
-    num_bytes = 2 * sum(weight.numel() for weight in model.parameters())
+    num_bytes: int = 2 * sum(weight.numel() for weight in model.parameters())
     prompt = [([5, 6, 7], _DECODED)]
     generate(llm, prompt)
     return num_bytes * _DECODED / timed(lambda: generate(llm, prompt)) / measure_bandwidth(device=device)

@@ -15,6 +15,7 @@ import random
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -85,7 +86,7 @@ def measure(client: Client, prompt: list[int], output_len: int, record: Path) ->
     return sample, num_early / (len(prompt) // BLOCK_SIZE)
 
 
-def read(record: Path) -> list[dict[str, float]]:
+def read(record: Path) -> list[dict[str, Any]]:
     """The record's lines so far."""
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 

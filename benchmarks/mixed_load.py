@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tqdm import tqdm
 
@@ -86,7 +87,7 @@ class ProgressBar:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Any] | None = None
 
     def warm_up(self, rate: float | None, num_requests: int) -> None:
         """Not shown."""

@@ -170,8 +170,8 @@ def run(
                     points.append(_measure(subject, stack.address, mix, sorted(rates), objectives, shape, seed))
                 click.echo(f"{subject.name}: {', '.join(map(_short, points[-1]))}")
     by_rate = {subject: zip(*points, strict=True) for subject, points in runs.items()}
-    points = {subject: [joined(same, objectives) for same in rows] for subject, rows in by_rate.items()}
-    return Experiment(shape, mix, objectives, points)
+    means = {subject: [joined(same, objectives) for same in rows] for subject, rows in by_rate.items()}
+    return Experiment(shape, mix, objectives, means)
 
 
 def _measure(

@@ -129,12 +129,13 @@ def measured(
 
 def show(rounds: list[Round]) -> None:
     for way in rounds[0]:
+        samples = [one[way] for one in rounds]
         click.echo(
-            f"  {way:7} {median(rounds, lambda one, way=way: one[way].tokens_per_s):6.0f} tokens/s"
-            f"  {median(rounds, lambda one, way=way: one[way].tokens_per_message):5.2f} a message"
-            f"  CPU {median(rounds, lambda one, way=way: one[way].cpu_us):6.1f} µs"
-            f"  age p50 {median(rounds, lambda one, way=way: one[way].p50_ms):6.3f}"
-            f"  p99 {median(rounds, lambda one, way=way: one[way].p99_ms):7.3f} ms"
+            f"  {way:7} {statistics.median(one.tokens_per_s for one in samples):6.0f} tokens/s"
+            f"  {statistics.median(one.tokens_per_message for one in samples):5.2f} a message"
+            f"  CPU {statistics.median(one.cpu_us for one in samples):6.1f} µs"
+            f"  age p50 {statistics.median(one.p50_ms for one in samples):6.3f}"
+            f"  p99 {statistics.median(one.p99_ms for one in samples):7.3f} ms"
         )
 
 
@@ -230,13 +231,13 @@ def running(clients: int, workers: int = 1, connections: int = 1) -> Iterator[Wi
         _, source = _start(stack, token_source.run, pace)
         bare, bare_address = _start(stack, run_bare_relay, source)
         router, router_address = _start_router(stack, folder, source, workers)
-        clients = [_start_client(stack) for _ in range(clients)]
+        pipes = [_start_client(stack) for _ in range(clients)]
         relays: dict[Way, _Relay] = {
             "direct": _Relay(source, None),
             "bare": _Relay(bare_address, psutil.Process(bare)),
             "router": _Relay(router_address, psutil.Process(router)),
         }
-        yield Windows(relays, clients, pace, folder / "router.log", connections)
+        yield Windows(relays, pipes, pace, folder / "router.log", connections)
 
 
 def _start(stack: ExitStack, target: Callable[..., None], *arguments: Any) -> tuple[int, str]:

@@ -218,11 +218,9 @@ def run(ready: Connection, pools: Pools) -> None:
 
 
 async def _serve(ready: Connection, pools: Pools) -> None:
-    stubs = {
-        PrefillStub: [PrefillStub(f"prefill-{index}", pools) for index in range(pools.num_prefill)],
-        DecodeStub: [DecodeStub(f"decode-{index}", pools) for index in range(pools.num_decode)],
-    }
-    servers = [await _start(stub) for pool in stubs.values() for stub in pool]
+    stubs: list[_Stub] = [PrefillStub(f"prefill-{index}", pools) for index in range(pools.num_prefill)]
+    stubs += [DecodeStub(f"decode-{index}", pools) for index in range(pools.num_decode)]
+    servers = [await _start(stub) for stub in stubs]
     addresses = [address for _, address in servers]
     ready.send((addresses[: pools.num_prefill], addresses[pools.num_prefill :]))
     await asyncio.gather(*(server.wait_for_termination() for server, _ in servers))

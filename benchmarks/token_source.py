@@ -121,14 +121,15 @@ class TokenSource(
             yield instance_pb2.WatchLoadResponse(instance_epoch=_EPOCH)
             await asyncio.sleep(_BEAT_S)
 
-    async def Decode(self, requests: Any, context: Any) -> None:
+    # For the stubs an answer of several messages is a generator; grpc takes a coroutine function that writes, too.
+    async def Decode(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         start = (await anext(requests)).start
         request_spec = start.request
         async with self._token_streams.response_writer(start, context.write) as answer:
             async for chunk in self._chunks(request_spec.sampling.max_tokens, request_spec.stream_epoch):
                 await answer(decode_pb2.DecodeResponse(tokens=chunk))
 
-    async def StreamTokens(self, request: decode_pb2.StreamTokensRequest, context: Any) -> None:
+    async def StreamTokens(self, request: decode_pb2.StreamTokensRequest, context: Any) -> None:  # type: ignore[override]
         await self._token_streams.serve_stream(request.stream_id, context.write)
 
     async def Generate(

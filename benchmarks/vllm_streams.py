@@ -13,6 +13,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import click
 import msgspec
@@ -32,7 +33,7 @@ _LENGTHS = (20, 60, 150, 400)
 @vllm_python_option
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 @click.option("--streams", "num_streams", default=60, show_default=True)
-def main(vllm_python: Path, dtype: str, num_streams: int) -> None:
+def main(vllm_python: Path, dtype: Literal["float32", "bfloat16"], num_streams: int) -> None:
     config = EngineConfig(
         kind="vllm",
         python=str(vllm_python),

@@ -15,7 +15,7 @@ from tandem.local_stack.pki import Issued, StackCa
 HOSTS = ("127.0.0.1", "localhost")
 
 
-def long_ago() -> dict[str, datetime]:
+def long_ago() -> dict[str, Any]:
     """The life of a certificate that expired an hour ago."""
     now = datetime.now(UTC)
     return {"not_before": now - timedelta(days=2), "not_after": now - timedelta(hours=1)}

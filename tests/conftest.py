@@ -67,7 +67,7 @@ def unit_of(nodeid: str) -> str:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
-    class UnitScheduling(LoadScopeScheduling):
+    class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             return unit_of(nodeid)
 
@@ -126,7 +126,7 @@ def _rank(item: pytest.Item) -> int:
 def pytest_timeout_set_timer() -> Iterator[None]:
     """A test that hangs ends at its time-out, even if that is raised in a callback of asyncio, which only logs it."""
     result = yield
-    raise_timeout = signal.getsignal(signal.SIGALRM)
+    raise_timeout: Any = signal.getsignal(signal.SIGALRM)
 
     def stop(number: int, frame: Any) -> None:
         if loop := asyncio._get_running_loop():

@@ -56,7 +56,7 @@ def rig_settings(
         "router_args": (*PATIENT_POOLS, *router_args),
         "instance_args": (*_SMALL_STEPS, *PATIENT_PEERS, *instance_args),
     }
-    return StackSettings(model=checkpoint, model_name="lively", **{**defaults, **fields, **engine_fields()})  # type: ignore[arg-type]
+    return StackSettings(model=checkpoint, model_name="lively", **{**defaults, **fields, **engine_fields()})
 
 
 @pytest.fixture

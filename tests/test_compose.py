@@ -32,7 +32,7 @@ def settings_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """As the service's process would load them, with the file's default variables."""
     for key, value in SERVICES[name]["environment"].items():
         monkeypatch.setenv(key, _VARIABLE.sub(r"\2", str(value)))
-    flags = {} if name == "router" else {("server", "listen"): "172.18.0.3:50051"}
+    flags: dict[tuple[str, ...], object] = {} if name == "router" else {("server", "listen"): "172.18.0.3:50051"}
     return load(TREES[name], flags=flags)
 
 

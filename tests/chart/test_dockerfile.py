@@ -128,7 +128,8 @@ def test_vllms_image_is_tandems_on_top_of_the_tested_vllm() -> None:
     arguments, own = {}, {word: [] for word in ("RUN", "ENV", "USER", "FROM")}
     for step in steps((ROOT / "vllm.Dockerfile").read_text()):
         if step.word == "ARG":
-            arguments |= [step.rest.split("=", 1)]
+            name, value = step.rest.split("=", 1)
+            arguments[name] = value
         own.setdefault(step.word, []).append(step.rest)
     assert re.fullmatch(rf"docker\.io/vllm/vllm-openai:v{re.escape(TESTED)}\.\d+", arguments["BASE"])
     assert own["USER"] == [step.rest for step in STEPS if step.word == "USER"]

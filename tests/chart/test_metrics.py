@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import Metric
@@ -84,7 +85,8 @@ def instance_families() -> Iterator[Metric]:
     load = EngineLoad(kv_totals=[KVTotals(connector="nixl", saved=moved, loaded=moved)])
     info = instance_pb2.GetInstanceInfoResponse(role=instance_pb2.ROLE_DECODE)
     metrics = RequestMetrics(finished=Counter(stop=1))
-    yield from InstanceCollector(Report(load), metrics, lambda: info).collect()
+    report: Any = Report(load)  # as much of an AsyncEngine as is asked
+    yield from InstanceCollector(report, metrics, lambda: info).collect()
 
 
 async def router_families(folder: Path) -> Iterator[Metric]:
@@ -95,7 +97,7 @@ async def router_families(folder: Path) -> Iterator[Metric]:
         await rig.until_router_is_idle()
         address = f"http://{rig.app.metrics_address}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=20).read().decode())
-    return text_string_to_metric_families(text)
+    return iter(text_string_to_metric_families(text))
 
 
 @pytest.fixture(scope="module")

@@ -291,7 +291,7 @@ def test_a_key_that_is_there_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 COLLECTOR = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "observability"}}}]
-RESTRICTED = {
+RESTRICTED: dict[str, Any] = {
     "connector": {"name": "nixl,redis"},
     "discovery": "endpoints",
     "networkPolicy": {
@@ -435,7 +435,7 @@ def test_accounts_have_annotations_of_their_own() -> None:
 
 
 def test_with_ipv6_alone_services_have_its_addresses() -> None:
-    values = {"connector": {"name": "redis"}, "router": {"adminListen": "[::1]:50052"}}
+    values: dict[str, Any] = {"connector": {"name": "redis"}, "router": {"adminListen": "[::1]:50052"}}
     values |= {"networkPolicy": {"operators": [{"podSelector": {}}]}}
     for families, policy in ((["IPv6"], "SingleStack"), (["IPv6", "IPv4"], "RequireDualStack")):
         objects = render({**values, "ipFamilies": families})

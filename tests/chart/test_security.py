@@ -91,6 +91,7 @@ def test_helm_test_shows_what_the_router_asks_for(name: str, tmp_path: Path, rea
     settings, _ = read(manifests(name), "router")
     with generate_command.make_context("generate", process.args):
         shown = given_credentials(None)
+    assert shown is not None
     assert shown.server_name == (ROUTER if name == "secure" else "tandem-router")
     assert (shown.cert_file is not None) is (shown.key_file is not None) is settings.tls.require_client_cert
     assert (shown.token_file is not None) is (settings.auth.tokens_file is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_a_hub_id_without_the_hub_package_gives_the_install_command(monkeypatch:
 
 def test_a_hub_id_fetches_safetensors_and_never_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    requested: list[object] = []
+    requested: list[Any] = []
 
     class Hub:
         @staticmethod
@@ -44,7 +45,7 @@ def test_a_hub_id_fetches_safetensors_and_never_pickles(monkeypatch: pytest.Monk
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     assert resolve("owner/name", "v1") == tmp_path
-    [(name, revision, patterns)] = requested  # type: ignore[misc]
+    [(name, revision, patterns)] = requested
     assert (name, revision) == ("owner/name", "v1")
     assert "*.safetensors" in patterns
     assert not {"*.bin", "*.pt", "*"} & set(patterns)

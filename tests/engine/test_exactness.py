@@ -134,7 +134,7 @@ def test_prefix_cache_hits_do_not_change_tokens(
 @pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
 def test_a_prefix_that_the_same_step_computes_does_not_change_tokens(architecture: str, tmp_path: Path) -> None:
     """Twelve prompts with one beginning arrive at once; mistral's layers have a sliding window."""
-    options = {"sliding_window": 100} if architecture == "mistral" else {}
+    options: dict[str, Any] = {"sliding_window": 100} if architecture == "mistral" else {}
     folder = lively_checkpoint(tmp_path, architecture, **options)
     *ends, common = sorted(random_prompts(13, longest=200, vocab_size=1000, seed=5), key=len)
     prompts = [[*common, *end] for end in ends]

@@ -97,7 +97,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_sizes_that_do_not_fit_are_rejected_with_the_limit(
-    checkpoint: Path, options: dict[str, int], message: str
+    checkpoint: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CapacityError, match=message):
         LLM(checkpoint, skip_tokenizer_init=True, **options)
@@ -116,8 +116,9 @@ def test_sizes_that_do_not_fit_are_rejected_with_the_limit(
 )
 def test_a_size_with_which_nothing_can_run_is_rejected(checkpoint: Path, name: str, least: int) -> None:
     """Requests would wait for ever."""
+    sizes: dict[str, Any] = {name: least - 1}
     with pytest.raises(ValueError, match=f"{name} is {least - 1}; it must be at least {least}"):
-        LLM(checkpoint, skip_tokenizer_init=True, **{name: least - 1})
+        LLM(checkpoint, skip_tokenizer_init=True, **sizes)
 
 
 def test_without_a_size_the_pool_is_what_the_requests_can_use(checkpoint: Path) -> None:

@@ -78,7 +78,7 @@ def test_vllms_basic_generation(model: str) -> None:
 
 def test_vllms_chat(model: str) -> None:
     llm = LLM(model=model)
-    sampling_params = llm.get_default_sampling_params()
+    sampling_params: Any = llm.get_default_sampling_params()  # its types are not those that it accepts
     sampling_params.max_tokens = 12
     sampling_params.stop = "\x00"
     outputs = llm.chat(CONVERSATION, sampling_params, use_tqdm=False)
@@ -158,7 +158,8 @@ def test_nano_vllms_bench(model: str) -> None:
 
 
 def test_the_tokenizer_renders_with_a_given_template(llm: LLM) -> None:
-    tokenizer, text_alone = llm.get_tokenizer(), {"tokenize": False, "add_generation_prompt": True}
+    tokenizer = llm.get_tokenizer()
+    text_alone: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
     template = "{% for message in messages %}{{ message.content }}|{% endfor %}"
     text = tokenizer.apply_chat_template(CONVERSATION, chat_template=template, **text_alone)
     assert text == "".join(f"{message['content']}|" for message in CONVERSATION)
@@ -170,12 +171,12 @@ def test_the_tokenizer_renders_with_a_given_template(llm: LLM) -> None:
 
 
 def test_prompts_have_vllms_forms(llm: LLM) -> None:
-    greedy = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, stop_token_ids=None, bad_words=None)
+    unset: Any = None
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, stop_token_ids=unset, bad_words=unset)
     ids = llm.get_tokenizer().encode("The hill is")
     [text] = llm.generate("The hill is", greedy, use_tqdm=False)
-    listed = llm.generate(
-        ["The hill is", {"prompt": "The hill is"}, {"prompt_token_ids": ids}], [greedy] * 3, use_tqdm=False
-    )
+    prompts: list[Any] = ["The hill is", {"prompt": "The hill is"}, {"prompt_token_ids": ids}]
+    listed = llm.generate(prompts, [greedy] * 3, use_tqdm=False)
     assert {output["text"] for output in listed} == {text["text"]}
     assert [output.prompt for output in listed] == ["The hill is", "The hill is", None]
     [completion] = text.outputs
@@ -266,15 +267,19 @@ def test_what_does_not_change_results_is_ignored_in_one_line(caplog: pytest.LogC
 @pytest.mark.parametrize("name", SAMPLING_ARGUMENTS)
 def test_sampling_arguments_are_accepted_where_they_are_true(name: str) -> None:
     rule = SAMPLING_ARGUMENTS[name]
+    given: dict[str, Any]
     for value in (None, *rule.values):
-        assert SamplingParams(**{name: value}, max_tokens=3) == SamplingParams(max_tokens=3)
+        given = {name: value}
+        assert SamplingParams(**given, max_tokens=3) == SamplingParams(max_tokens=3)
     if not rule.is_ignored:
+        given = {name: "else"}
         with pytest.raises(NotSupported, match=f"{name}: 'else' is not supported yet; allowed: .*; use "):
-            SamplingParams(**{name: "else"})
+            SamplingParams(**given)
 
 
 def test_decoding_and_converting_know_the_fields_alone() -> None:
-    params = SamplingParams(stop=["a"], bad_words=["b"], seed=3)
+    lists: dict[str, Any] = {"stop": ["a"], "bad_words": ["b"]}
+    params = SamplingParams(**lists, seed=3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 

@@ -90,7 +90,8 @@ class Servicer(
 
     # DecodeService
 
-    async def StreamTokens(self, request: decode_pb2.StreamTokensRequest, context: Any) -> None:
+    # For the stubs an answer of several messages is a generator; grpc takes a coroutine function that writes, too.
+    async def StreamTokens(self, request: decode_pb2.StreamTokensRequest, context: Any) -> None:  # type: ignore[override]
         instance = self._instance
         await instance.not_frozen()
         if not instance.behaviour.streams_tokens:
@@ -112,7 +113,7 @@ class Servicer(
             stream.cancel()
         await context.abort(grpc.StatusCode.UNAVAILABLE, "a fault that the test asked for")
 
-    async def Decode(self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: Any) -> None:
+    async def Decode(self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: Any) -> None:  # type: ignore[override]
         start = (await anext(request_iterator, _NOTHING)).start
         try:
             async with (

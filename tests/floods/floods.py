@@ -22,6 +22,7 @@ import grpc.aio
 from protos.tandem.v1 import common_pb2, generation_pb2
 from tests.floods import http2
 from tests.floods.http2 import Connection, frame, message
+from tests.grpc_calls import of_bytes
 
 SOURCE = "127.0.0.2"
 GENERATE = "/tandem.v1.GenerationService/Generate"
@@ -230,7 +231,7 @@ async def _refused(
         nonlocal done
         while not stop.is_set():
             try:
-                await channel.unary_stream(GENERATE)(requests[done % len(requests)], metadata=metadata).read()
+                await of_bytes(channel, GENERATE)(requests[done % len(requests)], metadata=metadata).read()
             except grpc.aio.AioRpcError as error:
                 if error.code() not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
                     raise
@@ -265,7 +266,7 @@ CLIENTS_PORT: dict[str, Flood] = {
 async def main(name: str, address: str) -> None:
     """Floods until standard input ends; writes how often."""
     stop = asyncio.Event()
-    flooding = asyncio.create_task(({**ANY_PORT, **CLIENTS_PORT})[name](address, stop))
+    flooding = asyncio.ensure_future(({**ANY_PORT, **CLIENTS_PORT})[name](address, stop))
     await asyncio.to_thread(sys.stdin.read)
     stop.set()
     print(await flooding)

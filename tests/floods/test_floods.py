@@ -98,7 +98,7 @@ async def test_neighbours_are_exact_and_memory_is_bounded(
     before, memory = footprint(rig), rss(rig)
 
     # STEP flood, and send requests meanwhile
-    flooding = asyncio.create_task(flood(address, stop))
+    flooding = asyncio.ensure_future(flood(address, stop))
     asking = asyncio.create_task(neighbours.ask_until(stop))
     peak = dict(memory)
     for _ in range(int(FLOOD_S / 0.1)):

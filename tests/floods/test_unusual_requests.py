@@ -14,6 +14,7 @@ from tests.fakes.instance import FakeInstance
 from tests.floods import http2
 from tests.floods.floods import GENERATE
 from tests.floods.http2 import Connection, frame, message
+from tests.grpc_calls import of_bytes
 from tests.router.conftest import Run, model, model_folder, run
 from tests.router.rig import SHORT, request_of
 from tests.waiting import until
@@ -44,7 +45,7 @@ async def test_a_very_long_grpc_timeout_is_cut_to_the_servers_limit(run: Run) ->
 async def test_a_pickle_is_not_a_prompt(run: Run, field: bytes) -> None:
     pickled = b"\x80\x04\x95\x1e\x00cbuiltins\nexec\n."
     async with run(prefill=0) as rig:
-        call = rig.channel.unary_stream(GENERATE)(field + bytes([len(pickled)]) + pickled)
+        call = of_bytes(rig.channel, GENERATE)(field + bytes([len(pickled)]) + pickled)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call.read()
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -54,7 +55,7 @@ async def test_a_pickle_is_not_a_prompt(run: Run, field: bytes) -> None:
 async def test_a_lone_surrogate_is_rejected(run: Run, text: str) -> None:
     wire = text.encode("utf-8", "surrogatepass")
     async with run(prefill=0) as rig:
-        call = rig.channel.unary_stream(GENERATE)(b"\x1a" + bytes([len(wire)]) + wire)
+        call = of_bytes(rig.channel, GENERATE)(b"\x1a" + bytes([len(wire)]) + wire)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call.read()
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT

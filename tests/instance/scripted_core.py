@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from engine.core.async_engine import AsyncEngine
 from engine.core.messages import AddRequest, Command, CoreMessage, EngineInfo, EngineLoad, EngineRequest, Event, Outputs
 from engine.identity import ModelIdentity
 
+_Kind = TypeVar("_Kind", bound=Command)
 INFO = EngineInfo(
     model_identity=ModelIdentity(
         block_size=4,
@@ -52,7 +54,7 @@ class ScriptedCore:
 
     # What the test says
 
-    def emit(self, *events: Event, **load: int) -> None:
+    def emit(self, *events: Event, **load: Any) -> None:
         """One batch of events, with the load as it was but for `load`."""
         self.load = EngineLoad(**{name: getattr(self.load, name) for name in EngineLoad.__struct_fields__} | load)
         self._messages.put_nowait(Outputs(list(events), self.load))
@@ -61,11 +63,11 @@ class ScriptedCore:
         if not self._dead.done():
             self._dead.set_result(reason)
 
-    def of(self, kind: type) -> list[Command]:
+    def of(self, kind: type[_Kind]) -> list[_Kind]:
         """The commands of one kind that have come."""
         return [command for command in self.commands if isinstance(command, kind)]
 
-    async def wait_for(self, kind: type, count: int = 1) -> Command:
+    async def wait_for(self, kind: type[_Kind], count: int = 1) -> _Kind:
         """The `count`-th command of a kind, when it has come."""
         async with asyncio.timeout(20):  # a guard against a hang, no promise
             while len(self.of(kind)) < count:

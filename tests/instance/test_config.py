@@ -22,7 +22,7 @@ from serving.settings import SettingsError
 
 
 def settings(**sections: Any) -> InstanceSettings:
-    transfer = {"folder": Path("kv"), "secret_file": Path("secret")}
+    transfer: dict[str, Any] = {"folder": Path("kv"), "secret_file": Path("secret")}
     return InstanceSettings(
         **{"model": ModelSection(folder=Path("m")), "transfer": TransferSection(**transfer)} | sections
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from instance.drain import DrainTimes
 from instance.server import serve
 from protos.tandem.v1 import decode_pb2, instance_pb2, kv_transfer_pb2, prefill_pb2
 from serving.lifecycle import EXIT_CUT_OFF, EXIT_STOPPED
+from tests.grpc_calls import next_message
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
 from tests.waiting import until
 
@@ -45,13 +46,12 @@ async def decoding(rig: Rig, request_id: str = "r1") -> Any:
     call = rig.decode.Decode(start())
     await until(lambda: len(rig.core.commands) > num_before)
     rig.core.emit(TokensEvent(request_id, [72]), num_running=1)
-    assert (await call.read()).tokens.token_index == 0
+    assert (await next_message(call)).tokens.token_index == 0
     return call
 
 
-async def reports(rig: Rig) -> AsyncIterator[instance_pb2.WatchLoadResponse]:
-    call = rig.instance.WatchLoad(instance_pb2.WatchLoadRequest())
-    while (report := await call.read()) is not grpc.aio.EOF:
+async def reports(rig: Rig) -> AsyncGenerator[instance_pb2.WatchLoadResponse]:
+    async for report in rig.instance.WatchLoad(instance_pb2.WatchLoadRequest()):
         yield report
 
 
@@ -97,7 +97,7 @@ async def test_a_drain_is_reported_at_once_and_requests_are_accepted_for_a_while
         second = await decoding(rig, "r2")  # a router without the report is served
         await until(lambda: rig.server.grpc_server.calls.draining)
         error = await refusal(rig.decode.Decode(only_start("r3")))
-        assert (error.code(), error.details().startswith("draining")) == (grpc.StatusCode.UNAVAILABLE, True)
+        assert (error.code(), (error.details() or "").startswith("draining")) == (grpc.StatusCode.UNAVAILABLE, True)
         rig.core.emit(TokensEvent("r1", [73], finish_reason="stop"), TokensEvent("r2", [73], finish_reason="stop"))
         assert [len(await read_all(call)) for call in (first, second)] == [1, 1]
         assert await within(ending) == EXIT_STOPPED
@@ -144,7 +144,7 @@ async def test_a_reader_that_comes_during_the_drain_gets_its_kv(folder: Path) ->
         ending = asyncio.create_task(serve(rig.server, rig.signals))
         hand_over = prefill_pb2.HandOver(transfer_id="t1", lease_s=5.0)
         call = rig.prefill.Prefill(prefill_pb2.PrefillRequest(request=instance_request("r1"), hand_over=hand_over))
-        assert (await call.read()).WhichOneof("event") == "accepted"
+        assert (await next_message(call)).WhichOneof("event") == "accepted"
         rig.core.emit(TransferEvent("t1", 2, num_tokens=10), num_transfers=1)
         rig.core.emit(TokensEvent("r1", [72], finish_reason="hand_over"))
         await read_all(call)
@@ -161,7 +161,7 @@ async def test_a_reader_that_comes_during_the_drain_gets_its_kv(folder: Path) ->
             identity=rig.server.info().identity,
         )
         await attach.write(kv_transfer_pb2.AttachRequest(open=opening))
-        events = [(await attach.read()).WhichOneof("event") for _ in range(3)]
+        events = [(await next_message(attach)).WhichOneof("event") for _ in range(3)]
         assert events == ["attached", "ready", "complete"]
         await asyncio.sleep(0.1)
         assert not ending.done(), "it does not end under its reader"

@@ -114,7 +114,7 @@ async def test_the_cores_report_is_served_under_prometheus_names(decode: Rig) ->
         num_transfers=2,
         num_expired_leases=6,
         num_recomputed_blocks=9,
-        kv_totals=[totals, KVTotals(), KVTotals(num_shared_blocks=1)],  # type: ignore[arg-type]
+        kv_totals=[totals, KVTotals(), KVTotals(num_shared_blocks=1)],
     )
     await until(lambda: decode.server.engine.load.num_transfers == 2)
     samples = await scrape(decode.server)
@@ -186,7 +186,7 @@ async def test_the_documentation_names_what_is_served_and_nothing_else(folder: P
     for role in ROLES.values():
         async with running(folder, role, metrics=METRICS) as rig:
             totals = KVTotals("nixl", loaded=KVMoved(failures={"missing": 1}), reads=ReadCounters().totals())
-            rig.core.emit(kv_totals=[totals])  # type: ignore[arg-type]
+            rig.core.emit(kv_totals=[totals])
             await until(lambda: rig.server.engine.load.kv_totals)
             served |= {re.sub("_(bucket|sum|count)$", "", name) for name, _ in await scrape(rig.server)}
     instances, _, _ = DOCS.read_text().partition("## The router")

@@ -18,7 +18,7 @@ from protos.tandem.v1 import decode_pb2, instance_pb2, instance_pb2_grpc
 from serving.channel import ChannelSettings, open_channel
 from serving.errors import PermissionDenied, Unavailable
 from serving.settings import SettingsError
-from serving.tls import TlsFiles
+from serving.tls import TlsFiles, TlsSettings
 from tandem.local_stack.pki import StackCa
 from tests.certificates import files_of
 from tests.instance.rig import instance_request, refusal, running
@@ -84,13 +84,14 @@ def test_without_tls_an_instance_listens_on_private_addresses_alone(host: str, t
         settings.check_network()
     InstanceSettings(model=model, server=ListenSettings(host=host, allow_plaintext=True)).check_network()
     files = files_of(tmp_path, "instance", StackCa())
-    InstanceSettings(model=model, server=ListenSettings(host=host), tls=files.section()).check_network()
+    InstanceSettings(model=model, server=ListenSettings(host=host), tls=TlsSettings(**files.section())).check_network()
     InstanceSettings(model=model, server=ListenSettings(host="127.0.0.1")).check_network()
 
 
 async def called(address: str, tls: TlsFiles | None) -> list[grpc.StatusCode]:
     """How a call of each internal service ends."""
-    async with open_channel(address, tls=tls) as channel:
+    async with open_channel(address, tls=tls) as opened:
+        channel: Any = opened  # for calls with bytes that are no messages
         calls = [
             channel.stream_stream("/tandem.v1.DecodeService/Decode")(iter([b""]), timeout=TIMEOUT_S),
             channel.unary_stream("/tandem.v1.PrefillService/Prefill")(b"", timeout=TIMEOUT_S),

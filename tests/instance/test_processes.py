@@ -22,6 +22,7 @@ from protos.tandem.v1.decode_pb2_grpc import DecodeServiceStub
 from protos.tandem.v1.instance_pb2_grpc import InstanceServiceStub
 from protos.tandem.v1.prefill_pb2_grpc import PrefillServiceStub
 from serving.channel import open_channel
+from tests.grpc_calls import next_message
 from tests.instance.rig import instance_request, refusal
 from tests.process_logs import LOGS
 
@@ -132,17 +133,17 @@ class Pair:
         transfer_id = f"t-{request.request_id}"
         hand_over = prefill_pb2.HandOver(transfer_id=transfer_id, lease_s=2.0)
         prefill = self.prefill.Prefill(prefill_pb2.PrefillRequest(request=request, hand_over=hand_over))
-        epoch = (await prefill.read()).accepted.instance_epoch
+        epoch = (await next_message(prefill)).accepted.instance_epoch
         decode = self.decode.Decode()
         start = decode_pb2.DecodeStart(request=request, transfer=self.source(transfer_id, epoch))
         await decode.write(decode_pb2.DecodeRequest(start=start))
-        first = (await prefill.read()).tokens
+        first = (await next_message(prefill)).tokens
         assert first.finish.reason == common_pb2.FINISH_REASON_HAND_OVER
         ids = list(first.token_ids)
         await decode.write(decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=ids)))
         await decode.done_writing()
         loaded = decode_pb2.DecodeLoaded()
-        while (response := await decode.read()) is not grpc.aio.EOF:
+        async for response in decode:
             if response.WhichOneof("event") == "loaded":
                 loaded = response.loaded
             elif response.WhichOneof("event") == "tokens":
@@ -164,7 +165,7 @@ class Pair:
             watch = stub.WatchLoad(instance_pb2.WatchLoadRequest())
             async with asyncio.timeout(20):
                 while True:
-                    load = await watch.read()
+                    load = await next_message(watch)
                     busy = load.num_waiting + load.num_running + load.num_loading + load.num_transfers
                     if busy + load.blocks.running + load.blocks.held + load.blocks.quarantined == 0:
                         break
@@ -202,11 +203,11 @@ async def test_cancelled_calls_leave_nothing_behind(stack: Pair) -> None:
     request = instance_request("gone-1", prompt_token_ids=PROMPT, sampling=sampling, cache_salt="gone")
     hand_over = prefill_pb2.HandOver(transfer_id="t-gone", lease_s=2.0)
     prefill = stack.prefill.Prefill(prefill_pb2.PrefillRequest(request=request, hand_over=hand_over))
-    epoch = (await prefill.read()).accepted.instance_epoch
+    epoch = (await next_message(prefill)).accepted.instance_epoch
     decode = stack.decode.Decode()
     start = decode_pb2.DecodeStart(request=request, transfer=stack.source("t-gone", epoch))
     await decode.write(decode_pb2.DecodeRequest(start=start))
-    assert (await decode.read()).WhichOneof("event") == "reserved"
+    assert (await next_message(decode)).WhichOneof("event") == "reserved"
     prefill.cancel()
     decode.cancel()
     await stack.wait_idle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -41,7 +42,7 @@ def tokens(ids: list[int], reason: str | None = None) -> TokensEvent:
     return TokensEvent("r", ids, finish_reason=reason, num_cached_tokens=2)  # type: ignore[arg-type]
 
 
-def run(ids: list[int], cuts: list[int], **params: object) -> list[common_pb2.TokenChunk]:
+def run(ids: list[int], cuts: list[int], **params: Any) -> list[common_pb2.TokenChunk]:
     """The chunks of several instances: handed over at each cut, each instance replaying what came before."""
     chunks: list[common_pb2.TokenChunk] = []
     bounds = [0, *sorted(cuts), len(ids)]
@@ -104,9 +105,9 @@ def test_text_that_waits_is_delivered_at_the_end_and_not_at_a_hand_over() -> Non
 def test_the_last_chunk_has_the_usage() -> None:
     text = begin([7, 8])
     text.chunk(tokens([9]))
-    assert not text.finished
+    was_finished = text.finished
     chunk = text.chunk(tokens([10], "length"))
-    assert text.finished
+    assert (was_finished, text.finished) == (False, True)
     usage = chunk.finish.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 2)
     assert not chunk.finish.HasField("stop_string")

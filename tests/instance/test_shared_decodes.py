@@ -14,6 +14,8 @@ import pytest
 from decode_service.service import ROLE
 from engine.core.messages import AbortRequests, TokensEvent
 from protos.tandem.v1 import decode_pb2
+from protos.tandem.v1.decode_pb2_grpc import DecodeServiceStub
+from tests.grpc_calls import next_message
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
 from tests.waiting import until
 
@@ -28,13 +30,13 @@ def numbered(message: decode_pb2.StreamTokensResponse) -> list[tuple[int, int]]:
 class Stream:
     """A StreamTokens call and the Decode calls on it."""
 
-    def __init__(self, rig: Rig, stream_id: str = "s", stub: Any = None) -> None:
+    def __init__(self, rig: Rig, stream_id: str = "s", stub: DecodeServiceStub | None = None) -> None:
         self._rig, self._id = rig, stream_id
         self._stub = stub or rig.decode
         self.call = self._stub.StreamTokens(decode_pb2.StreamTokensRequest(stream_id=stream_id))
 
     async def open(self) -> Stream:
-        assert not (await self.call.read()).responses
+        assert not (await next_message(self.call)).responses
         return self
 
     async def decode(self, call_number: int) -> Any:
@@ -58,9 +60,9 @@ async def test_an_engine_s_step_is_one_message(decode: Rig) -> None:
     stream = await Stream(decode).open()
     calls = [await stream.decode(number) for number in (1, 2, 3)]
     decode.core.emit(*(TokensEvent(f"r{number}", [72]) for number in (1, 2, 3)))
-    assert numbered(await stream.call.read()) == [(1, 0), (2, 0), (3, 0)]
+    assert numbered(await next_message(stream.call)) == [(1, 0), (2, 0), (3, 0)]
     decode.core.emit(*(TokensEvent(f"r{number}", [73], finish_reason="length") for number in (1, 2, 3)))
-    last = await stream.call.read()
+    last = await next_message(stream.call)
     assert numbered(last) == [(1, 1), (2, 1), (3, 1)]
     assert all(one.response.tokens.HasField("finish") for one in last.responses)
     for call in calls:
@@ -75,7 +77,7 @@ async def test_a_router_that_goes_takes_its_calls_along(decode: Rig) -> None:
     assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
     assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])
     decode.core.emit(TokensEvent("r2", [72], finish_reason="length"))
-    assert numbered(await theirs.call.read()) == [(2, 0)]
+    assert numbered(await next_message(theirs.call)) == [(2, 0)]
     assert await read_all(other) == []
 
 
@@ -113,7 +115,7 @@ async def test_a_drain_waits_for_the_last_tokens_and_not_for_the_stream(decode: 
     draining = asyncio.create_task(decode.server.drain())
     await until(lambda: decode.server.grpc_server.calls.draining)
     late = await Stream(decode, "late").open()
-    reading = asyncio.create_task(stream.call.read())  # a client reads all along
+    reading = asyncio.create_task(next_message(stream.call))  # a client reads all along
     decode.core.emit(TokensEvent("r1", [72], finish_reason="length"))
     assert await asyncio.wait_for(draining, HANG_S)
     assert numbered(await reading) == [(1, 0)]

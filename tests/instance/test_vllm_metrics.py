@@ -87,7 +87,7 @@ def labels_of(name: str) -> set[str]:
 async def test_every_name_label_and_bucket_is_vllms(folder: Path, role: Role) -> None:
     async with running(folder, role, metrics=METRICS) as rig:
         assert not [name for name in await families(rig) if name.startswith("nixl_")], "exported with NIXL alone"
-        rig.core.emit(kv_totals=[KVTotals("first"), KVTotals("nixl", reads=ReadCounters().totals())])  # type: ignore[arg-type]
+        rig.core.emit(kv_totals=[KVTotals("first"), KVTotals("nixl", reads=ReadCounters().totals())])
         await until(lambda: rig.server.engine.load.kv_totals)
         found = await families(rig)
     assert found.keys() == VLLM["metrics"].keys() - WITHOUT_COUNTERPART

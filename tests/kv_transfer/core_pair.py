@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig, KVConnectorConfig
@@ -145,12 +146,12 @@ def nixl_config(
 
 
 def _config(
-    class_path: str, options: dict[str, object], folder: Path, tmp_path: Path, config: dict[str, object]
+    class_path: str, options: Mapping[str, Any], folder: Path, tmp_path: Path, config: dict[str, object]
 ) -> EngineConfig:
     ensure_secret(tmp_path / "secret")
     connector = KVConnectorConfig(class_path=class_path, options=options)  # type: ignore[arg-type]
-    defaults = {"dtype": "float32", "num_blocks": 1024, "kv_connector": connector}
-    return EngineConfig(model=str(folder), **{**defaults, **config})  # type: ignore[arg-type]
+    defaults: dict[str, Any] = {"dtype": "float32", "num_blocks": 1024, "kv_connector": connector}
+    return EngineConfig(model=str(folder), **{**defaults, **config})
 
 
 def num_classed_blocks(load: EngineLoad) -> int:

@@ -6,6 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ class Core:
 
     def page(self, block_id: int) -> memoryview:
         """The bytes of one block."""
-        return memoryview(self.kv[block_id].view(-1).view(torch.uint8).numpy())
+        return self.kv[block_id].view(-1).view(torch.uint8).numpy().data
 
     def fill(self, request: Request, num_blocks: int | None = None) -> None:
         """Compute the KV of the request's first blocks."""
@@ -242,9 +243,9 @@ def pair(store: BlockStore) -> tuple[Core, Core]:
     return Core(store), Core(store)
 
 
-def reader_of(prompt: list[int] = PROMPT, **names: str) -> Request:
+def reader_of(prompt: list[int] = PROMPT, **names: Any) -> Request:
     return make_request(prompt, remote=True, **names)
 
 
-def writer_of(prompt: list[int] = PROMPT, **names: str) -> Request:
+def writer_of(prompt: list[int] = PROMPT, **names: Any) -> Request:
     return make_request(prompt, hold=True, **names)

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def connect(tmp_path: Path, class_path: str, **options: object) -> tuple[KVConne
     """A connector with KV memory, and that memory."""
     ensure_secret(tmp_path / "secret")
     named = {"kv_secret_file": str(tmp_path / "secret"), **options}
-    connector = make_connector(KVConnectorConfig(class_path=class_path, options=named), wake=lambda: None)  # type: ignore[arg-type]
+    connector = make_connector(KVConnectorConfig(class_path=class_path, options=named), wake=lambda: None)
     kv = torch.zeros((4, *LAYOUT.page_shape), dtype=torch.float32)
     connector.register_kv_cache(kv, LAYOUT, FINGERPRINT)
     return connector, kv
@@ -69,7 +70,7 @@ def test_a_redis_that_is_down_costs_one_warning_and_the_instance_comes_up(
 ) -> None:
     ensure_secret(tmp_path / "secret")
     options = {"url": "redis://127.0.0.1:1", "kv_secret_file": str(tmp_path / "secret")}
-    config = KVConnectorConfig(class_path=REDIS, options=options)  # type: ignore[arg-type]
+    config = KVConnectorConfig(class_path=REDIS, options=options)
     with caplog.at_level(logging.WARNING):
         core = EngineCore(EngineConfig(model=str(MODEL_DIR), num_blocks=32, kv_connector=config), wake=lambda: None)
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("kv_transfer")]
@@ -141,7 +142,8 @@ class Faulty(MemoryStore):
 @pytest.mark.parametrize("digest", [True, False])
 def test_other_bytes_end_the_start_with_and_without_digests(tmp_path: Path, digest: bool) -> None:
     ensure_secret(tmp_path / "secret")
-    core = Core(OtherBytes(), **({"kv_secret_file": str(tmp_path / "secret")} if digest else {}))
+    options: dict[str, Any] = {"kv_secret_file": str(tmp_path / "secret")} if digest else {}
+    core = Core(OtherBytes(), **options)
     with pytest.raises(EngineError, match=r"memory connector: a block came back .*the instance does not start with it"):
         self_test(core.connector)
 

@@ -14,6 +14,7 @@ from engine import failpoints
 from engine.core.messages import AbortRequests, AddRequest, HoldKV, LeaseCommand, TokensEvent
 from prefill_service.service import ROLE
 from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
+from tests.grpc_calls import next_message
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
 from tests.tokenizer_builders import byte_level
 from tests.waiting import until
@@ -92,7 +93,7 @@ async def test_a_prefill_without_a_hand_over_is_rejected(rig: Rig) -> None:
 async def test_what_it_serves_alone_is_a_decode_here_too(rig: Rig) -> None:
     """In the router's shared stream, as at a decode instance."""
     stream = rig.decode.StreamTokens(decode_pb2.StreamTokensRequest(stream_id="s"))
-    assert not (await stream.read()).responses
+    assert not (await next_message(stream)).responses
     start = decode_pb2.DecodeStart(
         request=instance_request("r1"), token_stream=decode_pb2.TokenStream(stream_id="s", call_number=1)
     )
@@ -106,7 +107,7 @@ async def test_what_it_serves_alone_is_a_decode_here_too(rig: Rig) -> None:
     rig.core.emit(TokensEvent("r1", [72]), TokensEvent("r1", [73], finish_reason="length"))
     chunks = []
     while not (chunks and chunks[-1].HasField("finish")):
-        chunks += [one.response.tokens for one in (await stream.read()).responses]
+        chunks += [one.response.tokens for one in (await next_message(stream)).responses]
     assert [chunk.token_index for chunk in chunks] == [0, 1]
     assert await read_all(call) == []
     assert rig.server.metrics.finished["length"] == 1
@@ -114,7 +115,7 @@ async def test_what_it_serves_alone_is_a_decode_here_too(rig: Rig) -> None:
 
 async def test_a_cancelled_prefill_is_aborted_and_its_lease_given_up(rig: Rig) -> None:
     call = rig.prefill.Prefill(request())
-    assert (await call.read()).accepted.instance_epoch
+    assert (await next_message(call)).accepted.instance_epoch
     call.cancel()
     assert await rig.core.wait_for(LeaseCommand) == LeaseCommand("t1", "release")
     # The abort comes first: a reader gets the failure instead of an unknown transfer.

@@ -119,7 +119,11 @@ def tiny(*commented: tuple[list[int], str]) -> FileDescriptorProto:
     return FileDescriptorProto(
         name="tiny.proto",
         package="tiny",
-        message_type=[DescriptorProto(name="M", field=[FieldDescriptorProto(name="x", number=1, type="TYPE_INT64")])],
+        message_type=[
+            DescriptorProto(
+                name="M", field=[FieldDescriptorProto(name="x", number=1, type=FieldDescriptorProto.TYPE_INT64)]
+            )
+        ],
         source_code_info=SourceCodeInfo(
             location=[SourceCodeInfo.Location(path=path, leading_comments=text) for path, text in commented]
         ),

@@ -40,7 +40,7 @@ async def status_of(rig: Rig, **fields: Any) -> grpc.aio.AioRpcError:
 @asynccontextmanager
 async def deaf_client(
     rig: Rig, request: generation_pb2.GenerateRequest | None = None
-) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
+) -> AsyncIterator[grpc.aio.UnaryStreamCall[Any, Any]]:
     """A call whose client does not read, by default of more tokens than the connection's windows let through."""
     windows = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
     async with grpc.aio.insecure_channel(rig.app.address, options=windows) as channel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -17,6 +18,7 @@ from serving.errors import Overloaded, invalid_argument
 from serving.interceptor import Context, remaining_s
 from serving.limits import CONTROL
 from serving.server import HealthSettings, Server, ServerSettings
+from tests.grpc_calls import next_message
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 
@@ -54,7 +56,7 @@ class Scripted:
                 case "invalid":
                     raise invalid_argument("sampling.temperature", "nan is not finite", "0..2")
                 case "wrong answer":
-                    yield pb.AbortResponse()
+                    yield cast(Any, pb.AbortResponse())
                 case _:
                     for _ in range(3):
                         yield pb.GenerateResponse(model="token")
@@ -76,19 +78,19 @@ class Rig:
         self.server, self.servicer, self.channel = server, servicer, channel
         self.stub = GenerationServiceStub(channel)
 
-    async def generate(self, text: str, **call: object) -> list[str]:
+    async def generate(self, text: str, **call: Any) -> list[str]:
         return [response.model async for response in self.stub.Generate(pb.GenerateRequest(text=text), **call)]
 
-    async def refusal(self, text: str, **call: object) -> grpc.aio.AioRpcError:
+    async def refusal(self, text: str, **call: Any) -> grpc.aio.AioRpcError:
         """The error that the server answers with; fails the test if it does not."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.generate(text, **call)
         return caught.value
 
-    async def waiting_call(self) -> grpc.aio.UnaryStreamCall:
+    async def waiting_call(self) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
         """A call that has its first message and waits for `go`."""
         call = self.stub.Generate(pb.GenerateRequest(text="wait"))
-        assert (await call.read()).model == "started"
+        assert (await next_message(call)).model == "started"
         return call
 
 
@@ -99,7 +101,7 @@ class Rigs:
         self._stack = stack
 
     async def start(
-        self, servicer: Scripted | None = None, *, probes: HealthSettings | None = None, **settings: object
+        self, servicer: Scripted | None = None, *, probes: HealthSettings | None = None, **settings: Any
     ) -> Rig:
         server = Server(ServerSettings(**{"drain_accept_s": 0.0, "drain_grace_s": 5.0} | settings), probes=probes)
         servicer = servicer or Scripted()

@@ -17,6 +17,7 @@ from serving import abuse_limits, interceptor
 from serving.abuse_limits import connections_from, discard_incoming, reset_connection
 from tests.floods import http2
 from tests.floods.http2 import Connection, frame, message
+from tests.grpc_calls import next_message, of_bytes
 from tests.serving.conftest import Rig, Rigs
 from tests.waiting import until
 
@@ -66,7 +67,7 @@ async def test_only_the_connection_that_cancels_calls_before_their_message_is_dr
     assert num_calls <= 20 * (1 + time.monotonic() - dropped_s)
     assert await rig.generate("hello") == ["token"] * 3
     rig.servicer.go.set()
-    assert (await other.read()).model == "went on"
+    assert (await next_message(other)).model == "went on"
     await until(lambda: len(os.listdir("/dev/fd")) <= num_descriptors)
     await until(lambda: rig.server.calls.num_open == 0)
 
@@ -96,7 +97,7 @@ async def test_cancelled_requests_do_not_count(rigs: Rigs) -> None:
         for number in range(1, 21):
             stream_id = connection.open_call(GENERATE)
             connection.send(frame(http2.DATA, http2.END_STREAM, stream_id, data))
-            await until(lambda number=number: len(rig.servicer.limits_s) == number)
+            await until(lambda number=number: len(rig.servicer.limits_s) == number)  # type: ignore[misc]
             connection.send(frame(http2.RST_STREAM, 0, stream_id, CANCELLED))
         await until(lambda: rig.servicer.num_running == 0)
         assert connection.is_open
@@ -104,7 +105,7 @@ async def test_cancelled_requests_do_not_count(rigs: Rigs) -> None:
 
 async def send_invalid(rig: Rig) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rig.channel.unary_stream(GENERATE)(b"\xff\xff").read()
+        await of_bytes(rig.channel, GENERATE)(b"\xff\xff").read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

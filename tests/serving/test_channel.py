@@ -17,6 +17,7 @@ import pytest
 from protos.tandem.v1 import generation_pb2 as pb
 from protos.tandem.v1.generation_pb2_grpc import GenerationServiceStub
 from serving.channel import ChannelSettings, is_ip, is_private, listens_privately, open_channel
+from tests.grpc_calls import next_message
 from tests.serving.conftest import Rigs
 from tests.waiting import Stopwatch
 
@@ -55,7 +56,7 @@ async def test_a_frozen_peer_is_noticed_within_seconds_and_an_idle_one_is_left_i
     # STEP 1: pings twice a second on a silent stream are no reason to hang up.
     async with open_channel(address, ChannelSettings(keepalive_ms=500, ping_timeout_ms=20_000)) as channel:
         call = GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="wait"), wait_for_ready=True)
-        assert (await call.read()).model == "started"
+        assert (await next_message(call)).model == "started"
         await asyncio.sleep(2.5)
         assert not call.done()
         call.cancel()
@@ -63,7 +64,7 @@ async def test_a_frozen_peer_is_noticed_within_seconds_and_an_idle_one_is_left_i
     # STEP 2: the peer freezes; no FIN, no RST, only silence.
     async with open_channel(address, ChannelSettings(keepalive_ms=500, ping_timeout_ms=500)) as channel:
         call = GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="wait"), wait_for_ready=True)
-        assert (await call.read()).model == "started"
+        assert (await next_message(call)).model == "started"
         process.send_signal(signal.SIGSTOP)
         watch = Stopwatch()
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -54,7 +54,7 @@ async def test_an_unexpected_error_shows_the_request_id_and_nothing_else(
 async def test_a_request_without_an_id_gets_one(rigs: Rigs) -> None:
     rig = await rigs.start()
     error = await rig.refusal("invalid", metadata=((REQUEST_ID_KEY, "not an id\x7e!"),))
-    minted = error.details().rpartition("request id ")[2].rstrip(")")
+    minted = (error.details() or "").rpartition("request id ")[2].rstrip(")")
     assert len(minted) == 32
 
 

@@ -9,6 +9,7 @@ import gzip
 import logging
 import random
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -20,6 +21,7 @@ from serving.abuse_limits import AbuseLimits
 from serving.errors import from_rpc_error
 from serving.interceptor import CallInterceptor, CallLimits, Context, StreamWriter
 from serving.limits import OpenCalls
+from tests.grpc_calls import of_bytes
 from tests.process_logs import ProcessLogs
 from tests.serving.conftest import SERVICE, Rigs, Scripted, trailers_of
 from tests.waiting import Stopwatch, until
@@ -35,10 +37,10 @@ GENERATE = "/tandem.v1.GenerationService/Generate"
 async def test_malformed_bytes_are_an_invalid_argument(rigs: Rigs, data: bytes) -> None:
     rig = await rigs.start()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rig.channel.unary_stream(GENERATE)(data).read()
+        await of_bytes(rig.channel, GENERATE)(data).read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details().startswith("request is not a valid GenerateRequest")
-    assert "0xc3" not in caught.value.details()
+    assert (caught.value.details() or "").startswith("request is not a valid GenerateRequest")
+    assert "0xc3" not in (caught.value.details() or "")
     [violation] = from_rpc_error(caught.value).violations
     assert (violation.field, violation.description) == ("request", "is not a valid GenerateRequest")
     assert rig.servicer.limits_s == []
@@ -47,14 +49,14 @@ async def test_malformed_bytes_are_an_invalid_argument(rigs: Rigs, data: bytes) 
 async def test_unknown_fields_are_ignored(rigs: Rigs) -> None:
     rig = await rigs.start()
     data = pb.GenerateRequest(text="hello").SerializeToString() + b"\xba\x3e\x01x"  # field 999
-    call = rig.channel.unary_stream(GENERATE)(data)
+    call = of_bytes(rig.channel, GENERATE)(data)
     assert len([message async for message in call]) == 3
 
 
 async def test_an_unknown_method_is_unimplemented(rigs: Rigs) -> None:
     rig = await rigs.start()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rig.channel.unary_unary("/tandem.v1.GenerationService/Degenerate")(b"")
+        await of_bytes(rig.channel, "/tandem.v1.GenerationService/Degenerate")(b"").read()
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -62,7 +64,7 @@ async def test_a_message_over_the_limit_is_refused(rigs: Rigs) -> None:
     rig = await rigs.start(max_message_bytes=1 << 16)
     error = await rig.refusal("x" * (1 << 17))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "larger than max" in error.details()
+    assert "larger than max" in (error.details() or "")
 
 
 async def test_a_compressed_message_is_refused_before_it_is_inflated(rigs: Rigs) -> None:
@@ -145,7 +147,7 @@ async def test_a_slow_reader_is_cut_off_and_its_handler_closed(rigs: Rigs) -> No
         async for _ in call:
             pass
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "client too slow" in caught.value.details()
+    assert "client too slow" in (caught.value.details() or "")
     await until(lambda: rig.server.calls.num_open == 0)
 
 
@@ -164,7 +166,7 @@ async def test_calls_over_the_cap_of_one_peer_are_refused_with_a_hint(rigs: Rigs
     error = await rig.refusal("hello")
 
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "8 open calls" in error.details()
+    assert "8 open calls" in (error.details() or "")
     assert trailers_of(error)["grpc-retry-pushback-ms"] == "1000"
     assert (await rig.stub.Abort(pb.AbortRequest(request_ids=["a"]))).num_aborted == 1  # control calls pass
     calls[0].cancel()
@@ -188,16 +190,16 @@ async def test_the_129th_open_call_of_a_peer_is_refused_by_default(rigs: Rigs) -
 async def test_calls_over_the_cap_in_all_are_refused(rigs: Rigs) -> None:
     rig = await rigs.start(max_calls=1)
     call = await rig.waiting_call()
-    assert "the server has 1 open calls" in (await rig.refusal("hello")).details()
+    assert "the server has 1 open calls" in ((await rig.refusal("hello")).details() or "")
     call.cancel()
 
 
 class Writing(Scripted):
     """Answers through a writer instead of yielding."""
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: Context, writer: StreamWriter[pb.GenerateResponse]
-    ) -> None:  # type: ignore[override]
+    ) -> None:
         async with aclosing(super().Generate(request, context)) as responses:
             async for response in responses:
                 await writer.write(response)
@@ -225,7 +227,7 @@ async def test_a_slow_reader_of_what_is_written_is_cut_off(rigs: Rigs) -> None:
         async for _ in call:
             pass
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "client too slow: a message waited 0.3 s" in caught.value.details()
+    assert "client too slow: a message waited 0.3 s" in (caught.value.details() or "")
 
 
 async def test_pauses_between_messages_do_not_make_a_reader_slow(rigs: Rigs) -> None:
@@ -245,7 +247,7 @@ class Incomplete(Scripted):
     ],
 )
 async def test_a_servicer_that_does_not_fit_its_service_is_refused(
-    servicer: type[Scripted], policies: dict, problem: str
+    servicer: type[Scripted], policies: dict[str, Any], problem: str
 ) -> None:
     guard = CallInterceptor(CallLimits(1.0, 1.0, 1.0), OpenCalls(max_per_peer=1, max_in_all=1), AbuseLimits(per_s=1.0))
     with pytest.raises(TypeError, match=problem):
@@ -273,7 +275,7 @@ async def test_a_call_whose_message_does_not_come_is_ended(rigs: Rigs) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert caught.value.details().startswith("no whole request within 0.3 s")
+    assert (caught.value.details() or "").startswith("no whole request within 0.3 s")
     assert rig.servicer.limits_s == []
     assert await rig.generate("hello") == ["token"] * 3
 
@@ -295,7 +297,7 @@ async def test_a_call_that_ends_without_a_message_is_an_invalid_argument(rigs: R
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details().startswith("no GenerateRequest came")
+    assert (caught.value.details() or "").startswith("no GenerateRequest came")
 
 
 async def test_a_call_that_reads_when_the_server_has_stopped_leaves_no_error_in_the_log(
@@ -317,7 +319,7 @@ async def test_a_call_that_reads_when_the_server_has_stopped_leaves_no_error_in_
     ended: list[BaseException] = []
     monkeypatch.setattr(CallInterceptor, "_read", read_late)
     rig = await rigs.start(drain_grace_s=0.0)
-    call = rig.channel.unary_stream(GENERATE)(pb.GenerateRequest(text="hello").SerializeToString())
+    call = of_bytes(rig.channel, GENERATE)(pb.GenerateRequest(text="hello").SerializeToString())
     await entered.wait()
     await rig.server.stop()
     stopped.set()

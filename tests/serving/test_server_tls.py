@@ -24,6 +24,7 @@ from serving.errors import Unauthenticated
 from serving.server import HealthSettings, Server, ServerSettings, ServerTls
 from tandem.local_stack.pki import StackCa
 from tests.certificates import Files, files_of, long_ago
+from tests.grpc_calls import next_message
 from tests.serving.conftest import SERVICE, Scripted
 from tests.waiting import until
 
@@ -120,8 +121,8 @@ async def test_a_new_ca_with_an_overlap_is_taken_without_a_failed_call_and_strea
     assert isinstance(channel, ReloadingChannel)
     stub = GenerationServiceStub(channel)
     stream = stub.Generate(pb.GenerateRequest(text="wait"), timeout=TIMEOUT_S)
-    assert (await stream.read()).model == "started"
-    reading = asyncio.ensure_future(stream.read())
+    assert (await next_message(stream)).model == "started"
+    reading = asyncio.ensure_future(next_message(stream))
     first = channel.connection()
     successor = StackCa()  # of the same name
 

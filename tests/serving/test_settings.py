@@ -58,7 +58,7 @@ def test_the_environment_takes_lists_as_json(monkeypatch: pytest.MonkeyPatch) ->
 def test_settings_are_frozen() -> None:
     settings = load(Example)
     with pytest.raises(ValidationError):
-        settings.pool.size = 3  # type: ignore[misc]
+        settings.pool.size = 3
 
 
 def test_an_unknown_key_in_the_file_suggests_the_right_one(config: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.grpc_calls import blocking_stub
 from tests.lively import checkpoint, random_prompt, rig_settings
 from tests.system.checker import wait_idle
 from tests.system.rig import Rig
@@ -82,7 +83,10 @@ def ask(address: str) -> dict[str, tuple[float, float]]:
     """Trace ids, the TTFT that the client measured, and the time of an empty call just before; in milliseconds."""
     prompts, measured = random.Random(0), {}
     with grpc.insecure_channel(address) as channel:
-        stub, health = generation_pb2_grpc.GenerationServiceStub(channel), health_pb2_grpc.HealthStub(channel)
+        stub, health = (
+            blocking_stub(generation_pb2_grpc.GenerationServiceStub, channel),
+            health_pb2_grpc.HealthStub(channel),
+        )
         for number in range(NUM_REQUESTS):
             trace_id = f"{number + 1:032x}"
             request = generation_pb2.GenerateRequest(

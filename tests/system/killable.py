@@ -15,6 +15,7 @@ import grpc
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
 from tandem.local_stack.settings import StackSettings
 from tests.engine_under_test import BLOCK_SIZE, IS_VLLM, engine_fields
+from tests.grpc_calls import blocking_stub
 from tests.system.load import Load, Outcome
 from tests.system.questions import Question
 from tests.system.rig import Rig
@@ -51,7 +52,7 @@ class KillableStack:
     def num_running(self, name: str) -> int:
         """Requests that the router has there now. The instance's own report may be older than its death."""
         with grpc.insecure_channel(self.rig.stack.admin_address) as channel:
-            stub = pools_pb2_grpc.PoolsServiceStub(channel)
+            stub = blocking_stub(pools_pb2_grpc.PoolsServiceStub, channel)
             listed = stub.ListPools(pools_pb2.ListPoolsRequest(), timeout=WAIT_S, wait_for_ready=True).instances
         address = self.rig.stack.instances[name]
         return sum(instance.num_running_here for instance in listed if instance.address == address)

@@ -15,6 +15,7 @@ import psutil
 
 from protos.tandem.v1 import instance_pb2, pools_pb2, pools_pb2_grpc
 from tandem.local_stack.supervisor import StackEvent
+from tests.grpc_calls import blocking_stub
 from tests.lively import rig_settings
 from tests.system.checker import private_files
 from tests.system.rig import Rig
@@ -101,7 +102,7 @@ def resizable(
     stop = threading.Event()
     broken: list[Exception] = []
     with grpc.insecure_channel(rig.stack.admin_address) as channel:
-        stack = ResizableStack(rig, pools_pb2_grpc.PoolsServiceStub(channel))
+        stack = ResizableStack(rig, blocking_stub(pools_pb2_grpc.PoolsServiceStub, channel))
 
         def serve() -> None:
             try:

@@ -29,6 +29,7 @@ from tandem.client.channel import open_blocking_channel
 from tandem.client.health import load
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.stack import LocalStack
+from tests.grpc_calls import blocking_stub
 from tests.process_logs import exceptions_in
 from tests.waiting import wait_until
 
@@ -233,7 +234,7 @@ class Rig:
     def _watch(self, address: str, streams: ExitStack) -> Iterator[instance_pb2.WatchLoadResponse]:
         options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
         channel = streams.enter_context(open_blocking_channel(address, options, self.stack.credentials))
-        stub: Any = instance_pb2_grpc.InstanceServiceStub(channel)
+        stub = blocking_stub(instance_pb2_grpc.InstanceServiceStub, channel)
         call: Any = stub.WatchLoad(instance_pb2.WatchLoadRequest(), timeout=REPORT_TIMEOUT_S)
         streams.callback(call.cancel)
         return call

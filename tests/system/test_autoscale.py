@@ -113,7 +113,7 @@ class Evaluations:
 @pytest.mark.parametrize("most", [2, 3])
 def test_a_ramp_a_spike_and_a_lull(checkpoint: Path, questions: list[Question], most: int) -> None:
     flags = {**SCALING, "decode-max-size": most}
-    stack_fields = {
+    stack_fields: dict[str, Any] = {
         "router_args": (
             *("--autoscaler-enabled", *(f"--autoscaler-{name}={value}" for name, value in flags.items())),
             "--admission-queue-timeout-s=60",  # requests wait until there are enough instances

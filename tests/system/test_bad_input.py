@@ -23,7 +23,8 @@ METHOD = "/tandem.v1.GenerationService/Generate"
 
 def raw_call(address: str, message: bytes) -> grpc.StatusCode:
     """Sends raw bytes; returns the status of the answer."""
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address) as opened:
+        channel: Any = opened  # the bytes need not be a message
         call = channel.unary_stream(METHOD)(message, timeout=30)
         try:
             list(call)

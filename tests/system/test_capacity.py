@@ -7,7 +7,8 @@ import random
 import pytest
 
 from tandem import TandemError
-from tests.lively import BLOCK_SIZE, random_prompt
+from tests.engine_under_test import BLOCK_SIZE
+from tests.lively import random_prompt
 from tests.system.background_request import BackgroundRequest
 from tests.system.stacks import GREEDY, Stack, on_stack
 from tests.waiting import wait_until

@@ -10,7 +10,8 @@ import random
 
 import pytest
 
-from tests.lively import BLOCK_SIZE, random_prompt
+from tests.engine_under_test import BLOCK_SIZE
+from tests.lively import random_prompt
 from tests.system.background_request import BackgroundRequest
 from tests.system.checker import assert_usage
 from tests.system.connectors import STORES

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from tandem import AsyncClient, Client, TandemError
-from tests.lively import BLOCK_SIZE, random_prompt
+from tests.engine_under_test import BLOCK_SIZE
+from tests.lively import random_prompt
 from tests.system.background_request import BackgroundRequest
 from tests.system.checker import assert_no_leak, footprint, wait_idle
 from tests.system.rig import Failpoint, Rig

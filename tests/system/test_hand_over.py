@@ -9,7 +9,8 @@ import time
 import pytest
 
 from tandem import AsyncClient, Client
-from tests.lively import BLOCK_SIZE, CHUNK, random_prompt
+from tests.engine_under_test import BLOCK_SIZE
+from tests.lively import CHUNK, random_prompt
 from tests.system.background_request import BackgroundRequest
 from tests.system.checker import assert_same_answer, assert_usage
 from tests.system.reference import Reference

@@ -31,7 +31,8 @@ from protos.tandem.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from tests.lively import BLOCK_SIZE, random_prompt
+from tests.engine_under_test import BLOCK_SIZE
+from tests.lively import random_prompt
 from tests.system.stacks import Stack, on
 
 LENGTH = 3 * BLOCK_SIZE + 5

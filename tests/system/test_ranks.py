@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,7 +26,7 @@ STREAM = {**SEEDED, "max_tokens": 200}
 def mixed(request: pytest.FixtureRequest, checkpoint: Path, reference: Reference, tmp_path: Path) -> Iterator[Stack]:
     """Two instances per role, one of each in parts."""
     model = Model(checkpoint, reference, tmp_path)
-    args = {"instance_args": PATIENT_PEERS, "router_args": PATIENT_POOLS}
+    args: dict[str, Any] = {"instance_args": PATIENT_PEERS, "router_args": PATIENT_POOLS}
     with started(model, request.param, size=2, ranks=MIXED, failpoints=False, **args) as stack:
         yield stack
 
@@ -52,7 +53,7 @@ def slow_decode(checkpoint: Path, reference: Reference, tmp_path_factory: pytest
     model = Model(checkpoint, reference, tmp_path_factory.mktemp("stack"))
     faults = {f"decode-{index}": f"engine.step=sleep:{DECODE_STEP_S}" for index in range(2)}
     ranks = {"decode-0": (2, 1), "decode-1": (1, 2)}
-    args = {"instance_args": PATIENT_PEERS, "router_args": PATIENT_POOLS}
+    args: dict[str, Any] = {"instance_args": PATIENT_PEERS, "router_args": PATIENT_POOLS}
     with started(model, size=2, ranks=ranks, failpoints=False, faults=faults, **args) as stack:
         yield stack
 

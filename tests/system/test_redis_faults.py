@@ -16,9 +16,10 @@ import pytest
 
 from kv_transfer.page.format import HEADER_BYTES
 from kv_transfer.secret import load_secret
+from tests.engine_under_test import BLOCK_SIZE
 from tests.kv_transfer.stores.redis.redis_server import RedisServer
 from tests.kv_transfer.stores.redis.test_faults import Fault, Frozen, Full, Killed, ReadOnly
-from tests.lively import BLOCK_SIZE, random_prompt
+from tests.lively import random_prompt
 from tests.system.checker import wait_idle
 from tests.system.connectors import REDIS_PASSWORD
 from tests.system.redis_clients import Clients, found_in, windows

@@ -21,8 +21,9 @@ from tandem.client.credentials import TLS_FOLDER, Credentials
 from tandem.client.health import READY, SILENT, health
 from tandem.commands.pools import command as pools_command
 from tandem.commands.up import usage_text
+from tests.engine_under_test import BLOCK_SIZE
 from tests.files_below import files_below
-from tests.lively import BLOCK_SIZE, random_prompt, rig_settings
+from tests.lively import random_prompt, rig_settings
 from tests.system.checker import assert_same_answer
 from tests.system.reference import Reference
 from tests.system.rig import Rig
@@ -146,8 +147,8 @@ def test_up_with_tls_configures_all_commands(short_folder: Path) -> None:
             assert expected in answer.stdout
         [line] = [line for line in up.lines if "curl --cacert" in line]
         _, _, ca_file, url, *_ = line.split()
-        answer = httpx.get(url.replace("chat/completions", "models"), verify=ssl.create_default_context(cafile=ca_file))
-        assert answer.json()["data"][0]["id"] == "demo"
+        models = httpx.get(url.replace("chat/completions", "models"), verify=ssl.create_default_context(cafile=ca_file))
+        assert models.json()["data"][0]["id"] == "demo"
         # STEP: others are rejected: the router requires TLS, its admin port a certificate
         plain = up.tandem("generate", "hello", "--address", stack["address"].replace("127.0.0.1", "localhost"))
         assert plain.returncode == 1

@@ -93,7 +93,7 @@ async def test_pydantic_ais_agent_runs_its_tool_until_it_reports(shared_stack: S
         capabilities=[PrepareTools(before_the_third), PrepareOutputTools(after_the_third)],
     )
 
-    @agent.tool_plain
+    @agent.tool_plain  # type: ignore[untyped-decorator]
     def calculate(operation: Literal["add", "multiply"], a: Digits, b: Digits) -> int:
         """Computes with two numbers."""
         computed.append(OPERATIONS[operation](a, b))

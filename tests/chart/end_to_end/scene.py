@@ -21,7 +21,8 @@ from tests.chart.fake_kube.helm_client import Helm
 from tests.chart.fake_kube.kinds import KINDS, Object
 from tests.chart.fake_kube.process_kube import ProcessKube
 from tests.chart.fake_kube.workloads import is_ready
-from tests.lively import BLOCK_SIZE, CHUNK
+from tests.engine_under_test import BLOCK_SIZE
+from tests.lively import CHUNK
 from tests.system.load import Load, Outcome
 from tests.system.questions import Question
 

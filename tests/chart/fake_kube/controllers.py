@@ -52,7 +52,7 @@ class Controllers:
             reconcile_service(self._store, service, self._endpoints_per_slice)
             if service["spec"].get("type") == "LoadBalancer":
                 balancer = {"loadBalancer": {"ingress": [{"ip": "192.0.2.1"}]}}
-                self._store.changed(service, lambda new, balancer=balancer: new.update(status=balancer))
+                self._store.changed(service, lambda new, balancer=balancer: new.update(status=balancer))  # type: ignore[misc]
         for claim in self._store.all("PersistentVolumeClaim"):
             self._store.changed(claim, lambda new: new.update(status={"phase": "Bound"}))
 

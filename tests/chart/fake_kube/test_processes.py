@@ -151,7 +151,7 @@ async def test_who_ends_is_started_again(kube: ProcessKube) -> None:
 
 @pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe"])
 async def test_who_fails_a_probe_that_is_not_readiness_is_started_again(kube: ProcessKube, probe: str) -> None:
-    wrong = {probe: {"grpc": {"port": 1}, "periodSeconds": 0.1, "failureThreshold": 2}}
+    wrong: dict[str, Any] = {probe: {"grpc": {"port": 1}, "periodSeconds": 0.1, "failureThreshold": 2}}
     made = kube.store.create(pod("echo started; sleep 100", **wrong))
     await kube.until(lambda _: num_restarts(kube) == 1)
     assert kube.processes.log(made).count("started") >= 1

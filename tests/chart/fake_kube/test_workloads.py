@@ -290,7 +290,7 @@ async def test_a_job_tries_again_until_it_has_failed_too_often() -> None:
 
     container = {"name": "one", "image": "one:1"}
     pod_template = {"spec": {"restartPolicy": "Never", "containers": [container]}}
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "once"}, "spec": {"backoffLimit": 1}}
+    job: Object = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "once"}, "spec": {"backoffLimit": 1}}
     job["spec"]["template"] = pod_template
     for runtime, expected, num_pods in ((PaperRuntime(), "Complete", 1), (Failing(), "Failed", 2)):
         async with FakeKube(runtime) as kube:

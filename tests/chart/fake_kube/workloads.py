@@ -91,7 +91,7 @@ def reconcile_deployment(store: Store, deployment: Object) -> None:
     ready = {one["metadata"]["name"]: _num_ready(store, one) for one in sets} or {current["metadata"]["name"]: 0}
     for replica_set, replicas in _step(deployment, current, old, ready).items():
         found = store.get("ReplicaSet", replica_set, namespace)
-        store.changed(found, lambda new, replicas=replicas: new["spec"].update(replicas=replicas))
+        store.changed(found, lambda new, replicas=replicas: new["spec"].update(replicas=replicas))  # type: ignore[misc]
     pods = [pod for one in (current, *old) for pod in _owned(store, "Pod", one) if not is_terminating(pod)]
     updated = [pod for pod in pods if is_owned_by(pod, current)]
     _tell(store, deployment, deployment["spec"]["replicas"], pods, len(updated))

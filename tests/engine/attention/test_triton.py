@@ -54,9 +54,9 @@ def check(
     assert TritonAttention.supports(block_size=block_size, head_dim=head_dim, dtype=dtype, device=DEVICE)
     options = {"layer": LAYER, "metadata": metadata, "scale": scale, "sliding_window": window}
 
-    output = TritonAttention(softcap).forward(query, key, value, cache, **options)  # type: ignore[arg-type]
+    output = TritonAttention(softcap).forward(query, key, value, cache, **options)
 
-    expected = ReferenceAttention(softcap).forward(query, key, value, expected_cache, **options)  # type: ignore[arg-type]
+    expected = ReferenceAttention(softcap).forward(query, key, value, expected_cache, **options)
     torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=0)
     torch.testing.assert_close(cache, expected_cache, atol=0, rtol=0, equal_nan=True)
 

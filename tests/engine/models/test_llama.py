@@ -60,7 +60,9 @@ class _Case:
 
     def model(self, **options: Any) -> LlamaModel:
         options = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, **options}
-        return load_model(self.config, EngineConfig(model=str(self.folder), **options))
+        model = load_model(self.config, EngineConfig(model=str(self.folder), **options))
+        assert isinstance(model, LlamaModel)
+        return model
 
     def expected(self, tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", list(NEEDS), ids=str)
 @pytest.mark.parametrize("in_features", [512, 1024, 1536, 4864])
 def test_one_row_has_the_bits_that_it_has_among_others(
-    kind: type[Linear], dtype: torch.dtype, in_features: int
+    kind: Callable[[torch.Tensor], Linear], dtype: torch.dtype, in_features: int
 ) -> None:
     """In bfloat16 oneDNN adds groups of 512 inputs for one row, and of 1024 for several."""
     layer = kind(numbers(512, in_features, dtype=dtype))

@@ -24,7 +24,9 @@ PROMPT = torch.arange(40, 64)
 
 
 def _load(folder: Path, **options: Any) -> LlamaModel:
-    return load_model(ModelConfig.from_folder(folder), EngineConfig(model=str(folder), dtype="float32", **options))
+    model = load_model(ModelConfig.from_folder(folder), EngineConfig(model=str(folder), dtype="float32", **options))
+    assert isinstance(model, LlamaModel)
+    return model
 
 
 def _logits(model: LlamaModel) -> torch.Tensor:

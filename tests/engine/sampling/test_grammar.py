@@ -57,7 +57,7 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
     ),
     "grammar": ({"grammar": EBNF}, lambda text: text.count("(") == text.count(")") and set(text) <= set("abc,()")),
 }
-END = byte_level_backend().token_to_id("<|im_end|>")
+END: Any = byte_level_backend().token_to_id("<|im_end|>")
 MAX_TOKENS = 120
 NUM_PROMPTS = 15
 UNCONSTRAINED: dict[str, Any] = {"ignore_eos": True, "min_tokens": 5}

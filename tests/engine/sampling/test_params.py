@@ -133,10 +133,16 @@ def test_edges_of_every_range_pass() -> None:
 
 def test_what_changes_logits_says_so() -> None:
     assert not check(logprobs=5, logit_bias={}, temperature=0.3).changes_logits
-    for wish in ({"presence_penalty": 0.1}, {"frequency_penalty": -0.1}, {"repetition_penalty": 0.9}):
+    penalties: list[dict[str, Any]] = [
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 0.9},
+    ]
+    for wish in penalties:
         assert check(**wish).is_penalised
         assert check(**wish).changes_logits
-    for wish in ({"logit_bias": {1: 0.5}}, {"allowed_token_ids": [3]}):
+    biases: list[dict[str, Any]] = [{"logit_bias": {1: 0.5}}, {"allowed_token_ids": [3]}]
+    for wish in biases:
         assert not check(**wish).is_penalised
         assert check(**wish).changes_logits
 

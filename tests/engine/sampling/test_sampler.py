@@ -64,7 +64,7 @@ def test_uniforms_are_uniform_and_their_coordinates_independent() -> None:
 # The distribution
 
 
-def slow_probabilities(logits: torch.Tensor, row: SamplingRow) -> np.ndarray:
+def slow_probabilities(logits: torch.Tensor, row: SamplingRow) -> np.ndarray[Any, Any]:
     """The definition, one filter after the other, with Python's sort: what the sampler must agree with."""
     scaled = [x / row.params.temperature for x in logits.double().tolist()]
     weights = [math.exp(x - max(scaled)) for x in scaled]

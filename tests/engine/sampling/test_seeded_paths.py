@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ NUM_TOKENS = 48
 
 def params_for(index: int) -> SamplingParams:
     """A different way of sampling for each request of the batch."""
-    ways = [
+    ways: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9},
         {"temperature": 1.3, "top_k": 40},

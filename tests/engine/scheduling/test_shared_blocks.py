@@ -7,6 +7,7 @@ reads those of each request's tokens, as a layer of a model does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -238,7 +239,7 @@ def test_whatever_arrives_what_a_step_reads_has_been_written(seeks: bool, data: 
                 {"remote_kv": RemoteKV(transfer_id="t", reservation_s=1e9)},
                 *({"priority": priority} for priority in range(3)),
             ]
-            fields: dict[str, object] = data.draw(st.sampled_from(kinds), "kind")
+            fields: dict[str, Any] = data.draw(st.sampled_from(kinds), "kind")
             add(scheduler, [*beginning, 50 + number], max_tokens=data.draw(st.integers(1, 9), "output"), **fields)
         if scheduler.requests and data.draw(st.integers(0, 9), "aborts") == 0:
             scheduler.abort(data.draw(st.sampled_from(list(scheduler.requests)), "aborted"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_llm(checkpoint: Path, num_blocks: int) -> LLM:
-    options = {"dtype": "float32", "block_size": BLOCK_SIZE, "max_num_batched_tokens": 32}
+    options: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE, "max_num_batched_tokens": 32}
     return LLM(checkpoint, skip_tokenizer_init=True, num_gpu_blocks_override=num_blocks, **options)
 
 

@@ -37,6 +37,12 @@ Maker = Callable[[], Tokenizer]
 TEXTS = [*CORPUS, "", " ", "  two  spaces ", "\n\n", "\U0001f468\u200d\U0001f469", "e\u0301\u0302", "\ufeffx\0y"]
 
 
+def rendered(tokenizer: Tokenizer, messages: Any, **kwargs: Any) -> str:
+    """The conversation as text."""
+    assert tokenizer.chat_template is not None
+    return tokenizer.chat_template.render(messages, **kwargs)
+
+
 def test_the_torch_free_modules_import_neither_torch_nor_transformers() -> None:
     text = ["tokenizer", "token_bytes", "chat_template", "detokenizer"]
     names = ["sampling.params", "generation_config", *(f"text.{name}" for name in text)]
@@ -75,7 +81,7 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, backend: Any, c
     # STEP: the chat template, as text and as ids
     messages = [{"role": "user", "content": " hello world"}, {"role": "assistant", "content": "na\u00efve <b>"}]
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ours.chat_template.render(messages) == text
+    assert rendered(ours, messages) == text
     assert ours.encode_chat(messages) == theirs.encode(text, add_special_tokens=False)
 
 
@@ -121,9 +127,9 @@ def test_a_config_that_is_no_object_is_named(tmp_path: Path) -> None:
 def test_the_jinja_file_comes_before_the_configs_template(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level_backend(), {"chat_template": [{"name": "default", "template": "list"}]})
     hi = [{"role": "user", "content": "hi"}]
-    assert Tokenizer.from_folder(folder).chat_template.render(hi) == "list"
+    assert rendered(Tokenizer.from_folder(folder), hi) == "list"
     (folder / "chat_template.jinja").write_text("file")
-    assert Tokenizer.from_folder(folder).chat_template.render(hi) == "file"
+    assert rendered(Tokenizer.from_folder(folder), hi) == "file"
 
 
 # Special tokens in text
@@ -152,7 +158,7 @@ def test_special_tokens_in_a_message_are_text(content: str) -> None:
     tokenizer = byte_level()
     messages = [{"role": "user", "content": content}, {"role": "user", "content": "d|> world"}]
     ids = tokenizer.encode_chat(messages)
-    assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.chat_template.render(messages)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == rendered(tokenizer, messages)
     specials = [i for i in ids if i in tokenizer.special_ids]
     start, end = tokenizer.encode("<|im_start|><|im_end|>")
     assert specials == [start, end, start, end, start]
@@ -201,9 +207,7 @@ def test_a_users_special_tokens_may_be_parsed_on_request() -> None:
 
 
 def render(source: str, messages: Any = ({"role": "user", "content": "x"},), **kwargs: Any) -> str:
-    return Tokenizer(byte_level_backend().to_str(), {"bos_token": "<s>"}, source).chat_template.render(
-        messages, **kwargs
-    )
+    return rendered(Tokenizer(byte_level_backend().to_str(), {"bos_token": "<s>"}, source), messages, **kwargs)
 
 
 def test_templates_find_what_the_hub_gives_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -106,7 +107,8 @@ def test_a_page_that_changed_after_its_digest_is_recomputed(checkpoint: Path, pa
     pair.start("hit", prompt, GREEDY)
     pair.run_until(lambda: any(event.num_tokens for event in pair.held_back))
     # STEP the producer's fifth page changes, after its digest was announced and before it is read
-    kv = pair.prefill._executor._kv_cache
+    executor: Any = pair.prefill._executor
+    kv = executor._kv_cache
     block_id = metadata_of(pair.held_back[0]).block_ids[4]
     kv[block_id].view(-1)[17] += 1.0
     pair.let_go()

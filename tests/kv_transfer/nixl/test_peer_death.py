@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,8 @@ class Reader:
 
     def pages(self) -> torch.Tensor:
         """The KV memory as bytes, [num_blocks, bytes]."""
-        kv = self.core._executor._kv_cache
+        executor: Any = self.core._executor
+        kv: torch.Tensor = executor._kv_cache
         return kv.view(kv.shape[0], -1).view(torch.uint8)
 
 

@@ -19,8 +19,8 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import Sampled
 from kv_transfer.nixl.connector import NixlConnector, PinnedBlocks
-from kv_transfer.nixl.reader import GIVEN_UP
 from kv_transfer.nixl.transfers import VERSION, LendingAgent, TransferMetadata, encode
+from kv_transfer.transfer.connector import GIVEN_UP
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
 from tests.kv_transfer.nixl.fake_reader import FakeReader
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import cast
 
 import pytest
 
-from kv_transfer.nixl.agent import Handle, NixlAgent, Region
+from kv_transfer.nixl.agent import Handle, NixlAgent, Region, Spans
 from kv_transfer.nixl.reader import PageReader, Read
 from kv_transfer.nixl.transfers import VERSION, TransferMetadata
 from kv_transfer.page.naming import PageName
@@ -44,7 +44,7 @@ class FakeAgent(NixlAgent):
         self._peers[handle] = peer or ""
         return handle
 
-    def make_read(self, into: Handle, into_ids: Sequence[int], source: Handle, source_ids: Sequence[int]) -> Handle:
+    def make_read(self, into: Handle, into_ids: Spans, source: Handle, source_ids: Spans) -> Handle:
         handle = next(self._handles)
         self._reads[handle] = self._peers[source]
         return handle

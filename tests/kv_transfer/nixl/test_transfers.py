@@ -110,7 +110,7 @@ def test_a_digest_binds_the_page_to_what_it_is_and_who_holds_it() -> None:
 
 
 def _fields(spec: PageSpec) -> dict[str, object]:
-    return {name: getattr(spec, name) for name in PageSpec.__slots__}  # type: ignore[attr-defined]
+    return {name: getattr(spec, name) for name in PageSpec.__slots__}
 
 
 def test_a_lease_tag_keeps_its_value_until_it_is_released_and_never_has_it_again() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_damage_costs_a_recompute_and_never_a_wrong_block(
 ) -> None:
     key = tmp_path / "key"
     ensure_secret(key)
-    options = {"kv_secret_file": str(key)}
+    options: dict[str, Any] = {"kv_secret_file": str(key)}
     prefill, decode = Core(folder, **options), Core(folder, **options)
     request, reader = writer_of(), reader_of()
     prefill.prefill(request)

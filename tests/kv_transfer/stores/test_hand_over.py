@@ -87,9 +87,9 @@ def test_penalties_and_logprobs_go_on_across_a_hand_over(checkpoint: Path, pair:
         assert answer.prompt_logprobs is not None
         found = [[one.token_id for one in position] for position in outcome.prompt_logprobs]
         assert found == [list(entries or ()) for entries in answer.prompt_logprobs]
-        for found, entries in zip(outcome.logprobs, expected.logprobs, strict=True):
-            assert [one.token_id for one in found] == list(entries)
-            assert [one.logprob for one in found] == pytest.approx([one.logprob for one in entries.values()], abs=1e-4)
+        for tokens, entries in zip(outcome.logprobs, expected.logprobs, strict=True):
+            assert [one.token_id for one in tokens] == list(entries)
+            assert [one.logprob for one in tokens] == pytest.approx([one.logprob for one in entries.values()], abs=1e-4)
 
 
 def test_blocks_move_while_later_chunks_are_still_computed(checkpoint: Path, tmp_path: Path) -> None:

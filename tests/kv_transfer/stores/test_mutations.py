@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,7 @@ class Mutated:
     def __init__(self, shelf: Shelf, key_file: Path | None) -> None:
         self.store = shelf.store
         self.key = None if key_file is None else load_secret(str(key_file))
-        options = {} if key_file is None else {"kv_secret_file": str(key_file)}
+        options: dict[str, Any] = {} if key_file is None else {"kv_secret_file": str(key_file)}
         self.core = Core(self.store, num_blocks=NUM_PAGES, **options)
         self.num_requests = 0
         self.num_mutations = 0

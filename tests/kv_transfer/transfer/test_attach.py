@@ -16,6 +16,7 @@ from kv_transfer.transfer.server import POLICIES, SERVICE, TransferServer, Trans
 from protos.tandem.v1 import kv_transfer_pb2 as pb
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 from serving.server import Server, ServerSettings
+from tests.grpc_calls import next_message
 from tests.kv_transfer.transfer.endpoints import (
     EPOCH,
     IDENTITY,
@@ -95,7 +96,7 @@ async def test_frozen_reader_loses_its_lease_and_is_notified(
     server_end.offer()
     call = stub.Attach()
     await call.write(pb.AttachRequest(open=open_message()))
-    assert (await call.read()).WhichOneof("event") == "attached"
+    assert (await next_message(call)).WhichOneof("event") == "attached"
     started, watch = time.monotonic(), Stopwatch()
     while len(server_end.leases):
         server_end.step()
@@ -142,7 +143,7 @@ async def test_cancelled_reader_releases_within_a_second(
 
 async def test_frozen_producer_is_given_up_after_a_lease(stack: AsyncExitStack) -> None:
     class Frozen(TransferServer):
-        async def _progress(self, held: object, listener: object) -> AsyncIterator[pb.AttachResponse]:  # type: ignore[override]
+        async def _progress(self, held: object, listener: object) -> AsyncIterator[pb.AttachResponse]:
             await asyncio.sleep(60)
             yield pb.AttachResponse()
 

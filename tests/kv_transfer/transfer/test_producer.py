@@ -134,7 +134,7 @@ def test_expired_lease_ends_the_transfer(store: MemoryStore) -> None:
     assert prefill.connector.next_deadline_s() == pytest.approx(LEASE_S)
     now += LEASE_S - 0.01
     prefill.step()
-    assert prefill.ended is None
+    assert (prefill.ended, prefill.num_expired) == (None, 0)
     now += 0.02
     prefill.step()
     assert prefill.ended == "expired"

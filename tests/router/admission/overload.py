@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -99,9 +100,7 @@ def stack(model_folder: Path, folder: Path) -> Iterator[tuple[str, psutil.Proces
         fakes.communicate("")
 
 
-async def offer(
-    address: str, router: psutil.Process, seconds: float, *streams: dict[str, object]
-) -> tuple[Figures, int]:
+async def offer(address: str, router: psutil.Process, seconds: float, *streams: dict[str, Any]) -> tuple[Figures, int]:
     """Offers `streams` (open_load.py); returns the outcomes and the router's largest RSS in bytes."""
     load = {"address": address, "seconds": seconds, "num_tokens": NUM_TOKENS, "streams": streams}
     client = await asyncio.create_subprocess_exec(

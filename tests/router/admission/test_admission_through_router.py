@@ -94,7 +94,7 @@ async def ask_as(rig: Rig, tenant: str) -> None:
 
 async def test_tenants_have_queues_of_their_own(run: Run) -> None:
     async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=SHORT_QUEUE) as rig:
-        tasks = [asyncio.create_task(rig.generate(max_tokens=50))]
+        tasks: list[asyncio.Task[object]] = [asyncio.create_task(rig.generate(max_tokens=50))]
         await rig.decode[0].until("token")
         for num, tenant in enumerate(("alice", "bob"), start=1):
             tasks.append(asyncio.create_task(ask_as(rig, tenant)))
@@ -108,7 +108,7 @@ async def test_without_a_key_a_clients_own_header_makes_it_no_tenant(run: Run) -
     async with run(
         decode=[FakeInstance("decode", behaviour=slow())], admission={**SHORT_QUEUE, "tenant_key": ""}
     ) as rig:
-        tasks = [asyncio.create_task(rig.generate(max_tokens=50))]
+        tasks: list[asyncio.Task[object]] = [asyncio.create_task(rig.generate(max_tokens=50))]
         await rig.decode[0].until("token")
         tasks.append(asyncio.create_task(ask_as(rig, "alice")))
         await until_queued(rig, 1)

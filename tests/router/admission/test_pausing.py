@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -27,12 +28,12 @@ def two_slots(token_s: float = 0.05) -> Behaviour:
 
 def ask(
     rig: Rig, tenant: str, prompt: list[int] = PROMPT, *, n: int = 1, max_tokens: int = NUM_TOKENS
-) -> grpc.aio.Call:
+) -> grpc.aio.UnaryStreamCall[Any, Any]:
     request = request_of(prompt, n=n, max_tokens=max_tokens)
     return rig.stub.Generate(request, timeout=60, metadata=(("x-tenant", tenant),))
 
 
-async def read(call: grpc.aio.Call) -> Answer:
+async def read(call: grpc.aio.UnaryStreamCall[Any, Any]) -> Answer:
     return Answer([response async for response in call])
 
 
@@ -88,7 +89,7 @@ async def test_a_pause_counts_against_no_instance_and_is_no_resumption_that_is_l
         await until_all_stream(rig, 2)
         for number in range(3):
             assert (await read(ask(rig, "modest", max_tokens=3))).is_exactly(3)
-            await until(lambda number=number: rig.app.admission.num_queued == 0)
+            await until(lambda number=number: rig.app.admission.num_queued == 0)  # type: ignore[misc]
         rig.decode[0].behaviour.token_s = 0.0
         assert [
             (await task).is_exactly(NUM_TOKENS, prompt=one) for task, one in zip(greedy, (PROMPT, MORE), strict=True)

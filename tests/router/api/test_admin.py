@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from protos.tandem.v1 import common_pb2, pools_pb2, pools_pb2_grpc
+from protos.tandem.v1 import common_pb2, instance_pb2, pools_pb2, pools_pb2_grpc
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.pools.owned import WIRE_ROLES, owned
@@ -280,7 +280,10 @@ async def test_the_autoscaler_reports_its_status(run: Run) -> None:
 )
 async def test_invalid_sizes_are_rejected(run: Run, sizes: list[tuple[str, int]], hint: str) -> None:
     async with owned(run) as stack:
-        wanted = [pools_pb2.PoolSize(role=WIRE_ROLES.get(pool, 0), size=size) for pool, size in sizes]
+        wanted = [
+            pools_pb2.PoolSize(role=WIRE_ROLES.get(pool, instance_pb2.ROLE_UNSPECIFIED), size=size)
+            for pool, size in sizes
+        ]
         error = await failure(stack.stub.ResizePools(pools_pb2.ResizePoolsRequest(sizes=wanted), timeout=TIMEOUT_S))
         assert error.code().name == "INVALID_ARGUMENT"
         assert hint in (error.details() or "")

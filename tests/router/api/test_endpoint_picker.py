@@ -16,9 +16,9 @@ import pytest
 from protos.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from protos.envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
-from router.api.endpoint_picker import HEADER, SUBSET, RouterEndpoint, conversation, in_order
+from router.api.endpoint_picker import HEADER, SUBSET, EndpointPickerSettings, RouterEndpoint, conversation, in_order
 from router.app import RouterApp
-from router.config import RouterSettings
+from router.config import RouterSection, RouterSettings
 from router.request.validation import ServedModel
 from serving.channel import open_channel
 from tandem.local_stack.topology import free_ports
@@ -30,7 +30,7 @@ JSON = {"content-type": "application/json"}
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "a"}
 
 
-def sections(host: str, signals: int, http: int, picker: int) -> dict[str, dict[str, Any]]:
+def sections(host: str, signals: int, http: int, picker: int) -> dict[str, Any]:
     """Of a router at `host`, one of two."""
     routers = ",".join(f"{one}:{signals}" for one in HOSTS)
     return {
@@ -84,7 +84,8 @@ def endpoints(answer: ext_proc.ProcessingResponse) -> list[str]:
     """Of the header and of the metadata, which agree."""
     [option] = answer.request_headers.response.header_mutation.set_headers
     assert (option.header.key, option.append_action) == (HEADER, 2)
-    assert answer.dynamic_metadata["envoy.lb"][HEADER] == option.header.raw_value.decode()
+    metadata: Any = answer.dynamic_metadata
+    assert metadata["envoy.lb"][HEADER] == option.header.raw_value.decode()
     return option.header.raw_value.decode().split(",")
 
 
@@ -210,4 +211,4 @@ def test_what_is_no_conversation_has_no_key(data: bytes) -> None:
 
 def test_a_picker_without_routers_or_an_http_port_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"endpoint_picker\.listen needs http\.listen"):
-        RouterSettings(router={"model": "m"}, endpoint_picker={"listen": "127.0.0.1:0"})
+        RouterSettings(router=RouterSection(model="m"), endpoint_picker=EndpointPickerSettings(listen="127.0.0.1:0"))

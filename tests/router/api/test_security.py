@@ -79,10 +79,11 @@ async def test_calls_without_a_known_token_are_rejected_and_health_and_reflectio
         for token in (None, "unknown"):
             assert await code_of(ask(rig, token)) is grpc.StatusCode.UNAUTHENTICATED
             metadata = bearer(token) if token else None
-            for method, request in (
+            calls: list[tuple[Any, object]] = [
                 (rig.stub.Abort, generation_pb2.AbortRequest(request_ids=["a"])),
                 (rig.stub.GetModelInfo, generation_pb2.GetModelInfoRequest()),
-            ):
+            ]
+            for method, request in calls:
                 call = method(request, timeout=TIMEOUT_S, metadata=metadata)
                 assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
         assert await ask(rig, ALICE)

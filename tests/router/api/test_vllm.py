@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import common_pb2
@@ -59,7 +58,7 @@ async def test_every_field_has_the_number_and_type_that_is_published() -> None:
         theirs = published[message.name]
         for field in message.fields:
             oneof = field.containing_oneof.name if field.containing_oneof else None
-            ours = [field.number, field.type, field.label == FieldDescriptor.LABEL_REPEATED, oneof]
+            ours = [field.number, field.type, field.is_repeated, oneof]
             assert theirs[field.name] == ours, f"{message.name}.{field.name}"
     requests = {name for name in published if name.endswith("Request") and name not in ("EmbedRequest",)}
     requests |= {"SamplingParams", "TokenizedInput"}

@@ -13,11 +13,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import grpc.aio
+
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.observation import PoolObservation
 from router.autoscaler.resizer import ActuatorError, Resizer
 from router.autoscaler.settings import AutoscalerSettings
 from router.pools.discovery import StaticDiscovery
+from router.pools.instance import State
 from router.pools.instance_info import Role
 from router.pools.pool import Pools
 from router.pools.settings import PoolSettings
@@ -119,9 +122,11 @@ class Simulation:
         for index, each_s in enumerate(up_s):
             num_here = share + (index < rest)
             running = min(num_here, NUM_SEQS)
-            fields = {"num_running": running, "num_waiting": num_here - running}
-            state = "lost" if self.blackout else "ready"
-            instances.append(instance(f"decode-{index}", state=state, up_s=each_s, **fields))
+            state: State = "lost" if self.blackout else "ready"
+            waiting = num_here - running
+            instances.append(
+                instance(f"decode-{index}", state=state, up_s=each_s, num_running=running, num_waiting=waiting)
+            )
         decode = pool(*instances, at_s=now(), size=sizes["decode"], policy=self._settings.decode)
         return {"prefill": pool_of(sizes["prefill"], role="prefill", at_s=now()), "decode": decode}
 
@@ -158,7 +163,7 @@ def autoscaler(
     return Autoscaler(resizer, owner, simulation.observe, settings, holder=holder, clock=now)
 
 
-def _undialled(address: str) -> object:
+def _undialled(address: str) -> grpc.aio.Channel:
     raise AssertionError(f"{address} is dialled, though the pools are empty")
 
 

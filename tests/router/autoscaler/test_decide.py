@@ -88,12 +88,14 @@ def test_a_queue_at_the_door_lets_the_pool_grow() -> None:
 
 @pytest.mark.parametrize(("role", "objective"), [("prefill", "ttft_objective_s"), ("decode", "itl_objective_s")])
 def test_a_latency_above_its_objective_lets_the_pool_grow_while_something_waits(role: Any, objective: str) -> None:
+    policy: dict[str, Any] = {objective: 1.0}
+
     def late(at_s: float, **fields: Any) -> PoolObservation:
         return replace(pool_of(2, role=role, at_s=at_s, **fields), latency_s=1.5)
 
-    assert decided(lambda at_s: late(at_s, num_waiting=1), **{objective: 1.0}).new_size == 3
+    assert decided(lambda at_s: late(at_s, num_waiting=1), **policy).new_size == 3
     assert decided(lambda at_s: late(at_s, num_waiting=1)).new_size <= 2
-    assert decided(late, **{objective: 1.0}).direction == "in"  # nothing waits: more would not help, fewer do no harm
+    assert decided(late, **policy).direction == "in"  # nothing waits: more would not help, fewer do no harm
 
 
 # The protections
@@ -297,14 +299,14 @@ HISTORIES = st.builds(
 )
 
 
-def looks_of(size: int, loads: list[dict[str, int]]) -> list[PoolObservation]:
+def looks_of(size: int, loads: list[dict[str, Any]]) -> list[PoolObservation]:
     start_s = NOW_S - INTERVAL_S * (len(loads) - 1)
     return [pool_of(size, at_s=start_s + INTERVAL_S * index, **load) for index, load in enumerate(loads)]
 
 
 @given(size=st.integers(0, 30), loads=LOOKS, policy=POLICIES, history=HISTORIES)
 def test_never_outside_of_the_bounds_nor_further_out_and_never_more_than_double(
-    size: int, loads: list[dict[str, int]], policy: PoolPolicy, history: History
+    size: int, loads: list[dict[str, Any]], policy: PoolPolicy, history: History
 ) -> None:
     decision = decide(looks_of(size, loads), policy, history, STALE_S)
     low, high = min(policy.min_size, size), max(policy.max_size, size)

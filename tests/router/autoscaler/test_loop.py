@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import pytest
@@ -179,8 +179,7 @@ def test_an_owner_that_does_not_answer_is_asked_less_and_less_and_mentioned_once
         owner.failure, owner.num_asked = "the stack's socket is gone", 0
         await asyncio.sleep(300.0)
         assert 3 < owner.num_asked < 12  # 60 intervals
-        assert loop.status.to_wire("decode").reason == "the stack's socket is gone"
-        assert not loop.status.leads
+        assert (loop.status.to_wire("decode").reason, loop.status.leads) == ("the stack's socket is gone", False)
         owner.failure = None
         await asyncio.sleep(120.0)
         assert loop.status.leads
@@ -276,7 +275,7 @@ def test_a_router_that_was_held_up_longer_than_its_lead_resizes_nothing() -> Non
         def slow_clock() -> float:
             return now() + (20.0 if steps_taken else 0.0)
 
-        def observation(sizes: dict[Role, int]) -> dict[Role, PoolObservation]:
+        def observation(sizes: Mapping[Role, int]) -> dict[Role, PoolObservation]:
             nonlocal steps_taken
             observations = simulation.observe(sizes)
             steps_taken += 1

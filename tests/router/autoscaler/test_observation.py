@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from router.autoscaler.observation import InstanceSample, Problem
 from router.autoscaler.router_signals import QueueSample
 from router.autoscaler.settings import PoolPolicy
+from router.pools.instance import State
 from tests.router.autoscaler.builders import NUM_BLOCKS, NUM_SEQS, SPEED, instance, policy_of, pool, starting
 
 REPORTED = (
@@ -65,7 +67,7 @@ def test_an_instance_that_was_never_heard_of_is_pending_and_not_silent() -> None
 
 
 @pytest.mark.parametrize("state", ["lost", "wedged"])
-def test_what_a_silent_instance_carries_is_not_known_for_a_while(state: str) -> None:
+def test_what_a_silent_instance_carries_is_not_known_for_a_while(state: State) -> None:
     policy: PoolPolicy = policy_of(start_timeout_s=60.0)
     assert pool(instance("a"), instance("b", state=state, report_age_s=20.0), policy=policy).num_silent == 1
     assert pool(instance("a"), instance("b", state=state, report_age_s=61.0), policy=policy).num_silent == 0
@@ -85,7 +87,8 @@ def test_a_stale_report_decides_nothing() -> None:
 
 @pytest.mark.parametrize("field", REPORTED)
 def test_a_negative_number_decides_nothing(field: str) -> None:
-    problem = pool(instance("a"), instance("b", **{field: -3})).problem
+    negative: dict[str, Any] = {field: -3}
+    problem = pool(instance("a"), instance("b", **negative)).problem
     assert problem == Problem("nonsense", f"b: {field} = -3, which is invalid")
 
 
@@ -115,7 +118,7 @@ def test_an_instance_that_does_not_tell_what_it_can_run_decides_nothing() -> Non
 
 
 def test_held_kv_is_no_prefill_load() -> None:
-    held = {"used_blocks": 600, "held_blocks": 500}
+    held: dict[str, Any] = {"used_blocks": 600, "held_blocks": 500}
     [prefill] = pool(instance(**held), role="prefill").warm
     assert prefill.kv_use == 100 / NUM_BLOCKS
     [decode] = pool(instance(**held)).warm
@@ -123,7 +126,7 @@ def test_held_kv_is_no_prefill_load() -> None:
 
 
 def test_a_prefill_queue_that_stands_still_for_held_kv_is_no_prefill_load() -> None:
-    stuck = {"num_waiting": 9, "num_waiting_tokens": 9000, "used_blocks": 500, "held_blocks": 500}
+    stuck: dict[str, Any] = {"num_waiting": 9, "num_waiting_tokens": 9000, "used_blocks": 500, "held_blocks": 500}
     observation = pool(instance(**stuck), role="prefill", queue=QueueSample(5, 3.0))
     [load] = observation.warm
     assert load.is_blocked
@@ -141,7 +144,7 @@ def test_a_prefill_queue_that_stands_still_for_held_kv_is_no_prefill_load() -> N
     speed=st.none() | st.floats(),
 )
 def test_whatever_an_instance_tells_a_look_is_sane_or_says_what_is_wrong(
-    report: dict[str, int], floats: dict[str, float], speed: float | None
+    report: dict[str, Any], floats: dict[str, Any], speed: float | None
 ) -> None:
     observation = pool(instance(**report, **floats, speed=speed))
     if observation.problem is not None:

@@ -16,6 +16,7 @@ from router.admission.settings import AdmissionSettings
 from router.app import RouterApp
 from router.autoscaler.observation import Observer, is_for_decode, lacking_pool, queue_of
 from router.autoscaler.router_signals import EMPTY_QUEUE, QueueSample, RecentLatencies
+from router.pools.instance_info import Role
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -79,7 +80,7 @@ async def test_ttft_is_recorded_at_the_first_token_and_itl_at_the_end(run: Run) 
     prefill = FakeInstance("prefill", behaviour=Behaviour(prefill_s=0.3, slots=10))
     async with run(prefill=[prefill], decode=[FakeInstance("decode", behaviour=slow(0.05, slots=10))]) as rig:
         observer = observer_of(rig, **COLD_NEVER)
-        sizes = {"prefill": 1, "decode": 1}
+        sizes: dict[Role, int] = {"prefill": 1, "decode": 1}
         running = asyncio.create_task(rig.generate(request_of(PROMPT, max_tokens=20)))
         await rig.decode[0].until("token", 3)
         observations = observer.observe(sizes)

@@ -29,6 +29,7 @@ from router.autoscaler.router_signals import (
 from router.autoscaler.settings import SignalSettings
 from router.autoscaler.signals import demand_of
 from router.pools.discovery import StaticDiscovery
+from router.pools.instance_info import Role
 from router.request.validation import ServedModel
 from serving.channel import open_channel
 from tests.fakes.behaviour import Behaviour
@@ -38,8 +39,8 @@ from tests.router.conftest import Run
 from tests.router.rig import Rig, slow
 from tests.router.rig import settings_of as router_settings
 
-LISTENING = {"listen": "127.0.0.1:0", "interval_s": 0.05}
-SIZES = {"prefill": 1, "decode": 1}
+LISTENING: dict[str, Any] = {"listen": "127.0.0.1:0", "interval_s": 0.05}
+SIZES: dict[Role, int] = {"prefill": 1, "decode": 1}
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import random
-from typing import Self
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -262,7 +262,7 @@ async def _stuck(fake: FakeInstance) -> None:
             await asyncio.sleep(0.5)
 
 
-async def _read(call: grpc.aio.UnaryStreamCall) -> None:
+async def _read(call: grpc.aio.UnaryStreamCall[Any, Any]) -> None:
     async for _ in call:
         pass
 

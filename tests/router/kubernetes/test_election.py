@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from router.autoscaler.resizer import ActuatorError
 from router.kubernetes import cluster as cluster_module
 from router.kubernetes.actuator import PAUSED, Election
+from tests.chart.fake_kube.faults import Fault
 from tests.router.kubernetes.release import LEASE, FakeRelease, fake_release
 
 TTL_S = 15.0
@@ -77,7 +78,7 @@ async def test_an_annotation_of_the_lease_pauses_every_router_and_its_end_lets_t
         for value, is_paused in (("true", True), ("false", False), ("", True), (None, False)):
             note = {} if value is None else {PAUSED: value}
             lease = found.kube.store.get("Lease", LEASE)
-            found.kube.store.changed(lease, lambda new, note=note: new["metadata"].update(annotations=note))
+            found.kube.store.changed(lease, lambda new, note=note: new["metadata"].update(annotations=note))  # type: ignore[misc]
             assert [await one.try_it() for one in candidates] == [True, False]
             assert [one.election.pause is not None for one in candidates] == [is_paused] * 2
 
@@ -201,7 +202,7 @@ def test_two_routers_never_lead_at_once(steps: list[tuple[int, float, str | None
     asyncio.run(run())
 
 
-def _order(found: FakeRelease, fault: str | None) -> list[object]:
+def _order(found: FakeRelease, fault: str | None) -> list[Fault]:
     if fault == "stale":
         return [found.kube.order("get", "leases", revision=max(found.kube.store.revision - 2, 0))]
     if fault is None:

@@ -15,10 +15,12 @@ from router.autoscaler.resizer import Resizer
 from router.config import RouterSettings
 from router.kubernetes.settings import KubernetesSettings
 from serving.settings import SettingsError
+from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.kubernetes.fake_pods import FakePods
 from tests.router.kubernetes.release import ACCOUNT, LEASE, FakeRelease, fake_release
 from tests.router.rig import Answer, Rig
+from tests.waiting import until
 
 HANG_S = 60.0
 QUICK = {
@@ -165,9 +167,7 @@ async def test_the_autoscaler_leaves_the_sizes_while_kubernetes_fails(
         assert made.found.size("decode") == 1
         for fault in faults:
             made.found.kube.withdraw(fault)
-        async with asyncio.timeout(HANG_S):
-            while not autoscaler.status.leads:
-                await asyncio.sleep(0.05)
+        await until(lambda: autoscaler.status.leads, HANG_S)
         await made.until_ready(1)
 
 
@@ -211,5 +211,5 @@ def test_a_router_outside_of_a_cluster_does_not_import_its_client() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def _decodes(made: InCluster) -> list[tuple[str, object]]:
+def _decodes(made: InCluster) -> list[tuple[str, FakeInstance]]:
     return [(name, fake) for name, fake in made.pods.running.items() if fake.role == "decode"]

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from engine.sampling.params import SamplingParams
 from router.picking.affinity import Affinity, RequestAffinity, Sessions
 from router.picking.settings import PickingSettings
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
-from router.request.generation_request import GenerationRequest, SamplingParams
+from router.request.generation_request import GenerationRequest
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, SHORT

@@ -74,7 +74,7 @@ def test_a_split_by_objectives_names_both_and_the_work() -> None:
 
 
 def test_overload_and_its_reason() -> None:
-    full = {"num_uncomputed_tokens": 90_000, "num_running": 30}
+    full: dict[str, Any] = {"num_uncomputed_tokens": 90_000, "num_running": 30}
     found = planned_by_objectives([measured("decode", **full)], [measured("prefill", **full)])
     assert found.disaggregation.reason is Reason.OVERLOAD
 
@@ -96,7 +96,7 @@ def planned_without(
 
 
 def test_without_objectives_a_long_prompt_goes_where_less_waits() -> None:
-    behind = {"num_uncomputed_tokens": 9000}
+    behind: dict[str, Any] = {"num_uncomputed_tokens": 9000}
     found = planned_without([measured("decode", **behind)], [measured("prefill")])
     assert found.decode.instance.instance_id == "prefill"
     assert found.prefill is None
@@ -144,7 +144,7 @@ def test_a_prefill_instance_takes_streams_for_half_of_its_batch_and_prompts_beyo
 
 
 def test_prompts_of_at_most_min_tokens_go_where_less_waits_and_are_not_split() -> None:
-    behind = {"num_uncomputed_tokens": 9000}
+    behind: dict[str, Any] = {"num_uncomputed_tokens": 9000}
     found = planned_without([measured("decode", **behind)], [measured("prefill")], choice(64))
     assert found.decode.instance.instance_id == "prefill"
     fast = ThroughputEstimate(hand_over_per_s=1e6)

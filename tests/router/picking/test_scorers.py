@@ -162,7 +162,7 @@ def test_a_wrong_scoring_is_refused_with_what_to_write(text: str, hint: str) -> 
 
 
 def test_a_wrong_scorer_in_the_settings_is_named_with_its_setting() -> None:
-    flags = {("router", "model"): "m", ("picking", "decode_scorers"): "queue=1,prefx=3"}
+    flags: dict[tuple[str, ...], object] = {("router", "model"): "m", ("picking", "decode_scorers"): "queue=1,prefx=3"}
     with pytest.raises(SettingsError, match=r"picking\.decode_scorers .* did you mean prefix\?"):
         load(RouterSettings, flags=flags)
 

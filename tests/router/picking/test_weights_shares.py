@@ -6,7 +6,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -27,7 +27,7 @@ OLD, NEW = "01d0f4e3", "7e57ab1e"
 Mode = Literal["always", "auto", "never"]
 
 
-def of(weights: str, role: Role, name: str, **fields: object) -> InstanceView:
+def of(weights: str, role: Role, name: str, **fields: Any) -> InstanceView:
     return view(role, name, identity=replace(IDENTITY, weights_digest=weights), **fields)
 
 

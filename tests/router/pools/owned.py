@@ -89,6 +89,7 @@ async def owned(run: Run, *, num_decode: int = 2, num_spares: int = 2, **section
             run(prefill=0, decode=0, router=router, **{**sections, "pools": {**pools, **sections.get("pools", {})}})
         )
         rig.prefill, rig.decode = prefill, decode
+        assert rig.app.admin_address is not None
         channel = await cleanup.enter_async_context(grpc.aio.insecure_channel(rig.app.admin_address))
         found = Owned(rig, desired, pools_pb2_grpc.PoolsServiceStub(channel), spares, address)
         await found.until_ready(decode=num_decode)

@@ -155,8 +155,10 @@ async def test_fixed_addresses_and_names_are_joined() -> None:
 async def test_what_goes_wrong_with_one_part_is_not_swallowed() -> None:
     class Broken:
         async def addresses(self) -> AsyncIterator[frozenset[str]]:
+            yield frozenset(map(self._broken, "a"))
+
+        def _broken(self, address: str) -> str:
             raise RuntimeError("a fault of ours")
-            yield frozenset()
 
     with pytest.raises(RuntimeError, match="a fault of ours"):
         async for _ in CombinedDiscovery([StaticDiscovery(["a"]), Broken()]).addresses():
@@ -175,9 +177,9 @@ async def test_questions_are_spread_in_time(monkeypatch: pytest.MonkeyPatch) -> 
     discovery = DnsDiscovery("decode", 50051, 10.0, dns)
     monkeypatch.setattr("router.pools.discovery.asyncio.sleep", noted)
     questions = discovery.addresses()
-    reading = asyncio.create_task(anext(questions))
+    reading = asyncio.ensure_future(anext(questions))
     await reading
-    reading = asyncio.create_task(anext(questions))
+    reading = asyncio.ensure_future(anext(questions))
     while len(waits) < 50:
         await sleep(0)
     reading.cancel()

@@ -118,7 +118,9 @@ async def test_a_reader_that_was_cancelled_loses_nothing() -> None:
 
 async def test_what_waits_behind_another_does_not_keep_the_message_that_it_came_with() -> None:
     buffer = ReceiveBuffer()
-    message = decode_pb2.StreamTokensResponse(responses=[{"response": answer(i)} for i in range(2)])
+    message = decode_pb2.StreamTokensResponse(
+        responses=[decode_pb2.NumberedResponse(response=answer(i)) for i in range(2)]
+    )
     for numbered in message.responses:
         buffer.append(numbered.response)
     assert await buffer.read() is message.responses[0].response

@@ -14,7 +14,7 @@ import pytest
 
 import router.dispatch.instance_call
 import router.pools.token_stream
-from protos.tandem.v1 import decode_pb2, generation_pb2
+from protos.tandem.v1 import common_pb2, decode_pb2, generation_pb2
 from router.app import RouterApp
 from router.pools.settings import PoolSettings
 from router.pools.token_stream import GatherTime, ReceiveBuffer, TokenStream, TokenStreams
@@ -186,10 +186,10 @@ async def test_a_stream_lives_while_the_instance_is_watched_or_a_call_is_on_it()
 
 def step_of(joined: list[decode_pb2.TokenStream], token_index: int = 5) -> decode_pb2.StreamTokensResponse:
     """What a step of the engine brings: a token for each call."""
-    response = {"tokens": {"token_index": token_index}}
+    response = decode_pb2.DecodeResponse(tokens=common_pb2.TokenChunk(token_index=token_index))
     numbers = [one.call_number for one in joined]
     return decode_pb2.StreamTokensResponse(
-        responses=[{"call_number": number, "response": response} for number in numbers]
+        responses=[decode_pb2.NumberedResponse(call_number=number, response=response) for number in numbers]
     )
 
 

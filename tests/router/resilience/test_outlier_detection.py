@@ -8,10 +8,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import instance_pb2
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from router.request.choice_state import Choice
-from router.request.generation_request import GenerationRequest, SamplingParams
+from router.request.generation_request import GenerationRequest
 from router.resilience.outlier_detection import EjectionSettings, OutlierDetection
 from router.resilience.retry import CallFailed
 from router.resilience.safeguards import Guard

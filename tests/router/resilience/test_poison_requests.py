@@ -24,7 +24,7 @@ from tests.router.resilience.test_outlier_detection import Clock
 class Evidence:
     """A detection and what happens: `died("x", "a")` is instance a's death right under request x."""
 
-    def __init__(self, **settings: float) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.clock = Clock()
         self.detection = PoisonDetection(QuarantineSettings(**settings), self.clock)
         self.alive: set[str] = set()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import instance_pb2
 from router.dispatch.trace import RequestTrace
 from router.pools.instance_info import InstanceKey
 from router.request.choice_state import Choice
-from router.request.generation_request import GenerationRequest, SamplingParams
+from router.request.generation_request import GenerationRequest
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, FailureKind, RetryBudget, give_up
 from router.resilience.safeguards import Guard
 from serving.errors import InternalError, Overloaded, ServiceError, Unavailable
@@ -123,6 +125,10 @@ async def test_a_reservation_that_does_not_come_is_abandoned(run: Run) -> None:
 
 LIMITS = FailoverSettings(max_retries=2, max_resumptions=3)
 
+FRUITLESS: tuple[FailureKind, bool] = ("broken", False)
+PROGRESSED: tuple[FailureKind, bool] = ("broken", True)
+REFUSED: tuple[FailureKind, bool] = ("refused", False)
+
 
 def failures(*kinds: tuple[FailureKind, bool], error: ServiceError | None = None) -> ServiceError | None:
     """What `give_up` returns after these failures, each with whether its attempt brought tokens."""
@@ -136,19 +142,19 @@ def failures(*kinds: tuple[FailureKind, bool], error: ServiceError | None = None
 
 def test_two_fruitless_attempts_are_retried_and_the_third_is_not() -> None:
     assert failures(("broken", False), ("refused", False)) is None
-    assert isinstance(failures(*[("broken", False)] * 3), Unavailable)
+    assert isinstance(failures(*[FRUITLESS] * 3), Unavailable)
 
 
 def test_progress_resets_the_retries_but_not_the_resumptions() -> None:
     assert (
         failures(("broken", False), ("broken", False), ("broken", True), ("broken", False), ("broken", False)) is None
     )
-    assert failures(*[("broken", True)] * 3) is None
-    assert isinstance(failures(*[("broken", True)] * 4), Unavailable)
+    assert failures(*[PROGRESSED] * 3) is None
+    assert isinstance(failures(*[PROGRESSED] * 4), Unavailable)
 
 
 def test_overload_everywhere_keeps_its_kind_and_gets_a_hint() -> None:
-    result = failures(*[("refused", False)] * 3, error=Overloaded("full", None))
+    result = failures(*[REFUSED] * 3, error=Overloaded("full", None))
     assert isinstance(result, Overloaded)
     assert result.retry_after_s == 1.0
 
@@ -164,7 +170,7 @@ def test_an_internal_error_is_retried_once() -> None:
 PATIENT = {"beat_timeout_s": 20.0}
 
 
-def budget_of(num_active: int, **settings: float) -> RetryBudget:
+def budget_of(num_active: int, **settings: Any) -> RetryBudget:
     budget = RetryBudget(FailoverSettings(**{"retry_wait_s": 0.02, **settings}))
     budget.num_active = num_active
     return budget

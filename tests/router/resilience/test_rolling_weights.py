@@ -68,7 +68,7 @@ async def test_a_rolling_change_of_weights_fails_and_mixes_no_request(
                 for fake in (prefill[0], decode[0], prefill[1], decode[1]):
                     before = len(answers)
                     await roll(fake, apps)
-                    await until(lambda before=before: len(answers) > before + NUM_CLIENTS)
+                    await until(lambda before=before: len(answers) > before + NUM_CLIENTS)  # type: ignore[misc]
                 over.set()
         finally:
             await apps[1].stop()

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from click.testing import CliRunner
 
-from engine.kv_connector import KVConnectorConfig
+from engine.config import KVConnectorConfig
 from kv_transfer.nixl.connector import NixlOptions
 from kv_transfer.secret import ensure_secret
 from kv_transfer.stores.files import SharedStorageOptions
 from kv_transfer.stores.lmcache.connector import LMCacheOptions
 from kv_transfer.stores.redis.connector import RedisOptions
 from kv_transfer.transfer.connector import TransferOptions, parse_options
-from tandem.bench.transfer import media
 from tandem.bench.transfer.endpoint import Shape, TransferEndpoint, TransferFailed, as_bytes
 from tandem.bench.transfer.measure import Figures, Result, measure, table
 from tandem.bench.transfer.media import Medium, SharedStorageMedium, file_system, medium_of, transport
@@ -84,7 +85,12 @@ def test_options_are_those_of_the_connector(
 
 
 def test_given_options_replace_those_of_a_measurement(tmp_path: Path) -> None:
-    given = {"ttl_s": 900.0, "timeout_s": 2.0, "shutdown_timeout_s": 3.0, "kv_secret_file": str(tmp_path / "mine")}
+    given: dict[str, Any] = {
+        "ttl_s": 900.0,
+        "timeout_s": 2.0,
+        "shutdown_timeout_s": 3.0,
+        "kv_secret_file": str(tmp_path / "mine"),
+    }
     medium = medium_of(ConnectorChoice("redis", kv_url="redis://127.0.0.1:1", options=given))
     with medium.opened(Shape(num_blocks=1, block_bytes=65536)):
         options = medium.config(True).options
@@ -109,7 +115,7 @@ def test_a_redis_of_the_users_own_has_no_key_more_than_before(tmp_path: Path) ->
 
 
 def test_without_a_redis_it_gives_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     status, output = bench("--connector", "redis")
     assert status == 1
     assert "redis: skipped" in output
@@ -181,9 +187,13 @@ def test_other_bytes_than_were_lent_are_noticed_without_any_digest(
         as_bytes(memories[0])[5] ^= 1
         return seconds
 
+    def noted(shape: Shape) -> torch.Tensor:
+        memories.append(memory(shape))
+        return memories[0]
+
     memories: list[torch.Tensor] = []
     memory = Shape.memory
-    monkeypatch.setattr(Shape, "memory", lambda shape: memories.append(memory(shape)) or memories[0])
+    monkeypatch.setattr(Shape, "memory", noted)
     monkeypatch.setattr(TransferEndpoint, "load", damaged)
     with pytest.raises(TransferFailed, match="the bytes read differ from the bytes offered"):
         measure(SharedStorageMedium(parent=tmp_path), Shape(2, 4096), digests=["off"], num_rounds=1, progress=print)

@@ -43,8 +43,8 @@ class Router(generation_pb2_grpc.GenerationServiceServicer):
 
     @contextmanager
     def serving(self) -> Iterator[Router]:
-        server = grpc.server(ThreadPoolExecutor(8))
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call, unused-ignore]
+        server: Any = grpc.server(ThreadPoolExecutor(8))  # the stubs are typed for asyncio alone
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         self.is_ready(True)
         self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

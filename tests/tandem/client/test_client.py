@@ -69,8 +69,8 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
 @pytest.fixture
 def router() -> Iterator[tuple[ScriptedRouter, str]]:
     servicer = ScriptedRouter()
-    server = grpc.server(ThreadPoolExecutor(4))
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call, unused-ignore]
+    server: Any = grpc.server(ThreadPoolExecutor(4))  # the stubs are typed for asyncio alone
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield servicer, f"127.0.0.1:{port}"
@@ -227,7 +227,7 @@ def test_three_kinds_of_prompt() -> None:
     with pytest.raises(TypeError, match="not 'colour'"):
         generate_request([{"role": "user", "content": "x", "colour": 1}], {})
     with pytest.raises(TypeError, match="a prompt is"):
-        generate_request([1, "two"], {})  # type: ignore[list-item]
+        generate_request([1, "two"], {})  # type: ignore[arg-type]
 
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object"}, "strict": True}
@@ -283,4 +283,4 @@ def test_the_package_exports_lazily_what_it_promises() -> None:
     for name in tandem.__all__:
         assert getattr(tandem, name).__name__ == name
     with pytest.raises(AttributeError):
-        tandem.Clinet  # type: ignore[attr-defined]  # noqa: B018
+        tandem.Clinet  # noqa: B018

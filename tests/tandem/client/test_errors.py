@@ -20,9 +20,11 @@ class Failing:
     """Every call fails: one with field violations, one with a retry delay, one for its instances."""
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> Any:
+        yield self._refused()
+
+    def _refused(self) -> generation_pb2.GenerateResponse:
         violations = [FieldViolation("sampling.temperature", "is 9; allowed: 0 … 2")]
         raise InvalidArgument("sampling.temperature: is 9; allowed: 0 … 2", violations)
-        yield generation_pb2.GenerateResponse()
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         raise Overloaded("the queue is full", retry_after_s=2.5)

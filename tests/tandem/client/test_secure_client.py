@@ -38,7 +38,7 @@ class Echo:
         self.may_end.set()
 
     def _note(self, context: Context) -> None:
-        metadata = dict(tuple(item) for item in context.invocation_metadata() or ())
+        metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
         self.tokens.append(metadata.get("authorization"))
         self.peers.append(context.peer())
 

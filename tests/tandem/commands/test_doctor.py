@@ -221,8 +221,10 @@ def test_a_check_that_raises_is_a_failed_line_of_the_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken() -> Iterator[Finding]:
+        yield unloadable()
+
+    def unloadable() -> Finding:
         raise ImportError("libfoo.so is not there")
-        yield
 
     monkeypatch.setattr(doctor, "check_kernel", broken)
     result = CliRunner().invoke(main, ["doctor", "--quick"])

@@ -68,7 +68,7 @@ class Background:
 
     def sizes(self) -> dict[str, int]:
         snapshot = self.stack.desired.snapshot
-        return {role: len(snapshot.pool(role)) for role in ("prefill", "decode")}  # type: ignore[arg-type]
+        return {role: len(snapshot.pool(role)) for role in ("prefill", "decode")}
 
     def freeze_new_instances(self) -> None:
         """New instances are never ready."""
@@ -178,8 +178,8 @@ def test_a_timeout_is_kept_when_the_router_is_silent() -> None:
             ended.wait(10)
             yield from ()
 
-    server = grpc.server(ThreadPoolExecutor(2))
-    pools_pb2_grpc.add_PoolsServiceServicer_to_server(Silent(), server)  # type: ignore[no-untyped-call, unused-ignore]
+    server: Any = grpc.server(ThreadPoolExecutor(2))  # the stubs are typed for asyncio alone
+    pools_pb2_grpc.add_PoolsServiceServicer_to_server(Silent(), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

@@ -62,7 +62,7 @@ class LMCacheLoad(Load):
     """Hand-overs one after another, through given stores."""
 
     def __init__(self, make_store: Callable[[], BlockStore], *, retry_s: float = 0.5) -> None:
-        self.stores = [make_store(), make_store()]  # type: ignore[assignment]
+        self.stores = [make_store(), make_store()]
         self.prefill, self.decode = (Core(store, breaker_retry_s=retry_s) for store in self.stores)
         self._prepare()
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -197,7 +198,7 @@ def test_damaged_page_is_a_counted_miss_and_is_removed(
     tmp_path: Path, damage: Callable[[Path], None], reason: str
 ) -> None:
     ensure_secret(tmp_path / "key")
-    options = {"kv_secret_file": str(tmp_path / "key"), "num_io_threads": 1}
+    options: dict[str, Any] = {"kv_secret_file": str(tmp_path / "key"), "num_io_threads": 1}
     prefill, decode = (Core(disk(tmp_path / "store"), **options) for _ in range(2))
     request, reader = make_request(PROMPT, hold=True), make_request(PROMPT, remote=True)
     prefill.prefill(request)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from engine.core.messages import KVProgress
+from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.redis.connector import RedisStore
 from tests.kv_transfer.harness import BLOCK_SIZE, Core, make_request
 from tests.kv_transfer.stores.redis.redis_server import IMPATIENT, RedisServer, options_of
@@ -22,7 +24,7 @@ class Load:
     def __init__(self, server: RedisServer, **options: object) -> None:
         settings = options_of(server, **{**IMPATIENT, **options})
         retry_s = settings.breaker_retry_s
-        self.stores = [RedisStore(settings), RedisStore(settings)]
+        self.stores: Sequence[BlockStore] = [RedisStore(settings), RedisStore(settings)]
         self.prefill, self.decode = (
             Core(store, num_io_threads=settings.num_io_threads, breaker_retry_s=retry_s) for store in self.stores
         )
@@ -83,7 +85,7 @@ class Load:
     def _hand_over(self, number: int) -> None:
         started = self._watch.s
         prompt = [number, *PROMPT]  # a new one each time, or its pages would be there already
-        names = {"request_id": f"r{number}", "transfer_id": f"t{number}"}
+        names: dict[str, Any] = {"request_id": f"r{number}", "transfer_id": f"t{number}"}
         request, reader = make_request(prompt, hold=True, **names), make_request(prompt, remote=True, **names)
         self.prefill.events.clear()
         self.decode.loaded.clear()

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -104,7 +105,8 @@ class RedisServer:
     def names(self) -> list[bytes]:
         """All keys."""
         with self.client() as client:
-            return sorted(client.keys("*"))
+            keys: list[Any] = client.keys("*")
+            return sorted(keys)
 
     def num_clients(self) -> int:
         """Connections, without the one of this call."""
@@ -159,14 +161,14 @@ def redis_sentinel(folder: Path, primary: RedisServer, service: str) -> Iterator
         yield sentinel
 
 
-PATIENT: Mapping[str, float] = {"timeout_s": 10.0, "connect_timeout_s": 10.0}
-IMPATIENT: Mapping[str, float] = {"timeout_s": 0.25, "connect_timeout_s": 0.25}
+PATIENT: Mapping[str, Any] = {"timeout_s": 10.0, "connect_timeout_s": 10.0}
+IMPATIENT: Mapping[str, Any] = {"timeout_s": 0.25, "connect_timeout_s": 0.25}
 """As in production."""
 
 
 def options_of(server: RedisServer, **options: object) -> RedisOptions:
     """Without digests, for stores that are tested alone, and patient: a busy machine is not a dead Redis."""
-    return RedisOptions(url=server.url, **{"digest": False, **PATIENT, **options})  # type: ignore[arg-type]
+    return RedisOptions(url=server.url, **{"digest": False, **PATIENT, **options})
 
 
 def name_of(key: PageKey, prefix: str = "tandem") -> str:

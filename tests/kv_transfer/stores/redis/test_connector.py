@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -97,7 +98,8 @@ def test_rejected_login_backs_off_until_the_password_changes(tmp_path: Path) -> 
                 pool.connect()
             now += 1.0
         with server.client() as client:
-            num_attempts = sum(int(entry["count"]) for entry in client.acl_log())
+            log: Any = client.acl_log()
+        num_attempts = sum(int(entry["count"]) for entry in log)
         assert 8 <= num_attempts <= 16
         password_file.write_text(PASSWORD)
         pool.connect()
@@ -346,7 +348,7 @@ def test_replaced_value_is_a_counted_miss_and_is_removed(
     own_server: RedisServer, tmp_path: Path, damage: Callable[[RedisServer, list[str]], None], reason: str
 ) -> None:
     ensure_secret(tmp_path / "key")
-    options = {"kv_secret_file": str(tmp_path / "key"), "num_io_threads": 1}
+    options: dict[str, Any] = {"kv_secret_file": str(tmp_path / "key"), "num_io_threads": 1}
     prefill, decode = (Core(RedisStore(options_of(own_server, digest=False)), **options) for _ in range(2))
     request, reader = make_request(PROMPT, hold=True), make_request(PROMPT, remote=True)
     prefill.prefill(request)

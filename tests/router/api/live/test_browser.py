@@ -65,7 +65,7 @@ async def browser(scenario: str, url: str, *arguments: str) -> AsyncIterator[Bro
     assert chromium, "this test needs a browser: sudo apt-get install chromium, or CHROMIUM=/path/to/chromium"
     assert (ROOT / "node_modules/playwright-core").is_dir(), "this test needs playwright-core: npm ci"
     process = await asyncio.create_subprocess_exec(
-        *(node, Path(__file__).with_name("browser.mjs"), scenario, url, *arguments),
+        *(node, str(Path(__file__).with_name("browser.mjs")), scenario, url, *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -171,7 +171,7 @@ class Hostile(Synthetic):
         reading = await super().read()
 
         def hostile(one: RequestSummary) -> RequestSummary:
-            names = {"prefill": (self.markup,), "decode": (self.markup,)}
+            names: dict[str, Any] = {"prefill": (self.markup,), "decode": (self.markup,)}
             return replace(one, request_id=self.markup, reason=self.markup, error=self.markup, **names)
 
         return replace(

@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from router.api.live.state import Json
+from router.api.openai.server import HttpSettings
 from router.app import RouterApp
-from router.config import RouterSettings
+from router.config import RouterSection, RouterSettings
 from router.request.validation import ServedModel
 from serving.settings import SettingsError
 from tests.router.api.live.merge_patch import patched
@@ -203,6 +204,7 @@ async def test_auto_serves_no_page_where_one_would_be_refused(run_http: RunHttp,
 
 
 def test_a_page_without_a_port_is_refused() -> None:
+    router = RouterSection(model="m")
     with pytest.raises(ValueError, match=r"http\.page needs http\.listen"):
-        RouterSettings(router={"model": "m"}, http={"page": True})
-    assert RouterSettings(router={"model": "m"}, http={"page": "auto"}).http.listen is None
+        RouterSettings(router=router, http=HttpSettings(page=True))
+    assert RouterSettings(router=router, http=HttpSettings(page="auto")).http.listen is None

@@ -36,7 +36,7 @@ def is_accepted(kind: type[RequestBody], body: bytes) -> bool:
     if refusal is not None:
         assert refusal.violations[0].field
         return False
-    for request in parsed.requests("label"):  # type: ignore[attr-defined]
+    for request in parsed.requests("label"):
         assert request.SerializeToString()
     return True
 

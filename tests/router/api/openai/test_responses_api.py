@@ -47,7 +47,7 @@ async def test_a_stream_of_events_makes_the_same_response(run_http: RunHttp) -> 
         parts = [event for event in events if event.type == "response.function_call_arguments.delta"]
         assert "".join(event.delta for event in parts) == "".join(ARGUMENTS)
         assert [item.type for item in events[-1].response.output] == ["message", "function_call", "function_call"]
-        async with http.openai.responses.stream(model="fake", input="How is it?", tools=[TOOL]) as stream:  # type: ignore[list-item]
+        async with http.openai.responses.stream(model="fake", input="How is it?", tools=[TOOL]) as stream:
             final = await stream.get_final_response()
         assert final.output_text == "Let me see."
 

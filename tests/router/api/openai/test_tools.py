@@ -18,13 +18,16 @@ from tests.router.api.openai.conftest import HttpRig, RunHttp
 from tests.router.rig import SEED
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Looks out.", "parameters": SCHEMA}}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Looks out.", "parameters": SCHEMA},
+}
 ADD = {"type": "function", "function": {"name": "add"}}
-STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 ARGUMENTS = ['{"city": "Köln"}', '{"city": "Oslo}"}']
 CALLS = "".join(f'\n<tool_call>\n{{"name": "get_weather", "arguments": {one}}}\n</tool_call>' for one in ARGUMENTS)
 TEXT = f"Let me see.{CALLS}"
-USER = {"role": "user", "content": "How is it?"}
+USER: Any = {"role": "user", "content": "How is it?"}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -103,7 +106,7 @@ async def test_a_stream_has_the_same_calls_in_parts(run_http: RunHttp) -> None:
             model="fake",
             messages=[USER],
             tools=[WEATHER],
-            seed=SEED,  # type: ignore[list-item]
+            seed=SEED,
         ) as stream:
             whole = await stream.get_final_completion()
         assert [call.function.arguments for call in whole.choices[0].message.tool_calls or ()] == ARGUMENTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tandem.bench.serve.workload import all_at_once, cut, even_arrivals, filling
 NUM = 40_000
 
 
-def gaps(rate: float, burstiness: float, seed: int = 3) -> np.ndarray:
+def gaps(rate: float, burstiness: float, seed: int = 3) -> np.ndarray[Any, Any]:
     series = gamma_arrivals(rate, burstiness, np.random.default_rng(seed))
     return np.diff(list(itertools.islice(series, NUM)), prepend=0.0)
 

@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import numpy as np
@@ -20,6 +21,7 @@ from tandem.bench.serve.endpoint import PlannedRequest
 from tandem.bench.serve.grpc_endpoint import GrpcEndpoint
 from tandem.bench.serve.load import run_load
 from tandem.bench.serve.report import Objectives, Report, summarise
+from tests.grpc_calls import blocking_stub
 from tests.tandem.bench.serve.fake_servers import Behaviour, FakeTandem
 from tests.waiting import Stopwatch
 
@@ -44,7 +46,7 @@ class Seen:
     codes: list[str] = field(default_factory=list)
 
 
-def ask(stub: generation_pb2_grpc.GenerationServiceStub, delay_s: float, seen: Seen, lock: threading.Lock) -> None:
+def ask(stub: Any, delay_s: float, seen: Seen, lock: threading.Lock) -> None:
     time.sleep(delay_s)
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=[20, 21, 22]),
@@ -73,7 +75,7 @@ def ask(stub: generation_pb2_grpc.GenerationServiceStub, delay_s: float, seen: S
 def independent(address: str) -> Seen:
     seen, lock = Seen(), threading.Lock()
     with grpc.insecure_channel(address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        stub = blocking_stub(generation_pb2_grpc.GenerationServiceStub, channel)
         grpc.channel_ready_future(channel).result(20)
         threads = [
             threading.Thread(target=ask, args=(stub, number * SPACING_S, seen, lock)) for number in range(NUM_REQUESTS)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ def sweep(ttft_s: float) -> list[Point]:
 
 def line(axis: Axes, label: str) -> tuple[list[float], list[float]]:
     """What is drawn under `label`."""
+    found: Any
     (found,) = [one for one in axis.lines if one.get_label() == label]
     return list(found.get_xdata()), list(found.get_ydata())
 
@@ -105,8 +107,10 @@ def test_ttft_over_time_has_a_point_for_each_answer_and_no_line_between_them() -
 @pytest.mark.parametrize("figure_of", [plots.ttft_over_time, plots.itl_over_time])
 def test_marks_say_what_was_changed_when(figure_of: Callable[..., Figure]) -> None:
     (axis,) = figure_of({"run": run_at(1.0, 0.1)}, marks={1.5: "2P1D", 2.5: "1P2D"}).axes
-    assert [(text.get_text(), text.xy[0]) for text in axis.texts] == [("2P1D", 1.5), ("1P2D", 2.5)]
-    assert [list(one.get_xdata()) for one in axis.lines[-2:]] == [[1.5, 1.5], [2.5, 2.5]]
+    marks: list[Any] = list(axis.texts)
+    lines: list[Any] = axis.lines[-2:]
+    assert [(text.get_text(), text.xy[0]) for text in marks] == [("2P1D", 1.5), ("1P2D", 2.5)]
+    assert [list(one.get_xdata()) for one in lines] == [[1.5, 1.5], [2.5, 2.5]]
     assert not {"2P1D", "1P2D"} & set(texts(axis))
 
 
