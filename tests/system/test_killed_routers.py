@@ -19,6 +19,7 @@ from tandem import Client, Completion, Piece
 from tandem.client import resumption
 from tandem.client.request import generate_request
 from tandem.local_stack.process import ManagedProcess, stop_all
+from tests.grpc_calls import blocking_stub
 from tests.system.checker import wait_idle
 from tests.system.questions import Question, make_questions
 from tests.system.stacks import Stack, on_stack
@@ -152,10 +153,10 @@ def test_a_beginning_that_the_constraint_excludes_is_the_clients_error(killable:
     request = generate_request([5, 6, 7], {"regex": "[ab]{3}", "seed": 1, "max_tokens": 20})
     request.resume.choices.add(token_ids=[350, 351])
     with grpc.insecure_channel(rig.address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[arg-type]
+        stub = blocking_stub(generation_pb2_grpc.GenerationServiceStub, channel)
         with pytest.raises(grpc.RpcError) as raised:
             list(stub.Generate(request, timeout=HANG_S))
-        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         request.resume.CopyFrom(generation_pb2.Resume())
         assert list(stub.Generate(request, timeout=HANG_S))[-1].tokens.HasField("finish")
     wait_idle(rig, FREED_WITHIN_S)

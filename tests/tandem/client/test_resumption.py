@@ -73,7 +73,7 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
 def router() -> Iterator[ScriptedRouter]:
     servicer = ScriptedRouter()
     server = grpc.server(ThreadPoolExecutor(4))
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call, unused-ignore]
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # type: ignore[arg-type]
     servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"  # type: ignore[attr-defined]
     server.start()
     yield servicer
