@@ -81,12 +81,15 @@ class ChunkBuilder:
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None, event: TokensEvent) -> common_pb2.Finish:
         num_prompt = len(self._choice.engine_request.prompt_token_ids)
+        is_load = self._choice.engine_request.remote_kv is not None  # else what came from elsewhere was in a store
+        num_stored = 0 if is_load else min(event.num_external_tokens, num_prompt)
         usage = common_pb2.Usage(  # the engine's counts of a resumed choice include the ids emitted before
             prompt_tokens=num_prompt,
             completion_tokens=self._num_ids,
-            cached_tokens=min(event.num_cached_tokens, num_prompt),
-            external_tokens=min(event.num_external_tokens, num_prompt),
+            cached_tokens=min(event.num_cached_tokens + num_stored, num_prompt),
+            external_tokens=min(event.num_external_tokens, num_prompt) - num_stored,
             recomputed_tokens=min(event.num_recomputed_tokens, num_prompt),
+            stored_tokens=num_stored,
         )
         return common_pb2.Finish(
             reason=FINISH_REASONS[reason],

@@ -46,6 +46,7 @@ class Choice:
     _identity: Identity | None = None
     _num_before_attempt: int = 0
     num_cached_tokens: int | None = None  # of the prompt, where it was prefilled first; None: not known yet
+    _num_stored_tokens: int = 0  # of these, those from a store
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed.get(self.index)
@@ -161,23 +162,23 @@ class Choice:
             if not chunk.token_ids:
                 raise StreamViolation("a hand-over without a token")
             self.handed_over = True
-            self._note_cached(chunk.finish.usage.cached_tokens)
+            self._note_cached(chunk.finish.usage)
             chunk.ClearField("finish")  # the client does not see hand-overs
         elif reason in _CLIENTS_REASONS:
             self.finished = True
         else:
             raise StreamViolation(f"the instance ended the choice: {common_pb2.FinishReason.Name(reason)}")
 
-    def _note_cached(self, num_cached_tokens: int) -> None:
+    def _note_cached(self, usage: common_pb2.Usage) -> None:
         if self.num_cached_tokens is None:
-            self.num_cached_tokens = num_cached_tokens
+            self.num_cached_tokens, self._num_stored_tokens = usage.cached_tokens, usage.stored_tokens
 
     def _complete_usage(self, usage: common_pb2.Usage) -> None:
         """Usage of the whole choice, whichever instances shared it."""
-        self._note_cached(usage.cached_tokens)
+        self._note_cached(usage)
         usage.prompt_tokens = self.request.num_prompt_tokens
         usage.completion_tokens = self.num_emitted
-        usage.cached_tokens = self.num_cached_tokens or 0
+        usage.cached_tokens, usage.stored_tokens = self.num_cached_tokens or 0, self._num_stored_tokens
 
     def _continues(self, chunk: common_pb2.TokenChunk) -> bool:
         """The checks of `_raise_mismatch` without its texts: runs for each token of each stream."""

@@ -25,13 +25,15 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a choice: `external` ones came as KV from another instance, `recomputed` ones should have."""
+    """Token counts of a choice: KV of `cached` ones was found where the prompt was prefilled, of which `stored` in a
+    store; `external` ones came as KV from another instance, `recomputed` ones should have."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     external_tokens: int = 0
     recomputed_tokens: int = 0
+    stored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,7 @@ def _usage(usage: common_pb2.Usage) -> Usage:
         usage.cached_tokens,
         usage.external_tokens,
         usage.recomputed_tokens,
+        usage.stored_tokens,
     )
 
 

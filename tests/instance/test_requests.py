@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.messages import EngineRequest, TokenLogprob, TokensEvent
+from engine.core.messages import EngineRequest, RemoteKV, TokenLogprob, TokensEvent
 from engine.errors import EngineDeadError
 from engine.sampling.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
@@ -27,13 +27,18 @@ TEXT = "It was the best of times, 漢字 and STOP here. 😀 END"
 
 
 def begin(
-    emitted: list[int] | None = None, *, tokenizer: Tokenizer | None = TOKENIZER, **params: object
+    emitted: list[int] | None = None,
+    *,
+    tokenizer: Tokenizer | None = TOKENIZER,
+    remote_kv: RemoteKV | None = None,
+    **params: object,
 ) -> ChunkBuilder:
     request = EngineRequest(
         request_id="r",
         prompt_token_ids=[1, 2, 3],
         output_token_ids=emitted or [],
         params=SamplingParams(**{"max_tokens": 1000} | params),  # type: ignore[arg-type]
+        remote_kv=remote_kv,
     )
     return ChunkBuilder(Choice(stream_epoch=5, index=1, engine_request=request), tokenizer)
 
@@ -111,6 +116,18 @@ def test_the_last_chunk_has_the_usage() -> None:
     usage = chunk.finish.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 2)
     assert not chunk.finish.HasField("stop_string")
+
+
+@pytest.mark.parametrize(
+    ("transfer", "counts"), [(None, (3, 0, 1)), (RemoteKV(transfer_id="t", reservation_s=1.0), (2, 1, 0))]
+)
+def test_kv_from_elsewhere_was_in_a_store_unless_it_was_handed_over(
+    transfer: RemoteKV | None, counts: tuple[int, int, int]
+) -> None:
+    text = begin(remote_kv=transfer)
+    event = msgspec.structs.replace(tokens([10], "length"), num_external_tokens=1)
+    usage = text.chunk(event).finish.usage
+    assert (usage.cached_tokens, usage.external_tokens, usage.stored_tokens) == counts
 
 
 def test_emitted_ids_that_hold_a_stop_string_are_refused() -> None:

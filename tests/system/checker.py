@@ -46,7 +46,8 @@ def assert_usage(completion: Completion) -> None:
         assert choice.usage.prompt_tokens == completion.prompt_tokens
         assert choice.usage.completion_tokens == len(choice.token_ids)
         usage = choice.usage
-        assert usage.cached_tokens + usage.external_tokens + usage.recomputed_tokens <= usage.prompt_tokens
+        assert usage.stored_tokens <= usage.cached_tokens <= usage.prompt_tokens  # where it was prefilled
+        assert usage.external_tokens + usage.recomputed_tokens <= usage.prompt_tokens  # where it was decoded
 
 
 def busy(report: instance_pb2.WatchLoadResponse) -> dict[str, int]:

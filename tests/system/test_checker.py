@@ -46,10 +46,11 @@ def test_usage_that_does_not_add_up_is_found() -> None:
     assert_usage(completion((1, 2, 3)))
     with pytest.raises(AssertionError):
         assert_usage(completion((1, 2, 3), usage=Usage(prompt_tokens=4, completion_tokens=2)))
-    with pytest.raises(AssertionError):
-        assert_usage(
-            completion((1,), usage=Usage(prompt_tokens=4, completion_tokens=1, cached_tokens=3, external_tokens=2))
-        )
+    counts = {"prompt_tokens": 4, "completion_tokens": 1}
+    assert_usage(completion((1,), usage=Usage(**counts, cached_tokens=3, external_tokens=4, stored_tokens=2)))
+    for wrong in ({"cached_tokens": 5}, {"stored_tokens": 1}, {"external_tokens": 3, "recomputed_tokens": 2}):
+        with pytest.raises(AssertionError):
+            assert_usage(completion((1,), usage=Usage(**counts, **wrong)))
 
 
 def test_an_idle_instance_is_idle_whatever_it_has_cached() -> None:

@@ -189,7 +189,7 @@ def test_a_shared_prefix_is_computed_once_for_all_prefill_instances(stack: Stack
     """NIXL hands over, Redis keeps prefixes: no prefill instance computes what another one has computed."""
     prefix = random_prompt(prompts, 10 * BLOCK_SIZE)
     names = [name for name in stack.rig.stack.instances if name.startswith("prefill")]
-    before, num_prompts = stack.settled(), 0
+    before, num_prompts, num_stored = stack.settled(), 0, 0
 
     def num_prefilled(name: str) -> int:
         return stack.rig.load(name).num_prefilled_tokens - before[name].num_prefilled_tokens
@@ -200,10 +200,12 @@ def test_a_shared_prefix_is_computed_once_for_all_prefill_instances(stack: Stack
         prompt = prefix + random_prompt(prompts, 5)
         completion = stack.generate(prompt, GREEDY)
         num_prompts += 1
+        num_stored += completion.usage.stored_tokens
         stack.assert_exact(completion, prompt, GREEDY)
+        assert completion.usage.cached_tokens == (len(prefix) if num_prompts > 1 else 0)
         assert completion.usage.recomputed_tokens == 0, stack.rig.router_warnings()
     after = stack.settled()
     num_computed = sum(map(num_prefilled, names))
     assert num_computed == len(prefix) + 5 * num_prompts, "the prefix was computed more than once"
     num_loaded = sum(after[name].num_external_tokens - before[name].num_external_tokens for name in names)
-    assert num_loaded == len(prefix), "it came out of Redis once"
+    assert num_loaded == num_stored == len(prefix), "it came out of Redis once"

@@ -369,16 +369,19 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     EXTERNAL_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    STORED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
     """Tokens generated so far, of this choice."""
     cached_tokens: _builtins.int
-    """Prompt tokens whose KV was found in a prefix cache of the instance that prefilled."""
+    """Prompt tokens whose KV was found by the instance that prefilled: in its prefix cache, or in a store."""
     external_tokens: _builtins.int
     """Prompt tokens whose KV came from another instance."""
     recomputed_tokens: _builtins.int
     """Prompt tokens whose KV was expected from another instance but was recomputed."""
+    stored_tokens: _builtins.int
+    """Of cached_tokens, those that were loaded from a store."""
     def __init__(
         self,
         *,
@@ -387,10 +390,11 @@ class Usage(_message.Message):
         cached_tokens: _builtins.int = ...,
         external_tokens: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
+        stored_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "external_tokens", b"external_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "external_tokens", b"external_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "stored_tokens", b"stored_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -152,7 +152,7 @@ def test_nothing_follows_a_finish() -> None:
 def test_usage_counts_every_token_once_and_the_first_prefills_cache() -> None:
     begun = choice()
     first = chunk(7, reason=common_pb2.FINISH_REASON_HAND_OVER)
-    first.finish.usage.cached_tokens = 2
+    first.finish.usage.CopyFrom(common_pb2.Usage(cached_tokens=2, stored_tokens=1))
     begun.accept(first)
     assert not first.HasField("finish")
     last = chunk(8, token_index=1, reason=common_pb2.FINISH_REASON_LENGTH)
@@ -161,7 +161,7 @@ def test_usage_counts_every_token_once_and_the_first_prefills_cache() -> None:
     )
     begun.accept(last)
     assert last.finish.usage == common_pb2.Usage(
-        prompt_tokens=3, completion_tokens=2, cached_tokens=2, external_tokens=1
+        prompt_tokens=3, completion_tokens=2, cached_tokens=2, external_tokens=1, stored_tokens=1
     )
 
 
