@@ -48,6 +48,10 @@ class RequestRecord:
     num_reported_tokens: int | None = None
     """Output tokens as the endpoint reports them, if the messages do not say how many each of them carries.
     `token_s` then has the times of messages."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens whose KV the endpoint had, as it reports; None: it does not."""
+    num_stored_tokens: int = 0
+    """Of these, those that it loaded from a store; an OpenAI endpoint does not tell them apart."""
 
     @property
     def succeeded(self) -> bool:
@@ -90,6 +94,9 @@ class Answer:
     """See RequestRecord."""
     num_prompt_tokens: int | None = None
     """As the endpoint counted them; None: not reported, or the prompt was token ids."""
+    num_cached_tokens: int | None = None
+    """See RequestRecord."""
+    num_stored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

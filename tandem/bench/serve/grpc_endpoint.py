@@ -86,7 +86,8 @@ class GrpcEndpoint:
             raise RequestFailed(
                 reason.upper(), f"the answer ended with {reason} after {len(completion.token_ids)} tokens"
             )
-        return Answer(reason)
+        usage = completion.usage
+        return Answer(reason, num_cached_tokens=usage.cached_tokens, num_stored_tokens=usage.stored_tokens)
 
     async def close(self) -> None:
         for channel in self._channels:

@@ -138,6 +138,7 @@ class _Load:
         else:
             record.finish_reason = answer.finish_reason
             record.num_reported_tokens = answer.num_reported_tokens
+            record.num_cached_tokens, record.num_stored_tokens = answer.num_cached_tokens, answer.num_stored_tokens
             if answer.num_prompt_tokens is not None:
                 record.num_prompt_tokens = answer.num_prompt_tokens
             if not record.token_s:

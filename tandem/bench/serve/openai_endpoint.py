@@ -69,9 +69,14 @@ class _UsageOptionRejected(Exception):
     """The server rejects the option for usage in each event."""
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -241,9 +246,12 @@ class _Stream:
             raise RequestFailed("CONNECTION LOST", text)
         if self._usage is None:
             return Answer(self._reason)
-        num_reported = self._usage.completion_tokens
+        num_reported, details = self._usage.completion_tokens, self._usage.prompt_tokens_details
         return Answer(
-            self._reason, None if num_reported == self._num_counted else num_reported, self._usage.prompt_tokens
+            self._reason,
+            None if num_reported == self._num_counted else num_reported,
+            self._usage.prompt_tokens,
+            None if details is None else details.cached_tokens,
         )
 
 

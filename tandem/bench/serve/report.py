@@ -6,6 +6,7 @@ TPOT      (E2E - TTFT) / (output tokens - 1), per request that has at least two 
 E2E       from sending to the last token, per request
 goodput   requests per second that meet every objective
 SLO       the share of requests that meet every objective; failed and refused ones do not
+cached    prompt tokens whose KV the endpoint had, in a prefix cache or a store, and did not compute
 
 TTFT, ITL, TPOT, E2E and token rates are of requests that succeeded. Requests that the load itself cancelled (Ctrl-C)
 are counted as unfinished and are in no other figure.
@@ -112,6 +113,12 @@ class Report:
     """Requests whose messages do not say how many tokens each carries: their ITL is between messages."""
     num_short: int = 0
     """Succeeded requests with another number of tokens than requested."""
+    num_cached_tokens: int | None = None
+    """Of the prompts; None: no answer reports them."""
+    num_stored_tokens: int = 0
+    """Of these, those from a store."""
+    cached_share: float | None = None
+    """Of the prompt tokens of answers that report it."""
 
     @property
     def kept_schedule(self) -> bool:
@@ -134,6 +141,8 @@ def summarise(
     limits = (objectives or Objectives()).limits()
     meets = [_meets(one, limits) for one in good]
     num_met = sum(all(one.values()) for one in meets)
+    cached = [(one.num_cached_tokens, one.num_prompt_tokens) for one in good if one.num_cached_tokens is not None]
+    num_cached = sum(num_tokens for num_tokens, _ in cached)
     return Report(
         num_requests=len(records),
         num_succeeded=len(good),
@@ -163,6 +172,9 @@ def summarise(
         num_shared_moments=sum(gap_s == 0 for gap_s in gaps_s),
         num_reported=sum(one.num_output_tokens != len(one.token_s) for one in good),
         num_short=sum(one.num_output_tokens != one.max_tokens for one in good),
+        num_cached_tokens=num_cached if cached else None,
+        num_stored_tokens=sum(one.num_stored_tokens for one in good),
+        cached_share=_ratio(num_cached, sum(num_tokens for _, num_tokens in cached)) if cached else None,
     )
 
 

@@ -141,6 +141,12 @@ def page(report: Report, objectives: Objectives) -> list[str]:
         f"  throughput  {report.requests_per_s:.2f} requests/s   {report.output_tokens_per_s:.1f} output tokens/s   "
         f"{report.total_tokens_per_s:.1f} tokens/s with prompts   (offered: {offered})",
     ]
+    if report.num_cached_tokens is not None:
+        stored = f", {report.num_stored_tokens} of them from a store" if report.num_stored_tokens else ""
+        lines.append(
+            f"  prompts     {report.num_prompt_tokens} tokens: {_percent(report.cached_share)} cached "
+            f"({report.num_cached_tokens}{stored})"
+        )
     if report.goodput_per_s is not None:
         shares = ", ".join(f"{name} {_percent(share)}" for name, share in report.attainments.items())
         lines.append(

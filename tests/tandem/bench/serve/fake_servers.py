@@ -44,6 +44,8 @@ class Behaviour:
     """This token is left out."""
     usage: str = "each"
     """Of the SSE server: in each event, or at the end or none, and then to ask for it in each event is an error."""
+    cached: int | None = None
+    """Prompt tokens that are reported as cached, the last of them from a store."""
     blank_at: int | None = None
     """Of the SSE server: the event of this token has no text."""
 
@@ -126,6 +128,8 @@ class FakeTandem(_Server, generation_pb2_grpc.GenerationServiceServicer):
                 chunk = common_pb2.TokenChunk(token_index=begin, token_ids=range(begin, begin + count))
                 if begin + count == num_tokens:
                     chunk.finish.reason = common_pb2.FINISH_REASON_LENGTH
+                    if behaviour.cached is not None:
+                        chunk.finish.usage.cached_tokens, chunk.finish.usage.stored_tokens = behaviour.cached, 1
                 yield generation_pb2.GenerateResponse(tokens=chunk)
         finally:
             self.in_flight -= 1
@@ -200,16 +204,19 @@ class FakeOpenAI(_Server):
             is_last = begin + count == num_tokens
             event: dict[str, Any] = {"choices": [{"text": text, "finish_reason": "length" if is_last else None}]}
             if behaviour.usage == "each":
-                event["usage"] = _usage(body, begin + count)
+                event["usage"] = _usage(body, begin + count, None)
             _event(writer, event)
         if behaviour.usage != "none":
-            _event(writer, {"choices": [], "usage": _usage(body, num_tokens)})
+            _event(writer, {"choices": [], "usage": _usage(body, num_tokens, behaviour.cached)})
         writer.write(b"data: [DONE]\n\n")
         return None
 
 
-def _usage(body: Any, num_tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": len(body["prompt"]), "completion_tokens": num_tokens}
+def _usage(body: Any, num_tokens: int, cached: int | None) -> dict[str, Any]:
+    details = None if cached is None else {"cached_tokens": cached}
+    return {
+        "prompt_tokens": len(body["prompt"]), "completion_tokens": num_tokens, "prompt_tokens_details": details
+    }  # fmt: skip
 
 
 def _event(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:

@@ -65,8 +65,27 @@ async def test_token_ids_go_out_and_every_token_is_counted(kind: str) -> None:
 @BOTH
 async def test_messages_of_several_tokens_are_counted_by_what_they_say(kind: str) -> None:
     async with served(kind, Behaviour(pack=3)) as (endpoint, _):
-        assert await generated(endpoint) == (Answer("length", None, None if kind == "grpc" else 3), [1, 3, 2])
+        answer, counts = await generated(endpoint)
+        assert (answer.num_reported_tokens, answer.num_prompt_tokens) == (None, None if kind == "grpc" else 3)
+        assert counts == [1, 3, 2]
         assert {"grpc": "token ids of each", "openai": "usage agrees"}[kind] in endpoint.counting
+
+
+@BOTH
+@pytest.mark.parametrize("usage", ["each", "end"])
+async def test_tokens_from_caches_are_as_the_endpoint_reports_them(kind: str, usage: str) -> None:
+    async with served(kind, Behaviour(cached=2, usage=usage)) as (endpoint, _):
+        answer, _ = await generated(endpoint)
+        [record] = await run_load(endpoint, [REQUEST])
+    stored = 1 if kind == "grpc" else 0
+    assert (answer.num_cached_tokens, answer.num_stored_tokens) == (2, stored)
+    assert (record.num_cached_tokens, record.num_stored_tokens) == (2, stored)
+
+
+@pytest.mark.parametrize("usage", ["each", "none"])
+async def test_an_endpoint_that_reports_no_cached_tokens_has_not_reported_none(usage: str) -> None:
+    async with served("openai", Behaviour(usage=usage)) as (endpoint, _):
+        assert (await generated(endpoint))[0].num_cached_tokens is None
 
 
 @BOTH

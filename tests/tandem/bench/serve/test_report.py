@@ -107,6 +107,17 @@ def test_fewer_tokens_than_requested_are_counted() -> None:
     assert summarise([record(0.0, [0.1, 0.2], max_tokens=3), record(0.0, [0.1])]).num_short == 1
 
 
+def test_the_cached_share_is_of_the_prompts_whose_answers_report_it() -> None:
+    # 8 + 5 of two prompts of 10, 2 of the 8 from a store; one that reports nothing, one that failed
+    known = [record(0.0, [0.1], num_cached_tokens=8, num_stored_tokens=2), record(0.0, [0.1], num_cached_tokens=5)]
+    other = [record(0.0, [0.1]), record(0.0, [], error="INTERNAL: gone", status="INTERNAL", num_cached_tokens=9)]
+    report = summarise([*known, *other])
+    assert (report.num_cached_tokens, report.num_stored_tokens) == (13, 2)
+    assert report.cached_share == pytest.approx(13 / 20)
+    unknown = summarise(other)
+    assert (unknown.num_cached_tokens, unknown.cached_share) == (None, None)
+
+
 @pytest.mark.parametrize(("lags", "loop_lags", "kept"), [(0.0, 0.0, True), (0.02, 0.0, False), (0.0, 0.02, False)])
 def test_a_load_that_is_late_has_not_kept_its_schedule(lags: float, loop_lags: float, kept: bool) -> None:
     run = [record(1.0, [1.1], due_s=1.0 - lags) for _ in range(10)]

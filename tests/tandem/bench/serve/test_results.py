@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,15 @@ def test_a_page_has_every_figure_and_notes() -> None:
     (ttft,) = [line for line in text.splitlines() if line.strip().startswith("TTFT ")]
     # 100 and 500: mean and median 300, p90 at rank 0.9
     assert ttft.split() == ["TTFT", "300.00", "300.00", "460.00", "480.00", "496.00", "500.00", "2"]
+
+
+def test_the_page_has_the_share_of_cached_tokens_if_the_endpoint_reports_it() -> None:
+    some = replace(GOOD, num_cached_tokens=8, num_stored_tokens=2)
+    [line] = [line for line in page(summarise([some]), Objectives()) if line.startswith("  prompts ")]
+    assert line == "  prompts     10 tokens: 80.0% cached (8, 2 of them from a store)"
+    nothing = page(summarise([replace(GOOD, num_cached_tokens=0)]), Objectives())
+    assert "  prompts     10 tokens: 0.0% cached (0)" in nothing
+    assert not any("cached" in line for line in page(summarise([GOOD]), Objectives()))
 
 
 def test_loads_that_were_late_share_one_warning() -> None:
