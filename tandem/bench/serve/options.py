@@ -14,7 +14,7 @@ from typing import Any
 from tandem.bench.serve.endpoint import Endpoint, PlannedRequest, ServedModel
 from tandem.bench.serve.load import Sweep
 from tandem.bench.serve.report import Objectives
-from tandem.bench.serve.traces import TooLong, TraceUse, read_trace
+from tandem.bench.serve.traces import HASH_BLOCK_LEN, TooLong, TraceUse, read_trace
 from tandem.bench.serve.workload import Lengths, RandomWorkload, Schedule, TraceWorkload, Vocabulary, Workload
 from tandem.client.credentials import Credentials
 from tandem.client.registry import credentials_for
@@ -55,6 +55,7 @@ class ServeOptions:
     output_len: str
     prefix_len: int
     num_prefixes: int
+    turns: int
     tokenizer: Path | None
     vocab_size: int | None
     trace: Path | None
@@ -63,6 +64,7 @@ class ServeOptions:
     """None: the rest."""
     speed: float
     length_scale: float
+    hash_block_len: int
     max_prompt_len: int | None
     max_output_len: int | None
     too_long: TooLong
@@ -94,13 +96,13 @@ class ServeOptions:
     def _check_workload(self) -> None:
         if self.trace is None and self._has_trace_options():
             raise InvalidOption(
-                "--speed, --length-scale, --trace-from, --trace-for, --max-prompt-len, --max-output-len and --too-long "
-                "go with --trace FILE"
+                "--speed, --length-scale, --trace-from, --trace-for, --hash-block-len, --max-prompt-len, "
+                "--max-output-len and --too-long go with --trace FILE"
             )
         if self.trace is not None and self._has_random_options():
             raise InvalidOption(
-                "--prompt-len, --output-len, --prefix-len and --num-prefixes are of random prompts; a trace has "
-                "lengths and prefixes of its own: --length-scale, --max-prompt-len and --max-output-len change them"
+                "--prompt-len, --output-len, --prefix-len, --num-prefixes and --turns are of random prompts; a trace "
+                "has lengths and prefixes of its own: --length-scale, --max-prompt-len and --max-output-len change them"
             )
         if self.num_prefixes > 1 and not self.prefix_len:
             raise InvalidOption("--num-prefixes goes with --prefix-len")
@@ -112,10 +114,12 @@ class ServeOptions:
     def _has_trace_options(self) -> bool:
         begin_to_end = (self.trace_from_s, self.trace_for_s) == (0, None)
         untouched = (self.speed, self.length_scale, self.max_prompt_len, self.max_output_len) == (1, 1, None, None)
-        return not (begin_to_end and untouched and self.too_long == "cut")
+        by_default = (self.too_long, self.hash_block_len) == ("cut", HASH_BLOCK_LEN)
+        return not (begin_to_end and untouched and by_default)
 
     def _has_random_options(self) -> bool:
-        return (self.prompt_len, self.output_len, self.prefix_len, self.num_prefixes) != ("512", "64", 0, 1)
+        of_random = (self.prompt_len, self.output_len, self.prefix_len, self.num_prefixes, self.turns)
+        return of_random != ("512", "64", 0, 1, 1)
 
     def as_settings(self) -> dict[str, Any]:
         """For the results file, without header values, which may be secret."""
@@ -231,11 +235,13 @@ def make_workload(options: ServeOptions, served: ServedModel) -> Workload:
                 duration_s=math.inf if options.trace_for_s is None else options.trace_for_s,
                 speed=options.speed,
                 length_scale=options.length_scale,
+                hash_block_len=options.hash_block_len,
                 max_input_len=options.max_prompt_len,
                 max_output_len=options.max_output_len,
                 too_long=options.too_long,
             )
-            return TraceWorkload(vocabulary, schedule, options.seed, read_trace(options.trace), use)
+            rows = read_trace(options.trace, options.hash_block_len)
+            return TraceWorkload(vocabulary, schedule, options.seed, rows, use)
         return RandomWorkload(
             vocabulary,
             schedule,
@@ -244,6 +250,7 @@ def make_workload(options: ServeOptions, served: ServedModel) -> Workload:
             _lengths("--output-len", options.output_len),
             options.prefix_len,
             options.num_prefixes,
+            options.turns,
         )
     except (ValueError, OSError) as error:
         raise InvalidOption(str(error)) from None
@@ -281,5 +288,5 @@ def check_requests(requests: Sequence[PlannedRequest], served: ServedModel) -> N
     if served.max_model_len is not None and num_prompt + num_output > served.max_model_len:
         raise InvalidOption(
             f"a request has {num_prompt} + {num_output} tokens; the limit of {served.model} is {served.max_model_len}: "
-            "lower --prompt-len, --prefix-len or --output-len; for a trace, --max-prompt-len or --max-output-len"
+            "lower --prompt-len, --prefix-len, --output-len or --turns; of a trace --max-prompt-len or --max-output-len"
         )

@@ -7,7 +7,7 @@ Traces hold lengths and times, no text. Prompts of each row's length are generat
 - Azure LLM inference, CSV: `TIMESTAMP,ContextTokens,GeneratedTokens` (https://github.com/Azure/AzurePublicDataset).
 - Mooncake, one JSON object a line: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`: one for
   every 512 tokens of the prompt, the last one for the rest; equal ids are equal tokens after equal tokens
-  (https://github.com/kvcache-ai/Mooncake, `FAST25-release`).
+  (https://github.com/kvcache-ai/Mooncake, `FAST25-release`). Traces of this form with other blocks are read as well.
 
 Either may be compressed (`.gz`).
 """
@@ -30,7 +30,7 @@ import numpy as np
 from tandem.bench.serve.endpoint import PlannedRequest
 
 HASH_BLOCK_LEN = 512
-"""Tokens that one hash id of a Mooncake trace stands for."""
+"""Tokens that one hash id stands for in Mooncake's own traces."""
 _MAX_LEN = 1 << 24
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _AZURE_EXAMPLE = "2023-11-16 18:15:46.6805900,374,44"
@@ -50,7 +50,7 @@ class TraceRow:
     input_len: int
     output_len: int
     hash_ids: tuple[int, ...] = ()
-    """One for each 512 tokens of the prompt; empty if the trace has none."""
+    """One for each block of the prompt; empty if the trace has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,8 @@ class TraceUse:
     """2: twice as many requests per second as recorded."""
     length_scale: float = 1.0
     """Factor for every length, at least 1 token each; shared prefixes stay shared."""
+    hash_block_len: int = HASH_BLOCK_LEN
+    """Tokens that one hash id stands for, as recorded."""
     max_input_len: int | None = None
     max_output_len: int | None = None
     too_long: TooLong = "cut"
@@ -113,7 +115,7 @@ class _MooncakeRow(msgspec.Struct):
     hash_ids: list[int] = []
 
 
-def read_trace(path: Path) -> list[TraceRow]:
+def read_trace(path: Path, hash_block_len: int = HASH_BLOCK_LEN) -> list[TraceRow]:
     """The rows of an Azure CSV or a Mooncake JSONL, by its first line, in order of time.
 
     Raises TraceError; OSError if the file cannot be opened.
@@ -123,7 +125,8 @@ def read_trace(path: Path) -> list[TraceRow]:
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             first = file.readline()
             lines = _Lines(path, file)
-            rows = list(_mooncake(lines, first) if first.lstrip().startswith("{") else _azure(lines, first))
+            is_mooncake = first.lstrip().startswith("{")
+            rows = list(_mooncake(lines, first, hash_block_len) if is_mooncake else _azure(lines, first))
     except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
         raise TraceError(f"{path} is damaged, or is not text: {error}") from None
     if not rows:
@@ -139,7 +142,7 @@ def plan(rows: Iterable[TraceRow], use: TraceUse, ids: Sequence[int], *, seed: i
     no other row's prompt. Equal hash ids give equal tokens, whatever the row.
     """
     planned = TracePlan(0)
-    prompts = _Prompts(ids, seed, block_len=math.ceil(HASH_BLOCK_LEN * use.length_scale))
+    prompts = _Prompts(ids, seed, block_len=math.ceil(use.hash_block_len * use.length_scale))
     for index, row in enumerate(rows):
         planned.num_rows += 1
         if not use.begin_s <= row.at_s < use.begin_s + use.duration_s:
@@ -229,7 +232,7 @@ def _time_s(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _mooncake(lines: _Lines, first: str) -> Iterator[TraceRow]:
+def _mooncake(lines: _Lines, first: str, block_len: int) -> Iterator[TraceRow]:
     for line in itertools.chain([first], lines):
         if not line.strip():
             continue
@@ -239,8 +242,9 @@ def _mooncake(lines: _Lines, first: str) -> Iterator[TraceRow]:
             raise lines.error(f"not a row ({error})", f"for example {_MOONCAKE_EXAMPLE}") from None
         input_len = lines.length(row.input_length, "input_length")
         output_len = lines.length(row.output_length, "output_length")
-        num_ids = math.ceil(input_len / HASH_BLOCK_LEN)
+        num_ids = math.ceil(input_len / block_len)
         if row.hash_ids and (len(row.hash_ids) != num_ids or not 0 <= min(row.hash_ids) <= max(row.hash_ids) < 1 << 62):
             problem = f"{len(row.hash_ids)} hash_ids for {input_len} tokens"
-            raise lines.error(problem, f"{num_ids} of them, one for each {HASH_BLOCK_LEN} tokens, from 0 to 2^62 - 1")
+            expected = f"{num_ids} of them, one for each {block_len} tokens, from 0 to 2^62 - 1"
+            raise lines.error(problem, f"{expected}; --hash-block-len is the length of the trace's blocks")
         yield TraceRow(row.timestamp / 1e3, input_len, output_len, tuple(row.hash_ids))

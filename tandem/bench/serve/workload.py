@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,7 +114,7 @@ class Vocabulary:
         return tuple(self.ids[place] for place in rng.integers(len(self.ids), size=count).tolist())
 
 
-_ARRIVALS, _PREFIXES, _PROMPTS = range(3)
+_ARRIVALS, _PREFIXES, _PROMPTS, _ORDER = range(4)
 _ALL_RUNS = 0
 """Instead of the number of a run, which counts from 1."""
 
@@ -181,7 +183,11 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RandomWorkload:
-    """Prompts of random ids: one of `num_prefixes` shared prefixes of `prefix_len` ids, then unique ids."""
+    """Prompts of random ids: one of `num_prefixes` shared prefixes of `prefix_len` ids, then unique ids.
+
+    With several `turns`, requests are those of conversations: a prompt is the one of the turn before, `output` ids in
+    the place of its answer, and new ids. All conversations have their first turn, then all their second one, and so on.
+    """
 
     vocabulary: Vocabulary
     schedule: Schedule
@@ -191,31 +197,41 @@ class RandomWorkload:
     output: Lengths
     prefix_len: int = 0
     num_prefixes: int = 1
+    turns: int = 1
 
     def __str__(self) -> str:
+        turns = f", in conversations of {self.turns} turns" if self.turns > 1 else ""
         prefix = f" after {self.num_prefixes} x {self.prefix_len} shared ones" if self.prefix_len else ""
-        return f"prompts of {self.prompt}{prefix}, answers of {self.output} tokens; ids {self.vocabulary.origin}"
+        return f"prompts of {self.prompt}{prefix}, answers of {self.output} tokens{turns}; ids {self.vocabulary.origin}"
 
     def plan(self, run: int, rate: float | None) -> list[PlannedRequest]:
-        """Prefixes alternate."""
+        """Each round of prefixes has an order of its own, or an instance that is picked in turns would get the same."""
         if rate is None:
             raise ValueError("random prompts need a rate")
-        return self._requests(self.schedule.times_s(rate, self.seed), 2 * run)
+        return self._requests(self.schedule.times_s(rate, self.seed), 2 * run, self.turns)
 
     def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
-        return self._requests([0.0] * count, 2 * run + 1)
+        return self._requests([0.0] * count, 2 * run + 1, 1)
 
-    def _requests(self, times_s: Sequence[float], series: int) -> list[PlannedRequest]:
+    def _requests(self, times_s: Sequence[float], series: int, turns: int) -> list[PlannedRequest]:
         rng = _rng(self.seed, series, _PROMPTS)
-        prefix_rng = _rng(self.seed, _ALL_RUNS, _PREFIXES)
-        prefixes = itertools.cycle(
-            [self.vocabulary.draw(self.prefix_len, prefix_rng) for _ in range(self.num_prefixes)]
-        )
-        lengths = zip(self.prompt.draw(len(times_s), rng), self.output.draw(len(times_s), rng), strict=True)
-        return [
-            PlannedRequest(at_s, next(prefixes) + self.vocabulary.draw(prompt_len, rng), output_len)
-            for at_s, (prompt_len, output_len) in zip(times_s, lengths, strict=True)
-        ]
+        drawn = [lengths.draw(len(times_s), rng) for lengths in (self.prompt, self.output)]
+        open_texts = deque(itertools.islice(self._prefixes(series), math.ceil(len(times_s) / turns)))
+        requests = []
+        for at_s, prompt_len, output_len in zip(times_s, *drawn, strict=True):
+            prompt = open_texts.popleft() + self.vocabulary.draw(prompt_len, rng)
+            requests.append(PlannedRequest(at_s, prompt, output_len))
+            if turns > 1:
+                open_texts.append(prompt + self.vocabulary.draw(output_len, rng))
+        return requests
+
+    def _prefixes(self, series: int) -> Iterator[tuple[int, ...]]:
+        """Endless: all of them, then all of them in another order, and so on."""
+        rng = _rng(self.seed, _ALL_RUNS, _PREFIXES)
+        prefixes = [self.vocabulary.draw(self.prefix_len, rng) for _ in range(self.num_prefixes)]
+        order = _rng(self.seed, series, _ORDER)
+        while True:
+            yield from (prefixes[place] for place in order.permutation(self.num_prefixes).tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,10 @@ _workload_options = option_group(
     ),
     click.option("--num-prefixes", type=_COUNT, default=1, show_default=True, help="Different shared prefixes."),
     click.option(
+        "--turns", type=_COUNT, default=1, show_default=True,
+        help="Turns of a conversation: the prompts of one repeat everything before and add --prompt-len tokens.",
+    ),
+    click.option(
         "--tokenizer", type=click.Path(exists=True, path_type=Path), metavar="FOLDER",
         help="With a tokenizer.json: prompts of its ordinary tokens.  [default: the vocabulary's middle]",
     ),
@@ -136,6 +140,10 @@ _workload_options = option_group(
         help="Length of the part to replay.  [default: the rest]",
     ),
     click.option("--length-scale", type=_POSITIVE, default=1.0, show_default=True, help="Factor of a trace's lengths."),
+    click.option(
+        "--hash-block-len", type=_COUNT, default=512, show_default=True,
+        help="Tokens that each of a trace's hash ids stands for.",
+    ),
     click.option("--max-prompt-len", type=_COUNT, help="Cap on a trace's prompts."),
     click.option("--max-output-len", type=_COUNT, help="Cap on a trace's answers."),
     click.option(
@@ -175,7 +183,8 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
 
     Requests are sent when they are due, whether or not earlier ones have been answered. TTFT, ITL, TPOT and E2E latency
     are measured here, token by token; failed and rejected requests are counted by reason. A warning reports when this
-    process could not keep its own schedule. Ctrl-C ends the load at once and prints the figures so far.
+    process could not keep its own schedule. The share of prompt tokens that came from caches is as the endpoint reports
+    it. Ctrl-C ends the load at once and prints the figures so far.
 
     \b
     Examples:
@@ -185,6 +194,7 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
       tandem bench serve --rate inf --num-requests 200 --max-concurrency 16
       tandem bench serve --prompt-len 256:1024 --output-len 16:128 --arrivals gamma --burstiness 0.5
       tandem bench serve --prefix-len 1024 --num-prefixes 8           shared prefixes, as of system prompts
+      tandem bench serve --prefix-len 1024 --turns 4 --prompt-len 64  conversations that begin with one
       tandem bench serve --trace conv.csv.gz --speed 0.1 --max-prompt-len 2000
       tandem bench serve --rate 1,2,4 --json results.json --save-requests --plots plots/
       tandem bench serve --url http://127.0.0.1:8000 --tokenizer ./model   any OpenAI endpoint

@@ -93,6 +93,18 @@ def test_times_without_a_zone_do_not_depend_on_the_machines(tmp_path: Path) -> N
     assert reference_tokens(f"print([row.at_s for row in read_trace(Path({str(trace)!r}))])") == "[0.0, 7200.0]\n"
 
 
+def test_blocks_of_another_length_are_shared_as_recorded(tmp_path: Path) -> None:
+    ids = ([1, 2, 3], [1, 2, 4])
+    text = "".join(mooncake_line(input_length=40, hash_ids=hash_ids) for hash_ids in ids)
+    path = written(tmp_path, text, "trace.jsonl")
+    with pytest.raises(TraceError, match=r"one for each 512 tokens, .* --hash-block-len is the length"):
+        read_trace(path)
+    first, second = plan(read_trace(path, 16), TraceUse(hash_block_len=16), IDS).requests
+    assert first.prompt_token_ids[:32] == second.prompt_token_ids[:32]
+    assert first.prompt_token_ids[32:] != second.prompt_token_ids[32:]
+    assert len(first.prompt_token_ids) == 40
+
+
 # Damage
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -75,14 +76,56 @@ def test_a_number_of_requests_has_the_requested_rate_for_every_seed(burstiness: 
         assert 17 < times_s[-1] < 20
 
 
-def test_prefixes_are_shared_in_turns_by_every_run_and_its_warm_up() -> None:
-    shared = workload(prefix_len=8, num_prefixes=3)
-    planned = [*shared.plan(1, 5.0), *shared.plan(2, 5.0), *shared.warm_up(1, 10)]
-    heads = [one.prompt_token_ids[:8] for one in planned]
+def num_common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """Tokens with which both begin."""
+    same = (one == other for one, other in zip(first, second, strict=False))
+    return sum(itertools.takewhile(bool, same))
+
+
+BY_CHANCE = 2
+"""Tokens that two prompts may have in common beyond those that they share."""
+
+
+@given(st.integers(0, 2**31))
+def test_every_run_and_its_warm_up_share_the_prefixes_and_nothing_else(seed: int) -> None:
+    shared = workload(seed, prefix_len=8, num_prefixes=3)
+    planned = prompts([*shared.plan(1, 5.0), *shared.plan(2, 5.0), *shared.warm_up(1, 10)])
+    heads = [prompt[:8] for prompt in planned]
     assert len(set(heads)) == 3
-    assert heads[0:3] == heads[3:6] == heads[10:13]
-    assert len({one.prompt_token_ids[8:] for one in planned}) == len(planned)
-    assert all(len(one.prompt_token_ids) == 28 for one in planned)
+    for begin in (0, 3, 6, 10, 13, 16, 20, 23, 26):
+        assert set(heads[begin : begin + 3]) == set(heads), "each round has all of them"
+    assert {len(prompt) for prompt in planned} == {28}
+    for first, second in itertools.combinations(planned, 2):
+        num_shared = 8 if first[:8] == second[:8] else 0
+        assert num_shared <= num_common(first, second) <= num_shared + BY_CHANCE
+    others = workload(seed + 1, prefix_len=8, num_prefixes=3).plan(1, 5.0)
+    assert not set(heads) & {prompt[:8] for prompt in prompts(others)}
+
+
+def test_prefixes_do_not_keep_step_with_instances_that_are_picked_in_turns() -> None:
+    planned = workload(prefix_len=8, num_prefixes=4, schedule=Schedule(num_requests=400)).plan(1, 5.0)
+    heads = [one.prompt_token_ids[:8] for one in planned]
+    assert {heads.count(head) for head in set(heads)} == {100}
+    for head in set(heads):
+        assert 30 < heads[::2].count(head) < 70, "one of two instances would have it alone"
+
+
+@given(st.integers(0, 2**31), st.integers(2, 4))
+def test_each_turn_repeats_its_conversation_and_adds_a_prompt(seed: int, turns: int) -> None:
+    # 10 requests: 5, 4 or 3 conversations; the last one of these has one turn less where 10 is no multiple
+    talks = workload(seed, prefix_len=8, num_prefixes=2, turns=turns)
+    planned, num_talks = talks.plan(1, 5.0), -(-10 // turns)
+    assert planned == workload(seed, prefix_len=8, num_prefixes=2, turns=turns).plan(1, 5.0)
+    assert [len(one.prompt_token_ids) for one in planned] == [
+        8 + 20 + number // num_talks * (5 + 20) for number in range(10)
+    ]
+    for number, later in enumerate(prompts(planned)):
+        for other, earlier in enumerate(prompts(planned[:number])):
+            is_same, has_prefix = number % num_talks == other % num_talks, later[:8] == earlier[:8]
+            num_shared = len(earlier) if is_same else 8 if has_prefix else 0
+            assert num_shared <= num_common(earlier, later) <= num_shared + BY_CHANCE
+    assert {len(prompt) for prompt in prompts(talks.warm_up(1, 4))} == {28}, "each prefix once, without conversations"
+    assert f"in conversations of {turns} turns" in str(talks)
 
 
 def test_a_trace_is_replayed_at_its_own_times_or_at_a_rate() -> None:
