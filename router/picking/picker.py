@@ -26,14 +26,15 @@ class Pick:
     num_candidates: int
     num_tied: int
     preferred: bool
+    by_cache: bool = False
+    """Of the tied ones, those with less of the prompt in their caches were left out."""
 
     @property
     def why(self) -> str:
         """For the log."""
-        how = (
-            "kept for its prefix cache" if self.preferred else f"lowest of {self.num_candidates}, {self.num_tied} tied"
-        )
-        return f"score {self.score:g}, {how}"
+        cached = ", by what is cached" if self.by_cache else ""
+        lowest = f"lowest of {self.num_candidates}, {self.num_tied} tied{cached}"
+        return f"score {self.score:g}, {'kept for its prefix cache' if self.preferred else lowest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +134,25 @@ def pick(
     *,
     rng: random.Random,
     scorer: ViewScorer = queue_score,
+    among_tied: ViewScorer | None = None,
     preferred: InstanceKey | None = None,
 ) -> Pick | NoPick:
-    """The best instance; ties are broken by `rng`. A `preferred` one wins whenever it passes the filters."""
+    """The best instance; of several the best by `among_tied`, and of those one by `rng`. A `preferred` one wins
+    whenever it passes the filters."""
     candidates = [view for view in views if rejection(view, filters) is None]
     if not candidates:
         reasons = ", ".join(f"{view.instance_id}: {rejection(view, filters)}" for view in views)
         return NoPick(reasons or "the pool is empty")
-    scores = [scorer(view) for view in candidates]
-    best = min(scores)
-    tied = [view for view, score in zip(candidates, scores, strict=True) if score == best]
+    tied = _lowest(candidates, scorer)
+    best = scorer(tied[0])
     kept = next((view for view in candidates if view.key == preferred), None) if preferred else None
-    winner = kept or rng.choice(tied)
+    closest = _lowest(tied, among_tied) if among_tied is not None and len(tied) > 1 else tied
+    winner = kept or rng.choice(closest)
     score = scorer(winner) if kept else best
-    return Pick(winner, score, len(candidates), len(tied), kept is not None)
+    return Pick(winner, score, len(candidates), len(tied), kept is not None, len(closest) < len(tied))
+
+
+def _lowest(views: Sequence[InstanceView], scorer: ViewScorer) -> list[InstanceView]:
+    scores = [scorer(view) for view in views]
+    best = min(scores)
+    return [view for view, score in zip(views, scores, strict=True) if score == best]

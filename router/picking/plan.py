@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from protos.tandem.v1 import pools_pb2
 from router.picking import picker
@@ -77,11 +78,13 @@ def make_plan(
             has_prefill = any(picker.rejection(view, filters) is None for view in prefill_views)
             return placed if has_prefill else _without_prefill(placed)
     candidates = servable(decode_views, prefill_views, settings, filters)
+    uncached = partial(_quarters_uncached, choice, criteria)
     decode = picker.pick(
         candidates or decode_views,  # without a candidate, for a stream that has begun and goes on alone
         filters,
         rng=rng,
         scorer=criteria.decode,
+        among_tied=uncached,
         preferred=choice.decode_key,
     )
     if isinstance(decode, NoPick):
@@ -92,6 +95,7 @@ def make_plan(
         [*filters, picker.pairs_with(decode.instance)],
         rng=rng,
         scorer=criteria.prefill_for(decode.instance),
+        among_tied=uncached,
         preferred=choice.decode_key if runs_there else choice.prefill_key,
     )
     situation = _situation(choice, decode.instance, prefill, criteria, decode_views, prefill_views)
@@ -253,6 +257,12 @@ def _num_cached(choice: Choice, view: InstanceView, criteria: Criteria) -> int:
     if choice.request.params.prompt_logprobs is not None:
         return 0  # such a request takes nothing from caches
     return max(0, min(criteria.num_cached_tokens(view), choice.num_tokens - 1))
+
+
+def _quarters_uncached(choice: Choice, criteria: Criteria, view: InstanceView) -> int:
+    """Less than a quarter in the cache counts as nothing: chats with the same few tokens at their beginning are to be
+    spread over a pool's caches."""
+    return -(4 * _num_cached(choice, view, criteria) // choice.num_tokens)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

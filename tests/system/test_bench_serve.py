@@ -11,7 +11,7 @@ from tandem.bench.serve.grpc_endpoint import GrpcEndpoint
 from tandem.bench.serve.load import run_load
 from tandem.bench.serve.report import summarise
 from tandem.bench.serve.workload import Lengths, RandomWorkload, Schedule, Vocabulary
-from tests.lively import BLOCK_SIZE
+from tests.engine_under_test import BLOCK_SIZE
 from tests.system.stacks import Stack, on
 
 VOCABULARY = Vocabulary(tuple(range(360)), "below 360")

@@ -114,6 +114,18 @@ async def test_a_prompt_goes_where_its_beginning_is_cached(run: Run) -> None:
             assert len({other[name] for other in others}) == 3, "another beginning is cached nowhere"
 
 
+async def test_of_idle_instances_a_prompt_goes_where_its_beginning_is_cached(run: Run) -> None:
+    """By the default scorers, which count requests alone: a cache decides between equals."""
+    async with run(prefill=3, decode=3) as rig:
+        first = (await rig.generate()).trailers["tandem-decode"]
+        again = {(await rig.generate(prompt=[*PROMPT, *range(5)])).trailers["tandem-decode"] for _ in range(6)}
+        assert again == {first}
+        busy = next(fake for fake in rig.decode if fake.name == first)
+        busy.behaviour.num_waiting = 1
+        await _until_reported(rig.app.pools.decode.views, busy, num_waiting=1)
+        assert (await rig.generate()).trailers["tandem-decode"] != first
+
+
 async def test_what_an_instance_had_goes_with_its_process(run: Run) -> None:
     async with run(prefill=0, decode=1) as rig:
         await rig.generate()

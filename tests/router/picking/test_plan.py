@@ -89,6 +89,28 @@ def test_all_requests_at_the_decode_instance_are_held_up_by_a_prefill_there() ->
     assert "10 streams" in found.disaggregation.explanation
 
 
+@pytest.mark.parametrize(("num_cached", "is_preferred"), [(0, False), (240, False), (250, True), (999, True)])
+def test_between_equal_scores_a_cached_quarter_decides(num_cached: int, is_preferred: bool) -> None:
+    names = [f"decode-{number}" for number in range(4)]
+    decode = [view("decode", name) for name in names]
+    wheres = set()
+    for seed in range(40):
+        criteria = Criteria(num_cached_tokens=lambda one: num_cached if one.key.address == "decode-2" else 0)
+        found = make_plan(
+            decode, [], choice(1000), frozenset(), DisaggregationSettings(), random.Random(seed), criteria
+        )
+        assert isinstance(found, Plan)
+        wheres.add(found.decode.instance.key.address)
+        assert found.decode.num_tied == 4
+        assert ("by what is cached" in found.decode.why) == is_preferred
+    assert wheres == ({"decode-2"} if is_preferred else set(names))
+
+
+def test_a_cache_does_not_outweigh_a_request() -> None:
+    decode = [view("decode", "cached", num_running=1), view("decode", "idle")]
+    assert planned(decode, [], cached={"cached": 999}).decode.instance.key.address == "idle"
+
+
 def test_tokens_emitted_before_a_failover_are_prefilled_as_well() -> None:
     found = planned([view("decode")], [view("prefill")], choice(1000, emitted=50))
     assert found.work.num_to_prefill == 1050
