@@ -112,7 +112,7 @@ class RouterApp:
             lambda: capacity_of(self._servable(), self.pools.prefill.views()),
             self._num_routers,
         )
-        self.affinity = Affinity(settings.picking, decides_by_prefix=settings.disaggregation.mode == "auto")
+        self.affinity = Affinity(settings.picking)
         self.safeguards = Safeguards(
             self.pools,
             settings.failover,

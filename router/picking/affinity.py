@@ -118,17 +118,13 @@ class Sessions:
 class Affinity:
     """The prefix index, the sessions, and the scoring of each pool. One per router, on one event loop."""
 
-    def __init__(self, settings: PickingSettings, *, decides_by_prefix: bool = False) -> None:
+    def __init__(self, settings: PickingSettings) -> None:
         self.decode = Scoring.parse(settings.decode_scorers)
         self.prefill = Scoring.parse(settings.prefill_scorers)
         self.domain_weight = settings.domain_weight
         self.weights_shares = WeightsShares.parse(settings.weights_shares)
         self.index = PrefixIndex(settings.max_prefix_blocks)
         self.sessions = Sessions(settings.max_sessions)
-        self.tracks_prefixes = decides_by_prefix or any(
-            scoring.may_use_prefixes for scoring in (self.decode, self.prefill)
-        )
-        """False: no scorer and no decision uses prefixes, and nothing is hashed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +153,7 @@ class RequestAffinity:
     def num_cached_tokens(self, view: InstanceView) -> int:
         """Leading tokens of the prompt that the instance probably has in its prefix cache."""
         block_size = view.info.identity.block_size
-        if not self.affinity.tracks_prefixes or not len(self.affinity.index) or block_size < 1:
+        if not len(self.affinity.index) or block_size < 1:
             return 0
         return self.affinity.index.num_blocks(view.key, self._prompt_hashes(block_size)) * block_size
 
@@ -169,7 +165,7 @@ class RequestAffinity:
     def record_cached(self, view: InstanceView, emitted_token_ids: Sequence[int] = ()) -> None:
         """The instance has the KV of the prompt, and of `emitted_token_ids` after it."""
         block_size = view.info.identity.block_size
-        if not self.affinity.tracks_prefixes or block_size < 1:
+        if block_size < 1:
             return
         hashes = self._prompt_hashes(block_size)
         if emitted_token_ids:

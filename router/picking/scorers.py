@@ -107,7 +107,6 @@ def other_domain(decode: InstanceView, view: InstanceView) -> float:
 SCORERS: dict[str, Scorer] = {
     scorer.__name__: scorer for scorer in (queue, waiting_tokens, kv_pressure, prefix, session)
 }
-_WITHOUT_PREFIXES = frozenset({"queue", "waiting_tokens", "kv_pressure", "session"})
 _CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
 
@@ -134,11 +133,6 @@ class Scoring:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"names {twice} twice")
         return cls(terms)
-
-    @property
-    def may_use_prefixes(self) -> bool:
-        """Whether a scorer may use cached prefixes; False spares the index."""
-        return any(term.name not in _WITHOUT_PREFIXES for term in self.terms)
 
     def score(self, request: RequestFacts, view: InstanceView) -> float:
         return sum(term.weight * term.scorer(request, view) for term in self.terms)

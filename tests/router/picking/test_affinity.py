@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import pytest
+
 from engine.sampling.params import SamplingParams
 from router.picking.affinity import Affinity, RequestAffinity, Sessions
 from router.picking.settings import PickingSettings
@@ -55,13 +57,6 @@ def test_processes_that_are_gone_are_forgotten_and_those_that_are_lost_for_a_mom
     memory.index.retain([A, InstanceKey("b", "2")])
     assert (known.num_cached_tokens(view(A)), known.num_cached_tokens(view(B))) == (64, 0)
     assert len(memory.index) == 4
-
-
-def test_nothing_is_recorded_where_no_scorer_uses_it() -> None:
-    memory = affinity(decode_scorers="queue=1")
-    RequestAffinity(memory, request(list(range(64)))).record_cached(view(A))
-    assert len(memory.index) == 0
-    assert Affinity(PickingSettings(), decides_by_prefix=True).tracks_prefixes
 
 
 def test_a_session_is_remembered_per_pool_and_the_oldest_goes_first() -> None:
@@ -114,16 +109,19 @@ async def test_a_prompt_goes_where_its_beginning_is_cached(run: Run) -> None:
             assert len({other[name] for other in others}) == 3, "another beginning is cached nowhere"
 
 
-async def test_of_idle_instances_a_prompt_goes_where_its_beginning_is_cached(run: Run) -> None:
+@pytest.mark.parametrize("mode", ["auto", "always", "never"])
+async def test_of_idle_instances_a_prompt_goes_where_its_beginning_is_cached(run: Run, mode: str) -> None:
     """By the default scorers, which count requests alone: a cache decides between equals."""
-    async with run(prefill=3, decode=3) as rig:
-        first = (await rig.generate()).trailers["tandem-decode"]
-        again = {(await rig.generate(prompt=[*PROMPT, *range(5)])).trailers["tandem-decode"] for _ in range(6)}
-        assert again == {first}
-        busy = next(fake for fake in rig.decode if fake.name == first)
+    async with run(prefill=3, decode=3, disaggregation={"mode": mode}) as rig:
+        where = ("tandem-prefill", "tandem-decode")[mode != "always" :]
+        first = (await rig.generate()).trailers
+        for _ in range(6):
+            again = (await rig.generate(prompt=[*PROMPT, *range(5)])).trailers
+            assert [again[name] for name in where] == [first[name] for name in where]
+        busy = next(fake for fake in rig.decode if fake.name == first["tandem-decode"])
         busy.behaviour.num_waiting = 1
         await _until_reported(rig.app.pools.decode.views, busy, num_waiting=1)
-        assert (await rig.generate()).trailers["tandem-decode"] != first
+        assert (await rig.generate()).trailers["tandem-decode"] != first["tandem-decode"]
 
 
 async def test_what_an_instance_had_goes_with_its_process(run: Run) -> None:

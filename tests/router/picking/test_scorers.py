@@ -128,12 +128,9 @@ def test_a_scoring_is_the_sum_of_its_weighted_scorers() -> None:
 def test_a_scorer_of_ones_own_is_named_by_its_module() -> None:
     scoring = Scoring.parse(f"{__name__}:doubled=0.5,{__name__}:Offset=1")
     assert scoring.score(NOTHING, view(num_running=3)) == 10
-    assert scoring.may_use_prefixes, "a custom scorer may use prefixes"
 
 
 def test_prompts_are_not_hashed_for_scorers_that_ignore_prefixes() -> None:
-    assert not Scoring.parse("queue=1,waiting_tokens=1,kv_pressure=1,session=1").may_use_prefixes
-    assert Scoring.parse("queue=1,prefix=1").may_use_prefixes
     asked: Callable[[InstanceView], int] = lambda view: pytest.fail("must not be used")  # noqa: E731
     facts = RequestFacts(num_tokens=10, num_cached_tokens=asked)
     assert Scoring.parse("queue=1,kv_pressure=1").score(facts, view(num_running=1)) > 0
