@@ -42,7 +42,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _CRASHED_KEY = "tandem-crashed"
 _CUT_OFF_KEY = "tandem-cut-off"
-_REQUEST_ID = re.compile(r" \(request id [^()]*\)$")
+_REQUEST_ID = re.compile(r" \(request id [^()]*\)")
 """As `status_text` adds it."""
 
 Trailers = tuple[tuple[str, str | bytes], ...]
@@ -160,6 +160,11 @@ def status_text(error: ServiceError, request_id: str | None) -> str:
     return printable(error.message, MAX_MESSAGE_BYTES - len(suffix)) + suffix
 
 
+def without_request_id(text: str) -> str:
+    """A status message without the id that `status_text` adds to it."""
+    return _REQUEST_ID.sub("", text)
+
+
 def trailers(error: ServiceError, text: str) -> Trailers:
     """The trailers that carry the error's details: BadRequest, RetryInfo, the retry pushback."""
     status = status_pb2.Status(code=error.code.value[0], message=text)
@@ -219,7 +224,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
     """A peer's status as a ServiceError, to be raised `from error`, without the request's id, which this process adds
     to its own answer. The texts of UNAVAILABLE and INTERNAL are dropped:
     gRPC writes addresses into them."""
-    message = _REQUEST_ID.sub("", error.details() or error.code().name.lower())
+    message = without_request_id(error.details() or error.code().name.lower())
     violations, retry_after_s = read_details(error.trailing_metadata() or ())
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidArgument(message, violations)

@@ -27,6 +27,9 @@ NOT_REACHED = "no router answers"
 _NO_CONNECTION = re.compile("failed to connect|connections to all backends|dns|resol", re.IGNORECASE)
 """In gRPC's texts of those; a connection that is lost later has been reset or closed."""
 _PROBE_TIMEOUT_S = 2.0
+_MISTAKES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE"})
+"""Of the caller: the message says all of it, and the router's log no more."""
+_TOO_LONG = re.compile(r"Received message larger than max \((\d+) vs\. (\d+)\)")
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
@@ -79,8 +82,11 @@ def from_rpc(error: grpc.RpcError, address: str) -> TandemError:
     message = (details() if callable(details) else None) or str(error)
     if status == "UNIMPLEMENTED" and message == "Method not found!":
         return TandemError(status, f"the server at {address} is not a router: give the router's host:port")
-    from serving.errors import is_cut_off, read_details
+    from serving.errors import is_cut_off, read_details, without_request_id
 
+    if found_lengths := _TOO_LONG.search(message):
+        length, limit = found_lengths.groups()
+        return TandemError(status, f"the request has {length} bytes; the server at {address} accepts at most {limit}")
     read_trailers = getattr(error, "trailing_metadata", None)
     trailers = (read_trailers() if callable(read_trailers) else None) or ()
     found, retry_after_s = read_details(trailers)
@@ -89,6 +95,7 @@ def from_rpc(error: grpc.RpcError, address: str) -> TandemError:
         hint = "give host:port of a router, such as 127.0.0.1:50051; `tandem doctor` shows what runs here"
         return TandemError(status, f"no router answers at {address} ({hint}): {message}")
     violations = tuple((one.field, one.description) for one in found)
+    message = without_request_id(message) if status in _MISTAKES else message
     cut_off = is_cut_off(trailers)
     return TandemError(status, message, retry_after_s=retry_after_s, violations=violations, cut_off=cut_off)
 

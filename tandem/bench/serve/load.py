@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from serving.errors import without_request_id
 from tandem.bench.serve.endpoint import INTERRUPTED, Endpoint, PlannedRequest, RequestFailed, RequestRecord
 from tandem.bench.serve.report import Objectives, summarise
 from tandem.bench.serve.results import Point
@@ -31,8 +31,6 @@ from tandem.bench.serve.workload import Workload
 DEFAULT_TIMEOUT_S = 600.0
 _LAG_INTERVAL_S = 0.01
 _WARM_UP_CONCURRENCY = 4
-_REQUEST_ID = re.compile(r" \(request id [^()]*\)")
-"""In errors, which are otherwise equal."""
 
 
 @dataclass(slots=True)
@@ -234,7 +232,7 @@ async def run_sweep(
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), sweep.pause_s)
         if tried and not stop.is_set() and not any(record.succeeded for record in tried):
-            errors = "; ".join(dict.fromkeys(_REQUEST_ID.sub("", record.error) for record in tried))
+            errors = "; ".join(dict.fromkeys(without_request_id(record.error) for record in tried))
             raise WarmUpFailed(f"none of the {len(tried)} requests of the warm-up succeeded: {errors}", points)
         if stop.is_set():
             break

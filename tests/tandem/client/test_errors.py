@@ -43,18 +43,21 @@ async def failure(call: Any) -> TandemError:
     raise AssertionError("it succeeded")
 
 
-async def test_violations_and_retry_delay_reach_the_client() -> None:
+async def test_violations_retry_delay_and_limits_reach_the_client() -> None:
     server = Server(ServerSettings(drain_accept_s=0.0))
     await server.register(SERVICE, Failing())
     await server.start()
     try:
         async with AsyncClient(server.address) as client:
             invalid = await failure(client.generate("go"))
+            too_long = await failure(client.generate("a" * (5 << 20)))
             overloaded = await failure(client.abort("label"))
             unavailable = await failure(client.model_info())
     finally:
         await server.stop()
     assert (invalid.status, invalid.retry_after_s) == ("INVALID_ARGUMENT", None)
+    assert invalid.message.endswith("is 9; allowed: 0 \\u2026 2")  # without a request id, which would not help
+    assert too_long.message.endswith(f"bytes; the server at {server.address} accepts at most 4194304")
     [(field, problem)] = invalid.violations
     assert field == "sampling.temperature"
     assert problem.startswith("is 9; allowed: 0")

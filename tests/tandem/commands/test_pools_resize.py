@@ -137,7 +137,7 @@ def test_the_table_shows_the_last_change_and_its_reason(background: Background) 
 def test_a_size_that_the_router_rejects_is_reported_with_its_message(background: Background) -> None:
     result = background.pools("resize", "decode=0")
     assert result.exit_code != 0
-    assert "decode must be between 1 and 64" in result.output
+    assert result.output == "Error: sizes: decode must be between 1 and 64, is 0\n"
     assert background.sizes()["decode"] == 1
 
 
