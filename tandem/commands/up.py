@@ -28,6 +28,7 @@ from tandem.connectors import CONNECTORS
 from tandem.local_stack.settings import Disaggregation, StackSettings, autoscaled, parse_bounds
 from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackEvent, StackFailed
+from tandem.local_stack.vllm import check_vllm
 
 if TYPE_CHECKING:
     from engine.config import EngineKind
@@ -197,6 +198,8 @@ def command(
     from engine.models import check_ranks
 
     try:
+        if engine == "vllm":
+            check_vllm(str(sizes["engine_python"] or sys.executable))
         settings = StackSettings(
             model=resolve(model),
             engine=engine,

@@ -139,6 +139,32 @@ def test_what_the_model_does_not_allow_is_rejected_before_anything_starts(
     assert not started
 
 
+@pytest.mark.parametrize(
+    ("content", "mode", "hints"),
+    [
+        (None, 0, ["/python is no program", "interpreter with vLLM"]),
+        ("no program", 0o755, ["/python cannot be run: Exec format error"]),
+        (f'#!/bin/sh\nexec {sys.executable} "$@"', 0o755, ["has no vllm", "(--engine-python)", "docs/vllm.md"]),
+        (
+            "#!/bin/sh\necho No module named vllm_engine >&2; exit 1",
+            0o755,
+            ["named vllm_engine; docs/vllm.md", "Tandem"],
+        ),
+    ],
+)
+def test_an_interpreter_that_cannot_run_vllm_is_rejected_before_anything_starts(
+    tmp_path: Path, started: list[StackSettings], content: str | None, mode: int, hints: list[str]
+) -> None:
+    python = tmp_path / "python"
+    if content is not None:
+        python.write_text(content)
+        python.chmod(mode)
+    output = run("--engine", "vllm", "--engine-python", str(python))
+    for hint in hints:
+        assert hint in output
+    assert not started
+
+
 def test_random_weights_need_no_files_of_weights(tmp_path: Path, started: list[StackSettings]) -> None:
     assert run("--model", str(demo_with(tmp_path / "model")), "--instance-arg=--load-format=dummy") == ""
     assert started
