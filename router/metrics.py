@@ -151,7 +151,7 @@ class RouterCollector(Collector):
         pool, _ = self.safeguards.of_role(role)
         samples = [*samples_of(role, self.safeguards)]
         numbers = Counter(one.name for one in samples)
-        for instance, one in zip(pool.instances, samples, strict=True):
+        for instance, one in zip(pool.processes, samples, strict=True):
             yield one if numbers[one.name] == 1 else one._replace(name=instance.address)
 
 

@@ -105,7 +105,7 @@ class ExternalScaler:
 
     def _size(self, role: Role) -> int:
         """Instances that are there and stay: KEDA knows how many are ordered."""
-        return sum(instance.state not in ENDING for instance in self.pools.by_role[role].instances)
+        return sum(instance.state not in ENDING for instance in self.pools.by_role[role].processes)
 
     def _is_active(self) -> bool:
         return self.observer.idle_s() < self.active_s

@@ -287,9 +287,9 @@ def is_for_decode(lacking: Role | None, prefill: PoolObservation) -> bool:
 
 
 def samples_of(role: Role, safeguards: Safeguards) -> Iterator[InstanceSample]:
-    """Every instance of a pool; of two addresses of one process, one has a view."""
+    """Of `processes` of a pool, in their order."""
     pool, outliers = safeguards.of_role(role)
     marked = {view.key: view for view in outliers.marked(pool.views())}
-    for instance in pool.instances:
+    for instance in pool.processes:
         view = marked.get(instance.key) if instance.key is not None else None
         yield InstanceSample(instance.name, instance.state, instance.report_age_s, view)

@@ -140,7 +140,7 @@ class Resizer:
         try:
             for change in changes:
                 num_removed = max(change.previous_size - change.size, 0)
-                victims = least_loaded(self._pools.by_role[change.role].instances, num_removed)
+                victims = least_loaded(self._pools.by_role[change.role].processes, num_removed)
                 await self._actuator.resize(change.role, change.size, victims, previous_size=change.previous_size)
                 begun.append(change)
         except ActuatorError:

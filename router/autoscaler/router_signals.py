@@ -203,8 +203,9 @@ class _Peer:
     address: str
     channel: grpc.aio.Channel
     is_self: bool = False
+    router_id: str = ""
+    """Of the last answer, as `signals`."""
     signals: RouterSignals | None = None
-    """Of the last answer."""
     answered_s: float = -math.inf
 
 
@@ -250,10 +251,10 @@ class Peers:
 
     @property
     def hosts(self) -> Sequence[tuple[str, RouterSignals | None]]:
-        """Host of each router that answers, and its signals; None: this router."""
+        """Every host at which a router answers, and its signals; None: this router."""
         return [
             (parse_address(peer.address)[0], None if peer.is_self else peer.signals)
-            for peer in self._known
+            for peer, _ in self._peers.values()
             if peer.is_self or not self._is_silent(peer)
         ]
 
@@ -262,7 +263,12 @@ class Peers:
 
     @property
     def _known(self) -> Sequence[_Peer]:
-        return [peer for peer, _ in self._peers.values()]
+        """Each router once, by an address at which it answers (IPv4 or IPv6). One that never did counts as a router."""
+        found: dict[str, _Peer] = {}
+        for peer, _ in self._peers.values():
+            router = peer.router_id or peer.address
+            found[router] = min(found.get(router, peer), peer, key=self._is_silent)
+        return [*found.values()]
 
     @property
     def _others(self) -> Sequence[_Peer]:
@@ -290,6 +296,6 @@ class Peers:
                     _log.warning("the router at %s does not answer: %s", peer.address, error.details())
                 problem = error.code().name
             else:
-                peer.is_self = answer.router_id == self._router_id
+                peer.router_id, peer.is_self = answer.router_id, answer.router_id == self._router_id
                 peer.signals, peer.answered_s, problem = RouterSignals.from_wire(answer), time.monotonic(), ""
             await asyncio.sleep(interval_s)

@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import grpc
 import grpc.aio
@@ -31,8 +31,10 @@ from router.pools.token_stream import TokenStreams
 
 _log = logging.getLogger(__name__)
 
-State = Literal["connecting", "ready", "draining", "leaving", "wedged", "lost", "foreign"]
+State = Literal["ready", "draining", "leaving", "wedged", "lost", "foreign", "connecting"]
 """foreign: what answers at the address does not belong to the pool."""
+STATES: tuple[State, ...] = get_args(State)
+"""What still works comes first."""
 ENDING: frozenset[State] = frozenset({"draining", "leaving"})
 LEFT = "its address has left the pool"
 """Why an instance is out that runs its calls to their end; tandem/commands/pools.py knows it."""

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from router.pools.discovery import ServiceDiscovery
-from router.pools.instance import ExpectedInstance, UpstreamInstance
+from router.pools.instance import STATES, ExpectedInstance, UpstreamInstance
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, Role
 from router.pools.settings import PoolSettings
 from router.pools.throughput import ThroughputEstimator
@@ -56,17 +56,19 @@ class Pool:
         """All of them, ready or not, those that are leaving included."""
         return tuple(instance for instance, _ in self._instances.values())
 
-    def views(self) -> tuple[InstanceView, ...]:
-        """A snapshot of every instance that has reported, each process once."""
-        views: dict[str, InstanceView] = {}
+    @property
+    def processes(self) -> tuple[UpstreamInstance, ...]:
+        """As `instances`, each process once: by the address at which it can do most. An address that has never answered
+        counts as a process."""
+        found: dict[str, UpstreamInstance] = {}
         for instance in self.instances:
-            view = instance.view()
-            if view is None:
-                continue
-            known = views.get(view.key.epoch)
-            if known is None or (known.out is not None and view.out is None):
-                views[view.key.epoch] = view
-        return tuple(views.values())
+            process = instance.info.epoch if instance.info is not None else instance.address
+            found[process] = min(found.get(process, instance), instance, key=lambda one: STATES.index(one.state))
+        return tuple(found.values())
+
+    def views(self) -> tuple[InstanceView, ...]:
+        """A snapshot of every process that has reported."""
+        return tuple(view for instance in self.processes if (view := instance.view()) is not None)
 
     def num_ready(self) -> int:
         """Instances that may be picked; ejected ones too, as the last."""
@@ -74,11 +76,7 @@ class Pool:
 
     def is_complete(self) -> bool:
         """Whether every discovered instance may be picked; an empty pool is complete."""
-        ready_epochs = {view.key.epoch for view in self.views() if view.out is None}
-        return self.is_discovered and all(
-            instance.state in ("ready", "leaving") or (instance.key is not None and instance.key.epoch in ready_epochs)
-            for instance in self.instances
-        )
+        return self.is_discovered and all(one.state in ("ready", "leaving") for one in self.processes)
 
     def instance(self, key: InstanceKey) -> UpstreamInstance | None:
         """The instance behind a view; None if another process answers at its address."""

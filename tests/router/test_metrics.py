@@ -182,6 +182,7 @@ async def test_the_pools_are_reported_as_the_router_sees_them(run: Run) -> None:
 
 async def test_instances_that_share_a_name_have_series_of_their_own(run: Run) -> None:
     decode = [FakeInstance("decode", "same"), FakeInstance("decode", "same")]
+    decode[1]._num_starts = 1  # another epoch: two processes, not one at two addresses
     async with run(metrics=METRICS, prefill=0, decode=decode, wait=False) as rig:
         await until(lambda: [one.name for one in rig.app.pools.decode.instances] == ["same", "same"])
         families = text_string_to_metric_families(await scrape_text(rig))

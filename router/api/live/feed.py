@@ -148,7 +148,7 @@ class RouterReader:
             instances=[
                 (role, instance.address, sample, self.operations.out(role, instance) or "")
                 for role, pool in by_role.items()
-                for instance, sample in zip(pool.instances, samples_of(role, safeguards), strict=True)
+                for instance, sample in zip(pool.processes, samples_of(role, safeguards), strict=True)
             ],
             running=[trace.summary() for trace in self.log.running.values()],
             ended=self.log.ended,

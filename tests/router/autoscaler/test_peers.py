@@ -32,6 +32,7 @@ from router.pools.discovery import StaticDiscovery
 from router.pools.instance_info import Role
 from router.request.validation import ServedModel
 from serving.channel import open_channel
+from serving.settings import parse_address
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.autoscaler.builders import policy_of, settings_of
@@ -158,6 +159,20 @@ async def test_each_router_counts_all_of_them_once(run: Run, model: ServedModel,
         async with peers_of(own_id, first, other) as peers:
             await until(lambda: len(peers.signals()) == 1)
             assert (peers.num_routers, peers.num_silent) == (2, 0)
+
+
+async def test_a_router_at_two_addresses_is_one(run: Run, model: ServedModel, model_folder: Path) -> None:
+    """A name of a router that listens on IPv4 and IPv6 has both."""
+    async with run(signals=LISTENING) as rig:
+        _, port = parse_address(rig.app.signals_address or "")
+        addresses = [f"127.0.0.1:{port}", f"localhost:{port}"]
+        async with peers_of("another one", *addresses) as peers:
+            await until(lambda: len(peers.hosts) == 2)
+            assert (peers.num_routers, peers.num_silent, len(peers.signals())) == (2, 0, 1)
+        own_id = (await asked(addresses[0])).router_id
+        async with peers_of(own_id, *addresses) as peers:
+            await until(lambda: len(peers.hosts) == 2)
+            assert (peers.num_routers, peers.signals()) == (1, [])
 
 
 async def asked(address: str) -> signals_pb2.GetSignalsResponse:

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.app import RouterApp
 from router.pools.settings import PoolSettings
+from serving.settings import parse_address
 from tests.fakes.behaviour import FULL, Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
@@ -201,6 +202,27 @@ async def test_an_instance_that_starts_or_is_restarted_is_reported_as_starting(r
         async with beside(rig, decode=f"{rig.decode[0].address},{address}") as second:
             new = next(one for one in second.app.pools.decode.instances if one.address == address)
             await until(lambda: (new.out or "").startswith("starting"))
+
+
+async def test_an_instance_at_two_addresses_counts_once_to_its_end(run: Run) -> None:
+    """A name of an instance that listens on IPv4 and IPv6 has both."""
+    fake = FakeInstance("decode", behaviour=Behaviour(slots=10))
+    async with run(decode=[fake], prefill=0) as rig:
+        _, port = parse_address(fake.address)
+        async with beside(rig, decode=f"{fake.address},localhost:{port}") as second:
+            pool = second.app.pools.decode
+
+            def counts() -> tuple[int, int]:
+                """Instances that end, and those that stay."""
+                observed = second.app._observer.observe({"prefill": 0, "decode": 1})["decode"]
+                return observed.num_ending, second.app._scaler._size("decode")
+
+            await until(lambda: [one.state for one in pool.instances] == ["ready", "ready"])
+            assert (counts(), pool.is_complete()) == ((0, 1), True)
+            fake.behaviour.draining = True
+            await until(lambda: [one.state for one in pool.instances] == ["draining", "draining"])
+            assert counts() == (1, 0)
+            fake.behaviour.draining = False
 
 
 async def test_two_routers_side_by_side_are_both_right(run: Run) -> None:
