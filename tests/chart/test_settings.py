@@ -162,6 +162,9 @@ def test_routers_listen_where_the_cluster_has_addresses(read: Read) -> None:
     ipv6 = {"ipFamilies": ["IPv6"], "router": {"openai": {"enabled": True}}}
     settings, _ = read(render(ipv6), "router", pod_ip="fd00::1")
     assert (settings.effective_server.host, settings.http.listen) == ("::", "[::]:8000")
+    both, _ = read(render({**ipv6, "ipFamilies": ["IPv4", "IPv6"]}), "router", pod_ip="fd00::1")
+    assert (both.effective_server.host, both.http.listen) == ("::", "[::]:8000"), "which includes IPv4"
+    assert both.signals.listen == "[fd00::1]:50054"
     chosen, _ = read(render({**ipv6, "router": {"bindAddress": "$(POD_IP)"}}), "router", pod_ip="fd00::1")
     assert chosen.effective_server.host == "fd00::1"
 

@@ -11,16 +11,25 @@
 {{/* Where Gateways ask for a router. */}}
 {{- define "tandem.pickerPort" -}}50055{{- end -}}
 
-{{/* Where routers listen: all addresses of the pod's first family. */}}
+{{/* Where routers listen for clients: all addresses of the pod; `::` includes IPv4. */}}
 {{- define "tandem.bindAddress" -}}
-{{- .Values.router.bindAddress | default (ternary "::" "0.0.0.0" (eq (first (.Values.ipFamilies | default list) | default "") "IPv6")) -}}
+{{- .Values.router.bindAddress | default (ternary "::" "0.0.0.0" (has "IPv6" (.Values.ipFamilies | default list))) -}}
 {{- end -}}
 
-{{/* The families of a Service; without values the cluster's default. */}}
+{{/* The families of the clients' Service; without values the cluster's default. */}}
 {{- define "tandem.ipFamilies" -}}
 {{- with .Values.ipFamilies -}}
 ipFamilyPolicy: {{ ternary "RequireDualStack" "SingleStack" (gt (len .) 1) }}
 ipFamilies: {{ toJson . }}
+{{- end -}}
+{{- end -}}
+
+{{/* Of a Service whose pods listen at their first address alone: that is of the cluster's first family. */}}
+{{- define "tandem.ipFamily" -}}
+{{- if gt (len (.Values.ipFamilies | default list)) 1 -}}
+ipFamilyPolicy: SingleStack
+{{- else -}}
+{{- include "tandem.ipFamilies" . -}}
 {{- end -}}
 {{- end -}}
 

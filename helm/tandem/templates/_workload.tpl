@@ -271,7 +271,7 @@ volumeMounts: {{- include "tandem.mounts" . | nindent 2 }}
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{/* A headless Service: of each ready pod the address at which it listens, which is of the cluster's first family. */}}
+{{/* A headless Service: of each ready pod the address at which it listens. */}}
 {{- define "tandem.headlessService" -}}
 apiVersion: v1
 kind: Service
@@ -280,11 +280,7 @@ metadata:
 spec:
   type: ClusterIP
   clusterIP: None
-  {{- if gt (len (.root.Values.ipFamilies | default list)) 1 }}
-  ipFamilyPolicy: SingleStack
-  {{- else }}
-  {{- include "tandem.ipFamilies" .root | nindent 2 }}
-  {{- end }}
+  {{- include "tandem.ipFamily" .root | nindent 2 }}
   publishNotReadyAddresses: false
   selector: {{- include "tandem.selector" . | nindent 4 }}
   ports:

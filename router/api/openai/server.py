@@ -283,8 +283,13 @@ class HttpServer:
         assert self._listen is not None, "made only where the settings have an address"
         host, port = parse_address(self._listen)
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family, reuse_port=self._reuse_port)
+            is_ipv6 = ":" in host  # then :: includes IPv4, as on the gRPC port
+            self._socket = socket.create_server(
+                (host, port),
+                family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+                reuse_port=self._reuse_port,
+                dualstack_ipv6=is_ipv6,
+            )
         except OSError as error:
             raise OSError(f"cannot serve HTTP on {format_address(host, port)}: {error.strerror}") from error
         address = self.address

@@ -60,14 +60,14 @@ def issued(folder: Path, name: str, authority: StackCa) -> Files:
 
 
 @asynccontextmanager
-async def serving(tls: HttpTls, **limits: Any) -> AsyncIterator[str]:
+async def serving(tls: HttpTls | None, **limits: Any) -> AsyncIterator[str]:
     """A port that says hello."""
 
     async def hello(request: object) -> PlainTextResponse:
         return PlainTextResponse("hello")
 
     app = Starlette(routes=[Route("/", hello)])
-    server = HttpServer(app, HttpSettings(listen="127.0.0.1:0", **limits), write_timeout_s=5.0, tls=tls)
+    server = HttpServer(app, HttpSettings(**{"listen": "127.0.0.1:0", **limits}), write_timeout_s=5.0, tls=tls)
     await server.start()
     try:
         yield f"https://{server.address}/"
@@ -81,6 +81,12 @@ async def hello(url: str, believed: Files, own: Files | None = None) -> str:
         context.load_cert_chain(own.certificate, own.key)
     async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
         return (await client.get(url)).text
+
+
+async def test_all_addresses_of_ipv6_include_those_of_ipv4() -> None:
+    async with serving(None, listen="[::]:0") as url, httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        for host in ("127.0.0.1", "[::1]"):
+            assert (await client.get(url.replace("https", "http").replace("[::]", host))).text == "hello"
 
 
 async def test_it_speaks_tls_with_the_routers_certificate(tmp_path: Path) -> None:
