@@ -211,6 +211,10 @@ def command(
             **sizes,  # type: ignore[arg-type]  # the options above carry the names and kinds of the fields
         )
         settings = autoscaled(settings, parse_bounds(autoscale))
+        if settings.instance_args:
+            from tandem.local_stack.instance_flags import instance_settings
+
+            instance_settings(settings.instance_args)
         needs_weights = not _may_be_dummy(settings.instance_args)
         config = None  # vLLM checks its models itself
         if engine == "tandem":

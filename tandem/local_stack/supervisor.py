@@ -5,8 +5,8 @@
                             └──cannot start, or exits as often──▶ dropped: its pool stays one smaller
     any of them ──no longer desired: SIGTERM──▶ leaving ──exits──▶ gone: files, name and cores are free
 
-A leaving instance drains by its own rules (docs/operations.md), is not restarted, and is killed only after the longest
-time that a request may take.
+A leaving instance drains by its own rules (docs/operations.md), is not restarted, and is killed only long after the end
+of its drain.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_BACKOFF_S = 8.0
 MAX_EXITS = 5
 WINDOW_S = 60.0
 _LEAVE_TIMEOUT_S = 660.0
-"""Above the longest call (server.max_deadline_s) and its drain: only a frozen instance takes so long."""
+"""Beyond the drain that an instance's settings give it: only a frozen one takes so long."""
 
 
 class StackFailed(Exception):
@@ -101,7 +101,7 @@ class Supervisor:
             if name not in staying and name not in self._leave_until_s:
                 self._restarts.pop(name, None)  # another process may get its name
                 self._starting.discard(name)
-                self._leave_until_s[name] = now_s + _LEAVE_TIMEOUT_S
+                self._leave_until_s[name] = now_s + self._processes.drain_s + _LEAVE_TIMEOUT_S
                 if process.running:
                     process.send_signal(signal.SIGTERM)
                     yield StackEvent(f"{name} is draining")
@@ -118,7 +118,8 @@ class Supervisor:
         process.kill()  # its engine core may be left
         is_clean = process.exit_status == 0 or (process.exit_status == -signal.SIGTERM and process.ready_s is None)
         if timed_out:
-            yield StackEvent(f"{process.name} did not exit within {_LEAVE_TIMEOUT_S:g} s and was killed")
+            within_s = self._processes.drain_s + _LEAVE_TIMEOUT_S
+            yield StackEvent(f"{process.name} did not exit within {within_s:g} s and was killed")
         elif is_clean or self._reported_pids.get(process.name) == process.pid:
             yield StackEvent(f"{process.name} is gone")
         else:

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from engine.machine import available_bytes, usable_cores
@@ -198,6 +199,7 @@ class LocalProcesses:
     ) -> None:
         """`env` by process name extends that process's environment; "*" extends all of them."""
         self._bond = bond
+        self._instance_args = settings.instance_args
         self._env = env
         self._topology = Topology(settings, folder)
         self.by_name: dict[str, ManagedProcess] = {}
@@ -223,6 +225,14 @@ class LocalProcesses:
             instances, self._free_address, needs_prefill=needs_prefill, has_connector=has_connector
         )
         self.stack_address = self._topology.stack_address
+
+    @cached_property
+    def drain_s(self) -> float:
+        """How long an instance that leaves may take to finish its requests."""
+        from tandem.local_stack.instance_flags import instance_settings  # late: it takes half a second
+
+        server = instance_settings(self._instance_args).server
+        return server.drain_accept_s + server.drain_grace_s
 
     def add(self, instance: DesiredInstance) -> ManagedProcess:
         return self._add(self._topology.instance(instance.name, instance.address))

@@ -165,6 +165,25 @@ def test_an_interpreter_that_cannot_run_vllm_is_rejected_before_anything_starts(
     assert not started
 
 
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--max-num-seq=3", "No such option '--max-num-seq'. (Did you mean one of: "),
+        ("--max-num-seqs=many", "'many' is not a valid integer"),
+        ("--max-num-seqs=0", "engine.max_num_seqs = 0"),
+        ("max-num-seqs=3", "unexpected extra argument (max-num-seqs=3)"),
+    ],
+)
+def test_a_flag_with_which_no_instance_starts_is_rejected_before_anything_starts(
+    started: list[StackSettings], flag: str, hint: str
+) -> None:
+    output = run(f"--instance-arg={flag}")
+    assert hint in output
+    assert "Error: --instance-arg: " in output
+    assert "python -m decode_service --help" in output
+    assert not started
+
+
 def test_random_weights_need_no_files_of_weights(tmp_path: Path, started: list[StackSettings]) -> None:
     assert run("--model", str(demo_with(tmp_path / "model")), "--instance-arg=--load-format=dummy") == ""
     assert started

@@ -147,10 +147,11 @@ def test_a_new_instance_gets_the_cores_of_a_removed_one(monkeypatch: pytest.Monk
         assert "--cpu-cores" not in stack.processes["prefill-1"].spec.argv
 
 
-def test_a_frozen_instance_is_killed_after_the_drain_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_LEAVE_TIMEOUT_S", 0.3)
+def test_a_frozen_instance_is_killed_after_the_drain_that_its_flags_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_LEAVE_TIMEOUT_S", 0.1)
     scripted(monkeypatch, {}, others=IGNORES_SIGTERM)
-    with LocalStack(settings(num_decode=2)) as stack:
+    flags = ("--server-drain-accept-s=0.05", "--server-drain-grace-s=0.15")
+    with LocalStack(settings(num_decode=2, instance_args=flags)) as stack:
         stack.resize("decode", 1)
         texts = until(stack, lambda: "decode-1" not in stack.processes)
         assert texts[-1] == "decode-1 did not exit within 0.3 s and was killed"
