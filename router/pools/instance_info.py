@@ -102,8 +102,8 @@ class InstanceInfo:
 
     @property
     def pairing(self) -> tuple[Identity, str]:
-        """Instances hand KV over to each other when this is equal."""
-        return self.identity, self.kv_connector
+        """Instances hand KV over to each other when this is equal. One without a connector hands over to none."""
+        return self.identity, f"null at {self.address}" if self.kv_connector == "null" else self.kv_connector
 
     @classmethod
     def from_wire(cls, message: instance_pb2.GetInstanceInfoResponse) -> InstanceInfo:
@@ -208,6 +208,5 @@ class InstanceView:
         """Why these two cannot hand KV over; None when they can."""
         if mismatch := self.info.identity.mismatch(other.info.identity):
             return mismatch
-        if self.info.kv_connector != other.info.kv_connector:
-            return Mismatch("kv_connector", self.info.kv_connector, other.info.kv_connector)
-        return None
+        (_, ours), (_, theirs) = self.info.pairing, other.info.pairing
+        return Mismatch("kv_connector", ours, theirs) if ours != theirs else None

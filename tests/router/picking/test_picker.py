@@ -81,6 +81,10 @@ def test_instances_pair_only_when_identity_and_connector_are_equal() -> None:
         pairs_with(decode)(replace(decode, info=replace(decode.info, kv_connector="nixl")))
         == "kv_connector is nixl, not "
     )
+    null = [replace(decode.info, address=address, kv_connector="null") for address in ("a:1", "b:2")]
+    ours, theirs = (replace(decode, info=info) for info in null)
+    assert pairs_with(ours)(theirs) == "kv_connector is null at b:2, not null at a:1", "it would be computed twice"
+    assert has_partner([theirs], [ready])(ours) is not None
     assert same_identity(other.identity)(decode) == "dtype is , not bfloat16"
 
 
