@@ -88,5 +88,6 @@ def _download(model: str, revision: str | None) -> Path:
     except Exception as error:  # the hub's network, permission and lookup errors have no common base
         reason = str(error).strip().splitlines()
         raise ModelNotFound(
-            f"model {model!r} could not be fetched from the Hugging Face hub: {reason[0] if reason else type(error)}"
+            f"model {model!r} could not be fetched from the Hugging Face hub: {reason[0] if reason else type(error)}; "
+            "check the name and the network (and HF_TOKEN for a private model), or give the folder of a checkpoint"
         ) from error

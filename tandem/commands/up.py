@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import math
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import click
 
@@ -25,6 +22,7 @@ from engine.checkpoint import check_checkpoint, display_name, resolve
 from tandem.client.registry import state_dir
 from tandem.commands.options import Choice, FloatRange, IntRange
 from tandem.connectors import CONNECTORS
+from tandem.local_stack.addresses import check_addresses
 from tandem.local_stack.settings import Disaggregation, StackSettings, autoscaled, parse_bounds
 from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackEvent, StackFailed
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from tandem.client.completion import Usage
     from tandem.client.credentials import Credentials
 
-_START_REDIS = "start one, for example: redis-server --port 6379"
 _GIB = 2**30
 _MIN_KV_TOKENS = 32
 """Two blocks."""
@@ -221,11 +218,11 @@ def command(
             impl = settings.model_impl
             config = check_checkpoint(model, settings.model, model_impl=impl, needs_weights=needs_weights)
             check_ranks(config, settings.parallelism)
+        check_addresses(settings)
     except (EngineError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     if config is not None:
         _check_sizes(settings, config)
-    _check_addresses(settings)
     _run_stack(settings, model, try_it)
 
 
@@ -303,59 +300,6 @@ def _check_sizes(settings: StackSettings, config: DecoderConfig) -> None:
 
 def _rounded_down(gib: float) -> str:
     return f"{math.floor(gib * 10) / 10:g}"
-
-
-def _check_addresses(settings: StackSettings) -> None:
-    """Reports early, by the flag's name, what a process would report seconds later."""
-    _check_port(settings.host, "--port", settings.port)
-    _check_port(settings.host, "--http-port", settings.http_port or 0)
-    if settings.port and settings.port == settings.http_port:
-        raise click.ClickException(f"--port and --http-port are both {settings.port}; choose another --http-port")
-    if settings.kv_url is None:
-        return
-    from engine.errors import EngineError
-
-    is_lmcache = settings.kv_url.startswith("tcp:")
-    try:
-        _connect_to_one(_hosts(settings.kv_url))
-    except EngineError as error:
-        raise click.ClickException(f"--kv-url: {error}") from None
-    except (OSError, ValueError) as error:
-        what, start = ("lmcache server", "see docs/connectors/lmcache.md") if is_lmcache else ("Redis", _START_REDIS)
-        raise click.ClickException(f"no {what} answers at --kv-url {settings.kv_url}: {error}; {start}") from None
-
-
-def _hosts(kv_url: str) -> Sequence[tuple[str, int]]:
-    """Where an `lmcache server` or a Redis listens, or the Sentinels of a Redis."""
-    if kv_url.startswith("tcp:"):
-        server = urlsplit(kv_url)
-        return [(server.hostname or "127.0.0.1", server.port or 5555)]
-    from kv_transfer.stores.redis.address import RedisAddress
-
-    return RedisAddress.parse(kv_url).hosts
-
-
-def _connect_to_one(hosts: Sequence[tuple[str, int]]) -> None:
-    """Raises OSError where none accepts."""
-    failure: OSError | None = None
-    for host in hosts:
-        try:
-            return socket.create_connection(host, timeout=2).close()
-        except OSError as error:
-            failure = error
-    assert failure is not None
-    raise failure
-
-
-def _check_port(host: str, flag: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if port and error.errno == errno.EADDRINUSE:
-                raise click.ClickException(f"port {port} is taken; choose another {flag}, or omit it") from None
-            raise click.ClickException(f"cannot listen on --host {host}: {error.strerror}") from None
 
 
 class StopSignals:
@@ -441,6 +385,9 @@ def _show_first_text(address: str, credentials: Credentials) -> None:
     except TandemError as error:
         click.echo(f"\n(no example text: {error.message})\n")
         return
+    except StartCancelled:
+        click.echo(" …")
+        raise
     click.echo(f" …\n\n{_hand_over_text(usage or Usage())}")
 
 
