@@ -1,15 +1,16 @@
 """The command `tandem`: one module per command under tandem/commands/, imported only when it is called.
 
-This module imports only click, so that a mistyped command line is answered at once.
+This module imports little but click, so that a mistyped command line is answered at once.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 
 import click
+
+from tandem.commands.group import Group
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's core else prints each connection that a server closes
 
@@ -25,7 +26,7 @@ _COMMANDS = {
 }
 
 
-class _LazyGroup(click.Group):
+class _LazyGroup(Group):
     """Lists the commands by name and help line; imports `tandem.commands.<name>` only for the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -36,15 +37,6 @@ class _LazyGroup(click.Group):
             return None
         command: click.Command = importlib.import_module(f"tandem.commands.{cmd_name}").command
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
-            similar = difflib.get_close_matches(args[0], _COMMANDS, n=1, cutoff=0.5)
-            hint = f"Did you mean `tandem {similar[0]}`?" if similar else f"Available commands: {', '.join(_COMMANDS)}."
-            raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

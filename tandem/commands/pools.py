@@ -14,6 +14,7 @@ import click
 
 from protos.tandem.v1 import common_pb2, pools_pb2
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
+from tandem.commands.group import Group
 from tandem.commands.options import FloatRange, IntRange, given_options
 from tandem.local_stack.settings import unknown_pool
 
@@ -34,7 +35,7 @@ def _call_options(function: F) -> F:
     return admin_options(_timeout_option(_json_option(function)))
 
 
-@click.group("pools", invoke_without_command=True)
+@click.group("pools", cls=Group, invoke_without_command=True)
 @click.option("--watch", is_flag=True, help="Show them repeatedly, until Ctrl-C.")
 @click.option(
     "--interval", "interval_s", type=FloatRange(0.1, 60.0), default=1.0, show_default=True,

@@ -29,6 +29,8 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
     [
         (("generat", "hi"), "Did you mean `tandem generate`?"),
         (("quux",), "Available commands: up, generate, chat, doctor"),
+        (("pools", "drian", "decode-0"), "Did you mean `tandem pools drain`?"),
+        (("bench", "quux"), "Available commands: latency, serve, throughput, transfer"),
         (("completion", "tcsh"), "bash"),
         (("up", "--prefil", "2"), "--prefill"),
         (("up", "--disaggregation", "allways"), "'--disaggregation': 'allways'; allowed: always, auto, never\n"),
@@ -54,6 +56,7 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("up", "--connector", "redis", "--kv-url", "redis://:pw@127.0.0.1:1/0"), "no login in it"),
         (("up", "--connector", "lmcache", "--kv-url", "redis://127.0.0.1:1/0"), "use --connector redis"),
         (("up", "--host", "192.0.2.1"), "cannot listen on --host 192.0.2.1"),
+        (("up", "--host", "::1"), "allowed: an IPv4 address or a name of this machine, such as 127.0.0.1"),
         (("generate", "hi"), "tandem up"),
         (("generate", "hi", "--address", "127.0.0.1:1"), "no router answers at 127.0.0.1:1"),
         (("generate", "hi", "--system", "x"), "--chat"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import click
 
 from tandem.commands.bench import offline, serve, transfer
+from tandem.commands.group import Group
 
 
-@click.group("bench")
+@click.group("bench", cls=Group)
 def command() -> None:
     """Measure a running stack under load, KV transfers, and the engine alone.
 
