@@ -106,6 +106,9 @@ def sampling_params(sampling: Mapping[str, object]) -> common_pb2.SamplingParams
             raise TypeError(f"no option is called {name!r}{hint}")
         if value is not None:
             _set(params, name, value)
+    constraints = params.DESCRIPTOR.oneofs_by_name["constraint"].fields
+    if len(given := [field.name for field in constraints if sampling.get(field.name) is not None]) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other: give one of them")
     return params
 
 

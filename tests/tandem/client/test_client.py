@@ -96,6 +96,14 @@ def test_an_option_that_is_none_counts_as_absent(router: tuple[ScriptedRouter, s
         assert client.generate("hi", **absent).text
 
 
+def test_two_constraints_exclude_each_other(router: tuple[ScriptedRouter, str]) -> None:
+    """The last one would win."""
+    with Client(router[1]) as client, pytest.raises(ValueError, match="json_object and regex exclude each other"):
+        client.generate("hi", regex="a", json_object=True)
+    result = CliRunner().invoke(main, ("generate", "go", "--regex", "a", "--choice", "b", "--address", router[1]))
+    assert result.output == "Error: regex and choice exclude each other: give one of them\n"
+
+
 def test_logprobs_come_with_each_piece_and_with_the_whole(router: tuple[ScriptedRouter, str]) -> None:
     with Client(router[1]) as client:
         pieces = list(client.stream("go", logprobs=2))
