@@ -91,6 +91,9 @@ def from_rpc(error: grpc.RpcError, address: str) -> TandemError:
     trailers = (read_trailers() if callable(read_trailers) else None) or ()
     found, retry_after_s = read_details(trailers)
     is_answer = retry_after_s is not None  # as every UNAVAILABLE of a router; its text may be about a connection too
+    if status == "UNAVAILABLE" and "http1.x server" in message:
+        hint = "as a router's OpenAI API does: give the host:port of its gRPC, which `tandem up` prints as router"
+        return TandemError("UNIMPLEMENTED", f"the server at {address} speaks HTTP/1, {hint}")
     if status == "UNAVAILABLE" and not is_answer and _NO_CONNECTION.search(message):
         hint = "give host:port of a router, such as 127.0.0.1:50051; `tandem doctor` shows what runs here"
         return TandemError(status, f"no router answers at {address} ({hint}): {message}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -64,6 +65,23 @@ async def test_violations_retry_delay_and_limits_reach_the_client() -> None:
     assert (overloaded.status, overloaded.retry_after_s, overloaded.violations) == ("RESOURCE_EXHAUSTED", 2.5, ())
     assert unavailable.message.startswith("no prefill instance is available: kv_connector"), "the router has answered"
     assert (unavailable.status, unavailable.retry_after_s) == ("UNAVAILABLE", 1.0)
+
+
+async def test_a_port_of_http_is_named_as_such() -> None:
+    """`tandem up` prints the address of the OpenAI API too."""
+    server = await asyncio.start_server(_answer_http, "127.0.0.1", 0)
+    address = "{}:{}".format(*server.sockets[0].getsockname())
+    async with server, AsyncClient(address) as client:
+        error = await failure(client.model_info())
+    assert error.status == "UNIMPLEMENTED"
+    assert error.message.startswith(f"the server at {address} speaks HTTP/1, as a router's OpenAI API does: give")
+
+
+async def _answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+    await writer.drain()
+    await reader.read()
+    writer.close()
 
 
 def test_an_error_without_a_status_is_unknown() -> None:
