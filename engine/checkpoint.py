@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,9 +44,17 @@ def resolve(model: str, revision: str | None = None) -> Path:
                 "give a folder with config.json and *.safetensors, a hub id like Qwen/Qwen3-0.6B, or demo"
             )
         folder = _download(model, revision)
+    _check_readable(folder)
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"model: {folder} has no config.json; give the folder of a checkpoint")
     return folder
+
+
+def _check_readable(folder: Path) -> None:
+    files = (file for pattern in _NEEDED for file in folder.glob(pattern))
+    for path, mode in ((folder, os.R_OK | os.X_OK), *((file, os.R_OK) for file in files)):
+        if not os.access(path, mode):
+            raise ModelNotFound(f"model: this user cannot read {path}; the owner allows it with chmod -R a+rX {folder}")
 
 
 def check_checkpoint(

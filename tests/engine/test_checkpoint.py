@@ -21,6 +21,16 @@ def test_a_folder_without_a_checkpoint_names_the_missing_file(tmp_path: Path) ->
         resolve(str(tmp_path))
 
 
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    """Links without a target, since root may read all others."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "README.md").symlink_to(tmp_path / "gone")
+    assert resolve(str(tmp_path)) == tmp_path
+    (weights := tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(ModelNotFound, match=f"this user cannot read {weights}; .* chmod -R a.rX {tmp_path}"):
+        resolve(str(tmp_path))
+
+
 def test_a_name_that_is_neither_folder_nor_hub_id_lists_valid_forms() -> None:
     for name in ("./nowhere", "nowhere", "/no/such/folder"):
         with pytest.raises(ModelNotFound, match="Qwen/Qwen3-0"):
