@@ -27,7 +27,7 @@ NOT_REACHED = "no router answers"
 _NO_CONNECTION = re.compile("failed to connect|connections to all backends|dns|resol", re.IGNORECASE)
 """In gRPC's texts of those; a connection that is lost later has been reset or closed."""
 _PROBE_TIMEOUT_S = 2.0
-_MISTAKES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE"})
+_MISTAKES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE", "UNAUTHENTICATED"})
 """Of the caller: the message says all of it, and the router's log no more."""
 _TOO_LONG = re.compile(r"Received message larger than max \((\d+) vs\. (\d+)\)")
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -100,6 +100,8 @@ def from_rpc(error: grpc.RpcError, address: str) -> TandemError:
     violations = tuple((one.field, one.description) for one in found)
     message = without_request_id(message) if status in _MISTAKES else message
     cut_off = is_cut_off(trailers)
+    if status == "UNAUTHENTICATED":
+        message += "; give it as token or token_file (--token-file)"
     return TandemError(status, message, retry_after_s=retry_after_s, violations=violations, cut_off=cut_off)
 
 

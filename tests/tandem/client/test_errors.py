@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import grpc
+import grpc.aio
 
 from protos.tandem.v1 import generation_pb2
 from serving.errors import FieldViolation, InvalidArgument, Overloaded, Unavailable
@@ -82,6 +83,12 @@ async def _answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     await writer.drain()
     await reader.read()
     writer.close()
+
+
+def test_a_missing_token_is_answered_with_how_to_give_it() -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAUTHENTICATED, nothing, nothing, "no bearer token (request id r)")
+    assert from_rpc(error, "a:1").message == "no bearer token; give it as token or token_file (--token-file)"
 
 
 def test_an_error_without_a_status_is_unknown() -> None:
