@@ -1,6 +1,7 @@
 """Errors between a caller and Tandem, as one tree; and the diagnosis of a connection that fails.
 
 TandemError            the router answered with an error status, or could not be reached
+├── ConnectionLost     it ended, or the connection to it broke, during the request
 ├── StreamError        tokens did not arrive once and in order: a bug, please report it
 └── NotRunning         no address was given and no local stack runs
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 NOT_REACHED = "no router answers"
 """Begins the messages about a connection that could not be made."""
 _NO_CONNECTION = re.compile("failed to connect|connections to all backends|dns|resol", re.IGNORECASE)
-"""In gRPC's texts of those; a connection that is lost later has been reset or closed."""
+_CONNECTION_LOST = re.compile("socket closed|connection (reset|closed)|broken pipe|goaway|ping timeout", re.IGNORECASE)
+"""In gRPC's own texts."""
 _PROBE_TIMEOUT_S = 2.0
 _MISTAKES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE", "UNAUTHENTICATED"})
 """Of the caller: the message says all of it, and the router's log no more."""
@@ -37,8 +39,7 @@ class TandemError(Exception):
     """A request that failed.
 
     `status` is the name of the gRPC status code, `violations` are the invalid fields with the problem of each, and
-    `retry_after_s` is how long to wait before a retry; None if the answer did not say. `cut_off`: the router ended
-    before the answer did.
+    `retry_after_s` is how long to wait before a retry; None if the answer did not say.
     """
 
     def __init__(
@@ -48,14 +49,16 @@ class TandemError(Exception):
         *,
         retry_after_s: float | None = None,
         violations: tuple[tuple[str, str], ...] = (),
-        cut_off: bool = False,
     ) -> None:
         self.status = status
         self.message = message
         self.retry_after_s = retry_after_s
         self.violations = violations
-        self.cut_off = cut_off
         super().__init__(f"{status}: {message}")
+
+
+class ConnectionLost(TandemError):
+    """A router that was reached ended before the answer did, or the connection to it broke."""
 
 
 class StreamError(TandemError):
@@ -77,32 +80,44 @@ class NotRunning(TandemError):
 
 def from_rpc(error: grpc.RpcError, address: str) -> TandemError:
     """The TandemError of a failed call to `address`."""
+    from serving.errors import is_cut_off, read_details, without_request_id
+
     code, details = getattr(error, "code", None), getattr(error, "details", None)
     status = code().name if callable(code) and code() is not None else "UNKNOWN"
     message = (details() if callable(details) else None) or str(error)
-    if status == "UNIMPLEMENTED" and message == "Method not found!":
-        return TandemError(status, f"the server at {address} is not a router: give the router's host:port")
-    from serving.errors import is_cut_off, read_details, without_request_id
-
-    if found_lengths := _TOO_LONG.search(message):
-        length, limit = found_lengths.groups()
-        return TandemError(status, f"the request has {length} bytes; the server at {address} accepts at most {limit}")
     read_trailers = getattr(error, "trailing_metadata", None)
     trailers = (read_trailers() if callable(read_trailers) else None) or ()
     found, retry_after_s = read_details(trailers)
-    is_answer = retry_after_s is not None  # as every UNAVAILABLE of a router; its text may be about a connection too
-    if status == "UNAVAILABLE" and "http1.x server" in message:
-        hint = "as a router's OpenAI API does: give the host:port of its gRPC, which `tandem up` prints as router"
-        return TandemError("UNIMPLEMENTED", f"the server at {address} speaks HTTP/1, {hint}")
-    if status == "UNAVAILABLE" and not is_answer and _NO_CONNECTION.search(message):
-        hint = "give host:port of a router, such as 127.0.0.1:50051; `tandem doctor` shows what runs here"
-        return TandemError(status, f"no router answers at {address} ({hint}): {message}")
-    violations = tuple((one.field, one.description) for one in found)
+    # Every UNAVAILABLE of a router has a delay; its text may be about a connection too.
+    if retry_after_s is None and (explained := _of_grpc(status, message, address)) is not None:
+        return explained
     message = without_request_id(message) if status in _MISTAKES else message
-    cut_off = is_cut_off(trailers)
     if status == "UNAUTHENTICATED":
         message += "; give it as token or token_file (--token-file)"
-    return TandemError(status, message, retry_after_s=retry_after_s, violations=violations, cut_off=cut_off)
+    violations = tuple((one.field, one.description) for one in found)
+    kind = ConnectionLost if is_cut_off(trailers) else TandemError
+    return kind(status, message, retry_after_s=retry_after_s, violations=violations)
+
+
+def _of_grpc(status: str, message: str, address: str) -> TandemError | None:
+    """The meaning of what gRPC reports by itself; None if it may be a server's own error."""
+    if status == "UNIMPLEMENTED" and message == "Method not found!":
+        return TandemError(status, f"the server at {address} is not a router: give the router's host:port")
+    if lengths := _TOO_LONG.search(message):
+        length, limit = lengths.groups()
+        return TandemError(status, f"the request has {length} bytes; the server at {address} accepts at most {limit}")
+    if status != "UNAVAILABLE":
+        return None
+    if "http1.x server" in message:
+        hint = "as a router's OpenAI API does: give the host:port of its gRPC, which `tandem up` prints as router"
+        return TandemError("UNIMPLEMENTED", f"the server at {address} speaks HTTP/1, {hint}")
+    if _NO_CONNECTION.search(message):
+        hint = "give host:port of a router, such as 127.0.0.1:50051; `tandem doctor` shows what runs here"
+        return TandemError(status, f"no router answers at {address} ({hint}): {message}")
+    if _CONNECTION_LOST.search(message):
+        text = f"the connection to the router at {address} broke ({message}): send the request again"
+        return ConnectionLost(status, text)
+    return None
 
 
 def explain(error: grpc.RpcError, address: str, credentials: Credentials) -> TandemError:

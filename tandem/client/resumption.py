@@ -13,12 +13,11 @@ own (`retries`); after it anything goes that is not a router's answer, such as w
 
 from __future__ import annotations
 
-import re
 import time
 
 from protos.tandem.v1 import generation_pb2
 from tandem.client.completion import CompletionAssembler
-from tandem.client.errors import NOT_REACHED, TandemError
+from tandem.client.errors import NOT_REACHED, ConnectionLost, TandemError
 
 DEFAULT_MAX_RESUMPTIONS = 3
 RESUME_WAIT_S = 30.0
@@ -26,8 +25,6 @@ RESUME_WAIT_S = 30.0
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 1.0
 _TEMPORARY = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
-_CONNECTION_LOST = re.compile("socket closed|connection (reset|closed)|broken pipe|goaway|ping timeout|keepalive", re.I)
-"""In gRPC's own texts."""
 
 
 class Resumption:
@@ -66,7 +63,7 @@ class Resumption:
                 return None
             if num_pieces:
                 self.request = self._assembler.resumed(self.request)
-            elif not (error.cut_off or _CONNECTION_LOST.search(error.message)):
+            elif not isinstance(error, ConnectionLost):
                 return None
             self._num_left -= 1
             self._num_pieces, self._until_s, self._delay_s = num_pieces, now_s + RESUME_WAIT_S, _FIRST_DELAY_S
@@ -79,7 +76,6 @@ class Resumption:
 
 
 def _is_lost(error: TandemError) -> bool:
-    """Whether a connection that had been made broke, or its router ended. Any other UNAVAILABLE of a router says when
-    to retry, and so it is an answer."""
+    """Whether a connection that had been made broke, as it seems. A router's own UNAVAILABLE says when to retry."""
     is_answer = error.status != "UNAVAILABLE" or error.retry_after_s is not None
-    return error.cut_off or not (is_answer or error.message.startswith(NOT_REACHED))
+    return isinstance(error, ConnectionLost) or not (is_answer or error.message.startswith(NOT_REACHED))

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 
 from protos.tandem.v1 import generation_pb2
 from serving.errors import FieldViolation, InvalidArgument, Overloaded, Unavailable
@@ -85,10 +86,24 @@ async def _answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     writer.close()
 
 
-def test_a_missing_token_is_answered_with_how_to_give_it() -> None:
+@pytest.mark.parametrize(
+    ("code", "details", "explained"),
+    [
+        (
+            grpc.StatusCode.UNAUTHENTICATED,
+            "no bearer token (request id r)",
+            "no bearer token; give it as token or token_file (--token-file)",
+        ),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "Socket closed",
+            "the connection to the router at a:1 broke (Socket closed): send the request again",
+        ),
+    ],
+)
+def test_an_error_says_what_to_do(code: grpc.StatusCode, details: str, explained: str) -> None:
     nothing = grpc.aio.Metadata()
-    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAUTHENTICATED, nothing, nothing, "no bearer token (request id r)")
-    assert from_rpc(error, "a:1").message == "no bearer token; give it as token or token_file (--token-file)"
+    assert from_rpc(grpc.aio.AioRpcError(code, nothing, nothing, details), "a:1").message == explained
 
 
 def test_an_error_without_a_status_is_unknown() -> None:
