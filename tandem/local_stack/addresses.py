@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from tandem.local_stack.settings import StackSettings
 
 _START_REDIS = "start one, for example: redis-server --port 6379"
-_PORT_PROBLEMS = {errno.EADDRINUSE: "is taken", errno.EACCES: "needs the rights of root"}
 
 
 def check_addresses(settings: StackSettings) -> None:
@@ -61,7 +60,9 @@ def _check_port(host: str, flag: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            if port and (problem := _PORT_PROBLEMS.get(error.errno or 0)) is not None:
-                raise ValueError(f"port {port} {problem}; choose another {flag}, or omit it") from None
+            if port and error.errno == errno.EADDRINUSE:
+                raise ValueError(f"port {port} is taken; choose another {flag}, or omit it") from None
+            if port and error.errno == errno.EACCES:
+                raise ValueError(f"port {port} is root's; choose another {flag}, above 1023, or omit it") from None
             allowed = "an IPv4 address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
             raise ValueError(f"cannot listen on --host {host}: {error.strerror}; allowed: {allowed}") from None
