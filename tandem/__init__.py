@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from tandem.client.client import AsyncClient, Client
     from tandem.client.completion import Choice, Completion, Piece, Route, TokenLogprob, ToolCall, Usage
     from tandem.client.credentials import Credentials
-    from tandem.client.errors import StreamError, TandemError
+    from tandem.client.errors import ConnectionLost, StreamError, TandemError
 
 __all__ = [
     "AsyncClient",
     "Choice",
     "Client",
     "Completion",
+    "ConnectionLost",
     "Credentials",
     "Piece",
     "Route",
@@ -31,6 +32,7 @@ __all__ = [
 _MODULES = {
     "AsyncClient": "client",
     "Client": "client",
+    "ConnectionLost": "errors",
     "Credentials": "credentials",
     "StreamError": "errors",
     "TandemError": "errors",
