@@ -143,6 +143,7 @@ def settings_of(
             "prefill": ",".join(fake.address for fake in prefill),
             "decode": ",".join(fake.address for fake in decode),
             "beat_timeout_s": 10.0,  # a busy machine delays reports; tests of silence set less
+            "core_silence_timeout_s": 10.0,
             "min_backoff_s": 0.02,
             "max_backoff_s": 0.1,
         },

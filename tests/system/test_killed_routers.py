@@ -14,7 +14,7 @@ import pytest
 
 from engine import LLM
 from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
-from serving.lifecycle import EXIT_CUT_OFF
+from serving.lifecycle import EXIT_CUT_OFF, EXIT_STOPPED
 from tandem import Client, Completion, Piece
 from tandem.client import resumption
 from tandem.client.request import generate_request
@@ -104,7 +104,7 @@ def end(router: ManagedProcess, grace_s: float) -> None:
     """Without a grace by SIGKILL; with one by SIGTERM twice, upon which it cuts its streams off."""
     if grace_s:
         stop_all([router], grace_s)
-        assert router.exit_status == EXIT_CUT_OFF
+        assert router.exit_status in (EXIT_STOPPED, EXIT_CUT_OFF)  # by chance it had no stream
     router.kill()
 
 

@@ -86,7 +86,7 @@ async def test_an_instance_in_trouble_is_out_and_comes_back(run: Run, fault: str
         elif fault == "killed":
             await fake.kill()
         else:
-            fake.behaviour.core_silence_s = 5
+            fake.behaviour.core_silence_s = 30
         await rig.until_ready(num_decode=1)
         if fault == "no beats":
             async with asyncio.timeout(20):  # it is asked anew, and does not come back by an old report
@@ -113,7 +113,7 @@ LINE_S, MACHINE_S = 2.0, 1.5
 async def test_with_its_real_settings_a_router_leaves_a_silent_instance_within_two_seconds(
     run: Run, fault: str
 ) -> None:
-    real = {"beat_timeout_s": PoolSettings().beat_timeout_s}
+    real = PoolSettings().model_dump(include={"beat_timeout_s", "core_silence_timeout_s"})
     fakes = [
         FakeInstance("decode", "decode-0", behaviour=Behaviour(token_s=0.02), beat_s=0.25),
         FakeInstance("decode", "decode-1", behaviour=Behaviour(num_running=9), beat_s=0.25),

@@ -143,7 +143,7 @@ async def test_a_wedged_engine_behind_living_beats_is_left(run: Run) -> None:
         pending = asyncio.create_task(rig.generate(max_tokens=40))
         await rig.decode[0].until("token", 3)
         rig.decode[0].behaviour.token_s = 100
-        rig.decode[0].behaviour.core_silence_s = 10
+        rig.decode[0].behaviour.core_silence_s = 30
         assert (await pending).is_exactly(40)
         assert rig.decode[1].recorded("token")
 
