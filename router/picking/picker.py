@@ -137,8 +137,8 @@ def pick(
     among_tied: ViewScorer | None = None,
     preferred: InstanceKey | None = None,
 ) -> Pick | NoPick:
-    """The best instance; of several the best by `among_tied`, and of those one by `rng`. A `preferred` one wins
-    whenever it passes the filters."""
+    """The best instance. Of several `rng` draws one, whose place one of the same identity takes that is better by
+    `among_tied`. A `preferred` one wins whenever it passes the filters."""
     candidates = [view for view in views if rejection(view, filters) is None]
     if not candidates:
         reasons = ", ".join(f"{view.instance_id}: {rejection(view, filters)}" for view in views)
@@ -146,10 +146,15 @@ def pick(
     tied = _lowest(candidates, scorer)
     best = scorer(tied[0])
     kept = next((view for view in candidates if view.key == preferred), None) if preferred else None
-    closest = _lowest(tied, among_tied) if among_tied is not None and len(tied) > 1 else tied
-    winner = kept or rng.choice(closest)
+    drawn, by_cache = rng.choice(tied), False
+    if among_tied is not None and len(tied) > 1:
+        alike = [view for view in tied if view.info.identity == drawn.info.identity]
+        closest = _lowest(alike, among_tied)
+        by_cache = len(closest) < len(alike)
+        drawn = drawn if drawn in closest else rng.choice(closest)
+    winner = kept or drawn
     score = scorer(winner) if kept else best
-    return Pick(winner, score, len(candidates), len(tied), kept is not None, len(closest) < len(tied))
+    return Pick(winner, score, len(candidates), len(tied), kept is not None, by_cache)
 
 
 def _lowest(views: Sequence[InstanceView], scorer: ViewScorer) -> list[InstanceView]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -104,6 +105,21 @@ def test_between_equal_scores_a_cached_quarter_decides(num_cached: int, is_prefe
         assert found.decode.num_tied == 4
         assert ("by what is cached" in found.decode.why) == is_preferred
     assert wheres == ({"decode-2"} if is_preferred else set(names))
+
+
+def test_a_cache_does_not_keep_requests_from_other_weights() -> None:
+    """They are to get their part by load alone, as while a rollout is paused."""
+    new = replace(IDENTITY, fingerprint="new")
+    decode = [view("decode", "cached"), view("decode", "old"), view("decode", "new", identity=new)]
+    criteria = Criteria(num_cached_tokens=lambda one: 999 if one.key.address == "cached" else 0)
+    picked = Counter[str]()
+    for seed in range(60):
+        rng = random.Random(seed)
+        found = make_plan(decode, [], choice(1000), frozenset(), DisaggregationSettings(), rng, criteria)
+        assert isinstance(found, Plan)
+        picked[found.decode.instance.key.address] += 1
+    assert picked.keys() == {"cached", "new"}
+    assert 10 <= picked["new"] <= 30
 
 
 def test_a_cache_does_not_outweigh_a_request() -> None:
