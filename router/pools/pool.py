@@ -63,7 +63,9 @@ class Pool:
         found: dict[str, UpstreamInstance] = {}
         for instance in self.instances:
             process = instance.info.epoch if instance.info is not None else instance.address
-            found[process] = min(found.get(process, instance), instance, key=lambda one: STATES.index(one.state))
+            known = found.get(process)
+            if known is None or STATES.index(instance.state) < STATES.index(known.state):
+                found[process] = instance
         return tuple(found.values())
 
     def views(self) -> tuple[InstanceView, ...]:
