@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -194,16 +195,18 @@ def test_a_shared_prefix_is_computed_once_for_all_prefill_instances(stack: Stack
     def num_prefilled(name: str) -> int:
         return stack.rig.load(name).num_prefilled_tokens - before[name].num_prefilled_tokens
 
-    # One after the other, until each prefill instance has served one.
+    # One, then two at once, until each prefill instance has served one: the second finds the first one's place taken.
     while not all(map(num_prefilled, names)):
-        assert num_prompts < 40, "one of two idle prefill instances was never picked"
-        prompt = prefix + random_prompt(prompts, 5)
-        completion = stack.generate(prompt, GREEDY)
-        num_prompts += 1
-        num_stored += completion.usage.stored_tokens
-        stack.assert_exact(completion, prompt, GREEDY)
-        assert completion.usage.cached_tokens == (len(prefix) if num_prompts > 1 else 0)
-        assert completion.usage.recomputed_tokens == 0, stack.rig.router_warnings()
+        assert num_prompts < 40, "one of two prefill instances was never picked"
+        asked = [prefix + random_prompt(prompts, 5) for _ in range(2 if num_prompts else 1)]
+        with ThreadPoolExecutor() as clients:
+            completions = list(clients.map(lambda prompt: stack.generate(prompt, GREEDY), asked))
+        for prompt, completion in zip(asked, completions, strict=True):
+            stack.assert_exact(completion, prompt, GREEDY)
+            assert completion.usage.cached_tokens == (len(prefix) if num_prompts else 0)
+            assert completion.usage.recomputed_tokens == 0, stack.rig.router_warnings()
+            num_stored += completion.usage.stored_tokens
+        num_prompts += len(asked)
     after = stack.settled()
     num_computed = sum(map(num_prefilled, names))
     assert num_computed == len(prefix) + 5 * num_prompts, "the prefix was computed more than once"
