@@ -49,6 +49,8 @@ _FREE_S = 0.5
 _TOKEN_S = 0.005
 """CPU time that a request's grammar may take in steps: at once, and for each of its tokens. With an ambiguous grammar
 (`root ::= root root | "a"`) each token takes more than the one before, and the streams of the batch wait for it."""
+_REPLAYED_S = 0.0001
+"""The same for each token that was emitted elsewhere, or whose client says so: these all come in one step."""
 _MAX_ERROR_CHARS = 200
 _CONTROL_BYTES = frozenset(range(0x20)) - {ord("\n")}
 _BITS = 32
@@ -220,18 +222,25 @@ class _RequestGrammar:
             masks[row] = 0
 
     def _fill(self, request: Request, masks: npt.NDArray[np.int32], row: int) -> None:
-        for token_id in request.token_ids[request.num_prompt_tokens + self._num_accepted :]:
-            if not self._matcher.accept_token(token_id):
-                masks[row] = 0
-                return
-            self._num_accepted += 1
-            if self._whitespace is not None:
-                self._run = self._whitespace.run_after(self._run, token_id)
+        if not self._accept(request.token_ids[request.num_prompt_tokens + self._num_accepted :]):
+            masks[row] = 0
+            return
         self._matcher.fill_next_token_bitmask(masks, row)
         if self._whitespace is not None:
             self._whitespace.apply(masks[row], self._run, self._is_between_elements)
         if request.num_output_tokens < request.spec.params.min_tokens:
             _forbid(masks[row], self.ending_ids)
+
+    def _accept(self, token_ids: Sequence[int]) -> bool:
+        """False if the grammar forbids them, or takes too long."""
+        until_s = time.thread_time() + _FREE_S + _REPLAYED_S * len(token_ids)
+        for token_id in token_ids:
+            if time.thread_time() > until_s or not self._matcher.accept_token(token_id):
+                return False
+            self._num_accepted += 1
+            if self._whitespace is not None:
+                self._run = self._whitespace.run_after(self._run, token_id)
+        return True
 
     def _is_between_elements(self) -> bool:
         """Of JSON: its white space may follow, which strings and literals do not admit, but no control character, which

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -218,6 +219,35 @@ def test_a_grammar_that_takes_ever_more_time_ends_its_request_alone(llm: LLM, mo
         with pytest.raises(InvalidRequest, match="the constraint is too ambiguous to be followed in time"):
             generate(llm, min_tokens=400, max_tokens=400, **ambiguous)
     assert generate(llm, choice=["ab"]).text == "ab"
+
+
+def test_an_output_from_elsewhere_holds_the_steps_no_longer(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it comes at once, and a client may have made it up: 400 tokens of this one take ten seconds."""
+    monkeypatch.setattr(grammar, "_FREE_S", 0.02)
+    letter: Any = byte_level_backend().token_to_id("a")
+    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=1024), wake=lambda: None)
+    spec = EngineRequest(
+        request_id="slow",
+        prompt_token_ids=[5, 6],
+        output_token_ids=[letter] * 400,
+        params=SamplingParams(regex="((a*)*)*", max_tokens=500, seed=1),
+        seed=1,
+        eos_token_ids=(END,),
+    )
+    core.handle(AddRequest(spec))
+    longest_s, events = 0.0, list[Any]()
+
+    def ended() -> bool:
+        nonlocal longest_s
+        begun_s = time.thread_time()
+        events.extend(core.step())
+        longest_s = max(longest_s, time.thread_time() - begun_s)
+        return bool(events)
+
+    wait_until(ended, lambda: "it has not ended", 60)
+    core.shutdown()
+    assert (events[0].finish_reason, events[0].error_kind) == ("error", "nothing_allowed")
+    assert longest_s < 4
 
 
 def test_a_model_without_a_tokenizer_has_no_constraints(tmp_path: Path) -> None:
