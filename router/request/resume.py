@@ -53,8 +53,9 @@ async def resumed_choices(
         if len(choice.fingerprint) > _MAX_FINGERPRINT_CHARS:
             problem = f"has {len(choice.fingerprint)} characters"
             raise InvalidRequest(f"{field}.fingerprint", problem, f"at most {_MAX_FINGERPRINT_CHARS}")
+        _check_number(field, len(choice.token_ids), choice.finished, params, max_model_len - len(prompt))
         ids = tuple(choice.token_ids)
-        _check_ids(field, ids, choice.finished, params, vocab_size, max_model_len - len(prompt))
+        _check_ids(field, ids, vocab_size)
         text = ""
         if not choice.finished:
             text = await asyncio.to_thread(_delivered, field, ids, params, prompt, tokenizer)
@@ -64,18 +65,19 @@ async def resumed_choices(
     return resumed
 
 
-def _check_ids(
-    field: str, ids: Sequence[int], finished: bool, params: SamplingParams, vocab_size: int, room: int
-) -> None:
-    """`room`: tokens that fit behind the prompt."""
+def _check_number(field: str, num_ids: int, finished: bool, params: SamplingParams, room: int) -> None:
+    """Before any id is looked at: a message has room for millions. `room`: tokens that fit behind the prompt."""
+    assert params.max_tokens is not None, "validation fills max_tokens in"
+    most = min(params.max_tokens, room) - (not finished)
+    if num_ids > most:
+        problem = f"has {num_ids} ids, of at most {min(params.max_tokens, room)} that the choice can have"
+        raise InvalidRequest(f"{field}.token_ids", problem, f"at most {most}, or finished")
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     wrong = next((at for at, token_id in enumerate(ids) if not 0 <= token_id < vocab_size), None)
     if wrong is not None:
         raise InvalidRequest(f"{field}.token_ids[{wrong}]", f"is {ids[wrong]}", f"0..{vocab_size - 1}")
-    assert params.max_tokens is not None, "validation fills max_tokens in"
-    most = min(params.max_tokens, room) - (not finished)
-    if len(ids) > most:
-        problem = f"has {len(ids)} ids, of at most {min(params.max_tokens, room)} that the choice can have"
-        raise InvalidRequest(f"{field}.token_ids", problem, f"at most {most}, or finished")
 
 
 def _delivered(

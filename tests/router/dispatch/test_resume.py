@@ -145,6 +145,7 @@ IDS = expected_ids(SHORT, SEED, NUM_TOKENS)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an id out of range": ({"resume": resumed([300])}, "resume.choices[0].token_ids[0] is 300"),
     "more than max_tokens": ({"resume": resumed(IDS)}, "has 12 ids, of at most 12 that the choice can have"),
+    "more than max_tokens, whatever they are": ({"resume": resumed([300] * 20)}, "has 20 ids, of at most 12"),
     "a choice that is not requested": ({"resume": resumed(None, [20])}, "resume.choices[0].choice is 1"),
     "nothing left": ({"resume": resumed(IDS, finished=[0])}, "every choice has finished"),
     "twice": (
