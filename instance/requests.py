@@ -55,7 +55,7 @@ class ChunkBuilder:
     def replay(self, token_ids: list[int]) -> None:
         """Take ids that another instance emitted. Raises InvalidArgument if they end the choice."""
         self._num_ids += len(token_ids)
-        if token_ids and self._processor.push(token_ids).finish_reason is not None:
+        if self._processor.replay(token_ids) is None:
             raise invalid_argument("emitted_token_ids", "contain a stop string: the choice has ended")
 
     def chunk(self, event: TokensEvent) -> common_pb2.TokenChunk:

@@ -1,8 +1,8 @@
 """The text of an output: token ids to text in pieces that never end inside a character, up to a stop string. The engine
 core ends an output by token (Request.check_stop).
 
-    push … push ─▶ finished          by a stop string, or by the core
-             └───▶ handed over       another instance replays the ids and continues
+    (replay ─▶) push … push ─▶ finished          by a stop string, or by the core
+                        └───▶ handed over       another instance replays the ids and continues
 
 Text is delivered as soon as its characters are complete and it can no longer become part of a stop string. The text
 delivered after k ids is a function of those ids alone, not of how they were divided into pushes: an instance that
@@ -22,6 +22,8 @@ from engine.text.tokenizer import Tokenizer
 _MAX_PROMPT_TAIL = 8
 """Prompt tokens as context: enough for a character of four byte tokens and the space before a word."""
 _MAX_WINDOW = 32
+_REPLAYED = 256
+"""Ids that are replayed at once: the time of bytes that are no characters grows with the square of their number."""
 
 
 class IncrementalDetokenizer:
@@ -134,6 +136,16 @@ class _Matcher:
         self.num_matched = self._step(self.num_matched, char)
         return self.num_matched == len(self.string)
 
+    def ends_in(self, held: str, text: str) -> bool:
+        """Whether the string is complete somewhere in `text`, which follows `held`."""
+        return self.string in held[max(0, len(held) - len(self.string) + 1) :] + text
+
+    def go_on_after(self, text: str) -> None:
+        """Match as if `text` had been pushed; what is before it no longer matters."""
+        self.num_matched = 0
+        for char in text[-len(self.string) :]:
+            self.push(char)
+
 
 @dataclass(slots=True, frozen=True)
 class TextDelta:
@@ -197,8 +209,33 @@ class OutputProcessor:
             if finish_reason != "hand_over":
                 self._append(self._detokenizer.finish() if self._detokenizer else "")
                 return self._delta(self._take(len(self._held)), len(token_ids))
-        num_kept = max((matcher.num_matched for matcher in self._matchers), default=0)
-        return self._delta(self._take(len(self._held) - num_kept), len(token_ids))
+        return self._delta(self._take(len(self._held) - self._num_kept), len(token_ids))
+
+    def replay(self, token_ids: Sequence[int]) -> str | None:
+        """The text of a push of these ids; None if a stop string ends the output among them. In far less time: a client
+        may send as many as the context has."""
+        num_endless = max(0, min(self._params.min_tokens - 1 - self._num_ids, len(token_ids)))
+        self._go_on_after(token_ids[:num_endless], may_end=False)
+        if not self._go_on_after(token_ids[num_endless:], may_end=True):
+            return None
+        return self._delta(self._take(len(self._held) - self._num_kept), len(token_ids)).text
+
+    def _go_on_after(self, token_ids: Sequence[int], *, may_end: bool) -> bool:
+        """False if they end the output."""
+        self._num_ids += len(token_ids)
+        parts = (token_ids[at : at + _REPLAYED] for at in range(0, len(token_ids), _REPLAYED))
+        text = "".join(map(self._detokenizer.push, parts)) if self._detokenizer else ""
+        if may_end and any(matcher.ends_in(self._held, text) for matcher in self._matchers):
+            return False
+        self._held += text
+        for matcher in self._matchers:
+            matcher.go_on_after(self._held)
+        return True
+
+    @property
+    def _num_kept(self) -> int:
+        """Characters that may be the beginning of a stop string."""
+        return max((matcher.num_matched for matcher in self._matchers), default=0)
 
     def _append(self, text: str) -> bool:
         """Add `text` to the held text; True if a stop string ends the output, and the text with it."""

@@ -83,7 +83,7 @@ def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
 def _delivered(
     field: str, ids: Sequence[int], params: SamplingParams, prompt: Sequence[int], tokenizer: Tokenizer | None
 ) -> str:
-    delta = OutputProcessor(tokenizer, params, prompt=prompt).push(ids)
-    if delta.finish_reason is not None:
+    text = OutputProcessor(tokenizer, params, prompt=prompt).replay(ids)
+    if text is None:
         raise InvalidRequest(f"{field}.token_ids", "contain a stop string: the choice has ended", "finished")
-    return delta.text
+    return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -147,22 +148,61 @@ def test_any_stop_strings_cut_as_the_definition_says(
     stop=st.lists(st.text("abe\ufffd t", min_size=1, max_size=3), max_size=3).map(tuple),
     cut=st.integers(0, 40),
     prompt=st.lists(st.integers(0, 480), max_size=12),
+    min_tokens=st.integers(0, 40),
 )
 def test_a_stream_goes_on_elsewhere_with_the_same_pieces(
-    tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], cut: int, prompt: list[int]
+    tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], cut: int, prompt: list[int], min_tokens: int
 ) -> None:
-    params = SamplingParams(stop=stop, max_tokens=None)
+    params = SamplingParams(stop=stop, max_tokens=None, min_tokens=min_tokens)
     # STEP: one instance to the end
     first = OutputProcessor(tokenizer, params, prompt=prompt)
     deltas = [first.push([i]) for i in ids] + [first.push([], finish_reason="length")]
     # STEP: another replays `cut` ids at once and goes on
     second = OutputProcessor(tokenizer, params, prompt=prompt)
-    replayed = second.push(ids[:cut])
-    assert second.num_delivered == sum(len(d.text) for d in deltas[: len(ids[:cut])])
-    if replayed.finish_reason is None:
+    replayed = second.replay(ids[:cut])
+    assert (replayed is None) == any(delta.finish_reason for delta in deltas[: len(ids[:cut])])
+    if replayed is not None:
+        assert replayed == text_of(deltas[: len(ids[:cut])])
         rest = [second.push([i]) for i in ids[cut:]] + [second.push([], finish_reason="length")]
         assert rest == deltas[len(ids[:cut]) :]
     text_of(deltas)
+
+
+@given(
+    ids=st.lists(st.sampled_from("ab"), max_size=30),
+    stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3).map(tuple),
+    cuts=st.tuples(st.integers(0, 30), st.integers(0, 30)),
+    min_tokens=st.integers(0, 30),
+)
+def test_what_is_replayed_in_parts_stops_where_what_is_pushed_does(
+    ids: list[str], stop: tuple[str, ...], cuts: tuple[int, int], min_tokens: int
+) -> None:
+    tokenizer = byte_level()
+    whole = [tokenizer.encode(char)[0] for char in ids]
+    first, last = sorted(cuts)
+    params = SamplingParams(stop=stop, max_tokens=None, min_tokens=min_tokens)
+    pushed, replayed = OutputProcessor(tokenizer, params), OutputProcessor(tokenizer, params)
+    for part in (whole[:first], whole[first:last]):
+        delta = pushed.push(part)
+        if delta.finish_reason is not None:
+            assert replayed.replay(part) is None
+            return
+        assert replayed.replay(part) == delta.text
+    assert [replayed.push([i]) for i in whole[last:]] == [pushed.push([i]) for i in whole[last:]]
+
+
+@pytest.mark.parametrize("min_tokens", [0, 10**5])
+def test_what_a_client_says_it_has_is_replayed_in_little_time(min_tokens: int) -> None:
+    """It may be as much as the context has, for a thread that others need and for the event loop of an instance."""
+    tokenizer = byte_level()
+    [letter], [bad, *_] = tokenizer.encode("a"), tokenizer.encode("\U0001f9d1")
+    stop = tuple("a" * 100 + char for char in "bcdefghijklmnopq")
+    params = SamplingParams(stop=stop, max_tokens=None, min_tokens=min_tokens)
+    begun_s = time.thread_time()
+    OutputProcessor(tokenizer, params).push([letter] * 2000)
+    pushed_s, begun_s = time.thread_time() - begun_s, time.thread_time()
+    OutputProcessor(tokenizer, params).replay([letter, bad] * 1000)
+    assert time.thread_time() - begun_s < pushed_s / 2
 
 
 def test_hand_over_keeps_the_held_text_for_the_next_instance() -> None:
