@@ -67,9 +67,10 @@ class Resumption:
                 return None
             self._num_left -= 1
             self._num_pieces, self._until_s, self._delay_s = num_pieces, now_s + RESUME_WAIT_S, _FIRST_DELAY_S
-        elif error.status not in _TEMPORARY:
+        elif error.status not in _TEMPORARY or (isinstance(error, ConnectionLost) and not self._num_left):
             return None
         else:
+            self._num_left -= isinstance(error, ConnectionLost)  # this router has died, too, maybe of the request
             self._delay_s = min(2 * self._delay_s, _MAX_DELAY_S)
         delay_s = max(self._delay_s, min(error.retry_after_s or 0.0, _MAX_DELAY_S))
         return delay_s if now_s + delay_s < min(self._until_s, self._ends_s) else None

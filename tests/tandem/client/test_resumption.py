@@ -208,6 +208,16 @@ def test_no_more_than_so_many_resumptions(router: ScriptedRouter, generate: Gene
         generate(max_resumptions=-1)
 
 
+@pytest.mark.parametrize("num_messages", [0, 2])
+def test_routers_that_die_of_it_are_counted_without_a_token_too(
+    router: ScriptedRouter, generate: Generate, num_messages: int
+) -> None:
+    router.calls = [(num_messages, LOST), (0, LOST), (0, CutOff("ended", 0.01)), (0, LOST), (NUM, None)]
+    with pytest.raises(TandemError, match=LOST):
+        generate()
+    assert len(router.requests) == 4
+
+
 def test_a_connection_that_breaks_behind_the_answer_costs_nothing(router: ScriptedRouter, generate: Generate) -> None:
     router.calls = [(NUM, LOST)]
     assert generate().token_ids == tuple(range(NUM))
