@@ -124,6 +124,7 @@ class Client(_BaseClient):
                 raise explain(error, self.address, self._credentials) from error
 
     def _pieces(self, assembler: CompletionAssembler, calls: Resumption) -> Generator[Piece, None, Completion]:
+        calls.begin()
         while True:
             try:
                 yield from self._pieces_of_call(assembler, calls)
@@ -207,6 +208,7 @@ class AsyncClient(_BaseClient):
             raise await self._explain(error) from error
 
     async def _pieces(self, assembler: CompletionAssembler, calls: Resumption) -> AsyncGenerator[Piece]:
+        calls.begin()
         while True:
             call = self._stub.Generate(calls.request, timeout=calls.remaining_s, metadata=self._credentials.metadata())
             try:

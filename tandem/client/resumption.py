@@ -28,7 +28,7 @@ _TEMPORARY = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
 
 
 class Resumption:
-    """The calls of one request. `request` and `remaining_s` are the arguments of the next one."""
+    """The calls of one request. `request` and `remaining_s` are the arguments of the next one, after `begin`."""
 
     def __init__(
         self,
@@ -39,13 +39,18 @@ class Resumption:
     ) -> None:
         self.request = request
         self._assembler = assembler
-        self._ends_s = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._ends_s = 0.0
         self._num_left = max_resumptions
         self._num_pieces = 0
         """At the last break."""
         self._until_s: float | None = None
         """Of that break; None: there was none."""
         self._delay_s = _FIRST_DELAY_S
+
+    def begin(self) -> None:
+        """The time limit runs from now on."""
+        self._ends_s = time.monotonic() + self._timeout_s
 
     @property
     def remaining_s(self) -> float:

@@ -218,6 +218,14 @@ def test_routers_that_die_of_it_are_counted_without_a_token_too(
     assert len(router.requests) == 4
 
 
+def test_the_time_limit_begins_with_the_iteration(router: ScriptedRouter) -> None:
+    router.calls = [(NUM, None)]
+    with Client(router.address) as client:  # type: ignore[attr-defined]
+        stream = client.stream("go", timeout_s=0.5)
+        time.sleep(0.6)
+        assert len(list(stream)) == NUM
+
+
 def test_a_connection_that_breaks_behind_the_answer_costs_nothing(router: ScriptedRouter, generate: Generate) -> None:
     router.calls = [(NUM, LOST)]
     assert generate().token_ids == tuple(range(NUM))
