@@ -14,7 +14,7 @@ Leaving a stream early (break, an exception, a cancelled task) cancels the call;
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +33,11 @@ from tandem.client.request import Prompt, RequestOptions, generate_request, show
 from tandem.client.resumption import DEFAULT_MAX_RESUMPTIONS, Resumption
 
 DEFAULT_TIMEOUT_S = 600.0
+
+
+def _client_closed() -> TandemError:
+    """Of an answer that waited for a router."""
+    return TandemError("CANCELLED", "the client has been closed")
 
 
 class _BaseClient(ABC):
@@ -78,6 +83,7 @@ class Client(_BaseClient):
 
     def _open(self, target: Target) -> None:
         self._channel = ClientChannel(target.target, target.options, self._credentials)
+        self._closed = threading.Event()
 
     @shows_options
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
@@ -108,6 +114,7 @@ class Client(_BaseClient):
 
     def close(self) -> None:
         """Cancels every call of this client."""
+        self._closed.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -135,7 +142,8 @@ class Client(_BaseClient):
                     break
                 if (delay_s := calls.delay_s(failed)) is None:
                     raise explain(error, self.address, self._credentials) from error
-            time.sleep(delay_s)
+            if self._closed.wait(delay_s):
+                raise _client_closed()
         return assembler.finish()
 
     def _pieces_of_call(self, assembler: CompletionAssembler, calls: Resumption) -> Iterator[Piece]:
@@ -163,6 +171,7 @@ class AsyncClient(_BaseClient):
     def _open(self, target: Target) -> None:
         self._channel = open_async_channel(target.target, target.options, self._credentials)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._is_closed = False
 
     @shows_options
     async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
@@ -193,6 +202,7 @@ class AsyncClient(_BaseClient):
 
     async def close(self) -> None:
         """See Client.close."""
+        self._is_closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -225,6 +235,8 @@ class AsyncClient(_BaseClient):
             finally:
                 call.cancel()
             await asyncio.sleep(delay_s)
+            if self._is_closed:
+                raise _client_closed()
         assembler.finish()
 
     async def _explain(self, error: grpc.aio.AioRpcError) -> TandemError:

@@ -4,6 +4,7 @@ tests/system/test_killed_routers.py; here a server ends calls with what gRPC rep
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -224,6 +225,29 @@ def test_the_time_limit_begins_with_the_iteration(router: ScriptedRouter) -> Non
         stream = client.stream("go", timeout_s=0.5)
         time.sleep(0.6)
         assert len(list(stream)) == NUM
+
+
+def test_closing_a_client_that_waits_for_a_router_ends_its_streams(router: ScriptedRouter) -> None:
+    router.calls = [(2, LOST), (0, Unavailable("soon", 1.0))]
+    client = Client(router.address)  # type: ignore[attr-defined]
+    closing = threading.Timer(0.4, client.close)
+    closing.start()
+    with pytest.raises(TandemError) as raised:
+        client.generate("go")
+    closing.join()
+    assert raised.value.status == "CANCELLED"
+
+    async def on_loop() -> None:
+        client = AsyncClient(router.address)  # type: ignore[attr-defined]
+        generating = asyncio.create_task(client.generate("go"))
+        await asyncio.sleep(0.4)
+        await client.close()
+        with pytest.raises(TandemError) as raised:
+            await generating
+        assert raised.value.status == "CANCELLED"
+
+    router.requests.clear()
+    asyncio.run(on_loop())
 
 
 def test_a_connection_that_breaks_behind_the_answer_costs_nothing(router: ScriptedRouter, generate: Generate) -> None:
