@@ -167,8 +167,7 @@ class AdmissionController:
         to retry, as soon as it is known that the turn will not come in time."""
         self._refresh()
         expected = self.lengths.expected(request.max_tokens)
-        max_tokens = request.max_tokens - request.num_resumed_tokens
-        ticket = Ticket(Charge.of(request, expected, self._capacity.block_size), max_tokens)
+        ticket = Ticket(Charge.of(request, expected, self._capacity.block_size), request.num_tokens_left)
         self._check_quota(request.tenant, ticket.charge)
         ticket.waiting_since_s = entered_s = self.clock()
         entry = self.queue.push(request.tenant, ticket, cost=ticket.charge.num_tokens, priority=request.priority)

@@ -107,6 +107,12 @@ class GenerationRequest:
         return max((len(choice.token_ids) for choice in going_on), default=0)
 
     @property
+    def num_tokens_left(self) -> int:
+        """Most output tokens that a choice may still get: the one of which least has come."""
+        begun = [len(choice.token_ids) for choice in self.resumed.values() if not choice.is_finished]
+        return self.max_tokens - (min(begun, default=0) if len(begun) == self.num_choices_left else 0)
+
+    @property
     def num_choices_left(self) -> int:
         """Without those that have finished at another router."""
         return self.params.n - sum(choice.is_finished for choice in self.resumed.values())

@@ -14,6 +14,8 @@ import pytest
 from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import generation_pb2
 from router.admission.capacity import Charge
+from router.admission.controller import AdmissionController
+from router.admission.settings import AdmissionSettings
 from router.request.generation_request import GenerationRequest
 from router.request.resume import ResumedChoice
 from router.request.validation import ServedModel
@@ -191,3 +193,17 @@ async def test_admission_counts_the_prompt_with_what_is_computed_again() -> None
     request = GenerationRequest("label", "id", "model", (1,) * 100, params, seed=1, resumed=before)
     assert Charge.of(request, 30, 16) == Charge(2, 2 * 130, 2 * 9, 120)
     assert Charge.of(request, 10, 16).num_output_tokens == 0, "it has got further than expected"
+
+
+@pytest.mark.parametrize(("lengths", "left"), [([40], 10), ([40, 15], 35), ([40, None], 50), ([40, None, 0], 50)])
+async def test_admission_expects_no_negative_time(lengths: list[int | None], left: int) -> None:
+    """`lengths` of choices; None: it has not begun."""
+    before = {index: ResumedChoice((1,) * number) for index, number in enumerate(lengths) if number is not None}
+    params = SamplingParams(max_tokens=50, n=len(lengths))
+    request = GenerationRequest("label", "id", "model", (1,) * 100, params, seed=1, resumed=before)
+    async with AdmissionController(AdmissionSettings()).admit(request) as ticket:
+        most = sum(50 - (number or 0) for number in lengths)
+        ticket.num_emitted = lambda: most
+        assert ticket.max_tokens == left
+        assert (ticket.remaining_s(ticket.started_s + 1) or 0.0) >= 0
+        ticket.num_emitted = lambda: 0
