@@ -28,6 +28,7 @@ class RequestSummary:
     marks: tuple[tuple[RequestEvent, float], ...]
     """Its timeline, on the monotonic clock."""
     num_choices: int = 0
+    """That this router generates: some may have finished at another one, as may the first of their tokens."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int | None = None
     """Of the prompt, at the instance that prefilled the first choice; None: not known yet."""

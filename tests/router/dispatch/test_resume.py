@@ -17,6 +17,7 @@ from router.admission.capacity import Charge
 from router.admission.controller import AdmissionController
 from router.admission.settings import AdmissionSettings
 from router.request.generation_request import GenerationRequest
+from router.request.request_log import RequestLog
 from router.request.resume import ResumedChoice
 from router.request.validation import ServedModel
 from tests.fakes.instance import FakeInstance
@@ -85,6 +86,15 @@ async def test_choices_go_on_each_where_it_was_and_one_that_has_finished_not_at_
         assert rest_of(answer, 1, choice=2)
         assert answer.is_exactly(NUM_TOKENS, choice=3)
         await rig.until_idle()
+
+
+async def test_the_live_page_shows_what_this_router_generates(run: Run) -> None:
+    async with run() as rig:
+        log = rig.app.service.metrics.log = RequestLog()
+        ids = [expected_ids(PROMPT, SEED, NUM_TOKENS, choice) for choice in range(2)]
+        await rig.generate(request_of(n=2, resume=resumed(ids[0], ids[1][:8], finished=[0])))
+        [shown] = log.ended
+        assert (shown.num_choices, shown.num_tokens) == (1, NUM_TOKENS - 8)
 
 
 async def test_a_finished_choice_may_come_without_its_ids(run: Run) -> None:
