@@ -75,6 +75,7 @@ class Tandem {
         }
         return;
       } catch (error) {
+        if (!signal?.aborted && progress.isComplete) return; // only the end of the call is missing
         if (signal?.aborted || !progress.mayResume(error)) throw error;
       } finally {
         signal?.removeEventListener("abort", cancel);
@@ -108,6 +109,12 @@ class Progress {
     if (this.#choices.size === 0) return this.#original;
     const sampling = { ...this.#original.sampling, seed: this.#seed };
     return { ...this.#original, sampling, resume: { choices: [...this.#choices.values()] } };
+  }
+
+  /** Whether nothing more is to come. */
+  get isComplete() {
+    const numChoices = this.#original.sampling?.n || 1;
+    return this.#choices.size === numChoices && [...this.#choices.values()].every(({ finished }) => finished);
   }
 
   add({ tokens, seed, fingerprint }) {

@@ -7,9 +7,13 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import httpx
 
+from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.app import RouterApp
 from router.request.validation import ServedModel
 from serving.settings import parse_address
@@ -141,3 +145,26 @@ async def test_a_stream_whose_router_ends_goes_on_at_its_successor(tmp_path: Pat
         assert second.detail.request.emitted_token_ids, "it did not go on, it began again"
         assert first.detail.request.sampling.seed == second.detail.request.sampling.seed
         assert text == expected_text(decode, 256) + "\n"
+
+
+async def test_a_connection_that_breaks_behind_the_answer_costs_nothing(run: Run) -> None:
+    class Breaking(generation_pb2_grpc.GenerationServiceServicer):
+        num_calls = 0
+
+        async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:
+            self.num_calls += 1
+            if request.HasField("resume"):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "every choice has finished")
+            chunk = common_pb2.TokenChunk(token_ids=[5], text="Yes.")
+            chunk.finish.reason = common_pb2.FINISH_REASON_STOP
+            yield generation_pb2.GenerateResponse(tokens=chunk, seed=3, model="scripted")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Connection dropped")
+
+    server, breaking = grpc.aio.server(), Breaking()
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(breaking, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with run(prefill=0) as rig, backend(rig, TANDEM_ADDRESS=address) as client:
+        response = await client.post("/ask", content="hi")
+    await server.stop(None)
+    assert (response.text, breaking.num_calls) == ("Yes.\n", 1)
