@@ -94,6 +94,7 @@ class Tandem {
 class Progress {
   #original;
   #seed;
+  #requestId;
   #choices = new Map(); // ResumedChoice of each that has begun
   #numTokens = 0;
   #numTokensBefore = 0;
@@ -108,7 +109,8 @@ class Progress {
   get request() {
     if (this.#choices.size === 0) return this.#original;
     const sampling = { ...this.#original.sampling, seed: this.#seed };
-    return { ...this.#original, sampling, resume: { choices: [...this.#choices.values()] } };
+    const resume = { choices: [...this.#choices.values()] };
+    return { ...this.#original, request_id: this.#requestId, sampling, resume };
   }
 
   /** Whether nothing more is to come. */
@@ -117,8 +119,9 @@ class Progress {
     return this.#choices.size === numChoices && [...this.#choices.values()].every(({ finished }) => finished);
   }
 
-  add({ tokens, seed, fingerprint }) {
+  add({ tokens, seed, fingerprint, request_id }) {
     this.#seed ??= seed;
+    this.#requestId ??= request_id; // by which Abort finds it
     if (!this.#choices.has(tokens.choice)) {
       this.#choices.set(tokens.choice, { choice: tokens.choice, token_ids: [], finished: false, fingerprint });
     }

@@ -300,6 +300,7 @@ class CompletionAssembler:
         assert self._first is not None, "an answer that has not begun is requested again as it was"
         again = generation_pb2.GenerateRequest()
         again.CopyFrom(request)
+        again.request_id = self._first.request_id  # by which its caller aborts it
         again.sampling.seed = self._first.seed
         again.resume.CopyFrom(
             generation_pb2.Resume(

@@ -66,7 +66,12 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
                 num_prompt_tokens = self.prompts[min(len(self.requests), len(self.prompts)) - 1]
                 fingerprint = f"f{index}" if position == 0 else ""
                 yield generation_pb2.GenerateResponse(
-                    tokens=chunk, seed=3, prompt_tokens=num_prompt_tokens, model="scripted", fingerprint=fingerprint
+                    request_id=request.request_id or f"drawn-{len(self.requests)}",
+                    tokens=chunk,
+                    seed=3,
+                    prompt_tokens=num_prompt_tokens,
+                    model="scripted",
+                    fingerprint=fingerprint,
                 )
 
 
@@ -117,6 +122,14 @@ def test_what_has_arrived_is_sent_again_and_the_rest_comes(
     assert again.sampling.seed == 3, "that of the first message"
     [choice] = again.resume.choices
     assert (choice.choice, list(choice.token_ids), choice.finished, choice.fingerprint) == (0, [0, 1], False, "f0")
+
+
+def test_an_abort_by_the_id_of_the_answer_finds_it_at_the_next_router(
+    router: ScriptedRouter, generate: Generate
+) -> None:
+    router.calls = [(2, LOST), (NUM, None)]
+    assert generate().request_id == "drawn-1"
+    assert [request.request_id for request in router.requests] == ["", "drawn-1"]
 
 
 def test_the_next_router_may_count_its_epochs_from_the_beginning(router: ScriptedRouter, generate: Generate) -> None:
