@@ -25,6 +25,8 @@ RESUME_WAIT_S = 30.0
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 1.0
 _TEMPORARY = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+_RESET = "Received RST_STREAM"
+"""Begins gRPC's own text of an INTERNAL: a proxy has ended the stream, since its router has died."""
 
 
 class Resumption:
@@ -72,7 +74,7 @@ class Resumption:
                 return None
             self._num_left -= 1
             self._num_pieces, self._until_s, self._delay_s = num_pieces, now_s + RESUME_WAIT_S, _FIRST_DELAY_S
-        elif error.status not in _TEMPORARY or (isinstance(error, ConnectionLost) and not self._num_left):
+        elif not _may_pass(error) or (isinstance(error, ConnectionLost) and not self._num_left):
             return None
         else:
             self._num_left -= isinstance(error, ConnectionLost)  # this router has died, too, maybe of the request
@@ -83,5 +85,12 @@ class Resumption:
 
 def _is_lost(error: TandemError) -> bool:
     """Whether a connection that had been made broke, as it seems. A router's own UNAVAILABLE says when to retry."""
+    if error.status == "INTERNAL":
+        return error.message.startswith(_RESET)
     is_answer = error.status != "UNAVAILABLE" or error.retry_after_s is not None
     return isinstance(error, ConnectionLost) or not (is_answer or error.message.startswith(NOT_REACHED))
+
+
+def _may_pass(error: TandemError) -> bool:
+    """Whether a router may go on a little later."""
+    return error.status in _TEMPORARY or _is_lost(error)

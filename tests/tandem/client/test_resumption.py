@@ -25,6 +25,13 @@ Call = tuple[int, str | ServiceError | None]
 """One call: how many messages come, and how it ends then. None: well."""
 
 
+class Reset(ServiceError):
+    """What gRPC says where a proxy in between ends a stream whose router has died."""
+
+    def __init__(self) -> None:
+        super().__init__("Received RST_STREAM with error code 2")
+
+
 class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
     """Answers each call as `calls` says, the last entry for all that follow, and goes on behind what is resumed."""
 
@@ -108,7 +115,9 @@ def generate(request: pytest.FixtureRequest, router: ScriptedRouter) -> Generate
     return blocking if request.param == "blocking" else on_loop
 
 
-@pytest.mark.parametrize("lost", [LOST, "recvmsg:Connection reset by peer", "GOAWAY received", CutOff("ended", 0.25)])
+@pytest.mark.parametrize(
+    "lost", [LOST, "recvmsg:Connection reset by peer", "GOAWAY received", CutOff("ended", 0.25), Reset()]
+)
 def test_what_has_arrived_is_sent_again_and_the_rest_comes(
     router: ScriptedRouter, generate: Generate, lost: str | ServiceError
 ) -> None:
@@ -173,9 +182,16 @@ def test_a_request_that_has_not_begun_is_sent_again_as_it_was(router: ScriptedRo
 
 def test_while_no_router_can_go_on_it_asks_again(router: ScriptedRouter, generate: Generate) -> None:
     soon = Unavailable("no decode instance is available", 0.01)
-    router.calls = [(2, LOST), (0, "failed to connect to all addresses"), (0, soon), (0, soon), (NUM, None)]
+    router.calls = [
+        (2, LOST),
+        (0, "failed to connect to all addresses"),
+        (0, soon),
+        (0, Reset()),
+        (0, soon),
+        (NUM, None),
+    ]
     assert generate(max_resumptions=1).token_ids == tuple(range(NUM))
-    assert len(router.requests) == 5
+    assert len(router.requests) == 6
 
 
 def test_it_gives_up_in_time(router: ScriptedRouter, generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +214,7 @@ FINAL: dict[str, list[Call]] = {
     "a status that no death has": [(2, ServiceError("a bug"))],
     "a router that is not there": [(0, "failed to connect to all addresses")],
     "a proxy without routers": [(0, "no healthy upstream")],
+    "a proxy that says nothing certain": [(0, Reset())],
 }
 
 
