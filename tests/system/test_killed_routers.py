@@ -143,7 +143,7 @@ def test_a_router_that_is_alone_goes_on_after_its_restart(killable: Stack, quest
         rig.stack.restart("router")
         load.wait_running(1)
     load.assert_exact()
-    assert num_resumed(router.spec.log_file.read_text()) - before >= 5
+    assert num_resumed(router.spec.log_file.read_text()) > before
     wait_idle(rig, FREED_WITHIN_S)
 
 
