@@ -10,6 +10,7 @@ that it is told of, and a prefill instance really keeps its transfers until some
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -62,7 +63,7 @@ class FakeInstance:
         self.name = name or role
         self.behaviour = behaviour or Behaviour()
         self.records: list[Record] = []
-        self.address = "127.0.0.1:0"
+        self.address = ""
         self.epoch = ""
         self._identity = {"fingerprint": "f0", "block_size": 16, "dtype": "float32", **(identity or {})}
         self._max_model_len = max_model_len
@@ -80,9 +81,9 @@ class FakeInstance:
         self.num_open_calls = 0
         """Prefill and Decode calls that run now."""
         self.num_watches = 0
+        """Times that its load was asked for."""
         self.max_interval_s = 0.0
         """Of the last watch."""
-        """Times that its load was asked for."""
         self._slots = asyncio.Semaphore(self.behaviour.slots) if self.behaviour.slots is not None else None
         self._num_generating = 0
         self._num_without_slot = 0
@@ -90,6 +91,11 @@ class FakeInstance:
     # Life
 
     async def __aenter__(self) -> Self:
+        # Bound to the port and not listening: no other process gets it while this one is dead.
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._port.getsockname()[1]}"
         await self.restart()
         return self
 
@@ -97,6 +103,7 @@ class FakeInstance:
         self._thawed.set()
         await self.kill()
         await asyncio.gather(*self._deaths)
+        self._port.close()
 
     async def restart(self) -> None:
         """A new process at the same address, with none of the old one's KV."""
@@ -112,8 +119,7 @@ class FakeInstance:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
-        port = server.add_insecure_port(self.address)
-        self.address = f"127.0.0.1:{port}"
+        server.add_insecure_port(self.address)
         await server.start()
         self._server = server
 
