@@ -216,16 +216,13 @@ class Dispatcher:
         flow.affinity.record_cached(instance, flow.choice.token_ids)
 
     async def _plan(self, flow: _Flow) -> Plan:
-        """Where to run. A request whose client has read tokens, of this router or another, waits a while for an
-        instance; a new one does not."""
-        has_begun = flow.trace.request.has_first_token or flow.choice.num_emitted > 0
-        wait_s = self.failover.resume_wait_s if has_begun else 0.0
-        until_s = time.monotonic() + wait_s
+        """Where to run, maybe after a wait for an instance."""
+        since_s = time.monotonic()
         while True:
             plan = self._plan_now(flow)
             if isinstance(plan, Plan):
                 return plan
-            remaining_s = until_s - time.monotonic()
+            remaining_s = since_s + self._wait_s(flow) - time.monotonic()
             if remaining_s <= 0:
                 if not _repeats.is_repeat(plan.why):
                     _log.warning("%s: %s", plan.message, plan.why)
@@ -233,6 +230,13 @@ class Dispatcher:
                 raise no_instance(flow.history, self.retry_after_s, plan.message)
             await self.pools.wait_for_change(min(remaining_s, _PLAN_INTERVAL_S))
             flow.history.forgive()
+
+    def _wait_s(self, flow: _Flow) -> float:
+        """How long a request waits for an instance: one whose client has read tokens, of this router or another. A new
+        one only where an engine core is silent, which on a busy machine is in a long step, and will go on."""
+        has_begun = flow.trace.request.has_first_token or flow.choice.num_emitted > 0
+        may_come = has_begun or any(one.state == "wedged" for one in self.pools.decode.instances)
+        return self.failover.resume_wait_s if may_come else 0.0
 
     def _aims(self, flow: _Flow) -> Aims:
         """Of the next attempt: of a stream that has begun the pace alone."""

@@ -26,7 +26,11 @@ class FailoverSettings(Section):
 
     max_retries: int = setting(2, "Attempts in a row that may fail without a token before the request does.", ge=0)
     max_resumptions: int = setting(3, "Times that a stream continues on another instance.", ge=0)
-    resume_wait_s: float = setting(5.0, "Seconds that a stream waits for an instance on which to continue.", ge=0)
+    resume_wait_s: float = setting(
+        5.0,
+        "Seconds that a stream waits for an instance on which to continue, and a new request for a silent engine core.",
+        ge=0,
+    )
     retry_share: float = setting(0.2, "Concurrent retries, as a share of the active choices of requests.", ge=0, le=1)
     min_retries_under_way: int = setting(3, "Concurrent retries that are always permitted.", ge=1)
     retry_wait_s: float = setting(5.0, "Seconds that a retry waits for a permit before the request is rejected.", ge=0)

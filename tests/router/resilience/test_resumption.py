@@ -148,6 +148,31 @@ async def test_a_wedged_engine_behind_living_beats_is_left(run: Run) -> None:
         assert rig.decode[1].recorded("token")
 
 
+async def test_a_new_request_waits_for_an_engine_core_that_is_silent(run: Run) -> None:
+    """As in a step that takes far longer than predicted; it is not rejected at once, as without an instance."""
+    async with run(prefill=0, failover={"resume_wait_s": 20.0}) as rig:
+        rig.decode[0].behaviour.core_silence_s = 30
+        await rig.until_ready(num_decode=0)
+        assert rig.app.pools.decode.instances[0].state == "wedged"
+        pending = asyncio.create_task(rig.generate(max_tokens=20))
+        while not rig.app.admission.in_use.num_requests:
+            assert not pending.done()
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert not pending.done()
+        rig.decode[0].behaviour.core_silence_s = 0.0
+        assert (await pending).is_exactly(20)
+
+
+async def test_and_not_for_long(run: Run) -> None:
+    async with run(prefill=0, failover={"resume_wait_s": 0.1}) as rig:
+        rig.decode[0].behaviour.core_silence_s = 30
+        await rig.until_ready(num_decode=0)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await rig.generate()
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_a_stream_waits_for_its_only_decode_instance_to_come_back(run: Run) -> None:
     async with run(decode=decodes(Behaviour(die_at=5))) as rig:
         pending = asyncio.create_task(rig.generate(max_tokens=20))
