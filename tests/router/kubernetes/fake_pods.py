@@ -38,9 +38,8 @@ class FakePods:
         )
         behaviour = Behaviour(token_s=self._token_s, slots=SLOTS)
         fake = FakeInstance(role, pod["metadata"]["name"], behaviour=behaviour)
-        fake.address = address = f"{pod['status']['podIP']}:{self.port}"
+        fake.address = f"{pod['status']['podIP']}:{self.port}"
         await fake.restart()
-        fake.address = address  # as it tells others; it binds to what it was given and calls that 127.0.0.1
         self._of[pod["metadata"]["name"]] = fake
         set_ready(True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class Background:
         self.prefill = [FakeInstance("prefill", "prefill-0", identity=identity)]
         self.decode = [FakeInstance("decode", f"decode-{number}", identity=identity) for number in (0, 1)]
         self.decode[1].behaviour.num_waiting, self.decode[1].behaviour.num_running = 1, 2
+        self._fakes = AsyncExitStack()
         self.address = self.admin_address = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router and fakes")
@@ -60,7 +62,7 @@ class Background:
 
     async def _start(self) -> None:
         for fake in [*self.prefill, *self.decode]:
-            await fake.restart()
+            await self._fakes.enter_async_context(fake)
         router = {"admin_listen": "127.0.0.1:0"}
         settings = settings_of(self.model_folder, self.prefill, self.decode, router=router)
         self._app = RouterApp(settings, ServedModel.from_folder(self.model_folder, "fake"))
@@ -71,5 +73,4 @@ class Background:
 
     async def _stop(self) -> None:
         await self._app.stop()
-        for fake in [*self.prefill, *self.decode]:
-            await fake.kill()
+        await self._fakes.aclose()
