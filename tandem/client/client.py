@@ -40,6 +40,10 @@ def _client_closed() -> TandemError:
     return TandemError("CANCELLED", "the client has been closed")
 
 
+def _ignore(connectivity: grpc.ChannelConnectivity) -> None:
+    """Of a channel that is watched for the watching alone."""
+
+
 class _BaseClient(ABC):
     def __init__(
         self,
@@ -142,9 +146,21 @@ class Client(_BaseClient):
                     break
                 if (delay_s := calls.delay_s(failed)) is None:
                     raise explain(error, self.address, self._credentials) from error
-            if self._closed.wait(delay_s):
+            if self._waits_until_closed(delay_s):
                 raise _client_closed()
         return assembler.finish()
+
+    def _waits_until_closed(self, delay_s: float) -> bool:
+        """Whether the client was closed within `delay_s`. The channel is watched meanwhile: where nothing does and no
+        call runs, gRPC attends to its connections every five seconds, and finds a router that late."""
+        if self._closed.is_set():
+            return True
+        with self._channel.channel() as channel:
+            channel.subscribe(_ignore)
+            try:
+                return self._closed.wait(delay_s)
+            finally:
+                channel.unsubscribe(_ignore)
 
     def _pieces_of_call(self, assembler: CompletionAssembler, calls: Resumption) -> Iterator[Piece]:
         with self._stub() as stub:

@@ -4,6 +4,8 @@ tests/system/test_killed_routers.py; here a server ends calls with what gRPC rep
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,8 @@ from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from serving.errors import CutOff, ServiceError, Unavailable, trailers
 from tandem import AsyncClient, Client, Completion, StreamError, TandemError
 from tandem.client import resumption
-from tests.waiting import until, wait_until
+from tests.engine_under_test import PATIENCE
+from tests.waiting import Stopwatch, until, wait_until
 
 TEXTS = ["Once", " upon", " a", " time", " there"]
 NUM = len(TEXTS)
@@ -44,6 +47,17 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
         self.resumes = True
         self.prompts = [1]
         """The length of the prompt in each call, as `calls`."""
+        self.address = "127.0.0.1:0"
+
+    def start(self) -> None:
+        """Sets `address` when it is called first."""
+        self._server = grpc.server(ThreadPoolExecutor(4))
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, self._server)  # type: ignore[arg-type]
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(self.address)}"
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
 
     def Generate(self, request: Any, context: Any) -> Iterator[generation_pb2.GenerateResponse]:  # type: ignore[override]
         num_messages, end = self.calls[min(len(self.requests), len(self.calls) - 1)]
@@ -87,12 +101,9 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
 @pytest.fixture
 def router() -> Iterator[ScriptedRouter]:
     servicer = ScriptedRouter()
-    server = grpc.server(ThreadPoolExecutor(4))
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # type: ignore[arg-type]
-    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"  # type: ignore[attr-defined]
-    server.start()
+    servicer.start()
     yield servicer
-    server.stop(None).wait()
+    servicer.stop()
 
 
 Generate = Callable[..., Completion]
@@ -101,15 +112,14 @@ Generate = Callable[..., Completion]
 @pytest.fixture(params=["blocking", "async"])
 def generate(request: pytest.FixtureRequest, router: ScriptedRouter) -> Generate:
     """Generates with a client of one kind."""
-    address: str = router.address  # type: ignore[attr-defined]
 
     def blocking(max_resumptions: int = 3, **options: Any) -> Completion:
-        with Client(address, max_resumptions=max_resumptions) as client:
+        with Client(router.address, max_resumptions=max_resumptions) as client:
             return client.generate("go", **options)
 
     def on_loop(max_resumptions: int = 3, **options: Any) -> Completion:
         async def call() -> Completion:
-            async with AsyncClient(address, max_resumptions=max_resumptions) as client:
+            async with AsyncClient(router.address, max_resumptions=max_resumptions) as client:
                 return await client.generate("go", **options)
 
         return asyncio.run(call())
@@ -196,6 +206,29 @@ def test_while_no_router_can_go_on_it_asks_again(router: ScriptedRouter, generat
     assert len(router.requests) == 6
 
 
+_GENERATE = """
+import sys
+from tandem import Client
+with Client(sys.argv[1]) as client:
+    print(client.generate("go").text)
+"""
+
+
+def test_a_router_that_is_back_is_found_at_once(router: ScriptedRouter) -> None:
+    """The client is a process of its own, since a server of the same one reads the client's sockets as well."""
+    router.calls = [(2, LOST), (0, "failed to connect to all addresses")]
+    command = [sys.executable, "-c", _GENERATE, router.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as generating:
+        wait_until(lambda: len(router.requests) >= 2, "it does not ask again")
+        router.stop()
+        time.sleep(1.0)  # connections are refused meanwhile
+        router.calls = [(NUM, None)]
+        watch = Stopwatch()
+        router.start()
+        assert generating.communicate(timeout=20 * PATIENCE)[0].strip() == "".join(TEXTS)
+    assert watch.s < 3.5 * PATIENCE, "a second between two calls, half of one between two connections"
+
+
 def test_it_gives_up_in_time(router: ScriptedRouter, generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resumption, "RESUME_WAIT_S", 0.5)
     router.calls = [(2, LOST), (0, "failed to connect to all addresses")]
@@ -255,7 +288,7 @@ def test_the_time_limit_begins_with_the_iteration(router: ScriptedRouter, monkey
     now_s = 1000.0
     monkeypatch.setattr(resumption, "time", SimpleNamespace(monotonic=lambda: now_s))
     router.calls = [(NUM, None)]
-    with Client(router.address) as client:  # type: ignore[attr-defined]
+    with Client(router.address) as client:
         stream = client.stream("go", timeout_s=60.0)
         now_s += 100.0
         assert len(list(stream)) == NUM
@@ -263,7 +296,7 @@ def test_the_time_limit_begins_with_the_iteration(router: ScriptedRouter, monkey
 
 def test_closing_a_client_that_waits_for_a_router_ends_its_streams(router: ScriptedRouter) -> None:
     router.calls = [(2, LOST), (0, Unavailable("soon", 1.0))]
-    client = Client(router.address)  # type: ignore[attr-defined]
+    client = Client(router.address)
 
     def close_waiting() -> None:
         wait_until(lambda: len(router.requests) >= 2, "it does not ask again")
@@ -281,7 +314,7 @@ def test_closing_an_asynchronous_client_does_so_as_well(router: ScriptedRouter) 
     router.calls = [(2, LOST), (0, Unavailable("soon", 1.0))]
 
     async def on_loop() -> None:
-        client = AsyncClient(router.address)  # type: ignore[attr-defined]
+        client = AsyncClient(router.address)
         generating = asyncio.create_task(client.generate("go"))
         await until(lambda: len(router.requests) >= 2)
         await client.close()
@@ -314,7 +347,7 @@ def test_leaving_a_stream_that_waits_for_a_router_ends_it(router: ScriptedRouter
     router.calls = [(2, LOST), (0, "failed to connect to all addresses")]
 
     async def leave() -> float:
-        async with AsyncClient(router.address) as client:  # type: ignore[attr-defined]
+        async with AsyncClient(router.address) as client:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.4):
                     await client.generate("go")
