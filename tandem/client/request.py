@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 from protos.tandem.v1 import common_pb2, generation_pb2
@@ -138,6 +138,8 @@ def generate_request(prompt: Prompt, options: Mapping[str, object]) -> generatio
     chat_options = {name: options[name] for name in _CHAT_OPTIONS if options.get(name) is not None}
     if isinstance(prompt, str):
         request.text = prompt
+    elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise TypeError(_PROMPTS)
     else:
         _set_items(request, list(prompt))
     if chat_options and not request.HasField("chat"):
@@ -154,9 +156,10 @@ def _set_items(request: generation_pb2.GenerateRequest, items: list[Any]) -> Non
         request.token_ids.ids.extend(items)
         request.token_ids.SetInParent()
     else:
-        raise TypeError("a prompt is text, a list of token ids, or a list of {'role': …, 'content': …}")
+        raise TypeError(_PROMPTS)
 
 
+_PROMPTS = "a prompt is text, a list of token ids, or a list of {'role': …, 'content': …}"
 _MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning")
 
 

@@ -280,6 +280,12 @@ def test_lists_in_options_find_their_fields() -> None:
     assert dict(sampling.logit_bias) == {4: -1.0}
 
 
+@pytest.mark.parametrize("prompt", [5, None, b"Once", [b"Once"]])
+def test_what_is_no_prompt_is_named(prompt: Any) -> None:
+    with pytest.raises(TypeError, match="a prompt is text, a list of token ids, or a list of"):
+        generate_request(prompt, {})
+
+
 def test_a_mistyped_option_gets_a_suggestion() -> None:
     with pytest.raises(TypeError, match="did you mean 'temperature'"):
         generate_request("hi", {"temprature": 1})
