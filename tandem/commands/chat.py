@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import sys
 import time
@@ -156,7 +157,7 @@ class _Answer:
         lines = [f"{_count(self.num_tokens, 'token')}; TTFT {(first_s - self.started_s) * 1e3:.0f} ms"]
         if gaps_ms:
             mean_ms = (last_s - first_s) * 1e3 / max(1, self.num_tokens - self.times[0][1])
-            worst_ms = gaps_ms[int(0.99 * (len(gaps_ms) - 1))]
+            worst_ms = gaps_ms[math.ceil(0.99 * (len(gaps_ms) - 1))]
             lines[0] += f", ITL mean {mean_ms:.1f} ms, p99 {worst_ms:.1f} ms, {1e3 / max(mean_ms, 1e-3):.0f} tokens/s"
         return lines + ([] if self.completion is None else _route_lines(self.completion))
 

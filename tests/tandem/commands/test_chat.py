@@ -166,3 +166,8 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_continues(stack: Backgroun
     history = (tmp_path / "tandem/chat_history").read_text()
     assert "+tell me\n+a story\n" in history
     assert (tmp_path / "tandem/chat_history").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_p99_of_a_short_answer_is_its_longest_gap() -> None:
+    answer = module._Answer(0.0, times=[(0.01 + index * 0.0001, 1) for index in range(30)] + [(0.2, 1)])
+    assert "p99 187.1 ms" in answer.report()[0], answer.report()
