@@ -104,7 +104,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the router ran a request: its attempts in order; equal ones in a row appear once."""
+    """Where a router ran a request: its attempts in order; equal ones in a row appear once. Of an answer that went on
+    at another router, what that one did."""
 
     prefill: tuple[str, ...] = ()
     """Names of the prefill instances; () where the decode instance also prefilled."""

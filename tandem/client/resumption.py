@@ -21,7 +21,7 @@ from tandem.client.errors import NOT_REACHED, ConnectionLost, TandemError
 
 DEFAULT_MAX_RESUMPTIONS = 3
 RESUME_WAIT_S = 30.0
-"""Enough for a router that a supervisor restarts on a busy machine (10 s there, 2 s elsewhere)."""
+"""Enough for a router that a supervisor restarts: 3 s, and several times as long on a busy machine."""
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 1.0
 _TEMPORARY = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
