@@ -239,7 +239,7 @@ def validate_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: in
         raise InvalidRequest("prompt", "prompt is empty", f"1..{max_model_len - 1} tokens")
     if len(token_ids) >= max_model_len:
         raise _too_long(len(token_ids), max_model_len)
-    _check_each_id("token_ids", token_ids, vocab_size)
+    check_each_id("token_ids", token_ids, vocab_size)
 
 
 def with_bad_word_ids(params: SamplingParams, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
@@ -342,7 +342,7 @@ def _check_bad_word_ids(sequences: Any, vocab_size: int) -> None:
     for index, ids in enumerate(sequences):
         if not 0 < len(ids) <= MAX_BAD_WORD_LEN:
             raise InvalidRequest("bad_word_ids", f"bad_word_ids[{index}] has {len(ids)} ids", allowed)
-        _check_each_id("bad_word_ids", ids, vocab_size)
+        check_each_id("bad_word_ids", ids, vocab_size)
 
 
 def _check_logit_bias(logit_bias: Any, vocab_size: int) -> None:
@@ -350,7 +350,7 @@ def _check_logit_bias(logit_bias: Any, vocab_size: int) -> None:
         raise InvalidRequest("logit_bias", f"{shown(logit_bias)} is not a map of token ids to numbers")
     if len(logit_bias) > MAX_LOGIT_BIASES:
         raise InvalidRequest("logit_bias", f"{len(logit_bias)} entries", f"at most {MAX_LOGIT_BIASES} entries")
-    _check_each_id("logit_bias", tuple(logit_bias), vocab_size)
+    check_each_id("logit_bias", tuple(logit_bias), vocab_size)
     for bias in logit_bias.values():
         _check_number(_Range("logit_bias", -100, 100, "[-100,100]", kind=float), bias)
 
@@ -413,10 +413,11 @@ def _check_ids(field: str, ids: Any, vocab_size: int, max_ids: int) -> None:
         raise InvalidRequest(field, f"{shown(ids)} is not a list of token ids", f"at most {max_ids} ids")
     if len(ids) > max_ids:
         raise InvalidRequest(field, f"{len(ids)} ids", f"at most {max_ids} ids")
-    _check_each_id(field, ids, vocab_size)
+    check_each_id(field, ids, vocab_size)
 
 
-def _check_each_id(field: str, ids: Sequence[Any], vocab_size: int) -> None:
+def check_each_id(field: str, ids: Sequence[Any], vocab_size: int) -> None:
+    """Raises InvalidRequest for the first that is not an id of the vocabulary."""
     if not ids:
         return
     # Valid ids take three passes in C: a prompt may have 10^5 of them.

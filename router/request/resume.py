@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
-from engine.sampling.params import SamplingParams
+from engine.sampling.params import SamplingParams, check_each_id
 from engine.text.detokenizer import OutputProcessor
 from engine.text.tokenizer import Tokenizer
 from protos.tandem.v1 import generation_pb2
@@ -55,7 +55,7 @@ async def resumed_choices(
             raise InvalidRequest(f"{field}.fingerprint", problem, f"at most {_MAX_FINGERPRINT_CHARS}")
         _check_number(field, len(choice.token_ids), choice.finished, params, max_model_len - len(prompt))
         ids = tuple(choice.token_ids)
-        _check_ids(field, ids, vocab_size)
+        check_each_id(f"{field}.token_ids", ids, vocab_size)
         text = ""
         if not choice.finished:
             text = await asyncio.to_thread(_delivered, field, ids, params, prompt, tokenizer)
@@ -72,12 +72,6 @@ def _check_number(field: str, num_ids: int, finished: bool, params: SamplingPara
     if num_ids > most:
         problem = f"has {num_ids} ids, of at most {min(params.max_tokens, room)} that the choice can have"
         raise InvalidRequest(f"{field}.token_ids", problem, f"at most {most}, or finished")
-
-
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    wrong = next((at for at, token_id in enumerate(ids) if not 0 <= token_id < vocab_size), None)
-    if wrong is not None:
-        raise InvalidRequest(f"{field}.token_ids[{wrong}]", f"is {ids[wrong]}", f"0..{vocab_size - 1}")
 
 
 def _delivered(

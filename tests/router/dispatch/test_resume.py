@@ -155,7 +155,7 @@ async def test_it_waits_for_an_instance_as_a_stream_that_has_begun_does(run: Run
 
 IDS = expected_ids(SHORT, SEED, NUM_TOKENS)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "an id out of range": ({"resume": resumed([300])}, "resume.choices[0].token_ids[0] is 300"),
+    "an id out of range": ({"resume": resumed([300])}, "resume.choices[0].token_ids[0]=300 out of range 0..299"),
     "more than max_tokens": ({"resume": resumed(IDS)}, "has 12 ids, of at most 12 that the choice can have"),
     "more than max_tokens, whatever they are": ({"resume": resumed([300] * 20)}, "has 20 ids, of at most 12"),
     "a choice that is not requested": ({"resume": resumed(None, [20])}, "resume.choices[0].choice is 1"),
