@@ -64,23 +64,34 @@ class Resumption:
 
     def delay_s(self, error: TandemError) -> float | None:
         """Seconds until the next call, after one that failed; None: the error is the caller's."""
-        now_s, num_pieces = time.monotonic(), self._assembler.num_pieces
-        if self._until_s is None or num_pieces > self._num_pieces:
-            if not (self._num_left and _is_lost(error)):
-                return None
-            if num_pieces:
-                self.request = self._assembler.resumed(self.request)
-            elif not isinstance(error, ConnectionLost):
-                return None
-            self._num_left -= 1
-            self._num_pieces, self._until_s, self._delay_s = num_pieces, now_s + RESUME_WAIT_S, _FIRST_DELAY_S
-        elif not _may_pass(error) or (isinstance(error, ConnectionLost) and not self._num_left):
+        now_s = time.monotonic()
+        is_new = self._until_s is None or self._assembler.num_pieces > self._num_pieces
+        if not (self._resumes(error, now_s) if is_new else self._asks_again(error)):
             return None
-        else:
-            self._num_left -= isinstance(error, ConnectionLost)  # this router has died, too, maybe of the request
-            self._delay_s = min(2 * self._delay_s, _MAX_DELAY_S)
+        assert self._until_s is not None, "a break that is resumed has an end of its wait"
         delay_s = max(self._delay_s, min(error.retry_after_s or 0.0, _MAX_DELAY_S))
         return delay_s if now_s + delay_s < min(self._until_s, self._ends_s) else None
+
+    def _resumes(self, error: TandemError, now_s: float) -> bool:
+        """Whether a break that follows upon progress, or is the first, is resumed; then it is counted."""
+        num_pieces = self._assembler.num_pieces
+        is_broken = _is_lost(error) if num_pieces else isinstance(error, ConnectionLost)
+        if not (self._num_left and is_broken):
+            return False
+        if num_pieces:
+            self.request = self._assembler.resumed(self.request)
+        self._num_left -= 1
+        self._num_pieces, self._until_s, self._delay_s = num_pieces, now_s + RESUME_WAIT_S, _FIRST_DELAY_S
+        return True
+
+    def _asks_again(self, error: TandemError) -> bool:
+        """Whether a router may go on with it a little later. One that has died meanwhile, maybe of it, is counted."""
+        has_died = isinstance(error, ConnectionLost)
+        if not (error.status in _TEMPORARY or _is_lost(error)) or (has_died and not self._num_left):
+            return False
+        self._num_left -= has_died
+        self._delay_s = min(2 * self._delay_s, _MAX_DELAY_S)
+        return True
 
 
 def _is_lost(error: TandemError) -> bool:
@@ -89,8 +100,3 @@ def _is_lost(error: TandemError) -> bool:
         return error.message.startswith(_RESET)
     is_answer = error.status != "UNAVAILABLE" or error.retry_after_s is not None
     return isinstance(error, ConnectionLost) or not (is_answer or error.message.startswith(NOT_REACHED))
-
-
-def _may_pass(error: TandemError) -> bool:
-    """Whether a router may go on a little later."""
-    return error.status in _TEMPORARY or _is_lost(error)
