@@ -144,7 +144,6 @@ def pick(
         reasons = ", ".join(f"{view.instance_id}: {rejection(view, filters)}" for view in views)
         return NoPick(reasons or "the pool is empty")
     tied = _lowest(candidates, scorer)
-    best = scorer(tied[0])
     kept = next((view for view in candidates if view.key == preferred), None) if preferred else None
     drawn, by_cache = rng.choice(tied), False
     if among_tied is not None and len(tied) > 1:
@@ -153,8 +152,7 @@ def pick(
         by_cache = len(closest) < len(alike)
         drawn = drawn if drawn in closest else rng.choice(closest)
     winner = kept or drawn
-    score = scorer(winner) if kept else best
-    return Pick(winner, score, len(candidates), len(tied), kept is not None, by_cache)
+    return Pick(winner, scorer(winner), len(candidates), len(tied), kept is not None, by_cache)
 
 
 def _lowest(views: Sequence[InstanceView], scorer: ViewScorer) -> list[InstanceView]:
