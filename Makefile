@@ -110,9 +110,15 @@ chart: $(INSTALLED) redis-server ## Lint, render and check the Helm chart, its g
 	$(BIN)/python -m helm.generate --check
 	$(PYTEST) tests/chart -n $(WORKERS) $(ARGS)
 
+# Tests of whole engines. Those of log-probabilities ask for bits that a GPU does not have on every path.
+ON_GPU := tests/engine/test_exactness.py tests/engine/test_llm.py tests/engine/scheduling/test_sliding_window.py
+ON_GPU += $(addprefix tests/engine/sampling/test_,seeded_paths.py prompt_logprobs.py grammar.py edge_values.py)
+ON_GPU += tests/kv_transfer/stores/test_hand_over.py tests/kv_transfer/nixl/test_hand_over.py
+
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device, the kernels' tests on it, and benchmarks/gpu.py.
 	$(PYTEST) -m gpu $(ARGS)
-	$(PYTEST) -m "slow or not slow" tests/engine/attention/test_triton.py $(ARGS)
+	$(PYTEST) -m "slow or not slow" tests/engine/attention/test_triton.py tests/engine/sampling/test_triton_sampler.py $(ARGS)
+	TANDEM_TEST_DEVICE=cuda $(PYTEST) -k "not quantised" $(ON_GPU) $(ARGS)
 	$(BIN)/python -m benchmarks.gpu
 
 # vLLM's own dependencies contradict those of Tandem's tests, so it gets an environment; it takes Tandem from this folder.

@@ -56,6 +56,7 @@ class Sample:
 @click.option("--chunk", default=256, show_default=True, help="Token budget of one step.")
 @click.option("--output", "output_len", default=8, show_default=True, help="Tokens of each answer.")
 @click.option("--touch/--no-touch", default=True, show_default=True, help="Touch free memory first.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--repeat", default=5, show_default=True, help="Requests measured at each length, after one warm-up.")
 def main(
     shape: str,
@@ -64,9 +65,10 @@ def main(
     chunk: int,
     output_len: int,
     touch: bool,
+    device: str,
     repeat: int,
 ) -> None:
-    if touch:
+    if touch and device == "cpu":
         click.echo(f"fresh memory: {touch_free_memory():.1f} GB/s")
     with tempfile.TemporaryDirectory() as name:
         split = StackSettings(
@@ -77,9 +79,9 @@ def main(
             kv_cache_bytes=1 << 30,
             max_model_len=4096,
             threads=1,
-            instance_args=("--load-format", "dummy", "--max-num-batched-tokens", str(chunk)),
+            instance_args=("--device", device, "--load-format", "dummy", "--max-num-batched-tokens", str(chunk)),
         )
-        one_core = ("--cpu-cores", f"[{usable_cores()[0]}]")
+        one_core = ("--cpu-cores", f"[{usable_cores()[0]}]") if device == "cpu" else ()
         whole = replace(
             split, num_prefill=0, disaggregation="never", instance_args=(*split.instance_args, *one_core), pin=False
         )

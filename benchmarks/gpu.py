@@ -1,10 +1,10 @@
-"""One card in one command: tokens with and without CUDA graphs, tokens/s beside transformers, share of the bandwidth.
+"""One card in one command: both phases, tokens with and without CUDA graphs, tokens/s beside transformers.
 
     python -m benchmarks.gpu [--shape 0.6b] [--requests 256] [--attention-backend triton]
 
 Random weights of one shape. The throughput is nano-vllm's bench: `requests` prompts of 100 to 1024 random tokens, 100
-to 1024 tokens each; beside it transformers' continuous batching (`generate_batch`) on the same prompts. No GPU has run
-this yet; `--device cpu` runs it anywhere, without graphs.
+to 1024 tokens each; beside it transformers' continuous batching (`generate_batch`) on the same prompts. `--device cpu`
+runs it anywhere, without graphs.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def main(device: str, shape: str, num_requests: int, longest: int, attention_bac
     with tempfile.TemporaryDirectory() as folder:
         config = write_config(Path(folder), shape)
         options: dict[str, Any] = {"device": device, "attention_backend": attention_backend, "max_model_len": 4096}
+        options |= {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
         answers = []
         for eager in (True, False) if device == "cuda" else (True,):
             llm = LLM(
@@ -52,6 +53,7 @@ def main(device: str, shape: str, num_requests: int, longest: int, attention_bac
             answers.append(generate(llm, work[: max(1, num_requests // 8)]))
             seconds = timed(partial(generate, llm, work))
             click.echo(f"{name}: {num_tokens / seconds:.0f} tok/s, decode at batch 1 at {share:.0%} of the bandwidth")
+            click.echo(phases(llm, num_requests, longest // 2, SHAPES[shape]["vocab_size"]))
             del llm
             gc.collect()
         if len(answers) > 1:
@@ -71,6 +73,20 @@ def generate(llm: LLM, work: list[tuple[list[int], int]]) -> list[list[int]]:
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for _, length in work]
     answers = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in work], params, use_tqdm=False)
     return [answer.outputs[0].token_ids for answer in answers]
+
+
+def phases(llm: LLM, num_requests: int, prompt_len: int, vocab_size: int) -> str:
+    """Prompts alone, and decode steps of all requests together."""
+    source, seconds = random.Random(1), []
+    for length in (1, 1, 1 + _DECODED):
+        prompts = [[source.randrange(3, vocab_size) for _ in range(prompt_len)] for _ in range(num_requests)]
+        seconds.append(timed(partial(generate, llm, [(prompt, length) for prompt in prompts])))
+    _, prefill_s, whole_s = seconds
+    step_s = (whole_s - prefill_s) / _DECODED
+    return (
+        f"  {num_requests} prompts of {prompt_len} tokens: {num_requests * prompt_len / prefill_s:.0f} tok/s; "
+        f"their decode steps: {step_s * 1e3:.2f} ms, {num_requests / step_s:.0f} tok/s"
+    )
 
 
 def bandwidth_share(llm: LLM, folder: Path, device: str) -> float:

@@ -1,4 +1,4 @@
-"""What sampling a row of logits takes: the compiled kernel, and torch's operations, which other devices run, in turn.
+"""What sampling a row of logits takes: the compiled kernel, and torch's operations, the tests' reference, in turn.
 
     python -m benchmarks.sampling [--rows 32] [--vocab 151936] [--rounds 5]
 
@@ -19,6 +19,7 @@ import torch
 from engine.sampling import sampler
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import SamplingRow
+from tests.engine.sampling.margins import cdf_of, inverted
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -55,7 +56,7 @@ def main(num_rows: int, vocab: int, rounds: int, threads: int) -> None:
 
 def _by_torch(logits: torch.Tensor, rows: list[SamplingRow]) -> None:
     for one, row in zip(logits, rows, strict=True):
-        int(sampler._invert(sampler._cdf(one, float(one.max()), row), sampler._uniform_of(row)))
+        int(inverted(cdf_of(one, float(one.max()), row), sampler._uniform_of(row)))
 
 
 def _times(work: Callable[[], object]) -> tuple[float, float]:

@@ -67,7 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV memory; None: a fraction of the memory that is free after the weights are loaded."""
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory for weights, steps and KV, and for what others have there, where no KV size is given."""
-    enforce_eager: bool = True
+    enforce_eager: bool = False
     """False: steps of single tokens of dense native models run as CUDA graphs on a GPU. Without effect on CPU."""
     max_num_seqs: int = 64
     """Maximum number of requests in one step."""

@@ -50,21 +50,28 @@ class ModelRunner:
         return replace(sampled, prompt_logprobs=prompt_logprobs, nothing_allowed=nothing_allowed)
 
     def warm_up(self) -> float:
-        """Compile kernels and touch memory before the first request. Writes to block 0, while no request has blocks.
-        Returns the seconds per token of a step of one block."""
+        """Compile kernels, record decode steps and touch memory before the first request. Writes to block 0, while no
+        request has blocks. Returns the seconds per token of a step of one block."""
         block_size = self._kv.block_size
+        for num_requests in self._executor.warm_up_sizes:
+            self._warm_up(num_requests, 1)
         for query_len in (1, block_size, block_size):
             started = time.monotonic()
-            inputs = StepInputs.of(
-                token_ids=np.zeros(query_len, np.int64),
-                starts=np.array([block_size - query_len]),
-                lens=np.array([query_len]),
-                block_tables=np.zeros((1, 1), np.int32),
-                block_size=block_size,
-            )
-            hidden = self._executor.forward(inputs)
-            sample(self._executor.compute_logits(hidden, np.array([query_len - 1])), [SamplingRow(SamplingParams())])
+            self._warm_up(1, query_len)
         return (time.monotonic() - started) / block_size
+
+    def _warm_up(self, num_requests: int, query_len: int) -> None:
+        """A step of requests that all have block 0."""
+        block_size = self._kv.block_size
+        inputs = StepInputs.of(
+            token_ids=np.zeros(num_requests * query_len, np.int64),
+            starts=np.full(num_requests, block_size - query_len),
+            lens=np.full(num_requests, query_len),
+            block_tables=np.zeros((num_requests, 1), np.int32),
+            block_size=block_size,
+        )
+        hidden, rows = self._executor.forward(inputs), query_len * np.arange(1, num_requests + 1) - 1
+        sample(self._executor.compute_logits(hidden, rows), [SamplingRow(SamplingParams())] * num_requests)
 
     def _inputs(self, shares: list[ScheduledRequest], needed: npt.NDArray[np.int64] | None) -> StepInputs:
         block_size = self._kv.block_size

@@ -145,8 +145,8 @@ class EngineSection(Section):
         le=1,
     )
     enforce_eager: bool = setting(
-        True,
-        "false: decode steps of dense native models run as CUDA graphs, which no GPU has tested yet. Without effect on "
+        False,
+        "true: no decode steps run as CUDA graphs, which dense native models otherwise do on a GPU. Without effect on "
         "vLLM.",
         flag="--enforce-eager",
     )

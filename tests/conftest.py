@@ -23,7 +23,7 @@ import hypothesis
 import psutil
 import pytest
 
-from tests.engine_under_test import PATIENCE, expected_exceptions
+from tests.engine_under_test import DEVICE, PATIENCE, expected_exceptions, run_cores_on_the_device
 from tests.process_logs import LOGS, ProcessLogs
 
 # Before torch is imported: on tiny models a second thread only spins, and other tests' processes need the cores.
@@ -143,6 +143,14 @@ def short_folder() -> Iterator[Path]:
     """A temporary folder with a path short enough for sockets below it, which pytest's own is not."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         yield Path(folder)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _device() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE != "cpu":
+            run_cores_on_the_device(patch)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

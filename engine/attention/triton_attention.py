@@ -7,8 +7,10 @@ where tests compare them with the reference.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,11 +18,37 @@ from engine.attention.backend import AttentionMetadata, adjacent_heads
 
 MAX_HEAD_DIM = 256
 SPLIT_KEYS = 256
-"""Keys that one program of a decode token reads."""
-_TILE_ROWS = 64
-"""Rows (tokens times query heads of a KV head) of a prefill tile, about."""
+"""Keys of a decode token that are added up together."""
 _MIN_ROWS = 16
 """What a matrix product of Triton needs."""
+_PROGRAMS = 1024
+"""Of a decode step, about: enough to occupy a GPU."""
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel is compiled, which changes its speed."""
+
+    rows: int
+    """Tokens times query heads of a KV head in a tile of a prompt, about."""
+    tile_keys: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_launch(block_d: int, dtype: torch.dtype) -> Launch:
+    """For heads of `block_d` elements. At most 99 KiB of shared memory, which every GPU since Ampere has."""
+    if dtype == torch.float32:
+        return Launch(32, 32, 4, 2) if block_d <= 128 else Launch(32, 16, 4, 1)
+    return Launch(128, 64, 8, 3) if block_d <= 128 else Launch(64, 32, 4, 2)
+
+
+def decode_launch(block_d: int, dtype: torch.dtype) -> Launch:
+    """For heads of `block_d` elements."""
+    if dtype == torch.float32:
+        return Launch(_MIN_ROWS, 32 if block_d <= 128 else 16, 4, 2)
+    return Launch(_MIN_ROWS, 64 if block_d <= 128 else 32, 4, 3)
 
 
 @dataclass(slots=True)
@@ -32,6 +60,7 @@ class _Plan:
     """Of one token each."""
     tile_tokens: int
     num_splits: int
+    """Of the longest sequence."""
 
 
 class TritonAttention:
@@ -68,14 +97,15 @@ class TritonAttention:
         group = query.shape[1] // key.shape[1]
         plan = self._plan
         if plan is None or metadata is not self._metadata:
-            plan = self._plan = _make_plan(metadata, group, query.device)
+            rows = prefill_launch(_power_of_two(query.shape[2]), query.dtype).rows
+            plan = self._plan = _make_plan(metadata, max(1, rows // _power_of_two(group)), query.device)
             self._metadata = metadata
         pages = kv_cache[:, layer]
         _write(adjacent_heads(key), adjacent_heads(value), pages, metadata.slot_mapping)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         step = _Step(adjacent_heads(query), pages, metadata.block_tables, scale, sliding_window or 0, self._softcap)
         if len(plan.prefill):
-            step.attend(plan.prefill, output, output, tile_tokens=plan.tile_tokens, num_splits=0)
+            step.attend(plan.prefill, output, plan.tile_tokens)
         if len(plan.decode):
             step.attend_in_splits(plan.decode, output, plan.num_splits)
         return output
@@ -96,23 +126,15 @@ class _Step:
     def group(self) -> int:
         return self.query.shape[1] // self.pages.shape[2]
 
-    def attend(
-        self, tiles: torch.Tensor, output: torch.Tensor, sums: torch.Tensor, *, tile_tokens: int, num_splits: int
-    ) -> None:
-        """`num_splits` 0: straight into `output`; else into the parts of kernels.add_splits."""
+    def attend(self, tiles: torch.Tensor, output: torch.Tensor, tile_tokens: int) -> None:
+        """Tiles of prompts."""
         from engine.attention import triton_kernels as kernels
 
-        _, _, num_kv_heads, block_size, head_dim = self.pages.shape
-        block_d = _power_of_two(head_dim)
-        kernels.attend[(len(tiles), num_kv_heads, max(1, num_splits))](
-            self.query, self.pages, tiles, self.block_tables, output, sums,
-            self.query.stride(0), self.block_tables.stride(0), self.pages.stride(0), self.pages.stride(1),
-            self.scale, self.window, self.softcap or 1.0,
-            GROUP=self.group, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_SIZE=block_size,
-            ROWS=max(_MIN_ROWS, _power_of_two(tile_tokens * self.group)), TILE_KEYS=64 if block_d <= 128 else 32,
-            SPLIT_KEYS=SPLIT_KEYS if num_splits else 0, HAS_WINDOW=self.window > 0,
-            HAS_SOFTCAP=self.softcap is not None,
-            WIDENS=self.query.device.type == "cpu",
+        launch = prefill_launch(_power_of_two(self.pages.shape[4]), self.query.dtype)
+        kernels.attend[(len(tiles), self.pages.shape[2])](
+            self.query, self.pages, tiles, self.block_tables, output,
+            *self._strides, self.scale * _LOG2_E, self.window, self._softcap,
+            ROWS=max(_MIN_ROWS, _power_of_two(tile_tokens * self.group)), **self._constants(launch),
         )  # fmt: skip
 
     def attend_in_splits(self, tiles: torch.Tensor, output: torch.Tensor, num_splits: int) -> None:
@@ -123,14 +145,38 @@ class _Step:
         shape = (len(tiles), num_kv_heads, num_splits, self.group)
         parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=output.device)
         sums = torch.empty((*shape, 2), dtype=torch.float32, device=output.device)
-        self.attend(tiles, parts, sums, tile_tokens=1, num_splits=num_splits)
+        launch = decode_launch(_power_of_two(head_dim), self.query.dtype)
+        num_programs = min(num_splits, -(-_PROGRAMS // (len(tiles) * num_kv_heads)))
+        kernels.attend_in_splits[(len(tiles), num_kv_heads, num_programs)](
+            self.query, self.pages, tiles, self.block_tables, parts, sums,
+            *self._strides, num_splits, self.scale * _LOG2_E, self.window, self._softcap,
+            ROWS=max(_MIN_ROWS, _power_of_two(self.group)), SPLIT_KEYS=SPLIT_KEYS, **self._constants(launch),
+        )  # fmt: skip
         kernels.add_splits[(len(tiles), output.shape[1])](
-            parts, sums, tiles, output, num_splits,
-            GROUP=self.group, HEAD_DIM=head_dim, BLOCK_D=_power_of_two(head_dim),
+            parts, sums, tiles, output, num_splits, self.window,
+            GROUP=self.group, HEAD_DIM=head_dim, BLOCK_D=_power_of_two(head_dim), SPLIT_KEYS=SPLIT_KEYS,
+            HAS_WINDOW=self.window > 0,
         )  # fmt: skip
 
+    @property
+    def _strides(self) -> tuple[int, int, int, int]:
+        return self.query.stride(0), self.block_tables.stride(0), self.pages.stride(0), self.pages.stride(1)
 
-def _make_plan(metadata: AttentionMetadata, group: int, device: torch.device) -> _Plan:
+    @property
+    def _softcap(self) -> float:
+        return 1.0 if self.softcap is None else self.softcap * _LOG2_E
+
+    def _constants(self, launch: Launch) -> dict[str, Any]:
+        """Of the kernels that read keys."""
+        _, _, _, block_size, head_dim = self.pages.shape
+        return {
+            "GROUP": self.group, "HEAD_DIM": head_dim, "BLOCK_D": _power_of_two(head_dim), "BLOCK_SIZE": block_size,
+            "TILE_KEYS": launch.tile_keys, "HAS_WINDOW": self.window > 0, "HAS_SOFTCAP": self.softcap is not None,
+            "WIDENS": self.query.device.type == "cpu", "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+        }  # fmt: skip
+
+
+def _make_plan(metadata: AttentionMetadata, tile_tokens: int, device: torch.device) -> _Plan:
     """Of single tokens without a look at the device, so that the plan can be part of a CUDA graph. Otherwise it reads
     the metadata on the host, which waits for the device once per step, before its first layer."""
     if metadata.max_query_len == 1:
@@ -138,7 +184,6 @@ def _make_plan(metadata: AttentionMetadata, group: int, device: torch.device) ->
         tiles = torch.stack((index, index, torch.ones_like(index), metadata.seq_lens - 1), dim=1)
         return _Plan(_tiles([], device), tiles, 1, -(-metadata.max_seq_len // SPLIT_KEYS))
     starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    tile_tokens = max(1, _TILE_ROWS // _power_of_two(group))
     prefill: list[tuple[int, int, int, int]] = []
     decode: list[tuple[int, int, int, int]] = []
     for request, seq_len in enumerate(seq_lens):

@@ -4,8 +4,7 @@
                               (recorded once it is often used)   (the last token repeated)
 
 A repeated token computes and writes what the token itself does, so no block is reserved for it. Other steps run as they
-are. On a GPU a recording is a CUDA graph, which no GPU has run yet (docs/gpu.md): tests run it with a capture that
-calls the step again. On CPU it is `LaunchRecorder`'s:
+are. On a GPU a recording is a CUDA graph, and all are made before the first request. On CPU it is `LaunchRecorder`'s:
 
     torch operations ─▶ program of launches ─▶ torch operation ─▶ program … ─▶ the result
 
@@ -41,17 +40,24 @@ Capture = Callable[[Step], tuple[Callable[[], object], torch.Tensor]]
 """Records a step: what replays it, and the tensor that has its result after each replay."""
 
 
-def capture_cuda_graph(step: Step) -> tuple[Callable[[], object], torch.Tensor]:
-    """The step first runs once: what it compiles and allocates at its first call is no part of the graph."""
-    current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        step()
-    current.wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-    return graph.replay, result
+class CudaGraphCapture:
+    """A `Capture` for steps on a GPU. Its graphs share the memory of their temporaries: one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Step) -> tuple[Callable[[], object], torch.Tensor]:
+        """The step first runs once: what it compiles and allocates at its first call is no part of the graph."""
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            step()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Threads of a connector may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = step()
+        return graph.replay, result
 
 
 _Inputs = tuple[torch.Tensor, ...]
@@ -67,9 +73,14 @@ class _Graph:
     hidden: torch.Tensor
 
 
-def powers_of_two(most: int) -> list[int]:
-    """Up to `most`, and that itself: sizes of which few are captured, where a capture takes time and memory."""
-    return [*(1 << power for power in range((most - 1).bit_length())), most]
+def capture_sizes(most: int) -> list[int]:
+    """Up to `most`, and that itself: few, since a capture takes time, but close to each other, since repeated rows take
+    time in each step."""
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        size += size if size < 8 else max(8, 1 << (size.bit_length() - 3))
+    return [*sizes, most]
 
 
 class GraphedDecoder:

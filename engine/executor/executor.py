@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError
-from engine.executor.decode_graphs import GraphedDecoder, LaunchRecorder, capture_cuda_graph, powers_of_two
+from engine.executor.decode_graphs import CudaGraphCapture, GraphedDecoder, LaunchRecorder, capture_sizes
 from engine.executor.step import Int64, StepInputs
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes
@@ -27,6 +27,8 @@ class Executor(Protocol):
     """Runs the model. One call at a time; `check` and `shutdown` between steps."""
 
     attention_name: str
+    warm_up_sizes: Sequence[int]
+    """Numbers of requests whose decode steps have to run once before the first request, the largest first."""
 
     def free_for_kv(self, layout: KVLayout, max_model_len: int) -> int:
         """Bytes that KV may take where its size is not given. Raises CapacityError."""
@@ -62,6 +64,8 @@ class OneProcessExecutor:
         self._uses_graphs = self.uses_graphs(config, model_config, self.attention_name)
         longest = min(config.max_model_len or model_config.max_model_len, model_config.max_model_len)
         self._max_blocks = -(-longest // config.block_size)
+        is_captured = self._uses_graphs and self._device.type != "cpu"
+        self.warm_up_sizes: Sequence[int] = capture_sizes(config.max_num_seqs)[::-1] if is_captured else ()
 
     @staticmethod
     def uses_graphs(config: EngineConfig, model_config: DecoderConfig, attention_name: str) -> bool:
@@ -101,7 +105,7 @@ class OneProcessExecutor:
     def _with_graphs(self, model: Decoder) -> GraphedDecoder:
         most, max_blocks = self._config.max_num_seqs, self._max_blocks
         if self._device.type != "cpu":
-            return GraphedDecoder(model, capture_cuda_graph, sizes=powers_of_two(most), max_blocks=max_blocks)
+            return GraphedDecoder(model, CudaGraphCapture(), sizes=self.warm_up_sizes[::-1], max_blocks=max_blocks)
         # Each row takes time there, and a recording that of some ten steps of a small model.
         sizes = range(1, most + 1)
         return GraphedDecoder(model, LaunchRecorder(), sizes=sizes, max_blocks=max_blocks, num_uncaptured=10)
@@ -164,22 +168,25 @@ def bytes_for_kv(device: DeviceMemory, utilization: float, largest_step: Callabl
 def _zeroed_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On CPU the system zeroes each page at its first touch: writing 2 GiB here would take seconds. Large pages,
     where the system has them, make decoding of long contexts 3 % faster."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu":
+        try:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError:
+            raise no_kv_memory(num_bytes, torch.cuda.mem_get_info(device)[0]) from None
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):
-        raise no_kv_memory(num_bytes) from None
+        raise no_kv_memory(num_bytes, available_bytes()) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def no_kv_memory(num_bytes: int) -> CapacityError:
+def no_kv_memory(num_bytes: int, num_free: int) -> CapacityError:
     """The error for KV memory of this size."""
     return CapacityError(
-        f"cannot allocate {num_bytes / 2**30:.1f} GiB of KV memory: {available_bytes() / 2**30:.1f} GiB free; "
+        f"cannot allocate {num_bytes / 2**30:.1f} GiB of KV memory: {num_free / 2**30:.1f} GiB free; "
         "lower kv_cache_bytes or num_blocks"
     )

@@ -144,6 +144,7 @@ class MultiprocessExecutor:
             self.shutdown()
             raise
         self.attention_name = self._model.attention_name
+        self.warm_up_sizes: Sequence[int] = ()
         self._kv_cache: torch.Tensor
         arguments = (weakref.ref(self), self._closing)
         self._watcher = threading.Thread(target=_watch, args=arguments, name="rank-watch", daemon=True)
@@ -161,8 +162,9 @@ class MultiprocessExecutor:
             self._kv_cache = own_kv(self._part, layout, num_blocks, self._dtype, self._device)
             return self._kv_cache
         num_bytes = num_blocks * layout.bytes_per_block
-        if num_bytes > available_bytes():  # shared memory is not refused, but ends the process that writes to it
-            raise no_kv_memory(num_bytes)
+        num_free = available_bytes()
+        if num_bytes > num_free:  # shared memory is not refused, but ends the process that writes to it
+            raise no_kv_memory(num_bytes, num_free)
         os.ftruncate(self._kv_fd, num_bytes)
         whole = map_kv(self._kv_fd, layout, num_blocks, self._dtype)
         self._kv_cache = rank_view(whole, self._part)

@@ -109,15 +109,20 @@ class StepInputs:
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
         """Token ids, positions and metadata on the device. On CPU they share the arrays' memory."""
+        by_token = (self.token_ids, self.positions, self.slot_mapping)
+        by_request = (self.query_start_loc, self.seq_lens, self.block_tables)
+        token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables = _on(
+            device, *by_token, *by_request
+        )
         metadata = AttentionMetadata(
-            query_start_loc=torch.from_numpy(self.query_start_loc).to(device),
-            seq_lens=torch.from_numpy(self.seq_lens).to(device),
-            block_tables=torch.from_numpy(self.block_tables).to(device),
-            slot_mapping=torch.from_numpy(self.slot_mapping).to(device),
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            slot_mapping=slot_mapping,
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
         )
-        return torch.from_numpy(self.token_ids).to(device), torch.from_numpy(self.positions).to(device), metadata
+        return token_ids, positions, metadata
 
     def last_tokens(self, metadata: AttentionMetadata) -> LastTokens | None:
         """Those that are needed, where that are not all. Without any it is one: a model has no rows of no token."""
@@ -135,6 +140,16 @@ class StepInputs:
             max_seq_len=int(self.seq_lens[requests].max()),
         )
         return LastTokens(torch.from_numpy(rows).to(device), alone)
+
+
+def _on(device: torch.device, *arrays: Int32 | Int64) -> list[torch.Tensor]:
+    """Arrays, those of larger elements first, on the device: in one copy, each of which takes 10 us."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cpu":
+        return tensors
+    together = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
+    parts = torch.from_numpy(together).to(device).split([array.nbytes for array in arrays])
+    return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 # Messages of the core's process to the other ranks

@@ -1,12 +1,14 @@
 """Elementwise operations of the decoder: residual + RMSNorm, q/k norm + RoPE, SiLU * up.
 
-`Elementwise` runs on any device; on CPU `CompiledElementwise` does each in one compiled call. As in transformers
-normalised values are rounded to the element type before they are multiplied by the weight.
+`Elementwise` runs on any device; on CPU `CompiledElementwise` does each in one compiled call, on a GPU
+`TritonElementwise` in one launch. As in transformers normalised values are rounded to the element type before they are
+multiplied by the weight.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -77,7 +79,12 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 def elementwise_for(
     device: torch.device, dtype: torch.dtype, *, row_sizes: tuple[int, ...], head_dim: int
 ) -> Elementwise:
-    """The fastest implementation: compiled on CPU if rows and half heads are whole vectors, else torch."""
+    """The fastest implementation: Triton on a GPU, compiled on CPU if rows and half heads are whole vectors, else
+    torch."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from engine.models.triton_elementwise import TritonElementwise
+
+        return TritonElementwise()
     is_compiled = device.type == "cpu" and is_compiled_for(dtype)
     if is_compiled and all(size % WIDTH == 0 for size in (*row_sizes, head_dim // 2)):
         return CompiledElementwise()

@@ -7,7 +7,8 @@
 Each token takes one uniform number from a counter-based generator, which has no state to carry, save or replay, and
 inverts the cumulative distribution over the vocabulary, in vocabulary order and float64. So a token does not depend on
 the rest of the batch, on preemption, or on the instance that continues a stream: every row's arithmetic is the same
-alone or in a batch. On CPU a compiled kernel draws, one row a thread; elsewhere torch, which adds up in another order.
+alone or in a batch. On CPU a compiled kernel draws, one row a thread (sampler_kernels.py); on a GPU one of Triton, one
+row a program (triton_sampler.py), which adds up in another order.
 
 Filters in vLLM's order: temperature, then min_p, top_k, top_p (of what top_k kept). Of equal logits at a filter's edge
 the lowest ids stay, so that top_k=1 is greedy; vLLM keeps all of them for top_k and unspecified ones for top_p.
@@ -21,7 +22,6 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -150,15 +150,14 @@ def uniform(seed: int, choice: int, position: int, stream: int = 0) -> float:
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """One token id per row of `logits` [n, vocab] (float32, not changed). Raises `NonFiniteLogits`."""
     logits = _without_forbidden(logits, rows)
-    tokens, best_logits = _best(logits)
     drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
-    if drawn and logits.device.type == "cpu":
+    if logits.device.type != "cpu":
+        return _sample_on_device(logits, rows, drawn)
+    tokens, best_logits = _best(logits)
+    if drawn:
         for index, token in zip(drawn, _draw(logits, best_logits, rows, drawn), strict=True):
             tokens[index] = token
-    else:
-        for index in drawn:
-            tokens[index] = _invert(_cdf(logits[index], best_logits[index], rows[index]), _uniform_of(rows[index]))
-    return [int(token) for token in tokens]
+    return tokens
 
 
 def _without_forbidden(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -173,17 +172,31 @@ def _without_forbidden(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return logits
 
 
-def _best(logits: Tensor) -> tuple[list[Any], list[float]]:
+def _best(logits: Tensor) -> tuple[list[int], list[float]]:
     """Id, the lowest among equals, and value of each row's best logit."""
-    if logits.device.type == "cpu":
-        # numpy's argmax is vectorised and takes the first of equals too: 8 us per row of 152 k, torch's 230 us.
-        best = torch.from_numpy(np.argmax(logits.detach().numpy(), axis=-1))
-    else:
-        best = logits.argmax(dim=-1)
+    # numpy's argmax is vectorised and takes the first of equals too: 8 us per row of 152 k, torch's 230 us.
+    best = torch.from_numpy(np.argmax(logits.detach().numpy(), axis=-1))
     values: list[float] = logits.gather(1, best[:, None]).squeeze(1).tolist()
-    if wrong := tuple(i for i, value in enumerate(values) if not math.isfinite(value)):
-        raise NonFiniteLogits(wrong)
+    _check_finite(values)
     return best.tolist(), values
+
+
+def _check_finite(best_logits: Sequence[float]) -> None:
+    if wrong := tuple(i for i, value in enumerate(best_logits) if not math.isfinite(value)):
+        raise NonFiniteLogits(wrong)
+
+
+def _sample_on_device(logits: Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int]) -> list[int]:
+    """On a GPU, which is waited for once."""
+    tokens = logits.argmax(dim=-1)
+    best = logits.gather(1, tokens[:, None]).squeeze(1)
+    if drawn:
+        from engine.sampling.triton_sampler import draw
+
+        draw(logits, best, drawn, [_spec(rows[index]) for index in drawn], tokens)
+    found, values = torch.stack((tokens.double(), best.double())).tolist()
+    _check_finite(values)
+    return [int(token) for token in found]
 
 
 def _uniform_of(row: SamplingRow) -> float:
@@ -196,7 +209,7 @@ def _draw(logits: Tensor, best_logits: Sequence[float], rows: Sequence[SamplingR
         logits = logits.contiguous()
     vocab, row_bytes = logits.shape[1], logits.stride(0) * logits.element_size()
     addresses = np.array([logits.data_ptr() + index * row_bytes for index in drawn], np.int64)
-    specs = np.array([_spec(best_logits[index], rows[index]) for index in drawn], np.float64)
+    specs = np.array([(best_logits[index], *_spec(rows[index])) for index in drawn], np.float64)
     tokens = np.empty(len(drawn), np.int64)
     num_threads = min(torch.get_num_threads(), len(drawn))
     num_scratch = sampler_kernels.num_scratch(vocab)
@@ -215,10 +228,10 @@ def _launch() -> Launcher:
     return launcher(sampler_kernels.sample_address(), keeps_gil=False)
 
 
-def _spec(best_logit: float, row: SamplingRow) -> tuple[float, ...]:
-    """`sampler_kernels.SPEC_FIELDS`."""
+def _spec(row: SamplingRow) -> tuple[float, ...]:
+    """`sampler_kernels.SPEC_FIELDS` without the best logit, and `triton_sampler.SPEC_FIELDS`."""
     params = row.params
-    return best_logit, params.temperature, params.min_p, params.top_k, params.top_p, _uniform_of(row)
+    return params.temperature, params.min_p, params.top_k, params.top_p, _uniform_of(row)
 
 
 def _scratch_of(num_elements: int) -> npt.NDArray[np.float64]:
@@ -232,46 +245,3 @@ def _scratch_of(num_elements: int) -> npt.NDArray[np.float64]:
 def prepare() -> None:
     """Compiles the kernel, or loads it, before the first request needs it."""
     _launch()
-
-
-# On other devices
-
-
-def _cdf(logits: Tensor, best_logit: float, row: SamplingRow) -> Tensor:
-    """Running sums of unnormalised weights [vocab]; the best token's weight is 1, so the total is positive."""
-    weights = logits.double().sub_(best_logit).div_(row.params.temperature).exp_()
-    return (_filtered(weights, row.params) if row.params.is_filtered else weights).cumsum(dim=0)
-
-
-def _invert(cdf: Tensor, point: float) -> Tensor:
-    """First id whose running sum exceeds point * total; a tensor, to avoid a synchronisation.
-
-    It exists: point <= 1 - 2^-53 keeps the rounded product below the total. Its weight is positive, since the sum
-    before it does not exceed the product.
-    """
-    return torch.searchsorted(cdf, point * cdf[-1:], right=True)
-
-
-def _filtered(weights: Tensor, params: SamplingParams) -> Tensor:
-    """`weights` [vocab] (the best is 1.0) with zeros for tokens that min_p, top_k and top_p exclude."""
-    if params.min_p > 0.0:
-        weights = weights * (weights >= params.min_p)
-    descending: Tensor | None = None
-    if 0 < params.top_k < len(weights):
-        descending = weights.topk(params.top_k).values
-        weights = _keep_largest(weights, params.top_k, edge=descending[-1])
-    if params.top_p < 1.0:
-        descending = weights.sort(descending=True).values if descending is None else descending
-        sums = descending.cumsum(dim=0)
-        count = (sums < params.top_p * sums[-1]).sum() + 1
-        weights = _keep_largest(weights, count, edge=descending[count - 1])
-    return weights
-
-
-def _keep_largest(weights: Tensor, count: int | Tensor, *, edge: Tensor) -> Tensor:
-    """Zero all but the `count` largest of `weights`, of which `edge` is the smallest; lowest ids among equals."""
-    kept = weights >= edge
-    if kept.sum() > count:
-        above, ties = weights > edge, weights == edge
-        kept = above | (ties & (ties.cumsum(0) <= count - above.sum()))
-    return weights * kept

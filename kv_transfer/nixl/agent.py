@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import importlib
 import ipaddress
 import logging
@@ -235,7 +236,7 @@ class UcxSettings:
         }
         tls = self.tls or os.environ.get("UCX_TLS", "")
         if tls:
-            variables["UCX_TLS"] = with_tcp(tls)
+            variables["UCX_TLS"] = with_cuda(with_tcp(tls), has_gpu=bool(glob.glob("/dev/nvidia[0-9]*")))
         return variables
 
 
@@ -245,6 +246,15 @@ def with_tcp(tls: str) -> str:
     if tls.startswith("^") or "all" in names or any(name.partition(":")[0] == "tcp" for name in names):
         return tls
     return f"{tls},tcp"
+
+
+def with_cuda(tls: str, *, has_gpu: bool) -> str:
+    """A list of transports that includes CUDA's where there is a GPU: NIXL makes no agent there without it, not even
+    for host memory."""
+    names = tls.split(",")
+    if not has_gpu or tls.startswith("^") or {"all", "cuda", "cuda_copy"} & set(names):
+        return tls
+    return f"{tls},cuda_copy"
 
 
 def net_device_of(address: str) -> str:

@@ -1,59 +1,90 @@
-"""The compiled steps compute what the torch operations compute."""
+"""The compiled steps, and on a GPU or in its interpreter Triton's, compute what the torch operations compute."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read as triton is imported
 
 from engine.models.elementwise import CompiledElementwise, Elementwise, HeadNorm, HeadShape, elementwise_for
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 ROWS = [1, 3, 700]  # the last is enough for several threads
+Steps = tuple[Elementwise, torch.device]
 
 
-@pytest.fixture(params=[*TOLERANCE], ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    chosen: torch.dtype = request.param
-    return chosen
+def on_gpu() -> Steps:
+    """Or in the interpreter."""
+    from engine.models.triton_elementwise import TritonElementwise
+
+    return TritonElementwise(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# The interpreter does not round to bfloat16, it cuts.
+TRITON = [
+    pytest.param("triton", 3, torch.float32, id="triton-float32"),
+    pytest.param("triton", 3, torch.float16, id="triton-float16"),
+    pytest.param("triton", 700, torch.bfloat16, id="triton-bfloat16", marks=pytest.mark.gpu),
+]
+each_kind = pytest.mark.parametrize(
+    ("kind", "rows", "dtype"), [*(("compiled", rows, dtype) for rows in ROWS for dtype in TOLERANCE), *TRITON]
+)
+
+
+@pytest.fixture
+def steps(kind: str) -> Steps:
+    """The operations to test, and where their tensors are."""
+    return on_gpu() if kind == "triton" else (CompiledElementwise(), torch.device("cpu"))
 
 
 def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 3).to(dtype)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-def test_add_rms_norm(rows: int, dtype: torch.dtype) -> None:
-    x, weight = _random(rows, 96, dtype=dtype), _random(96, dtype=dtype)
+def on(device: torch.device, norm: HeadNorm | None) -> HeadNorm | None:
+    return norm and HeadNorm(norm.query_weight.to(device), norm.key_weight.to(device), norm.eps)
+
+
+@each_kind
+def test_add_rms_norm(steps: Steps, rows: int, dtype: torch.dtype) -> None:
+    tested, device = steps
+    x, weight, residual = (_random(*shape, dtype=dtype) for shape in ((rows, 96), (96,), (rows, 96)))
     for addend in (None, x):
-        residuals = [_random(rows, 96, dtype=dtype) for _ in range(2)]
-        outputs = [
-            steps.add_rms_norm(addend, residual, weight, 1e-5)
-            for steps, residual in zip((CompiledElementwise(), Elementwise()), residuals, strict=True)
-        ]
-        assert torch.equal(*residuals)
-        torch.testing.assert_close(*outputs, atol=TOLERANCE[dtype], rtol=RELATIVE[dtype])
+        found, expected = residual.to(device, copy=True), residual.clone()
+        output = tested.add_rms_norm(None if addend is None else x.to(device), found, weight.to(device), 1e-5)
+        expected_output = Elementwise().add_rms_norm(addend, expected, weight, 1e-5)
+        assert torch.equal(found.cpu(), expected)
+        torch.testing.assert_close(output.cpu(), expected_output, atol=TOLERANCE[dtype], rtol=RELATIVE[dtype])
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@each_kind
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_rotate(rows: int, has_norm: bool, dtype: torch.dtype) -> None:
+def test_rotate(steps: Steps, rows: int, has_norm: bool, dtype: torch.dtype) -> None:
+    tested, device = steps
     shape = HeadShape(num_heads=4, num_kv_heads=2, head_dim=64)
     norm = HeadNorm(_random(64, dtype=dtype), _random(64, dtype=dtype).flip(0), 1e-6) if has_norm else None
     angles = torch.rand(rows, 32, generator=torch.Generator().manual_seed(0)) * 9
-    results = [_random(rows, 8 * 64, dtype=dtype) for _ in range(2)]
-    for steps, qkv in zip((CompiledElementwise(), Elementwise()), results, strict=True):
-        steps.rotate(qkv, angles.cos(), angles.sin(), shape, norm)
-    assert torch.equal(results[0][:, 6 * 64 :], _random(rows, 8 * 64, dtype=dtype)[:, 6 * 64 :])
-    torch.testing.assert_close(*results, atol=TOLERANCE[dtype], rtol=RELATIVE[dtype])
+    given = _random(rows, 8 * 64, dtype=dtype)
+    found, expected = given.to(device, copy=True), given.clone()
+    tested.rotate(found, angles.cos().to(device), angles.sin().to(device), shape, on(device, norm))
+    Elementwise().rotate(expected, angles.cos(), angles.sin(), shape, norm)
+    assert torch.equal(found[:, 6 * 64 :].cpu(), given[:, 6 * 64 :])
+    torch.testing.assert_close(found.cpu(), expected, atol=TOLERANCE[dtype], rtol=RELATIVE[dtype])
 
 
-@pytest.mark.parametrize("rows", ROWS)
-def test_silu_and_mul(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of numpy, in the interpreter
+@each_kind
+def test_silu_and_mul(steps: Steps, rows: int, dtype: torch.dtype) -> None:
+    tested, device = steps
     gate_up = _random(rows, 2 * 80, dtype=dtype)
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -90.0])
-    outputs = [steps.silu_and_mul(gate_up) for steps in (CompiledElementwise(), Elementwise())]
-    torch.testing.assert_close(*outputs, atol=TOLERANCE[dtype], rtol=RELATIVE[dtype])
+    output, expected = tested.silu_and_mul(gate_up.to(device)), Elementwise().silu_and_mul(gate_up)
+    torch.testing.assert_close(output.cpu(), expected, atol=TOLERANCE[dtype], rtol=RELATIVE[dtype])
 
 
 def test_sizes_that_are_not_whole_vectors_run_in_torch() -> None:

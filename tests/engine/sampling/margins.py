@@ -1,4 +1,4 @@
-"""Sampled tokens with the margin by which they were chosen."""
+"""A draw by torch operations, as a reference; and sampled tokens with the margin by which they were chosen."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.sampling import sampler
@@ -34,9 +35,49 @@ def sample_with_margin(logits: Tensor, rows: Sequence[sampler.SamplingRow]) -> l
             top = row_logits.topk(min(2, row_logits.shape[0])).values.tolist()
             margins.append(top[0] - top[1] if len(top) == 2 else math.inf)
             continue
-        cdf, point = sampler._cdf(row_logits, best_logit, row), sampler._uniform_of(row)
+        cdf, point = cdf_of(row_logits, best_logit, row), sampler._uniform_of(row)
         low, high, total = float(cdf[token - 1]) if token else 0.0, float(cdf[token]), float(cdf[-1])
         below = point - low / total if low > 0.0 else math.inf
         above = high / total - point if high < total else math.inf
         margins.append(min(below, above))
     return list(zip(tokens, margins, strict=True))
+
+
+def cdf_of(logits: Tensor, best_logit: float, row: sampler.SamplingRow) -> Tensor:
+    """Running sums of unnormalised weights [vocab]; the best token's weight is 1, so the total is positive."""
+    weights = logits.double().sub_(best_logit).div_(row.params.temperature).exp_()
+    return (_filtered(weights, row.params) if row.params.is_filtered else weights).cumsum(dim=0)
+
+
+def inverted(cdf: Tensor, point: float) -> Tensor:
+    """First id whose running sum exceeds point * total; a tensor, to avoid a synchronisation.
+
+    It exists: point <= 1 - 2^-53 keeps the rounded product below the total. Its weight is positive, since the sum
+    before it does not exceed the product.
+    """
+    return torch.searchsorted(cdf, point * cdf[-1:], right=True)
+
+
+def _filtered(weights: Tensor, params: SamplingParams) -> Tensor:
+    """`weights` [vocab] (the best is 1.0) with zeros for tokens that min_p, top_k and top_p exclude."""
+    if params.min_p > 0.0:
+        weights = weights * (weights >= params.min_p)
+    descending: Tensor | None = None
+    if 0 < params.top_k < len(weights):
+        descending = weights.topk(params.top_k).values
+        weights = _keep_largest(weights, params.top_k, edge=descending[-1])
+    if params.top_p < 1.0:
+        descending = weights.sort(descending=True).values if descending is None else descending
+        sums = descending.cumsum(dim=0)
+        count = (sums < params.top_p * sums[-1]).sum() + 1
+        weights = _keep_largest(weights, count, edge=descending[count - 1])
+    return weights
+
+
+def _keep_largest(weights: Tensor, count: int | Tensor, *, edge: Tensor) -> Tensor:
+    """Zero all but the `count` largest of `weights`, of which `edge` is the smallest; lowest ids among equals."""
+    kept = weights >= edge
+    if kept.sum() > count:
+        above, ties = weights > edge, weights == edge
+        kept = above | (ties & (ties.cumsum(0) <= count - above.sum()))
+    return weights * kept

@@ -13,7 +13,7 @@ import torch
 
 from engine.sampling import sampler
 from engine.sampling.sampler import NonFiniteLogits, SamplingRow, philox4x32, sample, uniform
-from tests.engine.sampling.margins import sample_with_margin, sampling_row
+from tests.engine.sampling.margins import cdf_of, inverted, sample_with_margin, sampling_row
 
 NUM_DRAWS = 20_000
 
@@ -135,9 +135,8 @@ def test_a_draw_is_the_inverse_of_the_cdf_in_vocabulary_order() -> None:
 
 
 def drawn_by_torch(logits: torch.Tensor, row: SamplingRow) -> int:
-    """What other devices draw."""
-    cdf = sampler._cdf(logits, float(logits.max()), row)
-    return int(sampler._invert(cdf, sampler._uniform_of(row)))
+    """The reference."""
+    return int(inverted(cdf_of(logits, float(logits.max()), row), sampler._uniform_of(row)))
 
 
 def vocabularies() -> dict[str, torch.Tensor]:
@@ -167,26 +166,25 @@ def vocabularies() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    "narrowed",
-    [
-        {},
-        {"temperature": 0.01},
-        {"temperature": 1e-5, "top_p": 0.9},
-        {"temperature": 50.0, "top_p": 0.999},
-        {"top_p": 0.95},
-        {"top_p": 1e-9},
-        {"top_p": 1 - 1e-15},
-        {"top_k": 1, "top_p": 0.5},
-        {"top_k": 20},
-        {"top_k": 700, "top_p": 0.8},
-        {"top_k": 999_999, "top_p": 0.3},
-        {"min_p": 0.05},
-        {"min_p": 1.0},
-        {"min_p": 1e-30, "top_k": 50, "top_p": 0.99, "temperature": 2.0},
-    ],
-    ids=str,
-)
+NARROWED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.01},
+    {"temperature": 1e-5, "top_p": 0.9},
+    {"temperature": 50.0, "top_p": 0.999},
+    {"top_p": 0.95},
+    {"top_p": 1e-9},
+    {"top_p": 1 - 1e-15},
+    {"top_k": 1, "top_p": 0.5},
+    {"top_k": 20},
+    {"top_k": 700, "top_p": 0.8},
+    {"top_k": 999_999, "top_p": 0.3},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"min_p": 1e-30, "top_k": 50, "top_p": 0.99, "temperature": 2.0},
+]
+
+
+@pytest.mark.parametrize("narrowed", NARROWED, ids=str)
 def test_the_kernel_draws_what_torch_draws(narrowed: dict[str, Any]) -> None:
     for name, logits in vocabularies().items():
         rows = [sampling_row(**narrowed, seed=3, position=position) for position in range(40)]

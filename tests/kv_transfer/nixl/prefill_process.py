@@ -25,6 +25,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core.messages import Command, Event, TokensEvent, TransferEvent
+from tests.engine_under_test import DEVICE
 
 _POLL_S = 0.002
 
@@ -124,6 +125,7 @@ def run_engine() -> None:
     from engine.core.core import EngineCore
 
     config = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=EngineConfig)
+    config = msgspec.structs.replace(config, device=DEVICE)
     inbox: queue.Queue[str | None] = queue.Queue()
     core = EngineCore(config, wake=lambda: inbox.put(""))
     decoder = msgspec.msgpack.Decoder(Command)

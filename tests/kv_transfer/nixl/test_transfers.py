@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import EngineError
 from instance.config import ListenSettings, TransferSection, _connector_config
-from kv_transfer.nixl.agent import UcxSettings, net_device_of, with_tcp
+from kv_transfer.nixl.agent import UcxSettings, net_device_of, with_cuda, with_tcp
 from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.nixl.transfers import LeaseTags, MetadataError, TransferMetadata, decode, encode, page_digest
 from kv_transfer.page.format import PageSpec
@@ -134,6 +134,21 @@ def test_a_lease_tag_keeps_its_value_until_it_is_released_and_never_has_it_again
 )
 def test_tcp_is_always_among_the_transports(given_tls: str, used: str) -> None:
     assert with_tcp(given_tls) == used
+
+
+@pytest.mark.parametrize(
+    ("given_tls", "used"),
+    [
+        ("tcp", "tcp,cuda_copy"),
+        ("tcp,cuda", "tcp,cuda"),
+        ("cuda_copy,tcp", "cuda_copy,tcp"),
+        ("all", "all"),
+        ("^rc", "^rc"),
+    ],
+)
+def test_transports_include_cuda_where_there_is_a_gpu(given_tls: str, used: str) -> None:
+    assert with_cuda(given_tls, has_gpu=True) == used
+    assert with_cuda(given_tls, has_gpu=False) == given_tls
 
 
 def test_ucx_listens_where_peers_reach_this_instance(monkeypatch: pytest.MonkeyPatch) -> None:
