@@ -1,4 +1,4 @@
-"""Cores, threads and memory that this process may use, with a container's limits (cgroup v2) applied.
+"""Cores, threads, memory and GPUs that this process may use, with a container's limits (cgroup v2) applied.
 
 A pod with a limit of 2 cores on a node of 64 sees 64 cores and the whole memory of the node. Threads for 64 cores would
 exhaust the quota and be throttled; KV memory beyond the limit would get the process killed.
@@ -42,6 +42,15 @@ def useful_threads(cgroup: Path = _CGROUP) -> int:
     quota = cpu_quota(cgroup)
     cores = len(usable_cores())
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that torch finds, as in CUDA_VISIBLE_DEVICES."""
+    import torch  # late: it takes seconds
+
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    count = torch.cuda.device_count()
+    return named[:count] or [str(number) for number in range(count)]
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:

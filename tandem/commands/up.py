@@ -26,6 +26,7 @@ from tandem.local_stack.addresses import check_addresses
 from tandem.local_stack.settings import Disaggregation, StackSettings, autoscaled, parse_bounds
 from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackEvent, StackFailed
+from tandem.local_stack.topology import check_gpus
 from tandem.local_stack.vllm import check_vllm
 
 if TYPE_CHECKING:
@@ -116,6 +117,11 @@ _DEMO_TOKENS = 60
     help="Bits of the weights of linear layers: a half or a quarter of the memory of bfloat16, and less exact.",
 )  # fmt: skip
 @click.option(
+    "--device", type=Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+    help="cuda: each instance on a GPU of its own, or one for each of its ranks; fewer are shared, which requires "
+    "--kv-memory.",
+)  # fmt: skip
+@click.option(
     "--tensor-parallel-size", type=IntRange(min=1), default=1, show_default=True,
     help="Processes of each instance that divide every layer.",
 )  # fmt: skip
@@ -126,7 +132,7 @@ _DEMO_TOKENS = 60
 @click.option("--max-model-len", type=IntRange(min=2), help="Longest prompt + output in tokens.")
 @click.option(
     "--kv-memory", type=FloatRange(min=0, min_open=True), metavar="GIB",
-    help="KV memory of each instance; absent: a part of the free memory, at most 2.",
+    help="KV memory of each instance; absent: a part of the free memory, at most 2; of a GPU, what is left of 90 %.",
 )  # fmt: skip
 @click.option(
     "--threads", type=IntRange(min=1),
@@ -180,6 +186,7 @@ def command(
       tandem up                                        the demo model, 1 prefill + 1 decode
       tandem up --prefill 2 --decode 2 --port 50051
       tandem up --model Qwen/Qwen3-0.6B --dtype bfloat16 --kv-memory 2
+      tandem up --device cuda --model Qwen/Qwen3-8B --connector nixl --prefill 1 --decode 3
       tandem up --prefill 0                            one instance that does both: the baseline
       TANDEM_API_KEY=$KEY tandem up --host 0.0.0.0     clients of other machines, with a token
       tandem up --config stack.yaml --decode 3         options from a file, and one above it
@@ -219,6 +226,7 @@ def command(
             config = check_checkpoint(model, settings.model, model_impl=impl, needs_weights=needs_weights)
             check_ranks(config, settings.parallelism)
         check_addresses(settings)
+        check_gpus(settings)
     except (EngineError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     if config is not None:
@@ -285,7 +293,7 @@ def _check_sizes(settings: StackSettings, config: DecoderConfig) -> None:
 
     free, num_instances = available_bytes(), settings.num_prefill + settings.num_decode
     given = f"--kv-memory {num_bytes / _GIB:.6g}"
-    if num_bytes * num_instances > free:
+    if settings.device == "cpu" and num_bytes * num_instances > free:
         raise click.ClickException(
             f"{given}: {num_instances} instances need {num_bytes * num_instances / _GIB:.1f} GiB for their KV, and "
             f"{free / _GIB:.1f} GiB are free; at most --kv-memory {_rounded_down(free / num_instances / _GIB)}"

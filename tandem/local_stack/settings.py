@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from engine.config import EngineKind, ModelImpl, Quantization
+from engine.config import Device, EngineKind, ModelImpl, Quantization
 from engine.partition import Parallelism
 from tandem.client.credentials import TOKEN
 from tandem.local_stack.desired_state import MAX_SIZE, ROLES, Role
@@ -49,11 +49,13 @@ class StackSettings:
     dtype: str | None = None
     model_impl: ModelImpl = "auto"
     quantization: Quantization = "none"
+    device: Device = "cpu"
+    """cuda: an instance gets GPUs of its own, as many as it has ranks, while there are enough."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
-    """Per instance; None: an equal part of the free memory, at most 2 GiB."""
+    """Per instance; None: an equal part of the free memory, at most 2 GiB; on GPUs what the engine takes."""
     num_blocks: int | None = None
     """Per instance, instead of kv_cache_bytes: for tests with small pools."""
     threads: int | None = None

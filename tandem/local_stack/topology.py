@@ -1,8 +1,8 @@
-"""The processes of one local stack and their command lines: addresses, cores, memory.
+"""The processes of one local stack and their command lines: addresses, cores, GPUs, memory.
 
 The share of an instance is decided once, at the start, and is the same for all: an equal share of the memory and of the
 cores, as if both pools had their planned sizes. A later instance takes a free share of cores; if none is free it is not
-pinned and runs where the system puts it.
+pinned and runs where the system puts it. An instance on GPUs takes those that the fewest others have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from engine.machine import available_bytes, usable_cores
+from engine.machine import available_bytes, usable_cores, visible_gpus
 from serving.lifecycle import ParentBond
 from tandem.client.credentials import INSTANCE, ROUTER, TLS_FOLDER
 from tandem.connectors import CONNECTORS
@@ -66,6 +66,53 @@ def share_cores(cores: list[int], num_instances: int, pin: bool) -> list[tuple[i
     return [tuple(cores[index * per_instance : (index + 1) * per_instance]) for index in range(num_instances)]
 
 
+class GpuShares:
+    """Which instance has which GPUs."""
+
+    def __init__(self, gpus: Sequence[str], per_instance: int) -> None:
+        self._gpus = gpus
+        self._per_instance = per_instance
+        self._taken: dict[str, list[str]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Further instances that would share no GPU."""
+        return sum(not count for count in self._num_users().values()) // self._per_instance
+
+    def take(self, name: str) -> list[str]:
+        """GPUs for this instance, those with the fewest others first."""
+        num_users = self._num_users()
+        self._taken[name] = sorted(self._gpus, key=num_users.__getitem__)[: self._per_instance]
+        return self._taken[name]
+
+    def release(self, name: str) -> None:
+        self._taken.pop(name, None)
+
+    def _num_users(self) -> dict[str, int]:
+        return {gpu: sum(gpu in taken for taken in self._taken.values()) for gpu in self._gpus}
+
+
+def check_gpus(settings: StackSettings) -> None:
+    """Raises ValueError for a stack that this machine's GPUs cannot hold as it is set."""
+    if settings.device == "cpu":
+        return
+    if settings.quantization != "none":
+        raise ValueError(f"--quantization {settings.quantization} is for --device cpu")
+    num_gpus, num_ranks = len(visible_gpus()), settings.parallelism.num_ranks
+    if num_gpus < num_ranks:
+        raise ValueError(
+            f"--device cuda: torch finds {num_gpus} GPUs on this machine, and an instance needs {num_ranks}"
+        )
+    if settings.num_planned * num_ranks > num_gpus and not _has_kv_size(settings):
+        raise ValueError(
+            f"{settings.num_planned} instances share {num_gpus} GPU(s): set --kv-memory, the GiB of KV of each"
+        )
+
+
+def _has_kv_size(settings: StackSettings) -> bool:
+    return settings.kv_cache_bytes is not None or settings.num_blocks is not None
+
+
 def _above_one(size: int) -> int | None:
     return size if size > 1 else None
 
@@ -83,6 +130,8 @@ class Topology:
         shares = share_cores(usable_cores(), settings.num_planned, settings.pin)
         self._free_cores = [share for share in shares if share]
         self._cores: dict[str, tuple[int, ...]] = {}
+        gpus = visible_gpus() if settings.device == "cuda" else []
+        self._gpus = GpuShares(gpus, settings.parallelism.num_ranks)
 
     def router(self, address: str, admin_address: str, http_address: str | None = None) -> ProcessSpec:
         """The router, which follows the stack's desired state."""
@@ -107,7 +156,7 @@ class Topology:
         return self._spec(ROUTER, address, flags, settings.router_args)
 
     def instance(self, name: str, address: str) -> ProcessSpec:
-        """prefill-0, decode-1 …; its cores are reserved until `release`."""
+        """prefill-0, decode-1 …; its cores and GPUs are reserved until `release`."""
         if self._free_cores:
             self._cores[name] = self._free_cores.pop(0)
         settings, cores = self._settings, self._cores.get(name, ())
@@ -127,16 +176,35 @@ class Topology:
             "--max-model-len": settings.max_model_len,
             "--lease-s": settings.lease_s,
         }
-        return self._spec(name, address, flags, settings.instance_args, threads)
+        spec = self._spec(name, address, flags, settings.instance_args, threads)
+        if settings.device == "cuda":
+            spec = replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus.take(name))})
+        return spec
 
     def release(self, name: str) -> None:
-        """Frees the cores of an instance whose process is gone."""
+        """Frees the cores and GPUs of an instance whose process is gone."""
         if name in self._cores:
             self._free_cores.append(self._cores.pop(name))
+        self._gpus.release(name)
+
+    def why_no_room(self, num_more: int) -> str | None:
+        """What is missing for more instances; None: nothing that is known."""
+        if self._settings.device == "cuda":
+            if _has_kv_size(self._settings) or num_more <= self._gpus.num_free:
+                return None
+            return f"GPUs of their own, which {self._gpus.num_free} can get; set `tandem up --kv-memory` to share them"
+        needed_bytes, free_bytes = num_more * (self.kv_cache_bytes or 0), available_bytes()
+        if needed_bytes <= free_bytes:
+            return None
+        return (
+            f"{needed_bytes / 2**30:.1f} GiB for KV alone, and {free_bytes / 2**30:.1f} GiB are free; "
+            "lower `tandem up --kv-memory`"
+        )
 
     def _engine_flags(self) -> dict[str, object]:
         if self._settings.engine == "tandem":
             return {
+                "--device": None if self._settings.device == "cpu" else self._settings.device,
                 "--model-impl": self._settings.model_impl,
                 "--quantization": None if self._settings.quantization == "none" else self._settings.quantization,
                 "--tensor-parallel-size": _above_one(self._settings.tensor_parallel_size),
@@ -241,22 +309,18 @@ class LocalProcesses:
         process.start(self._bond)
 
     def remove(self, process: ManagedProcess) -> None:
-        """Removes the files of a process that is gone, and frees its name, address and cores."""
+        """Removes the files of a process that is gone, and frees its name, address, cores and GPUs."""
         del self.by_name[process.name]
         process.remove_files()
         self._topology.release(process.name)
         self.desired.release(process.name)
 
     def resize(self, role: Role, size: int, victims: Sequence[str] = ()) -> int:
-        """As DesiredState.resize; raises InvalidSize also if there is not enough memory."""
+        """As DesiredState.resize; raises InvalidSize also if there is not enough memory, or no GPU."""
         self.desired.check_size(role, size)
         growth = size - len(self.desired.snapshot.pool(role))
-        needed_bytes, free_bytes = growth * (self._topology.kv_cache_bytes or 0), available_bytes()
-        if needed_bytes > free_bytes:
-            raise InvalidSize(
-                f"{growth} more {role} instances need {needed_bytes / 2**30:.1f} GiB for KV alone, and "
-                f"{free_bytes / 2**30:.1f} GiB are free; lower `tandem up --kv-memory`"
-            )
+        if growth > 0 and (missing := self._topology.why_no_room(growth)) is not None:
+            raise InvalidSize(f"{growth} more {role} instances need {missing}")
         return self.desired.resize(role, size, victims)
 
     def _add(self, spec: ProcessSpec) -> ManagedProcess:
@@ -276,6 +340,6 @@ class LocalProcesses:
 def _kv_cache_bytes(settings: StackSettings) -> int | None:
     if settings.num_blocks is not None:
         return None
-    if settings.kv_cache_bytes is not None:
+    if settings.kv_cache_bytes is not None or settings.device == "cuda":
         return settings.kv_cache_bytes
     return min(_MAX_KV_BYTES, int(available_bytes() * _KV_SHARE) // settings.num_planned)

@@ -13,7 +13,7 @@ from tandem.client.credentials import ROUTER
 from tandem.local_stack.desired_state import InvalidSize
 from tandem.local_stack.process import ProcessSpec
 from tandem.local_stack.settings import StackSettings
-from tandem.local_stack.topology import LocalProcesses, Topology, free_ports, share_cores
+from tandem.local_stack.topology import LocalProcesses, Topology, check_gpus, free_ports, share_cores
 
 
 def topology(**fields: object) -> Topology:
@@ -213,3 +213,54 @@ def test_the_live_page_is_on_where_only_this_machines_users_can_reach_it(
     argv = topology(**{"http_port": 0, **fields}).router("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3").argv
     assert ("--http-page" in argv) == has_page
     assert ("--auth-admin-tokens-file" in argv) == (has_page and "api_key" in fields), "the key is the operator's too"
+
+
+# GPUs
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.local_stack.topology.visible_gpus", lambda: ["0", "1", "GPU-2", "3"])
+
+
+def gpus_of(spec: ProcessSpec) -> str:
+    return spec.env["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_instances_have_gpus_of_their_own_and_size_their_kv() -> None:
+    made = topology(device="cuda", num_prefill=2)
+    specs = instances(made, "prefill-0", "prefill-1", "decode-0")
+    assert [gpus_of(spec) for spec in specs] == ["0", "1", "GPU-2"]
+    for spec in specs:
+        assert option(spec, "--device") == "cuda"
+        assert "--kv-cache-bytes" not in spec.argv
+    assert made.why_no_room(1) is None
+    assert made.why_no_room(2) == "GPUs of their own, which 1 can get; set `tandem up --kv-memory` to share them"
+    made.release("prefill-1")
+    assert gpus_of(made.instance("decode-1", "127.0.0.1:7009")) == "1"
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_ranks_have_a_gpu_each_and_later_instances_share_those_with_the_fewest() -> None:
+    made = topology(device="cuda", tensor_parallel_size=2, kv_cache_bytes=1 << 30)
+    specs = instances(made, "prefill-0", "decode-0", "decode-1")
+    assert [gpus_of(spec) for spec in specs] == ["0,1", "GPU-2,3", "0,1"]
+    assert option(specs[2], "--kv-cache-bytes") == str(1 << 30)
+    assert made.why_no_room(5) is None
+    assert "CUDA_VISIBLE_DEVICES" not in made.router("h:1", "h:2").env
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_stack_that_the_gpus_cannot_hold_is_rejected() -> None:
+    def check(**fields: Any) -> None:
+        check_gpus(StackSettings(model=Path("/m"), model_name="demo", **{"device": "cuda", **fields}))
+
+    check(num_prefill=1, num_decode=3)
+    check(num_prefill=3, num_decode=3, kv_cache_bytes=1 << 30)
+    with pytest.raises(ValueError, match=r"6 instances share 4 GPU\(s\): set --kv-memory"):
+        check(num_prefill=3, num_decode=3)
+    with pytest.raises(ValueError, match="torch finds 4 GPUs on this machine, and an instance needs 8"):
+        check(tensor_parallel_size=8)
+    with pytest.raises(ValueError, match="--quantization int8 is for --device cpu"):
+        check(quantization="int8")
