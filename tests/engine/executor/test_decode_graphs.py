@@ -11,7 +11,7 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
-from engine.executor.decode_graphs import Capture, GraphedDecoder, LaunchRecorder, Step
+from engine.executor.decode_graphs import Capture, GraphedDecoder, LaunchRecorder, Step, capture_sizes
 from engine.executor.executor import OneProcessExecutor
 from engine.models import Decoder, read_config
 from tests.builders import lively_checkpoint
@@ -93,10 +93,10 @@ def test_answers_have_the_bits_of_uncaptured_steps(
 @pytest.mark.parametrize(
     ("architecture", "options", "is_graphed"),
     [
-        ("qwen2", {"enforce_eager": False}, True),
-        ("qwen2", {}, False),
-        ("qwen3_moe", {"enforce_eager": False}, False),
-        ("qwen2", {"enforce_eager": False, "attention_backend": "reference"}, False),
+        ("qwen2", {}, True),
+        ("qwen2", {"enforce_eager": True}, False),
+        ("qwen3_moe", {}, False),
+        ("qwen2", {"attention_backend": "reference"}, False),
         ("qwen2", {"device": "cpu", "dtype": "float32", "quantization": "int8"}, True),
         ("qwen2", {"device": "cpu", "dtype": "float16"}, False),
         ("qwen3_moe", {"device": "cpu", "dtype": "float32", "quantization": "int8"}, False),
@@ -110,3 +110,36 @@ def test_graphs_are_for_dense_native_models(
     config = EngineConfig(model=str(folder), **{"device": "cuda", **options})
     attention = "reference" if "attention_backend" in options else {"cuda": "triton", "cpu": "cpu"}[config.device]
     assert OneProcessExecutor.uses_graphs(config, read_config(folder), attention) is is_graphed
+
+
+def test_few_sizes_are_captured_and_few_rows_repeated() -> None:
+    for most in (*range(1, 300), 512, 1024):
+        sizes = capture_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+        assert len(sizes) <= 30
+        for num_rows in range(1, most + 1):
+            size = next(size for size in sizes if size >= num_rows)
+            assert size < num_rows + max(8, num_rows / 4)
+
+
+def test_the_warm_up_captures_what_streams_would_wait_for(tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    llm = LLM(folder, skip_tokenizer_init=True, dtype="float32", num_blocks=64, max_model_len=128, max_num_seqs=6)
+    expected = answers(llm)
+    executor = llm.core._executor
+    assert isinstance(executor, OneProcessExecutor)
+    captured: list[int] = []
+
+    def capture(step: Step) -> tuple[Callable[[], object], torch.Tensor]:
+        replay, hidden = Recorder()(step)
+        captured.append(len(hidden))
+        return replay, hidden
+
+    sizes = executor.warm_up_sizes = capture_sizes(6)[::-1]
+    executor._model = GraphedDecoder(uncaptured(executor), capture, sizes=sizes[::-1], max_blocks=8)
+    llm.core._runner.warm_up()
+    assert captured == sizes == [6, 4, 2, 1]
+    llm.core.scheduler.kv.pool.forget_all()
+    assert answers(llm) == expected
+    assert captured == sizes
