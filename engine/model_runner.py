@@ -37,7 +37,8 @@ class ModelRunner:
         inputs = self._inputs(shares, None if is_whole else np.array(sampling, np.int64))
         hidden = self._executor.forward(inputs)
         prompt_logprobs = self._prompt_logprobs.collect(shares, hidden)
-        if not sampling:
+        if not sampling:  # nothing else waits for the device, and the step's blocks may be read from now on
+            self._executor.synchronize()
             return Sampled()
         rows = inputs.query_start_loc[1:][sampling].astype(np.int64) - 1
         requests = [shares[index].request for index in sampling]

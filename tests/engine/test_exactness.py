@@ -113,6 +113,15 @@ def test_chunk_budget_does_not_change_tokens(
     assert generate(make_llm(checkpoint, max_num_batched_tokens=budget), prompts) == reference
 
 
+def test_a_step_without_a_token_waits_for_the_device(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks may be handed over as soon as it has ended."""
+    llm = make_llm(checkpoint, max_num_batched_tokens=16)
+    waits = []
+    monkeypatch.setattr(llm.core._executor, "synchronize", lambda: waits.append(llm.core.load.num_steps))
+    generate(llm, [[*range(5, 5 + 16 * 3 + 1)]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    assert waits == [0, 1, 2], "of the steps 0 to 5 the first three compute a chunk alone"
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_block_size_does_not_change_tokens(
     checkpoint: Path, prompts: list[list[int]], reference: list[list[int]], block_size: int
