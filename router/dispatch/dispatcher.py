@@ -235,7 +235,8 @@ class Dispatcher:
         """How long a request waits for an instance: one whose client has read tokens, of this router or another. A new
         one only where an engine core is silent, which on a busy machine is in a long step, and will go on."""
         has_begun = flow.trace.request.has_first_token or flow.choice.num_emitted > 0
-        may_come = has_begun or any(one.state == "wedged" for one in self.pools.decode.instances)
+        needed = [self.pools.decode, *([self.pools.prefill] if self.disaggregation.mode == "always" else [])]
+        may_come = has_begun or any(one.state == "wedged" for pool in needed for one in pool.instances)
         return self.failover.resume_wait_s if may_come else 0.0
 
     def _aims(self, flow: _Flow) -> Aims:

@@ -148,19 +148,25 @@ async def test_a_wedged_engine_behind_living_beats_is_left(run: Run) -> None:
         assert rig.decode[1].recorded("token")
 
 
-async def test_a_new_request_waits_for_an_engine_core_that_is_silent(run: Run) -> None:
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_new_request_waits_for_an_engine_core_that_is_silent(run: Run, role: str) -> None:
     """As in a step that takes far longer than predicted; it is not rejected at once, as without an instance."""
-    async with run(prefill=0, failover={"resume_wait_s": 20.0}) as rig:
-        rig.decode[0].behaviour.core_silence_s = 30
-        await rig.until_ready(num_decode=0)
-        assert rig.app.pools.decode.instances[0].state == "wedged"
+    always = {"mode": "always"}
+    settings = {"disaggregation": always} if role == "prefill" else {"prefill": 0}
+    async with run(failover={"resume_wait_s": 20.0}, **settings) as rig:
+        silent, pool = (
+            (rig.prefill[0], rig.app.pools.prefill) if role == "prefill" else (rig.decode[0], rig.app.pools.decode)
+        )
+        silent.behaviour.core_silence_s = 30
+        await rig.until_ready(**{f"num_{role}": 0})
+        assert pool.instances[0].state == "wedged"
         pending = asyncio.create_task(rig.generate(max_tokens=20))
         while not rig.app.admission.in_use.num_requests:
             assert not pending.done()
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert not pending.done()
-        rig.decode[0].behaviour.core_silence_s = 0.0
+        silent.behaviour.core_silence_s = 0.0
         assert (await pending).is_exactly(20)
 
 
