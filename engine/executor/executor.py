@@ -159,7 +159,7 @@ class DeviceMemory(Protocol):
 
 def bytes_for_kv(device: DeviceMemory, utilization: float, largest_step: Callable[[], object]) -> int:
     """What the engine's part of a GPU's memory leaves beside the weights and the largest step. `utilization`: the part
-    for this engine and all that is there already. No GPU has run this (docs/gpu.md).
+    for this engine and all that is there already.
 
     Raises CapacityError where weights and a step need all of it."""
     device.empty_cache()
