@@ -13,6 +13,7 @@ import gc
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.bytecode import compile_kernels, compile_modules
 from tests.engine_under_test import DEVICE, PATIENCE, expected_exceptions, run_cores_on_the_device
 from tests.process_logs import LOGS, ProcessLogs
 
@@ -72,6 +74,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return unit_of(nodeid)
 
     return UnitScheduling(config, log)
+
+
+_KERNELS = pytest.StashKey[subprocess.Popen[bytes] | None]()
+
+
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    compile_modules(config)
+    config.stash[_KERNELS] = compile_kernels()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (process := config.stash.get(_KERNELS, None)) is not None:
+        process.wait()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
