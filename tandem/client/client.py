@@ -36,7 +36,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 def _client_closed() -> TandemError:
-    """Of an answer that waited for a router."""
+    """Of a call that it ended, or that comes later."""
     return TandemError("CANCELLED", "the client has been closed")
 
 
@@ -128,6 +128,7 @@ class Client(_BaseClient):
         self.close()
 
     def _call(self, method: str, request: Any) -> Any:
+        self._check_open()
         with self._stub() as stub:
             try:
                 return getattr(stub, method)(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
@@ -162,7 +163,12 @@ class Client(_BaseClient):
             finally:
                 channel.unsubscribe(_ignore)
 
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise _client_closed()
+
     def _pieces_of_call(self, assembler: CompletionAssembler, calls: Resumption) -> Iterator[Piece]:
+        self._check_open()
         with self._stub() as stub:
             call = stub.Generate(calls.request, timeout=calls.remaining_s, metadata=self._credentials.metadata())
             try:
@@ -227,20 +233,37 @@ class AsyncClient(_BaseClient):
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    async def _call(self, method: Any, request: Any) -> Any:
+    @contextmanager
+    def _ended_by_close(self) -> Iterator[None]:
+        """gRPC reports a call that was about to begin when its channel was closed as if the caller were cancelled."""
+        if self._is_closed:
+            raise _client_closed()
         try:
-            return await method(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
-        except grpc.aio.AioRpcError as error:
-            raise await self._explain(error) from error
+            yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._is_closed or (task is not None and task.cancelling()):
+                raise
+            raise _client_closed() from None
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        with self._ended_by_close():
+            try:
+                return await method(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
+            except grpc.aio.AioRpcError as error:
+                raise await self._explain(error) from error
 
     async def _pieces(self, assembler: CompletionAssembler, calls: Resumption) -> AsyncGenerator[Piece]:
         calls.begin()
         while True:
-            call = self._stub.Generate(calls.request, timeout=calls.remaining_s, metadata=self._credentials.metadata())
+            with self._ended_by_close():
+                metadata = self._credentials.metadata()
+                call = self._stub.Generate(calls.request, timeout=calls.remaining_s, metadata=metadata)
             try:
-                async for response in call:
-                    yield assembler.add(response)
-                assembler.route = Route.from_trailers(await call.trailing_metadata() or ())
+                with self._ended_by_close():
+                    async for response in call:
+                        yield assembler.add(response)
+                    assembler.route = Route.from_trailers(await call.trailing_metadata() or ())
                 break
             except grpc.aio.AioRpcError as error:
                 failed = from_rpc(error, self.address)
@@ -251,8 +274,6 @@ class AsyncClient(_BaseClient):
             finally:
                 call.cancel()
             await asyncio.sleep(delay_s)
-            if self._is_closed:
-                raise _client_closed()
         assembler.finish()
 
     async def _explain(self, error: grpc.aio.AioRpcError) -> TandemError:

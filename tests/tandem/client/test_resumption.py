@@ -331,6 +331,34 @@ def test_closing_an_asynchronous_client_does_so_as_well(router: ScriptedRouter) 
     asyncio.run(on_loop())
 
 
+@pytest.mark.parametrize("num_turns", range(6))
+def test_closing_a_client_while_a_call_begins_is_no_cancellation(router: ScriptedRouter, num_turns: int) -> None:
+    """Of the task that waits for the answer."""
+    router.calls = [(0, Unavailable("soon", 1.0))]
+
+    async def on_loop() -> None:
+        client = AsyncClient(router.address)
+        generating = asyncio.create_task(client.generate("go"))
+        asking = asyncio.create_task(client.model_info())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await client.close()
+        for task in (generating, asking):
+            with pytest.raises(TandemError) as raised:
+                await task
+            assert raised.value.status == "CANCELLED"
+
+    asyncio.run(on_loop())
+
+
+def test_a_call_of_a_closed_client_says_so(router: ScriptedRouter) -> None:
+    client = Client(router.address)
+    client.close()
+    for call in (lambda: client.generate("go"), client.model_info):
+        with pytest.raises(TandemError, match="CANCELLED: the client has been closed"):
+            call()
+
+
 def test_a_connection_that_breaks_behind_the_answer_costs_nothing(router: ScriptedRouter, generate: Generate) -> None:
     router.calls = [(NUM, LOST)]
     assert generate().token_ids == tuple(range(NUM))
