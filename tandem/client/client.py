@@ -236,15 +236,18 @@ class AsyncClient(_BaseClient):
     @contextmanager
     def _ended_by_close(self) -> Iterator[None]:
         """gRPC reports a call that was about to begin when its channel was closed as if the caller were cancelled."""
-        if self._is_closed:
-            raise _client_closed()
+        self._check_open()
         try:
             yield
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not self._is_closed or (task is not None and task.cancelling()):
-                raise
-            raise _client_closed() from None
+            if task is None or not task.cancelling():
+                self._check_open()
+            raise
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise _client_closed()
 
     async def _call(self, method: Any, request: Any) -> Any:
         with self._ended_by_close():
