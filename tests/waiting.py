@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.engine_under_test import PATIENCE
 
@@ -26,6 +29,21 @@ def wait_until(condition: Callable[[], object], problem: str | Callable[[], str]
         if time.monotonic() > deadline_s:
             raise AssertionError(f"after {within_s:g} s: {problem if isinstance(problem, str) else problem()}")
         time.sleep(0.01)
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP. Returns when every thread of the process has stopped, which on a busy machine takes a while."""
+    os.kill(pid, signal.SIGSTOP)
+    stats = [*Path(f"/proc/{pid}/task").glob("*/stat")]
+    wait_until(lambda: all(_is_stopped(stat) for stat in stats), f"process {pid} does not stop")
+
+
+def _is_stopped(stat: Path) -> bool:
+    """Or gone."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except OSError:
+        return True
 
 
 _TICK_S = 0.005

@@ -26,6 +26,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.messages import Command, Event, TokensEvent, TransferEvent
 from tests.engine_under_test import DEVICE
+from tests.waiting import freeze
 
 _POLL_S = 0.002
 
@@ -93,7 +94,11 @@ class PrefillProcess:
         return [token for event in tokens for token in event.token_ids]
 
     def signal(self, number: int) -> None:
-        signal.pidfd_send_signal(self._pidfd, number)
+        """Returns after SIGSTOP when it has stopped."""
+        if number == signal.SIGSTOP:
+            freeze(self.pid)
+        else:
+            signal.pidfd_send_signal(self._pidfd, number)
 
     def end(self) -> None:
         """Kill it, if it is alive. Idempotent."""

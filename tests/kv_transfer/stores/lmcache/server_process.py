@@ -18,6 +18,7 @@ from kv_transfer.page.naming import PageKey
 from kv_transfer.stores.base import StoreError
 from kv_transfer.stores.lmcache.server import LMCacheServer
 from tandem.local_stack.topology import free_ports
+from tests.waiting import freeze
 
 _START_S = 60.0
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
@@ -85,7 +86,7 @@ class ServerProcess:
         return self._log.read_text(errors="replace")[-4000:]
 
     def freeze(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

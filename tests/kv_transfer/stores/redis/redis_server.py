@@ -19,6 +19,7 @@ from redis.retry import Retry
 from kv_transfer.page.naming import PageKey
 from kv_transfer.stores.redis.connector import RedisOptions
 from tandem.local_stack.topology import free_ports
+from tests.waiting import freeze
 
 _START_S = 10.0
 
@@ -114,7 +115,7 @@ class RedisServer:
             return len(client.client_list()) - 1
 
     def freeze(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
