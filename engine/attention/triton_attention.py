@@ -30,25 +30,30 @@ _LOG2_E = math.log2(math.e)
 class Launch:
     """How a kernel is compiled, which changes its speed."""
 
-    rows: int
-    """Tokens times query heads of a KV head in a tile of a prompt, about."""
     tile_keys: int
     num_warps: int
     num_stages: int
 
 
-def prefill_launch(block_d: int, dtype: torch.dtype) -> Launch:
-    """For heads of `block_d` elements. At most 99 KiB of shared memory, which every GPU since Ampere has."""
+def prefill_rows(block_d: int, dtype: torch.dtype) -> int:
+    """Tokens times query heads of a KV head in a tile of a prompt, about, for heads of `block_d` elements."""
     if dtype == torch.float32:
-        return Launch(32, 32, 4, 2) if block_d <= 128 else Launch(32, 16, 4, 1)
-    return Launch(128, 64, 8, 3) if block_d <= 128 else Launch(64, 32, 4, 2)
+        return 32
+    return 128 if block_d <= 128 else 64
+
+
+def prefill_launch(block_d: int, dtype: torch.dtype) -> Launch:
+    """At most 99 KiB of shared memory, which every GPU since Ampere has."""
+    if dtype == torch.float32:
+        return Launch(32, 4, 2) if block_d <= 128 else Launch(16, 4, 1)
+    return Launch(64, 8, 3) if block_d <= 128 else Launch(32, 4, 2)
 
 
 def decode_launch(block_d: int, dtype: torch.dtype) -> Launch:
-    """For heads of `block_d` elements."""
+    """As `prefill_launch`, of single tokens."""
     if dtype == torch.float32:
-        return Launch(_MIN_ROWS, 32 if block_d <= 128 else 16, 4, 2)
-    return Launch(_MIN_ROWS, 64 if block_d <= 128 else 32, 4, 3)
+        return Launch(32 if block_d <= 128 else 16, 4, 2)
+    return Launch(64 if block_d <= 128 else 32, 4, 3)
 
 
 @dataclass(slots=True)
@@ -97,7 +102,7 @@ class TritonAttention:
         group = query.shape[1] // key.shape[1]
         plan = self._plan
         if plan is None or metadata is not self._metadata:
-            rows = prefill_launch(_power_of_two(query.shape[2]), query.dtype).rows
+            rows = prefill_rows(_power_of_two(query.shape[2]), query.dtype)
             plan = self._plan = _make_plan(metadata, max(1, rows // _power_of_two(group)), query.device)
             self._metadata = metadata
         pages = kv_cache[:, layer]

@@ -8,7 +8,6 @@ multiplied by the weight.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,7 +80,7 @@ def elementwise_for(
 ) -> Elementwise:
     """The fastest implementation: Triton on a GPU, compiled on CPU if rows and half heads are whole vectors, else
     torch."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if device.type == "cuda":
         from engine.models.triton_elementwise import TritonElementwise
 
         return TritonElementwise()

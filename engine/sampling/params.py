@@ -139,10 +139,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         return self.temperature < GREEDY_BELOW
 
     @property
-    def is_filtered(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
-    @property
     def is_penalised(self) -> bool:
         """Whether tokens of the prompt or output change the logits."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0

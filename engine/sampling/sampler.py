@@ -229,7 +229,7 @@ def _launch() -> Launcher:
 
 
 def _spec(row: SamplingRow) -> tuple[float, ...]:
-    """`sampler_kernels.SPEC_FIELDS` without the best logit, and `triton_sampler.SPEC_FIELDS`."""
+    """`sampler_kernels.SPEC_FIELDS` without the best logit."""
     params = row.params
     return params.temperature, params.min_p, params.top_k, params.top_p, _uniform_of(row)
 

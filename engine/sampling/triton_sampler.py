@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-SPEC_FIELDS = ("temperature", "min_p", "top_k", "top_p", "point")
 _BLOCK = 8192
 
 
@@ -32,8 +31,9 @@ def draw(
     specs: Sequence[Sequence[float]],
     tokens: torch.Tensor,
 ) -> None:
-    """Writes the token ids of some rows of `logits` [n, vocab] (float32) to `tokens` int64 [n]; `best` [n] has each
-    row's largest logit, `specs` [len(rows), SPEC_FIELDS]. Of a row whose best logit is not finite it is undefined."""
+    """Writes the token ids of some rows of `logits` [n, vocab] (float32) to `tokens` int64 [n]. `best` [n] has each
+    row's largest logit, `specs` [len(rows), 5] temperature, min_p, top_k, top_p and the uniform number. Of a row whose
+    best logit is not finite it is undefined."""
     device, vocab = logits.device, logits.shape[1]
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -45,13 +45,18 @@ def draw(
 
 
 @triton.jit
+def _ordered(bits):
+    """The bits of floats as integers with the order of the floats, and back."""
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
 def _keys(logits, start, vocab, BLOCK: tl.constexpr):
     """Numbers of a block of logits that are ordered as the logits are, and the logits; below all where there is none.
     Zeros of both signs are equal."""
     at = start + tl.arange(0, BLOCK)
     logit = tl.load(logits + at, mask=at < vocab, other=-float("inf")) + 0.0
-    bits = logit.to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF), logit
+    return _ordered(logit.to(tl.int32, bitcast=True)), logit
 
 
 @triton.jit
@@ -155,7 +160,7 @@ def _keep_sum(logits, share, lowest, allowed, best_key, best, temperature, min_p
         )
         lowest, high = _narrowed(lowest, high, step, first >= needed, second >= needed, third >= needed)
     above, _, _ = _sum_from(logits, lowest + 1, lowest + 1, lowest + 1, best, temperature, min_p, vocab, BLOCK)
-    bits = tl.where(lowest >= 0, lowest, lowest ^ 0x7FFFFFFF).to(tl.int32)
+    bits = _ordered(lowest).to(tl.int32)
     edge = tl.exp((bits.to(tl.float32, bitcast=True).to(tl.float64) - best) / temperature)
     enough = tl.maximum(tl.ceil((needed - above) / edge), 1.0)
     most = tl.where(lowest > smallest, 2147483647, allowed)
@@ -164,15 +169,14 @@ def _keep_sum(logits, share, lowest, allowed, best_key, best, temperature, min_p
 
 @triton.jit
 def draw_row(logits, best, specs, tokens, vocab, row_stride, BLOCK: tl.constexpr):
-    """Program (one of `specs` float64 [.., 6]: its row, and its SPEC_FIELDS)."""
+    """Program (one of `specs` float64 [.., 6]: its row, and what `draw` has of it)."""
     specs += 6 * tl.program_id(0)
     row = tl.load(specs).to(tl.int64)
     temperature, min_p, top_k = tl.load(specs + 1), tl.load(specs + 2), tl.load(specs + 3).to(tl.int32)
     top_p, point = tl.load(specs + 4), tl.load(specs + 5)
     logits += row * row_stride
     best_logit = tl.load(best + row) + 0.0
-    bits = best_logit.to(tl.int32, bitcast=True)
-    best_key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
+    best_key = _ordered(best_logit.to(tl.int32, bitcast=True)).to(tl.int64)
     best_logit = best_logit.to(tl.float64)
 
     # Kept are the keys above `lowest`, and the first `allowed` of those equal to it.

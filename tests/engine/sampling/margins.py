@@ -46,7 +46,7 @@ def sample_with_margin(logits: Tensor, rows: Sequence[sampler.SamplingRow]) -> l
 def cdf_of(logits: Tensor, best_logit: float, row: sampler.SamplingRow) -> Tensor:
     """Running sums of unnormalised weights [vocab]; the best token's weight is 1, so the total is positive."""
     weights = logits.double().sub_(best_logit).div_(row.params.temperature).exp_()
-    return (_filtered(weights, row.params) if row.params.is_filtered else weights).cumsum(dim=0)
+    return _filtered(weights, row.params).cumsum(dim=0)
 
 
 def inverted(cdf: Tensor, point: float) -> Tensor:
