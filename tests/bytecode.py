@@ -44,10 +44,12 @@ def compile_modules(config: pytest.Config) -> None:
 
 
 def compile_kernels() -> subprocess.Popen[bytes] | None:
-    """In a process of its own; None where it has been done."""
+    """In a process of its own, which the caller ends; None where it has been done."""
     if sys.dont_write_bytecode or [*(ROOT / "engine" / "attention").rglob("*.nbi")]:
         return None
-    return subprocess.Popen([sys.executable, "-c", _COMPILE_KERNELS], cwd=ROOT, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-c", _COMPILE_KERNELS]
+    # Ctrl-C is for pytest.
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 _COMPILE_KERNELS = """

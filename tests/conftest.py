@@ -86,6 +86,7 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (process := config.stash.get(_KERNELS, None)) is not None:
+        process.terminate()
         process.wait()
 
 

@@ -101,7 +101,8 @@ def check_gpus(settings: StackSettings) -> None:
     num_gpus, num_ranks = len(visible_gpus()), settings.parallelism.num_ranks
     if num_gpus < num_ranks:
         raise ValueError(
-            f"--device cuda: torch finds {num_gpus} GPUs on this machine, and an instance needs {num_ranks}"
+            f"--device cuda: torch finds {num_gpus} GPUs on this machine, and an instance needs {num_ranks}; "
+            "omit it to use the CPU"
         )
     if settings.num_planned * num_ranks > num_gpus and not _has_kv_size(settings):
         raise ValueError(
