@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from serving.errors import CutOff, Overloaded, Unavailable
 _RETRY_AFTER_S = 1.0
 _RETRY_ELSEWHERE_S = 0.25
 """While draining: other instances behind the same name can serve at once, a successor of this one only later."""
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +161,7 @@ class LargeMessages:
         if len(data) < LARGE_BYTES:
             return parse(data)
         await self._acquire(peer)
+        loop = asyncio.get_running_loop()
         cpu_s = 0.0
 
         def timed() -> T:
@@ -173,21 +172,30 @@ class LargeMessages:
             finally:
                 cpu_s = time.thread_time() - began_s
 
-        try:
-            return await asyncio.to_thread(timed)
-        finally:
-            asyncio.get_running_loop().call_later(cpu_s * _PAUSE, self._release, peer)
+        def pause(parsing: asyncio.Future[T]) -> None:
+            parsing.exception()  # of a call that has ended meanwhile, which asyncio would log as lost
+            loop.call_later(cpu_s * _PAUSE, self._release, peer)
+
+        parsing = loop.run_in_executor(None, timed)
+        parsing.add_done_callback(pause)
+        return await asyncio.shield(parsing)  # a thread parses to its end, whether its call is cancelled or not
 
     async def _acquire(self, peer: str) -> None:
         if self._num_waiting[peer] >= _MAX_WAITING:
             raise Overloaded(f"{_MAX_WAITING} large messages of this client wait already", _RETRY_AFTER_S)
         self._num_waiting[peer] += 1
+        lock = self._locks.setdefault(peer, asyncio.Lock())
         try:
-            await self._locks.setdefault(peer, asyncio.Lock()).acquire()
+            await lock.acquire()
         finally:
             self._num_waiting[peer] -= 1
+            if not lock.locked():  # cancelled when it was this message's turn
+                self._forget(peer)
 
     def _release(self, peer: str) -> None:
         self._locks[peer].release()
+        self._forget(peer)
+
+    def _forget(self, peer: str) -> None:
         if not self._num_waiting[peer]:
             del self._locks[peer], self._num_waiting[peer]

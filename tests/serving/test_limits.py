@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -63,3 +64,41 @@ async def test_no_state_remains_after_the_messages() -> None:
     await asyncio.gather(leaving, return_exceptions=True)
     assert await messages.parsed("a", LARGE, len) == LARGE_BYTES
     await until(lambda: not messages._locks and not messages._num_waiting)
+
+
+async def test_a_message_of_a_cancelled_call_is_parsed_before_the_next() -> None:
+    began, may_end, running, most = threading.Event(), threading.Event(), 0, 0
+
+    def counted(data: bytes) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        began.set()
+        assert may_end.wait(60)
+        running -= 1
+        raise ValueError
+
+    messages = LargeMessages()
+    cancelled = asyncio.create_task(messages.parsed("a", LARGE, counted))
+    await until(began.is_set)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    following = asyncio.create_task(messages.parsed("a", LARGE, counted))
+    await asyncio.sleep(0.05)
+    may_end.set()
+    with pytest.raises(ValueError):  # noqa: PT011 - ours
+        await following
+    assert most == 1
+    await until(lambda: not messages._locks and not messages._num_waiting)
+
+
+async def test_a_message_cancelled_at_its_turn_leaves_no_state() -> None:
+    messages = LargeMessages()
+    await messages._acquire("a")
+    waiting = asyncio.create_task(messages._acquire("a"))
+    await asyncio.sleep(0)
+    messages._release("a")  # it is woken and has not run yet
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert not messages._locks
+    assert not messages._num_waiting
