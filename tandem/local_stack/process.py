@@ -43,7 +43,8 @@ class ProcessSpec:
 
 
 class ManagedProcess:
-    """The process of a spec, and its successors after restarts. Owned by one LocalStack, used from one thread."""
+    """The process of a spec, and its successors after restarts. Owned by one LocalStack, used from one thread, but
+    for `ready`."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec

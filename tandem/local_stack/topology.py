@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import socket
 import sys
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -67,12 +68,15 @@ def share_cores(cores: list[int], num_instances: int, pin: bool) -> list[tuple[i
 
 
 class GpuShares:
-    """Which instance has which GPUs."""
+    """Which instance has which GPUs. One thread takes and releases them; others may read meanwhile."""
 
     def __init__(self, gpus: Sequence[str], per_instance: int) -> None:
         self._gpus = gpus
         self._per_instance = per_instance
         self._taken: dict[str, list[str]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._taken
 
     @property
     def num_free(self) -> int:
@@ -89,7 +93,8 @@ class GpuShares:
         self._taken.pop(name, None)
 
     def _num_users(self) -> dict[str, int]:
-        return {gpu: sum(gpu in taken for taken in self._taken.values()) for gpu in self._gpus}
+        every = list(self._taken.values())
+        return {gpu: sum(gpu in taken for taken in every) for gpu in self._gpus}
 
 
 def check_gpus(settings: StackSettings) -> None:
@@ -188,13 +193,16 @@ class Topology:
             self._free_cores.append(self._cores.pop(name))
         self._gpus.release(name)
 
-    def why_no_room(self, num_more: int) -> str | None:
-        """What is missing for more instances; None: nothing that is known."""
+    def why_no_room(self, num_more: int, starting: Collection[str] = ()) -> str | None:
+        """What is missing for more instances; None: nothing that is known. `starting` are those that will take their
+        part of it, or have done so since a moment ago."""
         if self._settings.device == "cuda":
-            if _has_kv_size(self._settings) or num_more <= self._gpus.num_free:
+            num_free = self._gpus.num_free - sum(name not in self._gpus for name in starting)
+            if _has_kv_size(self._settings) or num_more <= num_free:
                 return None
-            return f"GPUs of their own, which {self._gpus.num_free} can get; set `tandem up --kv-memory` to share them"
-        needed_bytes, free_bytes = num_more * (self.kv_cache_bytes or 0), available_bytes()
+            return f"GPUs of their own, which {max(num_free, 0)} can get; set `tandem up --kv-memory` to share them"
+        needed_bytes = (num_more + len(starting)) * (self.kv_cache_bytes or 0)
+        free_bytes = available_bytes()
         if needed_bytes <= free_bytes:
             return None
         return (
@@ -268,6 +276,7 @@ class LocalProcesses:
     ) -> None:
         """`env` by process name extends that process's environment; "*" extends all of them."""
         self._bond = bond
+        self._resizing = threading.Lock()
         self._instance_args = settings.instance_args
         self._env = env
         self._topology = Topology(settings, folder)
@@ -318,11 +327,20 @@ class LocalProcesses:
 
     def resize(self, role: Role, size: int, victims: Sequence[str] = ()) -> int:
         """As DesiredState.resize; raises InvalidSize also if there is not enough memory, or no GPU."""
-        self.desired.check_size(role, size)
-        growth = size - len(self.desired.snapshot.pool(role))
-        if growth > 0 and (missing := self._topology.why_no_room(growth)) is not None:
-            raise InvalidSize(f"{growth} more {role} instances need {missing}")
-        return self.desired.resize(role, size, victims)
+        with self._resizing:
+            self.desired.check_size(role, size)
+            instances = self.desired.snapshot.instances
+            growth = size - sum(instance.role == role for instance in instances)
+            starting = [instance.name for instance in instances if self._is_starting(instance.name)]
+            if growth > 0 and (missing := self._topology.why_no_room(growth, starting)) is not None:
+                others = f", beside {len(starting)} that start," if starting else ""
+                raise InvalidSize(f"{growth} more {role} instances{others} need {missing}")
+            return self.desired.resize(role, size, victims)
+
+    def _is_starting(self, name: str) -> bool:
+        """Whether an instance may have no memory and GPU yet."""
+        process = self.by_name.get(name)
+        return process is None or not process.ready
 
     def _add(self, spec: ProcessSpec) -> ManagedProcess:
         env = {**spec.env, **self._env.get(spec.name, {}), **self._env.get("*", {})}

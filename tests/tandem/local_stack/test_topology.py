@@ -11,7 +11,7 @@ import pytest
 
 from tandem.client.credentials import ROUTER
 from tandem.local_stack.desired_state import InvalidSize
-from tandem.local_stack.process import ProcessSpec
+from tandem.local_stack.process import ManagedProcess, ProcessSpec
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.topology import LocalProcesses, Topology, check_gpus, free_ports, share_cores
 
@@ -215,6 +215,30 @@ def test_the_live_page_is_on_where_only_this_machines_users_can_reach_it(
     assert ("--auth-admin-tokens-file" in argv) == (has_page and "api_key" in fields), "the key is the operator's too"
 
 
+def ready_processes(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> LocalProcesses:
+    """Those of a stack of 1P1D, as if its instances were ready."""
+    bond: Any = None  # nothing is started
+    made = LocalProcesses(StackSettings(model=Path("/m"), model_name="demo", **fields), Path("/f"), bond, {})
+    first = list(made.by_name.values())
+    monkeypatch.setattr(ManagedProcess, "ready", property(lambda process: process in first))
+    return made
+
+
+def test_two_resizes_of_which_each_fits_alone_do_not_get_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.local_stack.topology.available_bytes", lambda: 3 << 30)
+    made = ready_processes(monkeypatch, kv_cache_bytes=2 << 30)
+    assert made.resize("decode", 2) == 1
+    error = r"1 more prefill instances, beside 1 that start, need 4\.0 GiB for KV alone, and 3\.0 GiB are free"
+    with pytest.raises(InvalidSize, match=error):
+        made.resize("prefill", 2)
+    [waiting] = made.desired.snapshot.pool("decode")[1:]
+    made.add(waiting)  # it starts, and has taken no memory yet
+    with pytest.raises(InvalidSize, match=error):
+        made.resize("prefill", 2)
+    assert made.resize("decode", 1) == 2
+    assert made.resize("prefill", 2) == 1
+
+
 # GPUs
 
 
@@ -239,6 +263,17 @@ def test_instances_have_gpus_of_their_own_and_size_their_kv() -> None:
     assert made.why_no_room(2) == "GPUs of their own, which 1 can get; set `tandem up --kv-memory` to share them"
     made.release("prefill-1")
     assert gpus_of(made.instance("decode-1", "127.0.0.1:7009")) == "1"
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_two_resizes_do_not_get_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ready_processes(monkeypatch, device="cuda", num_prefill=2)
+    assert made.resize("decode", 2) == 1
+    for _ in range(2):
+        with pytest.raises(InvalidSize, match="beside 1 that start, need GPUs of their own, which 0 can get"):
+            made.resize("prefill", 3)
+        for waiting in made.desired.snapshot.pool("decode")[1:]:
+            made.add(waiting)
 
 
 @pytest.mark.usefixtures("four_gpus")
