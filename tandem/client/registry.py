@@ -174,7 +174,7 @@ def _is_locked(folder: Path) -> bool:
     except OSError:
         return _age_s(folder) < _UNLOCKED_GRACE_S
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other commands may look at the same time
     except OSError:
         return True
     else:

@@ -122,6 +122,17 @@ def test_a_stack_that_ends_while_it_is_looked_at_does_not_run(monkeypatch: pytes
     assert registry.running_stacks() == []
 
 
+def test_a_dead_stack_is_dead_for_two_commands_that_look_at_once(short_folder: Path) -> None:
+    folder = short_folder / f"tandem-{os.getuid()}-dead"
+    folder.mkdir()
+    (folder / "lock").touch()
+    announced(folder)
+    with (folder / "lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the other command's look
+        assert registry.running_stacks() == []
+        assert registry.sweep() == 1
+
+
 def test_a_link_in_the_temporary_folder_is_not_followed(short_folder: Path) -> None:
     target = short_folder / "precious"
     target.mkdir()
