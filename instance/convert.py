@@ -25,8 +25,8 @@ MAX_DURATION_S = 3600.0
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 _TRANSFER_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
-# A DNS name, an IPv4 address or an IPv6 address in brackets, and a port. No schemes: peers choose the address, it is
-# dialled from inside our network, and gRPC would resolve unix: or xds: as well.
+# A DNS name, an IPv4 address or an IPv6 address in brackets, and a port. No schemes: peers choose the address, and it
+# is dialled from inside our network.
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
 
 FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason.ValueType] = {

@@ -92,7 +92,8 @@ class PeerChannels:
             await shared.channel.close()
 
     def _dial(self, address: str) -> grpc.aio.Channel:
-        return open_channel(address, self._settings, tls=self._tls, peer_name=self._peer_name)
+        # With its scheme: gRPC would take unix:80, where `unix` may be a host, for a file.
+        return open_channel(f"dns:///{address}", self._settings, tls=self._tls, peer_name=self._peer_name)
 
     async def _resolved(self, address: str) -> str:
         host, port = parse_address(address)

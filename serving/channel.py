@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partialmethod
 from types import TracebackType
 from typing import Any, Self
@@ -236,11 +237,23 @@ def is_ip(host: str) -> bool:
 
 def listens_privately(host: str) -> bool:
     """Whether a server bound to `host`, an IP or a name, is reachable from private networks alone. Raises OSError."""
-    ips = [host] if is_ip(host) else [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
-    return all(map(is_private, ips))
+    if is_ip(host):
+        return is_private(host)
+    with _invalid_as_unknown(host):
+        return all(is_private(str(entry[4][0])) for entry in socket.getaddrinfo(host, None))
 
 
 async def resolve(host: str) -> str:
     """One address of a name. Raises OSError."""
-    entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    with _invalid_as_unknown(host):
+        entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(entries[0][4][0])
+
+
+@contextmanager
+def _invalid_as_unknown(host: str) -> Iterator[None]:
+    """OSError also for what no name may be: an empty label, or one of more than 63 characters."""
+    try:
+        yield
+    except UnicodeError:
+        raise OSError(f"{host} is not a DNS name") from None

@@ -69,6 +69,30 @@ async def test_a_name_is_dialled_where_it_stood_for_when_it_was_looked_at(monkey
         await peers.close()
 
 
+@pytest.mark.parametrize("address", ["prefill..svc:7000", f"{'x' * 64}:7000"])
+async def test_a_name_that_cannot_be_is_unavailable(address: str) -> None:
+    peers = PeerChannels(ChannelSettings())
+    with pytest.raises(Unavailable, match="cannot be resolved"):
+        async with peers.channel(address):
+            pass
+
+
+async def test_a_host_called_unix_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    server = grpc.aio.server()
+    server.add_insecure_port("unix:80")
+    await server.start()
+    peers = PeerChannels(ChannelSettings(), allow_public=True)
+    try:
+        async with peers.channel("unix:80") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await instance_pb2_grpc.InstanceServiceStub(channel).Drain(instance_pb2.DrainRequest(), timeout=2.0)
+        assert error.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    finally:
+        await peers.close()
+        await server.stop(None)
+
+
 def test_allow_plaintext_and_tls_lift_the_restriction(tmp_path: Path) -> None:
     tls = files_of(tmp_path, "instance", StackCa()).tls()
     for peers in (PeerChannels(ChannelSettings(), allow_public=True), PeerChannels(ChannelSettings(), tls=tls)):

@@ -16,7 +16,7 @@ import pytest
 
 from protos.tandem.v1 import generation_pb2 as pb
 from protos.tandem.v1.generation_pb2_grpc import GenerationServiceStub
-from serving.channel import ChannelSettings, is_ip, is_private, listens_privately, open_channel
+from serving.channel import ChannelSettings, is_ip, is_private, listens_privately, open_channel, resolve
 from serving.settings import format_address
 from tests.grpc_calls import next_message
 from tests.serving.conftest import Rigs
@@ -102,6 +102,14 @@ def test_a_name_is_as_private_as_what_it_stands_for() -> None:
     assert listens_privately("localhost")
     with pytest.raises(OSError, match=r"."):
         listens_privately("no-such-host.invalid")
+
+
+@pytest.mark.parametrize("host", ["prefill..svc", f"{'x' * 64}.svc"])
+async def test_what_no_name_may_be_is_unknown(host: str) -> None:
+    with pytest.raises(OSError, match="is not a DNS name"):
+        listens_privately(host)
+    with pytest.raises(OSError, match="is not a DNS name"):
+        await resolve(host)
 
 
 @contextlib.asynccontextmanager
