@@ -98,7 +98,8 @@ def _part_of_tag(kind: str, source: Any) -> str:
     if kind == "json_schema":
         source = json.dumps(source)
     checked = check_constraint({**dict.fromkeys(CONSTRAINTS), "json_object": False, kind: source})
-    assert checked is not None
+    if checked is None:
+        raise InvalidRequest(kind, f"{shown(source)} is not a string")
     return checked.source
 
 

@@ -106,10 +106,12 @@ class GrammarCompiler:
 
 def _prepare_thread(library: _Library) -> None:
     """Imports and Python code come first: they hold the interpreter, and at low priority on a busy machine would stop
-    the steps for seconds."""
+    the steps for seconds. An error raised here would break the pool, and with its next constraint the step loop."""
     with suppress(InvalidRequest):  # every constraint raises it again
         library.compilers()
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICENESS)
+    with suppress(OSError):  # not every sandbox allows it
+        niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICENESS
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     _exclude_row(np.zeros(1, np.float32), np.zeros(1, np.int32))  # it is compiled here, not in a step
 
 
@@ -168,7 +170,11 @@ class _Library:
                 vocabulary = read_vocabulary(self._folder, self._vocab_size)
                 if vocabulary is None:
                     raise InvalidRequest("constraint", "requires a tokenizer whose tokens have bytes", "no constraint")
-                self._compilers = {is_json: _compiler(vocabulary, is_json=is_json) for is_json in (True, False)}
+                try:
+                    self._compilers = {is_json: _compiler(vocabulary, is_json=is_json) for is_json in (True, False)}
+                except Exception as error:  # a library that cannot be loaded, a vocabulary that xgrammar rejects
+                    reason = str(error)[:_MAX_ERROR_CHARS]
+                    raise InvalidRequest("constraint", f"xgrammar fails: {reason}", "no constraint") from error
             return self._compilers
 
 
@@ -222,7 +228,8 @@ class _RequestGrammar:
             masks[row] = 0
 
     def _fill(self, request: Request, masks: npt.NDArray[np.int32], row: int) -> None:
-        if not self._accept(request.token_ids[request.num_prompt_tokens + self._num_accepted :]):
+        accepts = self._accept(request.token_ids[request.num_prompt_tokens + self._num_accepted :])
+        if not accepts or self._matcher.is_terminated():  # by an output from elsewhere that has ended
             masks[row] = 0
             return
         self._matcher.fill_next_token_bitmask(masks, row)

@@ -260,7 +260,7 @@ class _Checker:
 
     def _children(self, schema: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
         for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
-            for index, child in enumerate(schema.get(keyword, [])):
+            for index, child in enumerate(_listed(schema.get(keyword))):
                 yield child, f"{path}/{keyword}/{index}"
         properties = schema.get("properties", {})
         for name, child in properties.items() if isinstance(properties, dict) else ():

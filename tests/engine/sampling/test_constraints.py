@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
 from engine.sampling.params import SamplingParams, validate
+from engine.sampling.structural_tag import _MEMBERS
 from engine.text.tokenizer import Tokenizer
 from tests.engine.sampling.grammar_walks import Walker
 from tests.engine.sampling.schemas import RANDOM_SCHEMAS, STRING, check, suite_schemas
@@ -133,6 +135,8 @@ REJECTED: list[tuple[str, Any, str]] = [
             ({"format": {"type": "any_text"}}, "at /: is not a structural tag; allowed:"),
             (tagged({"type": "xml"}), "at /format: 'xml' is not a format; allowed: const_string, any_text"),
             (tagged({"type": "regex"}), "at /format: regex has no pattern"),
+            (tagged({"type": "regex", "pattern": None}), "at /format: regex None is not a string"),
+            (tagged({"type": "grammar", "grammar": False}), "at /format: grammar False is not a string"),
             (tagged({"type": "any_text", "excludes": []}), "at /format: any_text has no 'excludes'"),
             (tagged({"type": "sequence", "elements": []}), "elements is not a list of formats"),
             (
@@ -161,6 +165,44 @@ def test_a_constraint_that_cannot_be_followed_is_rejected_by_name(name: str, val
     with pytest.raises(InvalidRequest, match=message) as raised:
         check(**{name: value})
     assert len(str(raised.value)) < 500
+
+
+SCHEMA_KEYWORDS = """type properties required additionalProperties minProperties maxProperties items prefixItems minItems
+    maxItems uniqueItems minLength maxLength pattern format minimum maximum exclusiveMinimum multipleOf $ref anyOf oneOf
+    allOf enum const $defs""".split()
+ODD = st.sampled_from([None, True, False, 0, 1, -1, 2.5, "x", "a+", "object", "string", "array", "#", "#/$defs/a"])
+MALFORMED_SCHEMAS = st.recursive(
+    st.just({}) | ODD,
+    lambda inner: st.dictionaries(
+        st.sampled_from(SCHEMA_KEYWORDS),
+        inner | st.lists(inner, max_size=2) | st.builds(lambda one: {"a": one}, inner),
+        max_size=3,
+    ),
+    max_leaves=6,
+)
+MALFORMED_TAGS = st.recursive(
+    st.just({"type": "any_text"}),
+    lambda inner: st.one_of(
+        [
+            st.fixed_dictionaries(
+                {
+                    "type": st.just(kind),
+                    **{member: inner | ODD | st.lists(inner | ODD, max_size=2) for member in members},
+                }
+            )
+            for kind, members in _MEMBERS.items()
+        ]
+    ),
+    max_leaves=5,
+)
+
+
+@given(schema=MALFORMED_SCHEMAS, tag=MALFORMED_TAGS)
+@settings(max_examples=400)
+def test_a_malformed_constraint_is_admitted_or_rejected_by_name(schema: Any, tag: dict[str, Any]) -> None:
+    for name, value in (("json_schema", schema), ("structural_tag", tagged(tag))):
+        with contextlib.suppress(InvalidRequest):
+            check(**{name: json.dumps(value)})
 
 
 def test_two_constraints_are_rejected() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import msgspec
@@ -248,6 +249,48 @@ def test_an_output_from_elsewhere_holds_the_steps_no_longer(checkpoint: Path, mo
     core.shutdown()
     assert (events[0].finish_reason, events[0].error_kind) == ("error", "nothing_allowed")
     assert longest_s < 4
+
+
+def test_an_output_from_elsewhere_that_has_ended_ends_its_request_alone(checkpoint: Path) -> None:
+    """A client may send any ids as those that it has."""
+    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
+    letter: Any = byte_level_backend().token_to_id("a")
+    for request_id, output in (("ended", [letter, letter, END]), ("runs", [letter, letter])):
+        spec = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=[5, 6],
+            output_token_ids=output,
+            params=SamplingParams(regex="(aa)+", max_tokens=20),
+            eos_token_ids=(END,),
+        )
+        core.handle(AddRequest(spec))
+    ends: dict[str, TokensEvent] = {}
+
+    def ended() -> bool:
+        events = [event for event in core.step() if isinstance(event, TokensEvent)]
+        ends.update({event.request_id: event for event in events if event.finish_reason is not None})
+        return len(ends) == 2
+
+    wait_until(ended, lambda: f"only {sorted(ends)} ended", 60)
+    core.shutdown()
+    assert ends["ended"].error_kind == "nothing_allowed"
+    assert ends["runs"].error_kind is None
+
+
+def test_an_xgrammar_that_cannot_be_loaded_rejects_every_constraint(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "xgrammar.py").write_text('raise ImportError("libfoo.so: cannot open shared object file")')
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "xgrammar"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("os.setpriority", Mock(side_effect=PermissionError))  # as in some sandboxes
+    compiler = GrammarCompiler(checkpoint, 300, wake=lambda: None)
+    for pattern in ("a", "b", "c"):
+        error = compiler.compiled(Constraint("regex", pattern)).exception(60)
+        assert isinstance(error, InvalidRequest)
+        assert "xgrammar fails: libfoo.so: cannot open" in str(error)
+    compiler.shutdown()
 
 
 def test_a_model_without_a_tokenizer_has_no_constraints(tmp_path: Path) -> None:
