@@ -98,6 +98,8 @@ class GraphedDecoder:
         self._max_blocks = max_blocks
         self._num_uncaptured = dict.fromkeys(sizes, num_uncaptured)
         self._inputs: _Inputs | None = None
+        self._starts: torch.Tensor
+        """Of one token each. Graphs read it for as long as they are replayed."""
         self._graphs: dict[int, _Graph] = {}
 
     @torch.inference_mode()
@@ -137,12 +139,13 @@ class GraphedDecoder:
             largest = self._sizes[-1]
             tables = given[-1].new_zeros((largest, self._max_blocks))
             self._inputs = (*(one.new_zeros(largest) for one in given[:-1]), tables)
+            self._starts = torch.arange(largest + 1, dtype=torch.int32, device=tables.device)
         return self._inputs
 
     def _captured(self, inputs: _Inputs, given: _Inputs, kv_cache: torch.Tensor) -> _Graph:
         _fill(inputs, given)
         token_ids, positions, slots, seq_lens, tables = inputs
-        starts = torch.arange(len(token_ids) + 1, dtype=torch.int32, device=token_ids.device)
+        starts = self._starts[: len(token_ids) + 1]
         max_seq_len = self._max_blocks * kv_cache.shape[4]
 
         def step() -> torch.Tensor:

@@ -102,15 +102,15 @@ class OneProcessExecutor:
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         self._kv_cache = _zeroed_memory((num_blocks, *layout.page_shape), self._dtype, self._device)
         if self._uses_graphs:
-            self._model = self._with_graphs(self._model)
+            # Kernels have room for the longest request: of a long context much more than the KV that there is.
+            self._model = self._with_graphs(self._model, min(self._max_blocks, num_blocks))
         return self._kv_cache
 
-    def _with_graphs(self, model: Decoder) -> GraphedDecoder:
-        most, max_blocks = self._config.max_num_seqs, self._max_blocks
+    def _with_graphs(self, model: Decoder, max_blocks: int) -> GraphedDecoder:
         if self._device.type != "cpu":
             return GraphedDecoder(model, CudaGraphCapture(), sizes=self.warm_up_sizes[::-1], max_blocks=max_blocks)
         # Each row takes time there, and a recording that of some ten steps of a small model.
-        sizes = range(1, most + 1)
+        sizes = range(1, self._config.max_num_seqs + 1)
         return GraphedDecoder(model, LaunchRecorder(), sizes=sizes, max_blocks=max_blocks, num_uncaptured=10)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:

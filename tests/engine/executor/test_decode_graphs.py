@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.attention.backend import AttentionMetadata
 from engine.config import EngineConfig
 from engine.executor.decode_graphs import Capture, GraphedDecoder, LaunchRecorder, Step, capture_sizes
 from engine.executor.executor import OneProcessExecutor
@@ -110,6 +112,50 @@ def test_graphs_are_for_dense_native_models(
     config = EngineConfig(model=str(folder), **{"device": "cuda", **options})
     attention = "reference" if "attention_backend" in options else {"cuda": "triton", "cpu": "cpu"}[config.device]
     assert OneProcessExecutor.uses_graphs(config, read_config(folder), attention) is is_graphed
+
+
+class SeenByKernels:
+    """A model that remembers the memory of its metadata, which kernels of a captured step read in every replay."""
+
+    attention_name = "flash"
+
+    def __init__(self) -> None:
+        self.tensors: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        read = (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, metadata.slot_mapping)
+        self.tensors += [weakref.ref(one.untyped_storage()) for one in (token_ids, positions, *read)]
+        return torch.zeros(len(token_ids), 4)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def test_what_a_captured_step_reads_lives_as_long_as_it() -> None:
+    def capture(step: Step) -> tuple[Callable[[], object], torch.Tensor]:
+        hidden = step()
+        return lambda: None, hidden  # as CUDA's: the step itself is gone
+
+    model: Any = SeenByKernels()
+    decoder = GraphedDecoder(model, capture, sizes=[1, 2, 4], max_blocks=8)
+    for size in (4, 2, 1):
+        ids, lens = torch.zeros(size, dtype=torch.int64), torch.ones(size, dtype=torch.int32)
+        starts = torch.arange(size + 1, dtype=torch.int32)
+        metadata = AttentionMetadata(starts, lens, torch.zeros(size, 1, dtype=torch.int32), ids.clone(), 1, 1)
+        decoder.forward(ids, ids.clone(), torch.zeros(4, 1, 2, 1, 16, 16), metadata)
+    assert len(model.tensors) == 18
+    assert all(tensor() is not None for tensor in model.tensors)
+
+
+def test_captured_steps_have_room_for_what_fits_into_the_kv(tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    llm = LLM(folder, skip_tokenizer_init=True, dtype="bfloat16", quantization="int8", num_blocks=6, block_size=16)
+    executor = llm.core._executor
+    assert isinstance(executor, OneProcessExecutor)
+    assert isinstance(executor._model, GraphedDecoder)
+    assert executor._model._max_blocks == 6
 
 
 def test_few_sizes_are_captured_and_few_rows_repeated() -> None:

@@ -167,9 +167,11 @@ def test_a_constraint_that_cannot_be_followed_is_rejected_by_name(name: str, val
     assert len(str(raised.value)) < 500
 
 
-SCHEMA_KEYWORDS = """type properties required additionalProperties minProperties maxProperties items prefixItems minItems
-    maxItems uniqueItems minLength maxLength pattern format minimum maximum exclusiveMinimum multipleOf $ref anyOf oneOf
-    allOf enum const $defs""".split()
+SCHEMA_KEYWORDS = [
+    *("type", "properties", "required", "additionalProperties", "minProperties", "maxProperties", "items"),
+    *("prefixItems", "minItems", "maxItems", "uniqueItems", "minLength", "maxLength", "pattern", "format", "minimum"),
+    *("maximum", "exclusiveMinimum", "multipleOf", "$ref", "anyOf", "oneOf", "allOf", "enum", "const", "$defs"),
+]
 ODD = st.sampled_from([None, True, False, 0, 1, -1, 2.5, "x", "a+", "object", "string", "array", "#", "#/$defs/a"])
 MALFORMED_SCHEMAS = st.recursive(
     st.just({}) | ODD,
