@@ -17,6 +17,7 @@ from instance.server import InstanceServer
 from protos.tandem.v1 import common_pb2, decode_pb2_grpc, instance_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
 from serving.channel import open_channel
 from serving.lifecycle import StopSignals
+from tests.channels import PATIENT
 from tests.instance.scripted_core import ScriptedCore
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
@@ -57,7 +58,7 @@ async def running(folder: Path, role: Role, **sections: Any) -> AsyncIterator[Ri
     core, signals = ScriptedCore(), StopSignals()
     server = await InstanceServer.start(settings_of(folder, **sections), role, signals, engine=core.engine())
     try:
-        async with open_channel(server.address) as channel:
+        async with open_channel(server.address, PATIENT) as channel:
             yield Rig(server, core, signals, channel)
     finally:
         await server.stop()

@@ -15,12 +15,13 @@ from instance.config import InstanceSettings, ListenSettings, ModelSection
 from instance.transfers import PeerChannels
 from prefill_service.service import ROLE as PREFILL
 from protos.tandem.v1 import decode_pb2, instance_pb2, instance_pb2_grpc
-from serving.channel import ChannelSettings, open_channel
+from serving.channel import open_channel
 from serving.errors import PermissionDenied, Unavailable
 from serving.settings import SettingsError
 from serving.tls import TlsFiles, TlsSettings
 from tandem.local_stack.pki import StackCa
 from tests.certificates import files_of
+from tests.channels import PATIENT
 from tests.instance.rig import instance_request, refusal, running
 
 TIMEOUT_S = 20.0
@@ -55,7 +56,7 @@ async def test_a_name_is_dialled_where_it_stood_for_when_it_was_looked_at(monkey
         return [(0, 0, 0, "", (answers[host], 0))]
 
     monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-    peers = PeerChannels(ChannelSettings())
+    peers = PeerChannels(PATIENT)
     try:
         async with peers.channel("inside:7000") as by_name, peers.channel("10.0.0.9:7000") as by_address:
             assert by_name is by_address
@@ -71,7 +72,7 @@ async def test_a_name_is_dialled_where_it_stood_for_when_it_was_looked_at(monkey
 
 @pytest.mark.parametrize("address", ["prefill..svc:7000", f"{'x' * 64}:7000"])
 async def test_a_name_that_cannot_be_is_unavailable(address: str) -> None:
-    peers = PeerChannels(ChannelSettings())
+    peers = PeerChannels(PATIENT)
     with pytest.raises(Unavailable, match="cannot be resolved"):
         async with peers.channel(address):
             pass
@@ -82,7 +83,7 @@ async def test_a_host_called_unix_is_no_file(tmp_path: Path, monkeypatch: pytest
     server = grpc.aio.server()
     server.add_insecure_port("unix:80")
     await server.start()
-    peers = PeerChannels(ChannelSettings(), allow_public=True)
+    peers = PeerChannels(PATIENT, allow_public=True)
     try:
         async with peers.channel("unix:80") as channel:
             with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -95,7 +96,7 @@ async def test_a_host_called_unix_is_no_file(tmp_path: Path, monkeypatch: pytest
 
 def test_allow_plaintext_and_tls_lift_the_restriction(tmp_path: Path) -> None:
     tls = files_of(tmp_path, "instance", StackCa()).tls()
-    for peers in (PeerChannels(ChannelSettings(), allow_public=True), PeerChannels(ChannelSettings(), tls=tls)):
+    for peers in (PeerChannels(PATIENT, allow_public=True), PeerChannels(PATIENT, tls=tls)):
         for address in NOT_PRIVATE:
             peers.check_address(address)
 
@@ -114,7 +115,7 @@ def test_without_tls_an_instance_listens_on_private_addresses_alone(host: str, t
 
 async def called(address: str, tls: TlsFiles | None) -> list[grpc.StatusCode]:
     """How a call of each internal service ends."""
-    async with open_channel(address, tls=tls) as opened:
+    async with open_channel(address, PATIENT, tls=tls) as opened:
         channel: Any = opened  # for calls with bytes that are no messages
         calls = [
             channel.stream_stream("/tandem.v1.DecodeService/Decode")(iter([b""]), timeout=TIMEOUT_S),
@@ -139,7 +140,7 @@ async def test_with_tls_internal_calls_require_a_certificate(tmp_path: Path, rol
             grpc.StatusCode.PERMISSION_DENIED,
             grpc.StatusCode.UNIMPLEMENTED,
         }
-        async with open_channel(address, tls=files.tls()) as channel:
+        async with open_channel(address, PATIENT, tls=files.tls()) as channel:
             stub = instance_pb2_grpc.InstanceServiceStub(channel)
             info = await stub.GetInstanceInfo(instance_pb2.GetInstanceInfoRequest(), timeout=TIMEOUT_S)
             assert info.instance_id

@@ -22,6 +22,7 @@ from protos.tandem.v1.decode_pb2_grpc import DecodeServiceStub
 from protos.tandem.v1.instance_pb2_grpc import InstanceServiceStub
 from protos.tandem.v1.prefill_pb2_grpc import PrefillServiceStub
 from serving.channel import open_channel
+from tests.channels import PATIENT
 from tests.grpc_calls import next_message
 from tests.instance.rig import instance_request, refusal
 from tests.process_logs import LOGS
@@ -175,7 +176,7 @@ class Pair:
 @pytest.fixture
 async def stack(pair: tuple[Process, Process]) -> Any:
     prefill, decode = pair
-    async with open_channel(prefill.address) as to_prefill, open_channel(decode.address) as to_decode:
+    async with open_channel(prefill.address, PATIENT) as to_prefill, open_channel(decode.address, PATIENT) as to_decode:
         yield Pair(to_prefill, to_decode, prefill.address)
 
 
@@ -233,7 +234,7 @@ async def test_an_instance_ends_with_its_core(folder: Path) -> None:
     process = Process("decode", folder, connector="null")
     await asyncio.to_thread(process.wait_ready)
     [core] = psutil.Process(process.popen.pid).children()
-    async with open_channel(process.address) as channel:
+    async with open_channel(process.address, PATIENT) as channel:
         request = instance_request(prompt_token_ids=[5], sampling={"max_tokens": 1000, "ignore_eos": True})
         call = DecodeServiceStub(channel).Decode()
         await call.write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request)))

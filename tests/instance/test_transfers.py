@@ -11,7 +11,7 @@ from engine.core.messages import KVProgress, LeaseCommand, TransferEvent
 from instance.convert import TransferSource
 from instance.transfers import _MAX_IDLE, PeerChannels, TransferClients
 from prefill_service.service import ROLE
-from serving.channel import ChannelSettings
+from tests.channels import PATIENT
 from tests.instance.rig import Rig, model_folder, running
 from tests.instance.scripted_core import INFO
 from tests.waiting import Stopwatch, until
@@ -30,7 +30,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.progress: list[KVProgress] = []
-        self.peers = PeerChannels(ChannelSettings())
+        self.peers = PeerChannels(PATIENT)
         self.transfers = TransferClients(
             self.peers, INFO.model_identity, self.progress.append, lease_s=1.0, attach_timeout_s=5.0
         )
@@ -88,7 +88,7 @@ async def test_releasing_at_an_unreachable_instance_takes_no_time(reader: Reader
 
 
 async def test_users_of_an_address_share_its_channel() -> None:
-    peers = PeerChannels(ChannelSettings())
+    peers = PeerChannels(PATIENT)
     async with peers.channel("127.0.0.1:1") as first, peers.channel("127.0.0.1:1") as second:
         assert first is second
     async with peers.channel("127.0.0.1:1") as third:
@@ -97,7 +97,7 @@ async def test_users_of_an_address_share_its_channel() -> None:
 
 
 async def test_the_longest_idle_are_closed_and_none_in_use() -> None:
-    peers = PeerChannels(ChannelSettings())
+    peers = PeerChannels(PATIENT)
     async with peers.channel("127.0.0.1:1") as used:
         kept = {}
         for port in range(2, 2 + _MAX_IDLE + 5):

@@ -18,6 +18,7 @@ from serving.errors import Overloaded, invalid_argument
 from serving.interceptor import Context, remaining_s
 from serving.limits import CONTROL
 from serving.server import HealthSettings, Server, ServerSettings
+from tests.channels import PATIENT
 from tests.grpc_calls import next_message
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
@@ -112,7 +113,7 @@ class Rigs:
         return Rig(server, servicer, channel)
 
     async def channel(self, server: Server) -> grpc.aio.Channel:
-        return await self._stack.enter_async_context(open_channel(server.address))
+        return await self._stack.enter_async_context(open_channel(server.address, PATIENT))
 
 
 @pytest.fixture

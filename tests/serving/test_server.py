@@ -18,6 +18,7 @@ from serving.errors import is_cut_off
 from serving.interceptor import Context
 from serving.server import HealthSettings, Server, ServerSettings, server_options
 from serving.settings import format_address
+from tests.channels import PATIENT
 from tests.floods import http2
 from tests.floods.http2 import Connection, frame, message
 from tests.grpc_calls import next_message
@@ -218,7 +219,7 @@ async def test_probes_have_quotas_that_clients_of_the_other_port_cannot_use_up(r
     assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     async with Connection(rig.server.address) as another:
         await another.closed()
-    async with open_channel(f"127.0.0.1:{rig.server.probe_port}") as kubelet:
+    async with open_channel(f"127.0.0.1:{rig.server.probe_port}", PATIENT) as kubelet:
         assert await checked(kubelet, "") == SERVING
 
 

@@ -24,6 +24,7 @@ from serving.errors import Unauthenticated
 from serving.server import HealthSettings, Server, ServerSettings, ServerTls
 from tandem.local_stack.pki import StackCa
 from tests.certificates import Files, files_of, long_ago
+from tests.channels import PATIENT
 from tests.grpc_calls import next_message
 from tests.serving.conftest import SERVICE, Scripted
 from tests.waiting import until
@@ -55,7 +56,7 @@ class Secured:
 
     async def channel(self, server: Server, files: Files | None, **arguments: object) -> grpc.aio.Channel:
         tls = None if files is None else files.tls()
-        channel = open_channel(server.address, tls=tls, **arguments)  # type: ignore[arg-type]
+        channel = open_channel(server.address, PATIENT, tls=tls, **arguments)  # type: ignore[arg-type]
         return await self.stack.enter_async_context(channel)
 
 
@@ -216,7 +217,7 @@ async def test_a_gate_is_passed_before_anything_is_counted_or_parsed(secured: Se
 
 async def test_the_port_for_probes_speaks_plaintext_health_and_nothing_else(secured: Secured) -> None:
     server = await secured.start(probes=HealthSettings(listen="127.0.0.1:0"))
-    async with open_channel(f"127.0.0.1:{server.probe_port}") as channel:
+    async with open_channel(f"127.0.0.1:{server.probe_port}", PATIENT) as channel:
         assert await check_health(channel) == 1
         assert await check_health(channel, SERVICE.full_name) == 1
         assert (await refusal(channel)).code() is grpc.StatusCode.UNIMPLEMENTED
@@ -242,7 +243,7 @@ async def test_handshakes_from_many_threads_while_files_change(secured: Secured,
 
     async def connect() -> None:
         for _ in range(10):
-            async with open_channel(server.address, tls=secured.client_files.tls()) as channel:
+            async with open_channel(server.address, PATIENT, tls=secured.client_files.tls()) as channel:
                 assert await ask(channel)
 
     rotating = asyncio.create_task(asyncio.to_thread(rotate))

@@ -22,6 +22,7 @@ from router.config import RouterSection, RouterSettings
 from router.request.validation import ServedModel
 from serving.channel import open_channel
 from tandem.local_stack.topology import free_ports
+from tests.channels import PATIENT
 from tests.router.autoscaler.test_peers import until
 from tests.router.rig import SHORT, TIMEOUT_S, running, settings_of
 
@@ -61,7 +62,7 @@ async def two_routers(model: ServedModel, folder: Path, num_decode: int = 1) -> 
 
 async def answers(app: RouterApp, parts: Sequence[ext_proc.ProcessingRequest]) -> list[ext_proc.ProcessingResponse]:
     """To the whole stream; the router ends it."""
-    async with open_channel(str(app.endpoint_picker_address)) as channel:
+    async with open_channel(str(app.endpoint_picker_address), PATIENT) as channel:
         call = ext_proc_grpc.ExternalProcessorStub(channel).Process(iter(parts), timeout=TIMEOUT_S)
         return [answer async for answer in call]
 
@@ -101,7 +102,7 @@ async def picked(app: RouterApp, asked: dict[str, Any]) -> list[str]:
 
 async def known_instances(app: RouterApp, session: str) -> set[str]:
     """Instances that `pools explain` prefers at this router for the session."""
-    async with open_channel(str(app.admin_address)) as channel:
+    async with open_channel(str(app.admin_address), PATIENT) as channel:
         stub = pools_pb2_grpc.PoolsServiceStub(channel)
         explained = await stub.ExplainPick(pools_pb2.ExplainPickRequest(session=session), timeout=TIMEOUT_S)
     known = [(one, part.value) for one in explained.decode for part in one.parts if part.scorer == "session"]

@@ -19,6 +19,7 @@ from protos.tandem.v1 import generation_pb2
 from router.request.validation import ServedModel
 from serving.channel import open_channel
 from tandem.client.health import READY, health
+from tests.channels import PATIENT
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.autoscaler.test_peers import second_router
@@ -67,7 +68,7 @@ class Keda:
 
 @asynccontextmanager
 async def scaler_of(app: Any) -> AsyncIterator[Keda]:
-    async with open_channel(app.signals_address) as channel:
+    async with open_channel(app.signals_address, PATIENT) as channel:
         yield Keda(channel)
 
 

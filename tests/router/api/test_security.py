@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from protos.tandem.v1 import generation_pb2, pools_pb2, pools_pb2_grpc, signals_pb2, signals_pb2_grpc
 from router.api.security import AuthSettings, RouterTlsSettings, Security
 from router.request.caller import Caller
-from serving.channel import ChannelSettings, open_channel
+from serving.channel import open_channel
 from serving.interceptor import Context
 from serving.limits import CONTROL
 from serving.server import HealthSettings, ServerSettings
 from serving.settings import SettingsError
 from tandem.local_stack.pki import StackCa
 from tests.certificates import Files, files_of, replace
+from tests.channels import PATIENT
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, TIMEOUT_S, Rig, request_of, slow
 
@@ -170,7 +171,7 @@ async def secured(run: Run, files: Files, **sections: Any) -> AsyncIterator[Rig]
 
 async def listed(rig: Rig, files: Files, *, with_certificate: bool, token: str = "none") -> grpc.StatusCode:
     tls = files.tls() if with_certificate else type(files.tls())(files.ca)
-    async with open_channel(str(rig.app.admin_address), tls=tls) as channel:
+    async with open_channel(str(rig.app.admin_address), PATIENT, tls=tls) as channel:
         stub = pools_pb2_grpc.PoolsServiceStub(channel)
         call = stub.ListPools(pools_pb2.ListPoolsRequest(), timeout=TIMEOUT_S, metadata=bearer(token))
         return await code_of(call)
@@ -180,7 +181,7 @@ async def test_with_tls_operators_show_a_certificate_and_clients_need_none(run: 
     authority = StackCa()
     files = files_of(tmp_path, "router", authority)
     async with secured(run, files, tls={"client_names": ("operator",)}) as rig:
-        async with open_channel(rig.app.address, tls=type(files.tls())(files.ca)) as channel:
+        async with open_channel(rig.app.address, PATIENT, tls=type(files.tls())(files.ca)) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)).status == 1
         assert await listed(rig, files, with_certificate=False) is grpc.StatusCode.UNAVAILABLE
@@ -232,10 +233,10 @@ async def test_routers_show_each_other_certificates_where_they_tell_their_signal
     server = security.signals_server(ServerSettings())
     await server.start()
     try:
-        plain = open_channel(server.address)
+        plain = open_channel(server.address, PATIENT)
         for channel, answer in (
-            (security.dial_router(server.address, ChannelSettings(), "routers.example"), grpc.StatusCode.OK),
-            (security.dial_router(server.address, ChannelSettings(), "others.example"), grpc.StatusCode.UNAVAILABLE),
+            (security.dial_router(server.address, PATIENT, "routers.example"), grpc.StatusCode.OK),
+            (security.dial_router(server.address, PATIENT, "others.example"), grpc.StatusCode.UNAVAILABLE),
             (plain, grpc.StatusCode.UNAVAILABLE),
         ):
             async with channel:
@@ -267,7 +268,7 @@ async def test_workers_hear_of_each_other_whatever_their_certificate_names(tmp_p
     await server.register(service, Signals(), {"GetSignals": CONTROL})
     await server.start()
     try:
-        async with security.dial_router(server.address, ChannelSettings(), None) as channel:
+        async with security.dial_router(server.address, PATIENT, None) as channel:
             stub = signals_pb2_grpc.SignalsServiceStub(channel)
             assert (
                 await code_of(stub.GetSignals(signals_pb2.GetSignalsRequest(), timeout=TIMEOUT_S)) == grpc.StatusCode.OK

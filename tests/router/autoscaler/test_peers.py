@@ -33,6 +33,7 @@ from router.pools.instance_info import Role
 from router.request.validation import ServedModel
 from serving.channel import open_channel
 from serving.settings import parse_address
+from tests.channels import PATIENT
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.autoscaler.builders import policy_of, settings_of
@@ -176,7 +177,7 @@ async def test_a_router_at_two_addresses_is_one(run: Run, model: ServedModel, mo
 
 
 async def asked(address: str) -> signals_pb2.GetSignalsResponse:
-    async with open_channel(address) as channel:
+    async with open_channel(address, PATIENT) as channel:
         return await signals_pb2_grpc.SignalsServiceStub(channel).GetSignals(signals_pb2.GetSignalsRequest())
 
 
