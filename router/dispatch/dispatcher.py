@@ -24,7 +24,7 @@ from router.dispatch.instance_call import DecodeCall, InstanceCall, PrefillCall,
 from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
 from router.picking.affinity import Affinity, RequestAffinity
 from router.picking.placement import AimSource
-from router.picking.plan import NoPlan, Plan, can_move, make_plan
+from router.picking.plan import NoPlan, Plan, has_place, make_plan
 from router.picking.scorers import Aims
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
@@ -260,8 +260,13 @@ class Dispatcher:
         criteria = replace(flow.affinity.criteria(flow.choice.num_tokens), aims=self._aims(flow))
         return make_plan(decode, prefill, flow.choice, flow.history.excluded, self.disaggregation, self.rng, criteria)
 
-    def _can_move(self, flow: _Flow) -> bool:
-        return can_move(self._plan_now(flow), flow.choice.num_tokens)
+    def _move_target(self, flow: _Flow) -> UpstreamInstance | None:
+        """Where a stream may go whose instance is about to end. Nothing is broken yet: a stream that stays runs on
+        until the grace period is over. So it moves only to an instance that has a place for it now."""
+        plan = self._plan_now(flow)
+        if isinstance(plan, NoPlan) or not has_place(plan.decode.instance, flow.choice.num_tokens):
+            return None
+        return self._instance(plan.decode.instance)
 
     def _attempt_trace(self, flow: _Flow, plan: Plan) -> AttemptTrace:
         prefilling, loading = self._instance(plan.decode.instance).throughput, None
@@ -271,7 +276,7 @@ class Dispatcher:
         return flow.trace.picked(plan, prefilling, loading)
 
     def _call(self, kind: type[CallT], flow: _Flow, view: InstanceView, attempt: AttemptTrace) -> CallT:
-        return kind(self._instance(view), view.key, flow.choice, attempt, partial(self._can_move, flow), flow.slot)
+        return kind(self._instance(view), view.key, flow.choice, attempt, partial(self._move_target, flow), flow.slot)
 
     def _instance(self, view: InstanceView) -> UpstreamInstance:
         instance = self.pools.instance(view.key)

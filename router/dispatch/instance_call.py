@@ -124,11 +124,12 @@ class InstanceCall:
     key: InstanceKey  # the process that was picked
     choice: Choice
     trace: AttemptTrace
-    can_move: Callable[[], bool] = lambda: False  # whether another instance could take the request over
+    move_target: Callable[[], UpstreamInstance | None] = lambda: None  # an instance that could take the request over
     slot: Slot = field(default_factory=Slot)  # the request's
 
     def __post_init__(self) -> None:
         self._has_moved = False
+        self._target: UpstreamInstance | None = None  # where it counts while its request moves
         self._lost: str | None = None
         self._drain = ReceiveDrain(self.instance_lost)
         self._reached = False
@@ -144,6 +145,8 @@ class InstanceCall:
 
     async def __aexit__(self, *_: object) -> None:
         self.instance.calls.remove(self)
+        if self._target is not None:
+            self._target.calls.remove(self)
         self.slot.remove(self)
         self._drain.stop()
         if self._call is not None:
@@ -167,7 +170,9 @@ class InstanceCall:
 
     def instance_draining(self) -> None:
         """The instance is about to end: leaves it if another one can take over, else stays until the end."""
-        if self._lost is None and self.can_move():
+        if self._lost is None and (target := self.move_target()) is not None:
+            self._target = target
+            target.calls.expect(self, self.choice.num_tokens)
             self._move("it is about to end")
 
     def slot_taken(self) -> None:

@@ -141,7 +141,7 @@ def _drawn_weights(
     if drawn is None or choice.required_identity is not None:
         return []
     candidates = servable(decode_views, prefill_views, settings, [*filters, drawn])
-    return [drawn] if any(_has_place(view, choice.num_tokens) for view in candidates) else []
+    return [drawn] if any(has_place(view, choice.num_tokens) for view in candidates) else []
 
 
 def _by_step_costs(
@@ -156,7 +156,7 @@ def _by_step_costs(
     """The best place among `views`. None: none has room, or none reports what its steps cost."""
     if criteria.aims is None:
         return None
-    views = [view for view in views if picker.rejection(view, filters) is None and _has_place(view, choice.num_tokens)]
+    views = [view for view in views if picker.rejection(view, filters) is None and has_place(view, choice.num_tokens)]
     kept = {choice.decode_key, choice.prefill_key}  # where the prompt has just run
     if any(view.key == choice.decode_key for view in views):
         views = [view for view in views if view.key in kept]
@@ -183,7 +183,8 @@ def _without_prefill(plan: Plan) -> Plan:
     return replace(plan, disaggregation=Disaggregation(Decision.LOCAL, Reason.NO_PREFILL, explanation))
 
 
-def _has_place(view: InstanceView, num_tokens: int) -> bool:
+def has_place(view: InstanceView, num_tokens: int) -> bool:
+    """Whether the instance has blocks and a slot for a request of `num_tokens` now, behind all that was sent to it."""
     num_waiting, num_running = queue_now(view)
     is_full = 0 < view.info.max_num_seqs <= num_waiting + num_running
     return has_room(view, num_tokens) and not is_full
@@ -270,21 +271,13 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def can_move(plan: Plan | NoPlan, num_tokens: int) -> bool:
-    """Whether a stream whose KV takes `num_tokens` may leave an instance that is about to end, for where `plan` says.
-
-    Nothing is broken yet: a stream that stays runs on until the grace period is over. So it moves only to an instance
-    that is ready and has room for it now.
-    """
-    return isinstance(plan, Plan) and has_room(plan.decode.instance, num_tokens)
-
-
 def has_room(view: InstanceView, num_tokens: int) -> bool:
-    """Whether the instance's last report leaves blocks for `num_tokens` and a next one; unknown sizes count as room."""
+    """Whether the instance's last report and what was sent since leave blocks for `num_tokens` and a next one; unknown
+    sizes count as room."""
     block_size = view.info.identity.block_size
     if not view.info.num_blocks or not block_size:
         return True
-    return view.load.usable_blocks > num_tokens // block_size
+    return view.load.usable_blocks > (view.num_unreported_tokens + num_tokens) // block_size
 
 
 def explain(

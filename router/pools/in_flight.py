@@ -2,6 +2,7 @@
 
     added ──a report that must know of it──▶ counted ──completed──▶ remembered until a report must know of that
       └── completed (the instance has done its part, the call may still be open) ──▶ removed
+    expected (its request moves here from another instance) ──▶ removed, when a call of its own is added
 
 A report describes the moment of the engine core's last sign, `age_s` ago. It counts a request only if that was
 sent `report_lag_s` before that moment, the way into the core, or if the instance has answered the request by then. The
@@ -10,6 +11,7 @@ same holds for completions on their way back.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,11 +79,13 @@ class InFlightCalls:
 
     def add(self, call: InFlightCall, num_tokens: int = 0) -> None:
         """A call begins that brings `num_tokens` tokens whose KV it needs before it can go on."""
-        self._forget_sent(call)
         self._running[call] = None
-        self._sent[call] = _Sent(self._clock(), num_tokens)
-        self.num_unreported += 1
-        self.num_unreported_tokens += num_tokens
+        self._add_sent(call, _Sent(self._clock(), num_tokens))
+
+    def expect(self, call: InFlightCall, num_tokens: int) -> None:
+        """The request of a call at another instance is about to come here: until the call is removed, it counts like
+        one that no report has counted, so that those that decide after it see its place as taken."""
+        self._add_sent(call, _Sent(math.inf, num_tokens))
 
     def acknowledge(self, call: InFlightCall) -> None:
         """The instance has answered, so it has the request."""
@@ -130,6 +134,12 @@ class InFlightCalls:
     def instance_draining(self) -> None:
         for call in list(self._running):
             call.instance_draining()
+
+    def _add_sent(self, call: InFlightCall, sent: _Sent) -> None:
+        self._forget_sent(call)
+        self._sent[call] = sent
+        self.num_unreported += 1
+        self.num_unreported_tokens += sent.num_tokens
 
     def _forget_sent(self, call: InFlightCall) -> None:
         if (sent := self._sent.pop(call, None)) is None:

@@ -61,6 +61,8 @@ class Behaviour:
     """False: one of a time before token streams, which answers each Decode in its own call."""
     slots: int | None = None
     """Decode calls that have room at one time, the others wait their turn, and it reports so; None: any number."""
+    free_blocks: int = 0
+    """It has so many blocks and reports them all as free, whatever it runs; 0: it reports none."""
     beats: bool = True
     draining: bool = False
     moving_out: bool = False

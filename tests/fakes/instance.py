@@ -195,6 +195,7 @@ class FakeInstance:
             block_size=16,
             kv_connector="fake",
             max_num_seqs=self.behaviour.slots or 0,
+            num_blocks=self.behaviour.free_blocks,
             supports_constraints=bool(self.behaviour.constraints),
             constraints=self.behaviour.constraints,
         )
@@ -215,6 +216,7 @@ class FakeInstance:
                     num_prefilled_tokens=self.behaviour.num_prefilled_tokens,
                     num_generated_tokens=self.behaviour.num_generated_tokens,
                     step_cost=self.behaviour.step_cost,
+                    blocks=instance_pb2.BlockUsage(free=self.behaviour.free_blocks),
                     core_silence_s=self.behaviour.core_silence_s,
                     step_s=self.behaviour.step_s,
                     draining=self.behaviour.draining,

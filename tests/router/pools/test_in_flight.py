@@ -119,6 +119,17 @@ def test_a_call_that_begins_again_counts_once() -> None:
     assert (inflight.num_unreported, inflight.num_unreported_tokens) == (1, 6)
 
 
+def test_an_expected_call_counts_until_it_is_removed_whatever_is_reported() -> None:
+    inflight = Accounting()
+    inflight.calls.expect(1, 7)
+    inflight.reported(10.0)
+    assert (inflight.num_requests, inflight.num_unreported, inflight.num_unreported_tokens) == (1, 1, 7)
+    assert inflight.calls.is_empty, "nothing runs here yet"
+    inflight.calls.remove(1)
+    counted = (inflight.num_requests, inflight.num_unreported, inflight.num_unreported_tokens, inflight.num_ended)
+    assert counted == (0, 0, 0, 0)
+
+
 class Call:
     """A registered call that records how it was notified."""
 

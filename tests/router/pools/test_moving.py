@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +14,7 @@ import pytest
 from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import common_pb2, decode_pb2
 from router.dispatch.instance_call import DecodeCall
-from router.picking.plan import NoPlan, can_move, has_room
+from router.picking.plan import has_place, has_room
 from router.pools.in_flight import InFlightCalls
 from router.pools.instance import ExpectedInstance
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
@@ -41,8 +43,18 @@ def test_room_is_a_block_for_every_token_there_is_and_for_the_next() -> None:
     assert has_room(view_of(0, 0, num_blocks=0), 1000), "an unknown size counts as room"
 
 
-def test_a_stream_does_not_move_without_another_instance() -> None:
-    assert not can_move(NoPlan("no decode instance is available", "the pool is empty"), 10)
+def test_what_was_sent_since_the_report_takes_room() -> None:
+    view = replace(view_of(10, 0), num_unreported=1, num_unreported_tokens=100)
+    assert has_room(view, 59)
+    assert not has_room(view, 60)
+
+
+@pytest.mark.parametrize("num_unreported", [0, 1, 2])
+def test_a_place_is_room_and_a_slot(num_unreported: int) -> None:
+    view = view_of(10, 0)
+    info, load = replace(view.info, max_num_seqs=4), replace(view.load, num_running=2)
+    assert has_place(replace(view, info=info, load=load, num_unreported=num_unreported), 100) == (num_unreported < 2)
+    assert not has_place(replace(view, info=info, load=load), 160)
 
 
 async def test_a_token_that_comes_after_the_decision_to_move_does_not_pin_the_stream_to_what_it_leaves() -> None:
@@ -50,7 +62,7 @@ async def test_a_token_that_comes_after_the_decision_to_move_does_not_pin_the_st
     instance = cast("Any", SimpleNamespace(calls=InFlightCalls(), key=key, expected=ExpectedInstance("decode")))
     choice = Choice(GenerationRequest("l", "r", "m", (1, 2, 3), SamplingParams(max_tokens=5), seed=5), 0)
     choice.begin_attempt()
-    async with DecodeCall(instance, key, choice, unused, can_move=lambda: True) as call:
+    async with DecodeCall(instance, key, choice, unused, move_target=lambda: instance) as call:
         call._joined = cast("Any", SimpleNamespace(leave=lambda number: None)), unused
         call.receive(decode_pb2.DecodeResponse(tokens=common_pb2.TokenChunk(stream_epoch=1, token_ids=[7])))
         call.instance_draining()
@@ -128,6 +140,36 @@ async def test_a_stream_moves_as_soon_as_another_instance_can_take_it(run: Run) 
         answer = await asking
         assert answer.is_exactly(60)
         assert answer.trailers["tandem-decode"] == "decode-0,decode-1"
+
+
+@pytest.mark.parametrize("limit", [{"slots": 1}, {"free_blocks": 12}])
+async def test_no_more_streams_leave_at_once_than_the_other_instance_has_room_for(
+    run: Run, limit: dict[str, int]
+) -> None:
+    """A stream has 100 tokens and at most 40 more: 12 blocks of 16 are enough for one and not for two."""
+    source_permits, target_permits = asyncio.Semaphore(20), asyncio.Semaphore(0)
+    # As its core is silent, its reports count nothing of what this test sends.
+    target = slow(permits=target_permits, draining=True, core_silence_s=1000.0, **limit)
+    decode = decodes(slow(permits=source_permits), target)
+    async with run(decode=decode, pools={"core_silence_timeout_s": 10_000.0}, wait=False) as rig:
+        await rig.until_ready(num_decode=1)
+        asking = [asyncio.create_task(rig.generate(max_tokens=40)) for _ in range(4)]
+        await decode[0].until("token", 20)
+        decode[1].behaviour.draining = False
+        await rig.until_ready()
+        ask_to_leave(decode[0])
+        await decode[1].until("decode")
+        for _ in range(4 * 40):
+            source_permits.release()
+        stayed = [await answer for answer in islice(asyncio.as_completed(asking), 3)]
+        assert [answer.trailers["tandem-decode"] for answer in stayed] == ["decode-0"] * 3
+        assert len(decode[1].recorded("decode")) == 1
+        for _ in range(40):
+            target_permits.release()
+        answers = await asyncio.gather(*asking)
+        assert all(answer.is_exactly(40) for answer in answers)
+        assert sum(answer.trailers["tandem-decode"] == "decode-0,decode-1" for answer in answers) == 1
+        await rig.until_idle()
 
 
 async def test_moving_uses_up_no_retries_and_no_resumptions(run: Run) -> None:
