@@ -148,7 +148,6 @@ class RequestTrace:
     def ended(self, event: RequestEvent, request: GenerationRequest | None, num_tokens: int, error: str = "") -> None:
         """Writes the request's log line, ends its span and counts it. `error` begins with the status' name."""
         self.timeline.mark(event)
-        num_choices = request.params.n if request else 0
         num_prompt_tokens = request.num_prompt_tokens if request else 0
         outcome = _outcome(event, error)
         if self._metrics.log is not None:
@@ -157,7 +156,7 @@ class RequestTrace:
             outcome,
             self.timeline,
             None if not self._decisions else "split" if self._paths[0] else "local",
-            num_choices=num_choices,
+            num_choices=request.num_choices_left if request else 0,
             num_prompt=num_prompt_tokens,
             num_output=num_tokens,
             is_warm=self._is_warm,
@@ -181,7 +180,7 @@ class RequestTrace:
             num_prompt_tokens=num_prompt_tokens,
             num_tokens=num_tokens,
             num_resumed_tokens=request.num_resumed_tokens if request else 0,
-            n=num_choices,
+            n=request.params.n if request else 0,
             num_resumptions=self.timeline.count(RequestEvent.RESUMED),
             disaggregated=bool(self._paths and self._paths[0]),
             reason=self._decisions[0].explanation if self._decisions else "",

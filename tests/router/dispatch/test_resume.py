@@ -97,6 +97,15 @@ async def test_the_live_page_shows_what_this_router_generates(run: Run) -> None:
         assert (shown.num_choices, shown.num_tokens) == (1, NUM_TOKENS - 8)
 
 
+async def test_the_gaps_between_tokens_are_those_of_the_choices_that_go_on(run: Run) -> None:
+    warm = {"prefill": {"warm_up_s": 0.0}, "decode": {"warm_up_s": 0.0}}
+    async with run(autoscaler=warm) as rig:
+        ids = [expected_ids(PROMPT, SEED, NUM_TOKENS, choice) for choice in range(4)]
+        await rig.generate(request_of(n=4, resume=resumed(*ids[:3], ids[3][:4], finished=[0, 1, 2])))
+        [gaps] = rig.app.service.metrics.recent.samples("decode")
+        assert gaps.weight == NUM_TOKENS - 4 - 1
+
+
 async def test_a_finished_choice_may_come_without_its_ids(run: Run) -> None:
     async with run() as rig:
         answer = await rig.generate(request_of(n=2, resume=resumed([], None, finished=[0])))
