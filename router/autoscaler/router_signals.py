@@ -29,7 +29,7 @@ import grpc.aio
 
 from protos.tandem.v1 import instance_pb2, signals_pb2, signals_pb2_grpc
 from router.autoscaler.settings import AutoscalerSettings, SignalSettings
-from router.picking.plan import Plan
+from router.picking.placement import Plan
 from router.pools.discovery import ServiceDiscovery
 from router.pools.instance_info import ROLES, WIRE_ROLES, Role
 from serving.settings import parse_address
@@ -112,10 +112,8 @@ class RecentLatencies:
 
     def are_warm(self, plan: Plan) -> bool:
         """Whether the latencies of a request at the instances of `plan` count."""
-        prefill = plan.prefill.instance.up_s if plan.prefill is not None else math.inf
-        return (
-            plan.decode.instance.up_s >= self._settings.decode.warm_up_s and prefill >= self._settings.prefill.warm_up_s
-        )
+        prefill = plan.prefill.up_s if plan.prefill is not None else math.inf
+        return plan.decode.up_s >= self._settings.decode.warm_up_s and prefill >= self._settings.prefill.warm_up_s
 
     def first_token(self, ttft_s: float) -> None:
         self._windows["prefill"].add(self._clock(), ttft_s)

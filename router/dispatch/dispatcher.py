@@ -23,8 +23,8 @@ from router.admission.ticket import Slot
 from router.dispatch.instance_call import DecodeCall, InstanceCall, PrefillCall, TransferReleases
 from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
 from router.picking.affinity import Affinity, RequestAffinity
-from router.picking.placement import AimSource
-from router.picking.plan import NoPlan, Plan, has_place, make_plan
+from router.picking.placement import AimSource, Plan
+from router.picking.plan import NoPlan, has_place, make_plan
 from router.picking.scorers import Aims
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
@@ -157,7 +157,7 @@ class Dispatcher:
         # 2. Pick a decode instance, and a prefill instance if the request is to be split.
         plan = await self._plan(flow)
         request = choice.begin_attempt(self._aims(flow).objectives, plan.step_stretch)
-        decode_at, prefill_at = plan.decode.instance, plan.prefill.instance if plan.prefill else None
+        decode_at, prefill_at = plan.decode, plan.prefill
         choice.at(decode_at, prefill_at)
         attempt = self._attempt_trace(flow, plan)
         flow.affinity.record_placement(decode_at, prefill_at)
@@ -264,14 +264,14 @@ class Dispatcher:
         """Where a stream may go whose instance is about to end. Nothing is broken yet: a stream that stays runs on
         until the grace period is over. So it moves only to an instance that has a place for it now."""
         plan = self._plan_now(flow)
-        if isinstance(plan, NoPlan) or not has_place(plan.decode.instance, flow.choice.num_tokens):
+        if isinstance(plan, NoPlan) or not has_place(plan.decode, flow.choice.num_tokens):
             return None
-        return self._instance(plan.decode.instance)
+        return self._instance(plan.decode)
 
     def _attempt_trace(self, flow: _Flow, plan: Plan) -> AttemptTrace:
-        prefilling, loading = self._instance(plan.decode.instance).throughput, None
+        prefilling, loading = self._instance(plan.decode).throughput, None
         if plan.prefill is not None:
-            prefilling, loading = self._instance(plan.prefill.instance).throughput, prefilling
+            prefilling, loading = self._instance(plan.prefill).throughput, prefilling
         prefilling.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
         return flow.trace.picked(plan, prefilling, loading)
 

@@ -26,7 +26,8 @@ import grpc
 
 from router.metrics import RouterMetrics
 from router.picking.disaggregation import Decision, Disaggregation
-from router.picking.plan import NoPlan, Plan
+from router.picking.placement import Plan
+from router.picking.plan import NoPlan
 from router.pools.instance_info import Role
 from router.pools.throughput import ThroughputEstimator
 from router.request.choice_state import Choice
@@ -92,13 +93,13 @@ class RequestTrace:
     def picked(self, plan: Plan) -> None:
         self.timeline.mark(RequestEvent.PICKED)
         if not self._decode:
-            self._why = f"decode: {plan.decode.why}" + (f"; prefill: {plan.prefill.why}" if plan.prefill else "")
+            self._why = plan.why
         self._decided(plan.disaggregation)
-        self._metrics.picked(plan.decode.instance.info.identity.weights_digest)
+        self._metrics.picked(plan.decode.info.identity.weights_digest)
         self._is_warm = self._is_warm and self._metrics.recent.are_warm(plan)
-        _add(self._decode, plan.decode.instance.instance_id)
+        _add(self._decode, plan.decode.instance_id)
         if plan.prefill is not None:
-            _add(self._prefill, plan.prefill.instance.instance_id)
+            _add(self._prefill, plan.prefill.instance_id)
 
     def not_picked(self, plan: NoPlan) -> None:
         if plan.disaggregation is not None:
@@ -228,9 +229,9 @@ class ChoiceTrace:
     def picked(self, plan: Plan, prefilling: ThroughputEstimator, loading: ThroughputEstimator | None) -> AttemptTrace:
         self.request.picked(plan)
         self.stages.next("router.prefill" if plan.prefill is None else "router.reserve")
-        self.stages.note({"tandem.decode": plan.decode.instance.instance_id})
+        self.stages.note({"tandem.decode": plan.decode.instance_id})
         if plan.prefill is not None:
-            self.stages.note({"tandem.prefill": plan.prefill.instance.instance_id})
+            self.stages.note({"tandem.prefill": plan.prefill.instance_id})
         return AttemptTrace(self, plan, prefilling, loading)
 
     def failed(self, failure: CallFailed) -> None:
@@ -281,7 +282,7 @@ class AttemptTrace:
     def computing(self, role: Role) -> None:
         """The instance of `role` has been sent what it needs to compute."""
         prefill = self.plan.prefill
-        instance = self.plan.decode.instance if role == "decode" or prefill is None else prefill.instance
+        instance = self.plan.decode if role == "decode" or prefill is None else prefill
         if prefill is None:
             self._since_s = self.now()
         self._role, self._has_token = role, False

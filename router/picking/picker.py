@@ -1,7 +1,7 @@
 """Filter, score, pick: which instance a request goes to, as pure functions over one snapshot of a pool.
 
 A filter returns why an instance may not be picked, or None. A scorer (scorers.py) returns a number, lower is better.
-`pick` applies them and returns a `Pick` with what the log needs to explain it.
+`pick` applies them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.sampling.constraints import INSTALL_XGRAMMAR
 from router.picking.scorers import ViewScorer, queue_score
@@ -17,24 +18,11 @@ from router.pools.instance_info import Identity, InstanceKey, InstanceView, Mism
 Filter = Callable[[InstanceView], str | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """The picked instance and its score; `num_candidates` counts those that passed every filter."""
+class Pick(NamedTuple):
+    """The picked instance. `why` is for the log: its score, and of how many that passed the filters."""
 
     instance: InstanceView
-    score: float
-    num_candidates: int
-    num_tied: int
-    preferred: bool
-    by_cache: bool = False
-    """Of the tied ones, those with less of the prompt in their caches were left out."""
-
-    @property
-    def why(self) -> str:
-        """For the log."""
-        cached = ", by what is cached" if self.by_cache else ""
-        lowest = f"lowest of {self.num_candidates}, {self.num_tied} tied{cached}"
-        return f"score {self.score:g}, {'kept for its prefix cache' if self.preferred else lowest}"
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +131,19 @@ def pick(
     if not candidates:
         reasons = ", ".join(f"{view.instance_id}: {rejection(view, filters)}" for view in views)
         return NoPick(reasons or "the pool is empty")
-    tied = _lowest(candidates, scorer)
     kept = next((view for view in candidates if view.key == preferred), None) if preferred else None
-    drawn, by_cache = rng.choice(tied), False
+    if kept is not None:
+        return Pick(kept, f"score {scorer(kept):g}, kept for its prefix cache")
+    tied = _lowest(candidates, scorer)
+    winner, how = rng.choice(tied), f"{len(tied)} tied"
     if among_tied is not None and len(tied) > 1:
-        alike = [view for view in tied if view.info.identity == drawn.info.identity]
+        alike = [view for view in tied if view.info.identity == winner.info.identity]
         closest = _lowest(alike, among_tied)
-        by_cache = len(closest) < len(alike)
-        drawn = drawn if drawn in closest else rng.choice(closest)
-    winner = kept or drawn
-    return Pick(winner, scorer(winner), len(candidates), len(tied), kept is not None, by_cache)
+        if len(closest) < len(alike):
+            how += ", by what is cached"
+        if winner not in closest:
+            winner = rng.choice(closest)
+    return Pick(winner, f"score {scorer(winner):g}, lowest of {len(candidates)}, {how}")
 
 
 def _lowest(views: Sequence[InstanceView], scorer: ViewScorer) -> list[InstanceView]:

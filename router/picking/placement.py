@@ -237,13 +237,18 @@ class AimSource:
         return Aims(self.slo.objectives(waited_s), expected, short)
 
 
-class Placed(NamedTuple):
-    """Decided: where the request is decoded, where it is prefilled if it is split, and how its work is measured."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Decided, not begun. Without `prefill` the decode instance prefills too, and may be one of the prefill pool."""
 
     decode: InstanceView
     prefill: InstanceView | None
     disaggregation: Disaggregation
     work: Work
+    why: str
+    """These instances; for the log."""
+    step_stretch: float | None = None
+    """How far prompts may lengthen a step beside the stream; None: as its objectives say, or without a limit."""
 
 
 def place_by_step_costs(
@@ -253,7 +258,7 @@ def place_by_step_costs(
     rng: random.Random,
     *,
     may_split: bool = True,
-) -> Placed | None:
+) -> Plan | None:
     """The place of a request among `views` of both pools, which all may serve it. None: their costs are not known, or
     none takes streams."""
     costs = [_measured(view) for view in views]
@@ -274,7 +279,15 @@ def place_by_step_costs(
     if not any(site.takes_streams for site in sites):
         return None
     placement = place(sites, _pairs(views) if may_split else [], rng)
-    return _placed(views, sites, placement, _explain(views, sites, placement, aims))
+    explanation, why = _explain(views, sites, placement, aims), f"by step costs, of {len(views)}"
+    site, decode = sites[placement.site], views[placement.site]
+    if placement.prefill is None:
+        local = Disaggregation(Decision.LOCAL, placement.reason, explanation)
+        return Plan(decode, None, local, Work(site.num_missing, site.num_uncomputed), why)
+    prefill = sites[placement.prefill]
+    work = Work(prefill.num_missing, prefill.num_uncomputed, site.num_missing)
+    split = Disaggregation(Decision.DISAGGREGATE, placement.reason, explanation)
+    return Plan(decode, views[placement.prefill], split, work, why)
 
 
 def _default_itl_s(views: Sequence[InstanceView], costs: Sequence[StepCost]) -> float:
@@ -330,17 +343,6 @@ def _pairs(views: Sequence[InstanceView]) -> list[tuple[list[int], list[int]]]:
         prefill, decode = kinds.setdefault(view.info.pairing, ([], []))
         (prefill if view.info.role == "prefill" else decode).append(index)
     return list(kinds.values())
-
-
-def _placed(views: Sequence[InstanceView], sites: Sequence[Site], placement: Placement, explanation: str) -> Placed:
-    site = sites[placement.site]
-    if placement.prefill is None:
-        local = Disaggregation(Decision.LOCAL, placement.reason, explanation)
-        return Placed(views[placement.site], None, local, Work(site.num_missing, site.num_uncomputed))
-    prefill = sites[placement.prefill]
-    work = Work(prefill.num_missing, prefill.num_uncomputed, site.num_missing)
-    split = Disaggregation(Decision.DISAGGREGATE, placement.reason, explanation)
-    return Placed(views[placement.site], views[placement.prefill], split, work)
 
 
 def _explain(views: Sequence[InstanceView], sites: Sequence[Site], placement: Placement, aims: Aims) -> str:

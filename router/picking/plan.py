@@ -21,7 +21,7 @@ from router.picking import picker
 from router.picking.affinity import Affinity, RequestAffinity
 from router.picking.disaggregation import Decision, Disaggregation, Reason, Situation, decide
 from router.picking.picker import Filter, NoPick, Pick
-from router.picking.placement import STEP_STRETCH, AimSource, place_by_step_costs
+from router.picking.placement import STEP_STRETCH, AimSource, Plan, place_by_step_costs
 from router.picking.scorers import Criteria, RequestFacts, Scoring, other_domain, queue_now
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance_info import InstanceKey, InstanceView
@@ -30,18 +30,6 @@ from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
 
 _BY_QUEUE = Criteria()
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Decided, not begun. Without `prefill` the decode instance prefills too, and may be one of the prefill pool."""
-
-    decode: Pick
-    prefill: Pick | None
-    disaggregation: Disaggregation
-    work: Work
-    step_stretch: float | None = None
-    """How far prompts may lengthen a step beside the stream; None: as its objectives say, or without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +87,8 @@ def make_plan(
         preferred=choice.decode_key if runs_there else choice.prefill_key,
     )
     situation = _situation(choice, decode.instance, prefill, criteria, decode_views, prefill_views)
+    why = f"decode: {decode.why}"
+    both = f"{why}; prefill: {prefill.why}"
     if (
         settings.mode == "auto"
         and settings.speed_smoothing
@@ -109,7 +99,7 @@ def make_plan(
         may_split = situation.num_uncached > settings.min_tokens
         placed = _by_step_costs(picked, choice, filters, rng, criteria, may_split=may_split)
         if placed is not None:
-            return replace(placed, step_stretch=STEP_STRETCH)
+            return replace(placed, why=f"{both}; {placed.why}", step_stretch=STEP_STRETCH)
     disaggregation = decide(
         situation,
         settings,
@@ -124,8 +114,9 @@ def make_plan(
     if disaggregation.decision is Decision.DISAGGREGATE and isinstance(prefill, Pick):
         num_to_prefill = situation.num_tokens - situation.num_cached_at_prefill
         work = Work(num_to_prefill, situation.num_ahead_at_prefill, situation.num_uncached)
-        return Plan(decode, prefill, disaggregation, work)
-    return Plan(decode, None, disaggregation, Work(situation.num_uncached, situation.num_ahead_at_decode))
+        return Plan(decode.instance, prefill.instance, disaggregation, work, both)
+    work = Work(situation.num_uncached, situation.num_ahead_at_decode)
+    return Plan(decode.instance, None, disaggregation, work, why)
 
 
 def _drawn_weights(
@@ -160,21 +151,13 @@ def _by_step_costs(
     kept = {choice.decode_key, choice.prefill_key}  # where the prompt has just run
     if any(view.key == choice.decode_key for view in views):
         views = [view for view in views if view.key in kept]
-    placed = place_by_step_costs(
+    return place_by_step_costs(
         views,
         criteria.aims,
         lambda view: choice.num_tokens - _num_cached(choice, view, criteria),
         rng,
         may_split=may_split,
     )
-    if placed is None:
-        return None
-
-    def picked(view: InstanceView) -> Pick:
-        return Pick(view, 0.0, len(views), 1, view.key in kept)
-
-    prefill = None if placed.prefill is None else picked(placed.prefill)
-    return Plan(picked(placed.decode), prefill, placed.disaggregation, placed.work)
 
 
 def _without_prefill(plan: Plan) -> Plan:
@@ -297,12 +280,12 @@ def explain(
     filters = picker.default_filters()
     filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if isinstance(plan, Plan):
-        decode: InstanceView | None = plan.decode.instance
+        decode: InstanceView | None = plan.decode
     else:
         pick = picker.pick(decode_views, filters, rng=rng, scorer=criteria.decode)
         decode = pick.instance if isinstance(pick, Pick) else None
     pairing = [*filters, picker.pairs_with(decode)] if decode else filters
-    prefill_key = plan.prefill.instance.key if isinstance(plan, Plan) and plan.prefill else None
+    prefill_key = plan.prefill.key if isinstance(plan, Plan) and plan.prefill else None
     if decode is not None and decode.info.role == "prefill":  # it runs there alone
         prefill_key, pairing = decode.key, filters
         decode = None

@@ -12,8 +12,8 @@ from router.autoscaler.router_signals import RecentLatencies, Window, quantile
 from router.dispatch.trace import RequestTrace
 from router.metrics import RouterMetrics
 from router.picking.disaggregation import Decision, Disaggregation, Reason
-from router.picking.picker import Pick
-from router.picking.plan import Plan
+from router.picking.placement import Plan
+from router.pools.instance_info import InstanceView
 from router.pools.throughput import Work
 from serving.logging import RequestEvent
 from tests.router.autoscaler.builders import instance, settings_of
@@ -50,14 +50,14 @@ def test_at_least_the_asked_part_is_no_larger_than_the_quantile(samples: list[fl
 
 
 def plan(decode_up_s: float, prefill_up_s: float | None) -> Plan:
-    def pick(name: str, up_s: float) -> Pick:
+    def at(name: str, up_s: float) -> InstanceView:
         view = instance(name, up_s=up_s).view
         assert view is not None
-        return Pick(view, 0.0, num_candidates=1, num_tied=1, preferred=False)
+        return view
 
-    prefill = None if prefill_up_s is None else pick("prefill-0", prefill_up_s)
+    prefill = None if prefill_up_s is None else at("prefill-0", prefill_up_s)
     decision = Disaggregation(Decision.LOCAL, Reason.OFF, "as told")
-    return Plan(pick("decode-0", decode_up_s), prefill, decision, Work(0, 0))
+    return Plan(at("decode-0", decode_up_s), prefill, decision, Work(0, 0), "as told")
 
 
 @pytest.mark.parametrize(

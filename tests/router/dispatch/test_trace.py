@@ -9,8 +9,7 @@ import pytest
 
 from router.dispatch.trace import AttemptTrace, RequestTrace
 from router.picking.disaggregation import Decision, Disaggregation, Reason
-from router.picking.picker import Pick
-from router.picking.plan import Plan
+from router.picking.placement import Plan
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
 from router.pools.throughput import ThroughputEstimator, Work
 from router.resilience.safeguards import Guard
@@ -19,11 +18,10 @@ from serving.logging import RequestEvent
 PREFILL, DECODE = InstanceKey("prefill-0", "e"), InstanceKey("decode-0", "e")
 
 
-def pick(role: Role) -> Pick:
+def view_of(role: Role) -> InstanceView:
     name = f"{role}-0"
     info = InstanceInfo(name, "e", role, name, Identity())
-    view = InstanceView(key=InstanceKey(name, "e"), info=info, load=LoadReport("e"))
-    return Pick(view, 0.0, num_candidates=1, num_tied=1, preferred=False)
+    return InstanceView(key=InstanceKey(name, "e"), info=info, load=LoadReport("e"))
 
 
 class Attempt:
@@ -35,7 +33,7 @@ class Attempt:
         self.guard: Any = create_autospec(Guard, instance=True)
         self.request = RequestTrace()
         decision = Disaggregation(Decision.DISAGGREGATE if is_split else Decision.LOCAL, Reason.ON, "as set")
-        plan = Plan(pick("decode"), pick("prefill") if is_split else None, decision, work)
+        plan = Plan(view_of("decode"), view_of("prefill") if is_split else None, decision, work, "as set")
         choice = self.request.choice(0, self.guard)
         choice.__enter__()
         prefilling, loading = (self.prefill, self.decode) if is_split else (self.decode, None)

@@ -16,8 +16,8 @@ from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import instance_pb2
 from router.picking.affinity import Affinity
 from router.picking.disaggregation import Decision, Reason
-from router.picking.placement import AimSource
-from router.picking.plan import NoPlan, Plan, explain, make_plan, servable
+from router.picking.placement import AimSource, Plan
+from router.picking.plan import NoPlan, explain, make_plan, servable
 from router.picking.scorers import Criteria
 from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
@@ -67,7 +67,7 @@ QUICK = ThroughputEstimate(prefill_per_s=1000.0, hand_over_per_s=1e5, since_pref
 def test_a_split_plan_names_both_instances_and_their_work() -> None:
     found = planned([view("decode")], [view("prefill", num_waiting_tokens=70)], cached={"decode": 160, "prefill": 320})
     assert found.prefill is not None
-    assert found.prefill.instance.info.role == "prefill"
+    assert found.prefill.info.role == "prefill"
     assert found.work == Work(num_to_prefill=680, num_ahead=70, num_to_move=840)
     assert found.disaggregation.decision is Decision.DISAGGREGATE
 
@@ -101,9 +101,9 @@ def test_between_equal_scores_a_cached_quarter_decides(num_cached: int, is_prefe
             decode, [], choice(1000), frozenset(), DisaggregationSettings(), random.Random(seed), criteria
         )
         assert isinstance(found, Plan)
-        wheres.add(found.decode.instance.key.address)
-        assert found.decode.num_tied == 4
-        assert ("by what is cached" in found.decode.why) == is_preferred
+        wheres.add(found.decode.key.address)
+        assert "lowest of 4, 4 tied" in found.why
+        assert ("by what is cached" in found.why) == is_preferred
     assert wheres == ({"decode-2"} if is_preferred else set(names))
 
 
@@ -117,14 +117,14 @@ def test_a_cache_does_not_keep_requests_from_other_weights() -> None:
         rng = random.Random(seed)
         found = make_plan(decode, [], choice(1000), frozenset(), DisaggregationSettings(), rng, criteria)
         assert isinstance(found, Plan)
-        picked[found.decode.instance.key.address] += 1
+        picked[found.decode.key.address] += 1
     assert picked.keys() == {"cached", "new"}
     assert 10 <= picked["new"] <= 30
 
 
 def test_a_cache_does_not_outweigh_a_request() -> None:
     decode = [view("decode", "cached", num_running=1), view("decode", "idle")]
-    assert planned(decode, [], cached={"cached": 999}).decode.instance.key.address == "idle"
+    assert planned(decode, [], cached={"cached": 999}).decode.key.address == "idle"
 
 
 def test_tokens_emitted_before_a_failover_are_prefilled_as_well() -> None:
@@ -152,7 +152,7 @@ def test_an_instance_that_was_not_measured_is_as_fast_as_the_rest_of_its_pool() 
         view("prefill", "two", num_waiting=9, throughput=others),
     ]
     found = planned(decode, prefill)
-    assert found.decode.instance.key.address == "new"
+    assert found.decode.key.address == "new"
     assert found.disaggregation.reason is Reason.ESTIMATE
     assert "decode: 1000 tokens/s" in found.disaggregation.explanation
     assert "prefill: 750 tokens/s" in found.disaggregation.explanation
@@ -218,8 +218,8 @@ def test_always_picks_the_best_decode_instance_that_has_a_partner() -> None:
     decode = [view("decode", "alone", identity=NEW), view("decode", "busy", num_waiting=9), view("decode", "paired")]
     found = planned(decode, [view("prefill", "old")], mode="always")
     assert found.prefill is not None
-    assert (found.decode.instance.instance_id, found.prefill.instance.instance_id) == ("paired", "old")
-    assert found.decode.num_candidates == 2
+    assert (found.decode.instance_id, found.prefill.instance_id) == ("paired", "old")
+    assert found.why == "decode: score 0, lowest of 2, 1 tied; prefill: score 0, lowest of 1, 1 tied"
 
 
 def near(role: Role, name: str, domain: str, **fields: Any) -> InstanceView:
@@ -254,7 +254,7 @@ def test_a_prefill_instance_of_the_decode_instances_domain_is_preferred(
         )
         assert isinstance(made, Plan)
         assert made.prefill is not None
-        found.add(made.prefill.instance.key.address)
+        found.add(made.prefill.key.address)
     assert found == picked
 
 
@@ -275,14 +275,14 @@ def test_the_domain_is_explained() -> None:
 def test_a_partner_that_may_not_be_picked_is_none() -> None:
     decode = [view("decode", "old"), view("decode", "new", identity=NEW, num_waiting=9)]
     prefill = [view("prefill", "gone", out="draining"), view("prefill", "stays", identity=NEW)]
-    assert planned(decode, prefill, mode="always").decode.instance.instance_id == "new"
+    assert planned(decode, prefill, mode="always").decode.instance_id == "new"
 
 
 def test_where_decode_instances_prefill_too_the_best_one_needs_no_partner() -> None:
     decode = [view("decode", "alone", identity=NEW), view("decode", "paired", num_waiting=1)]
     for mode in ("auto", "never"):
         found = planned(decode, [view("prefill")], mode=mode)
-        assert (found.decode.instance.instance_id, found.prefill) == ("alone", None)
+        assert (found.decode.instance_id, found.prefill) == ("alone", None)
 
 
 def test_a_stream_that_has_begun_goes_on_with_a_partner_of_its_version_or_else_alone() -> None:
@@ -291,10 +291,10 @@ def test_a_stream_that_has_begun_goes_on_with_a_partner_of_its_version_or_else_a
     decode = [view("decode", "new", identity=NEW), view("decode", "old", num_waiting=9)]
     prefill = [view("prefill", "p-new", identity=NEW)]
     alone = planned(decode, prefill, begun, mode="always")
-    assert (alone.decode.instance.instance_id, alone.disaggregation.reason) == ("old", Reason.ALONE)
+    assert (alone.decode.instance_id, alone.disaggregation.reason) == ("old", Reason.ALONE)
     paired = planned(decode, [*prefill, view("prefill", "p-old")], begun, mode="always")
     assert paired.prefill is not None
-    assert (paired.decode.instance.instance_id, paired.prefill.instance.instance_id) == ("old", "p-old")
+    assert (paired.decode.instance_id, paired.prefill.instance_id) == ("old", "p-old")
 
 
 def test_only_what_has_a_partner_is_servable_where_every_request_is_split() -> None:
@@ -318,12 +318,12 @@ def test_a_constrained_request_goes_only_to_instances_that_support_it() -> None:
     decode, wanted = [view("decode", "old"), able("decode", "new")], choice(regex="a")
     found = planned(decode, [view("prefill", "old"), able("prefill", "new")], wanted, mode="always")
     assert found.prefill is not None
-    assert (found.decode.instance.key.address, found.prefill.instance.key.address) == ("new", "new")
+    assert (found.decode.key.address, found.prefill.key.address) == ("new", "new")
     none = plan(decode[:1], [able("prefill")], wanted)
     assert isinstance(none, NoPlan)
     assert "does not support constraints" in none.why
     assert "structured-output" in none.message
-    assert planned(decode[:1], [], choice()).decode.instance.key.address == "old"
+    assert planned(decode[:1], [], choice()).decode.key.address == "old"
 
 
 def able(role: Role, name: str = "", constraints: Sequence[str] = CONSTRAINTS) -> InstanceView:
@@ -337,8 +337,8 @@ def test_a_constraint_goes_only_to_instances_that_name_it(constraints: list[str]
     """An instance that does not know a field of the request ignores it in silence."""
     old, wanted = able("decode", "old", constraints), choice(structural_tag="{}")
     found = planned([old, able("decode", "new")], [able("prefill", "old", constraints)], wanted)
-    assert (found.decode.instance.key.address, found.prefill) == ("new", None)
-    assert planned([old], [], choice(regex="a")).decode.instance.key.address == "old"
+    assert (found.decode.key.address, found.prefill) == ("new", None)
+    assert planned([old], [], choice(regex="a")).decode.key.address == "old"
     none = plan([old], [able("prefill")], wanted)
     assert isinstance(none, NoPlan)
     assert none.why == "old: does not support structural_tag"

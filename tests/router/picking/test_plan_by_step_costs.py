@@ -9,8 +9,8 @@ from typing import Any
 from engine.core.messages import StepCost
 from router.picking.affinity import Affinity
 from router.picking.disaggregation import Decision, Reason
-from router.picking.placement import STEP_STRETCH, AimSource
-from router.picking.plan import Plan, explain, make_plan
+from router.picking.placement import STEP_STRETCH, AimSource, Plan
+from router.picking.plan import explain, make_plan
 from router.picking.scorers import Criteria
 from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
 from router.pools.instance_info import InstanceView, Role
@@ -45,18 +45,28 @@ def planned_by_objectives(
 
 def test_with_objectives_an_idle_prefill_instance_serves_alone() -> None:
     found = planned_by_objectives([measured("decode", num_running=10)], [measured("prefill")])
-    assert found.decode.instance.instance_id == "prefill"
+    assert found.decode.instance_id == "prefill"
     assert found.prefill is None
     assert (found.disaggregation.decision, found.disaggregation.reason) == (Decision.LOCAL, Reason.ESTIMATE)
     assert "alone at prefill 0.2" in found.disaggregation.explanation
     assert "of 1 s and 12 ms" in found.disaggregation.explanation
 
 
+def test_why_is_the_comparison_and_what_chose_the_two_that_were_compared() -> None:
+    decode, prefill = (
+        [measured("decode", "d1", num_running=9), measured("decode", "d2", num_running=2)],
+        [measured("prefill")],
+    )
+    assert planned_by_objectives(decode, prefill).why == "by step costs, of 3"
+    scores = "decode: score 2, lowest of 2, 1 tied; prefill: score 0, lowest of 1, 1 tied"
+    assert planned_without(decode, prefill).why == f"{scores}; by step costs, of 2"
+
+
 def test_without_a_prefill_instance_the_reason_is_that_also_with_objectives() -> None:
     out = replace(measured("prefill"), out="draining")
     for prefill in ([], [out]):
         found = planned_by_objectives([measured("decode")], prefill)
-        assert (found.decode.instance.instance_id, found.prefill) == ("decode", None)
+        assert (found.decode.instance_id, found.prefill) == ("decode", None)
         assert found.disaggregation[:2] == (Decision.LOCAL, Reason.NO_PREFILL)
         assert found.disaggregation.explanation.startswith("no prefill instance is available: alone at decode")
 
@@ -69,7 +79,7 @@ def test_a_split_by_objectives_names_both_and_the_work() -> None:
         choice(4000),
     )
     assert found.prefill is not None
-    assert (found.decode.instance.instance_id, found.prefill.instance.instance_id) == ("decode", "prefill")
+    assert (found.decode.instance_id, found.prefill.instance_id) == ("decode", "prefill")
     assert found.work == Work(4000, 0, 4000)
 
 
@@ -98,11 +108,11 @@ def planned_without(
 def test_without_objectives_a_long_prompt_goes_where_less_waits() -> None:
     behind: dict[str, Any] = {"num_uncomputed_tokens": 9000}
     found = planned_without([measured("decode", **behind)], [measured("prefill")])
-    assert found.decode.instance.instance_id == "prefill"
+    assert found.decode.instance_id == "prefill"
     assert found.prefill is None
     assert "of 12.3 ms (assumed)" in found.disaggregation.explanation
     found = planned_without([measured("decode")], [measured("prefill", **behind)])
-    assert found.decode.instance.instance_id == "decode"
+    assert found.decode.instance_id == "decode"
 
 
 def test_without_objectives_prompts_are_split_where_the_prefill_pool_is_busy_with_prompts() -> None:
@@ -112,7 +122,7 @@ def test_without_objectives_prompts_are_split_where_the_prefill_pool_is_busy_wit
         [measured("decode", num_running=4, throughput=fast)], [measured("prefill", throughput=busy)], choice(4000)
     )
     assert found.prefill is not None
-    assert found.prefill.instance.instance_id == "prefill"
+    assert found.prefill.instance_id == "prefill"
     assert found.disaggregation.decision is Decision.DISAGGREGATE
 
 
@@ -132,21 +142,21 @@ def test_a_prefill_instance_takes_streams_for_half_of_its_batch_and_prompts_beyo
 
     decode = measured("decode", num_running=40, num_uncomputed_tokens=20_000, throughput=fast)
     found = planned_without([decode], [prefill(7)])
-    assert (found.decode.instance.instance_id, found.prefill) == ("prefill", None)
+    assert (found.decode.instance_id, found.prefill) == ("prefill", None)
     found = planned_without([decode], [prefill(8)])
-    assert found.decode.instance.instance_id == "decode"
+    assert found.decode.instance_id == "decode"
     assert found.prefill is not None, "it still computes prompts"
     full = replace(decode, info=replace(decode.info, max_num_seqs=40))
-    assert planned_without([full], [prefill(7)]).decode.instance.instance_id == "prefill"
+    assert planned_without([full], [prefill(7)]).decode.instance_id == "prefill"
     found = planned_without([full], [prefill(8)])
-    assert found.decode.instance.instance_id == "decode", "rather than filling the rest of the batch, it waits there"
+    assert found.decode.instance_id == "decode", "rather than filling the rest of the batch, it waits there"
     assert found.prefill is not None
 
 
 def test_prompts_of_at_most_min_tokens_go_where_less_waits_and_are_not_split() -> None:
     behind: dict[str, Any] = {"num_uncomputed_tokens": 9000}
     found = planned_without([measured("decode", **behind)], [measured("prefill")], choice(64))
-    assert found.decode.instance.instance_id == "prefill"
+    assert found.decode.instance_id == "prefill"
     fast = ThroughputEstimate(hand_over_per_s=1e6)
     busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.9 * 4500)
     pools = [measured("decode", num_running=4, throughput=fast)], [measured("prefill", throughput=busy)]
@@ -159,7 +169,7 @@ def test_prompts_of_at_most_min_tokens_go_where_less_waits_and_are_not_split() -
 def test_without_objectives_scores_pick_the_two_instances() -> None:
     decode = [measured("decode", f"d{number}", num_running=4 - number) for number in range(4)]
     prefill = [measured("prefill", f"p{number}", num_waiting=number) for number in range(3)]
-    picked = {planned_without(decode, prefill).decode.instance.instance_id for _ in range(5)}
+    picked = {planned_without(decode, prefill).decode.instance_id for _ in range(5)}
     assert picked <= {"d3", "p0"}
 
 
@@ -181,7 +191,7 @@ def test_without_objectives_choices_of_one_request_stay_where_the_first_runs() -
     second = choice()
     second.decode_key = view("prefill", "p1").key
     prefill = [measured("prefill", "p0"), measured("prefill", "p1", num_running=8)]
-    assert planned_without([measured("decode")], prefill, second).decode.instance.instance_id == "p1"
+    assert planned_without([measured("decode")], prefill, second).decode.instance_id == "p1"
 
 
 def test_choices_of_one_request_stay_where_the_first_runs() -> None:
@@ -189,13 +199,13 @@ def test_choices_of_one_request_stay_where_the_first_runs() -> None:
     second.decode_key = view("decode", "d1").key
     for num_running in (0, 8):
         pools = [measured("decode", "d0"), measured("decode", "d1", num_running=num_running)], [measured("prefill")]
-        assert planned_by_objectives(*pools, second).decode.instance.instance_id == "d1"
+        assert planned_by_objectives(*pools, second).decode.instance_id == "d1"
 
 
 def test_an_instance_without_room_is_no_candidate() -> None:
     small = measured("prefill")
     small = replace(small, info=replace(small.info, num_blocks=10))
-    assert planned_by_objectives([measured("decode", num_running=10)], [small]).decode.instance.instance_id == "decode"
+    assert planned_by_objectives([measured("decode", num_running=10)], [small]).decode.instance_id == "decode"
 
 
 def test_explain_says_what_is_decided() -> None:
@@ -207,4 +217,4 @@ def test_explain_says_what_is_decided() -> None:
         assert shown.reason == found.disaggregation.explanation
         picked = {one.instance_id for one in (*shown.decode, *shown.prefill) if one.picked}
         split = [] if found.prefill is None else [found.prefill]
-        assert picked == {one.instance.instance_id for one in (found.decode, *split)}
+        assert picked == {one.instance_id for one in (found.decode, *split)}

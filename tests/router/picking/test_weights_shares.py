@@ -12,8 +12,8 @@ import pytest
 
 from engine.sampling.params import SamplingParams
 from router.picking.affinity import Affinity, RequestAffinity
-from router.picking.placement import AimSource
-from router.picking.plan import Plan, explain, make_plan
+from router.picking.placement import AimSource, Plan
+from router.picking.plan import explain, make_plan
 from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
 from router.picking.weights_shares import WeightsShares
 from router.pools.instance_info import InstanceView, Role
@@ -56,8 +56,8 @@ def weights_of(
     made = make_plan(decode, prefill, choice, keys, DisaggregationSettings(mode=mode), random.Random(0), criteria)
     assert isinstance(made, Plan)
     if made.prefill is not None:
-        assert made.prefill.instance.info.identity == made.decode.instance.info.identity
-    return made.decode.instance.info.identity.weights_digest
+        assert made.prefill.info.identity == made.decode.info.identity
+    return made.decode.info.identity.weights_digest
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_by_objectives_the_share_holds_in_both_pools() -> None:
         criteria = replace(criteria, aims=AIMS.of(choice.request))
         made = make_plan(decode, prefill, choice, frozenset(), DisaggregationSettings(), random.Random(n), criteria)
         assert isinstance(made, Plan)
-        assert made.decode.instance.instance_id == "e"
+        assert made.decode.instance_id == "e"
 
 
 def test_the_share_is_explained() -> None:
