@@ -74,6 +74,7 @@ class ThroughputEstimator:
         self._assigned_s = -math.inf
         self._busy_since: tuple[int, float] | None = None
         self._recent_assigned: deque[tuple[float, int]] = deque()
+        self._num_recent_tokens = 0  # of these: views are made too often to add them up each time
         self._recent_computed: deque[tuple[float, int]] = deque()  # the counter at that time
 
     def estimate(self, now_s: float) -> ThroughputEstimate:
@@ -84,6 +85,7 @@ class ThroughputEstimator:
         """The instance gets a prompt with `num_tokens` to prefill, which will be measured."""
         self._assigned_s = now_s
         self._recent_assigned.append((now_s, num_tokens))
+        self._num_recent_tokens += num_tokens
 
     def prefilled(self, num_tokens: int, num_tokens_ahead: int, seconds: float) -> None:
         """A prompt, of which `num_tokens` were not cached, got its first token `seconds` after it had joined a queue
@@ -110,13 +112,13 @@ class ThroughputEstimator:
             self._busy_since = (num_prefilled_tokens, now_s)
 
     def _recent_per_s(self, now_s: float) -> float:
-        for recent in (self._recent_assigned, self._recent_computed):
-            while recent and recent[0][0] < now_s - _RECENT_S:
-                recent.popleft()
-        num_assigned = sum(num_tokens for _, num_tokens in self._recent_assigned)
-        computed = self._recent_computed
+        assigned, computed = self._recent_assigned, self._recent_computed
+        while assigned and assigned[0][0] < now_s - _RECENT_S:
+            self._num_recent_tokens -= assigned.popleft()[1]
+        while computed and computed[0][0] < now_s - _RECENT_S:
+            computed.popleft()
         num_computed = computed[-1][1] - computed[0][1] if computed else 0
-        return max(num_assigned, num_computed) / _RECENT_S
+        return max(self._num_recent_tokens, num_computed) / _RECENT_S
 
 
 @dataclass(frozen=True, slots=True)

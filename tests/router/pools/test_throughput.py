@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -90,6 +91,23 @@ def test_reports_of_an_instance_that_was_idle_meanwhile_show_nothing() -> None:
     idle.report_received(5500, 0, 10.5)
     idle.report_received(6000, 900, 11.0)
     assert idle.estimate(11.0).prefill_per_s is None
+
+
+def test_recent_prompts_are_those_of_five_seconds_assigned_here_or_computed_if_that_is_more() -> None:
+    source, recent = random.Random(1), speeds()
+    assigned: list[tuple[float, int]] = []
+    for now_s in sorted(source.uniform(0.0, 20.0) for _ in range(500)):
+        assigned.append((now_s, source.randrange(1000)))
+        recent.prefill_assigned(*assigned[-1])
+        num_tokens = sum(number for at_s, number in assigned if at_s >= now_s - 5.0)
+        assert recent.estimate(now_s).recent_prefill_per_s == num_tokens / 5.0
+    recent.report_received(1000, 0, 21.0)
+    recent.report_received(1000 + 10**6, 0, 22.0)
+    assert recent.estimate(22.0).recent_prefill_per_s == 10**6 / 5.0
+    assert recent.estimate(30.0).recent_prefill_per_s == 0.0
+    recent.prefill_assigned(30.0, 10)
+    recent.clear()
+    assert recent.estimate(30.0).recent_prefill_per_s == 0.0
 
 
 def test_a_try_is_remembered() -> None:
