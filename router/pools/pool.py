@@ -197,13 +197,15 @@ class Pools:
         self._changed.notify()
 
     def _log_mismatches(self) -> None:
+        reported, self._reported_mismatches = self._reported_mismatches, set()
         for decode in self.decode.views():
             for prefill in self.prefill.views():
                 pair = (prefill.key, decode.key)
                 mismatch = decode.pairing_mismatch(prefill)
-                if mismatch is None or pair in self._reported_mismatches:
+                if mismatch is not None:
+                    self._reported_mismatches.add(pair)
+                if mismatch is None or pair in reported:
                     continue
-                self._reported_mismatches.add(pair)
                 _log.warning(
                     "%s differs between decode %s (%s) and prefill %s (%s): they will not be paired",
                     mismatch.field,

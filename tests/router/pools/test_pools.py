@@ -294,6 +294,17 @@ async def test_incompatible_instances_are_named_and_never_paired(run: Run, caplo
     ]
 
 
+async def test_mismatches_of_processes_that_have_ended_are_forgotten(run: Run) -> None:
+    odd = FakeInstance("prefill", "odd", identity={"dtype": "bfloat16", "fingerprint": "f1"})
+    async with run(prefill=[odd]) as rig:
+        for _ in range(3):
+            await odd.replace()
+            await until(
+                lambda: [one.key.epoch for one in rig.app.pools.prefill.views() if one.out is None] == [odd.epoch]
+            )
+        assert [prefill.epoch for prefill, _ in rig.app.pools._reported_mismatches] == [odd.epoch]
+
+
 VLLM = "vllm 0.32.0, CPUModelRunner, CPU_ATTN, KV float32"
 
 
