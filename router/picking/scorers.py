@@ -146,8 +146,6 @@ class Scoring:
 
     def for_request(self, request: RequestFacts) -> ViewScorer:
         """The scoring as a function of the instance alone."""
-        if len(self.terms) == 1 and self.terms[0].weight == 1.0:
-            return partial(self.terms[0].scorer, request)
         return partial(self.score, request)
 
 
