@@ -101,16 +101,6 @@ def _described(mismatch: Mismatch | None) -> str | None:
     return f"{mismatch.field} is {mismatch.theirs}, not {mismatch.ours}" if mismatch else None
 
 
-def default_filters(excluded: Collection[InstanceKey] = (), identity: Identity | None = None) -> list[Filter]:
-    """The filters of every pick, without those that would pass every instance."""
-    filters: list[Filter] = [ready]
-    if excluded:
-        filters.append(not_excluded(excluded))
-    if identity is not None:
-        filters.append(same_identity(identity))
-    return filters
-
-
 def rejection(view: InstanceView, filters: Sequence[Filter]) -> str | None:
     """The reason of the first filter that rejects the instance; None when it passes all."""
     return next((reason for check in filters if (reason := check(view)) is not None), None)

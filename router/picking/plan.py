@@ -56,7 +56,9 @@ def make_plan(
 
     A choice prefers the instances that it names: its siblings have just run the same prompt there.
     """
-    filters = picker.default_filters(excluded, choice.required_identity)
+    filters = [picker.ready, picker.not_excluded(excluded)]
+    if choice.required_identity is not None:
+        filters.append(picker.same_identity(choice.required_identity))
     if (constraint := choice.request.params.constraint_name) is not None:
         filters.append(picker.supports_constraint(constraint))
     filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
@@ -277,7 +279,7 @@ def explain(
     known, num_tokens = RequestAffinity(affinity, request), request.num_prompt_tokens
     criteria, choice = replace(known.criteria(num_tokens), aims=aims.of(request)), Choice(request, 0)
     plan = make_plan(decode_views, prefill_views, choice, frozenset(), settings, rng, criteria)
-    filters = picker.default_filters()
+    filters: list[Filter] = [picker.ready]
     filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if isinstance(plan, Plan):
         decode: InstanceView | None = plan.decode

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from router.picking.picker import Pick, default_filters, pick
+from router.picking.picker import Pick, pick, ready
 from router.pools.in_flight import InFlightCalls
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 
@@ -171,7 +171,7 @@ class _Simulation:
             views = [InstanceView(view.key, view.info, view.load) for view in views]
         if self.policy == "omniscient":
             views = [self.truth(view, stub) for view, stub in zip(views, self.stubs, strict=True)]
-        found = pick(views, default_filters(), rng=self.tie_breaker)
+        found = pick(views, [ready], rng=self.tie_breaker)
         assert isinstance(found, Pick)
         return int(found.instance.key.address)
 

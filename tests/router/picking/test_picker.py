@@ -10,7 +10,6 @@ from typing import Any
 from router.picking.picker import (
     NoPick,
     Pick,
-    default_filters,
     has_partner,
     not_excluded,
     pairs_with,
@@ -104,9 +103,8 @@ def test_a_decode_instance_without_a_partner_is_left_out_with_the_difference() -
     assert has_partner([gone], [ready])(decode) == "no prefill instance pairs with it (none is available)"
 
 
-def test_filters_that_would_let_everyone_pass_are_left_out() -> None:
-    assert default_filters() == [ready]
-    filters = default_filters({InstanceKey("a", "e")}, Identity(fingerprint="g"))
+def test_the_first_filter_that_rejects_an_instance_is_the_reason() -> None:
+    filters = [ready, not_excluded({InstanceKey("a", "e")}), same_identity(Identity(fingerprint="g"))]
     views = [view("a"), view("b"), view("c", out="silent")]
     reasons = [rejection(one, filters) for one in views]
     assert reasons == ["has failed or refused this request", "fingerprint is f, not g", "silent"]
