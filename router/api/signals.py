@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from protos.externalscaler import externalscaler_pb2 as keda
 from protos.tandem.v1 import signals_pb2
-from router.autoscaler.decide import Hold, PoolDecisions, ScaleDecision, balance, decide_now
+from router.autoscaler.decide import Hold, ScaleDecision, balance, decide_now
 from router.autoscaler.observation import Observer, router_signals_of
 from router.pools.instance import ENDING
 from router.pools.instance_info import Role
@@ -100,8 +100,8 @@ class ExternalScaler:
         observed = self.observer.observe({role: self._size(role) for role in self.pools.by_role})
         prefill = decide_now(observed["prefill"], settings.prefill)
         decode = decide_now(observed["decode"], settings.decode)
-        balanced = balance(PoolDecisions(prefill, decode, sum(one.num_ending for one in observed.values())), settings)
-        return balanced.prefill if role == "prefill" else balanced.decode
+        prefill, decode = balance(prefill, decode, sum(one.num_ending for one in observed.values()), settings)
+        return prefill if role == "prefill" else decode
 
     def _size(self, role: Role) -> int:
         """Instances that are there and stay: KEDA knows how many are ordered."""

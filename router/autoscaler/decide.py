@@ -245,52 +245,41 @@ _Sizes = tuple[int, int]
 """Of the prefill and of the decode pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolDecisions:
-    """The decisions for both pools at one moment, and the processes beyond their sizes that have not ended yet."""
-
-    prefill: ScaleDecision
-    decode: ScaleDecision
-    num_ending: int = 0
-
-
-def balance(decisions: PoolDecisions, settings: AutoscalerSettings) -> PoolDecisions:
-    """The decisions that may be applied together; those that may not hold, or change less, and say why."""
-    prefill, decode = decisions.prefill, decisions.decode
-    decided = (prefill.new_size, decode.new_size)
-    if _is_allowed(decisions, settings, decided):
-        return decisions
-    if _is_within_max_instances(decisions, settings, decided):
+def balance(
+    prefill: ScaleDecision, decode: ScaleDecision, num_ending: int, settings: AutoscalerSettings
+) -> tuple[ScaleDecision, ScaleDecision]:
+    """The decisions that may be applied together; those that may not hold, or change less, and say why. `num_ending`:
+    the processes beyond the sizes of both pools that have not ended yet."""
+    before, decided = (prefill.size, decode.size), (prefill.new_size, decode.new_size)
+    if _is_allowed(before, decided, num_ending, settings):
+        return prefill, decode
+    if _is_within_max_instances(before, decided, num_ending, settings):
         lowest, highest = settings.ratios
         hold: Hold = "ratio"
         why = f"the ratio of prefill to decode must stay within {lowest:g}..{highest:g}"
     else:
         hold, why = "budget", f"{settings.max_instances} instances are allowed in both pools together"
     pairs = product(_between(prefill), _between(decode))
-    allowed = [pair for pair in pairs if _is_allowed(decisions, settings, pair)]
-    best = min(allowed, key=lambda pair: _unmet(decisions, pair), default=(prefill.size, decode.size))
-    return replace(
-        decisions, prefill=_limited(prefill, best[0], hold, why), decode=_limited(decode, best[1], hold, why)
-    )
+    allowed = [pair for pair in pairs if _is_allowed(before, pair, num_ending, settings)]
+    best = min(allowed, key=lambda pair: _unmet((prefill, decode), pair), default=before)
+    return _limited(prefill, best[0], hold, why), _limited(decode, best[1], hold, why)
 
 
 def _between(decision: ScaleDecision) -> range:
     return range(min(decision.size, decision.new_size), max(decision.size, decision.new_size) + 1)
 
 
-def _is_allowed(decisions: PoolDecisions, settings: AutoscalerSettings, sizes: _Sizes) -> bool:
+def _is_allowed(before: _Sizes, sizes: _Sizes, num_ending: int, settings: AutoscalerSettings) -> bool:
     """Whether the ratio is within its bounds, or not farther from them than now, and the sum within max_instances."""
-    before = (decisions.prefill.size, decisions.decode.size)
     is_in_ratio = _off_ratio(settings, sizes) <= _off_ratio(settings, before)
-    return is_in_ratio and _is_within_max_instances(decisions, settings, sizes)
+    return is_in_ratio and _is_within_max_instances(before, sizes, num_ending, settings)
 
 
-def _is_within_max_instances(decisions: PoolDecisions, settings: AutoscalerSettings, sizes: _Sizes) -> bool:
+def _is_within_max_instances(before: _Sizes, sizes: _Sizes, num_ending: int, settings: AutoscalerSettings) -> bool:
     """Whether a pool that grows finds room beside all present processes; a pool that does not grow needs none."""
-    before = (decisions.prefill.size, decisions.decode.size)
     if settings.max_instances is None or (sizes[0] <= before[0] and sizes[1] <= before[1]):
         return True
-    return max(sizes[0], before[0]) + max(sizes[1], before[1]) + decisions.num_ending <= settings.max_instances
+    return max(sizes[0], before[0]) + max(sizes[1], before[1]) + num_ending <= settings.max_instances
 
 
 def _off_ratio(settings: AutoscalerSettings, sizes: _Sizes) -> float:
@@ -302,11 +291,11 @@ def _off_ratio(settings: AutoscalerSettings, sizes: _Sizes) -> float:
     return max(lowest - ratio, ratio - highest, 0.0)
 
 
-def _unmet(decisions: PoolDecisions, sizes: _Sizes) -> tuple[float, float, float, int]:
+def _unmet(decisions: Sequence[ScaleDecision], sizes: _Sizes) -> tuple[float, float, float, int]:
     """How far from the decisions: first the shortage of the worse pool, then of both, then what could be removed; the
     last part makes it unique."""
     shortages, surpluses = [1.0], [1.0]
-    for decision, size in zip((decisions.prefill, decisions.decode), sizes, strict=True):
+    for decision, size in zip(decisions, sizes, strict=True):
         if decision.direction == "out":
             shortages.append(max(decision.new_size, 1) / max(size, 1))
         else:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from prometheus_client import Metric
 
 from protos.tandem.v1 import pools_pb2
-from router.autoscaler.decide import Direction, History, Hold, PoolDecisions, ScaleDecision, balance, decide
+from router.autoscaler.decide import Direction, History, Hold, ScaleDecision, balance, decide
 from router.autoscaler.observation import PoolObservation
 from router.autoscaler.resizer import Actuator, ActuatorError, Change, Resizer
 from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
@@ -220,8 +220,7 @@ class Autoscaler:
             for pool in self._pools.values()
         )
         num_ending = sum(observation.num_ending for observation in observations.values())
-        balanced = balance(PoolDecisions(prefill, decode, num_ending), settings)
-        return balanced.prefill, balanced.decode
+        return balance(prefill, decode, num_ending, settings)
 
     async def _apply(self, decisions: Iterable[ScaleDecision]) -> None:
         """Resizes the pools one after the other."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from router.autoscaler.decide import PoolDecisions, ScaleDecision, balance
+from router.autoscaler.decide import ScaleDecision, balance
 from router.autoscaler.settings import AutoscalerSettings
 from router.pools.instance_info import Role
 from tests.router.autoscaler.builders import settings_of
@@ -15,59 +15,62 @@ def wants(role: Role, size: int, new_size: int) -> ScaleDecision:
     return ScaleDecision(role, 0.0, size, new_size, new_size, "steady" if size == new_size else None, "as it is")
 
 
-def both(prefill: tuple[int, int], decode: tuple[int, int], num_ending: int = 0) -> PoolDecisions:
-    return PoolDecisions(wants("prefill", *prefill), wants("decode", *decode), num_ending)
+def balanced(
+    prefill: tuple[int, int], decode: tuple[int, int], settings: AutoscalerSettings, num_ending: int = 0
+) -> tuple[ScaleDecision, ScaleDecision]:
+    return balance(wants("prefill", *prefill), wants("decode", *decode), num_ending, settings)
 
 
-def sizes(both: PoolDecisions) -> tuple[int, int]:
-    return both.prefill.new_size, both.decode.new_size
+def sizes(decisions: tuple[ScaleDecision, ScaleDecision]) -> tuple[int, int]:
+    prefill, decode = decisions
+    return prefill.new_size, decode.new_size
 
 
 def test_without_a_budget_both_get_what_they_want() -> None:
-    wanted = both((1, 2), (4, 8))
-    assert balance(wanted, settings_of()) is wanted
+    wanted = wants("prefill", 1, 2), wants("decode", 4, 8)
+    assert balance(*wanted, 0, settings_of()) == wanted
 
 
 def test_the_budget_goes_to_the_pool_that_is_worst_off() -> None:
-    balanced = balance(both((2, 4), (2, 3)), settings_of(max_instances=5))
-    assert sizes(balanced) == (3, 2)
-    assert balanced.decode.hold == "budget"
-    assert balanced.decode.reason == "as it is; 5 instances are allowed in both pools together"
-    assert sizes(balance(both((2, 4), (2, 3)), settings_of(max_instances=6))) == (3, 3)
-    assert sizes(balance(both((2, 4), (2, 4)), settings_of(max_instances=5))) == (2, 3)
+    _, decode = both = balanced((2, 4), (2, 3), settings_of(max_instances=5))
+    assert sizes(both) == (3, 2)
+    assert decode.hold == "budget"
+    assert decode.reason == "as it is; 5 instances are allowed in both pools together"
+    assert sizes(balanced((2, 4), (2, 3), settings_of(max_instances=6))) == (3, 3)
+    assert sizes(balanced((2, 4), (2, 4), settings_of(max_instances=5))) == (2, 3)
 
 
 def test_a_rebalance_beyond_the_total_budget_takes_two_steps() -> None:
     """What one pool gives up still runs, drains, and holds its place, until it has ended."""
     settings = settings_of(max_instances=6)
-    first = balance(both((2, 1), (4, 5)), settings)
-    assert sizes(first) == (1, 4)
-    assert first.decode.hold == "budget"
-    assert sizes(balance(both((1, 1), (4, 5), num_ending=1), settings)) == (1, 4)
-    assert sizes(balance(both((1, 1), (4, 5)), settings)) == (1, 5)
+    _, decode = both = balanced((2, 1), (4, 5), settings)
+    assert sizes(both) == (1, 4)
+    assert decode.hold == "budget"
+    assert sizes(balanced((1, 1), (4, 5), settings, num_ending=1)) == (1, 4)
+    assert sizes(balanced((1, 1), (4, 5), settings)) == (1, 5)
 
 
 def test_a_drifting_ratio_of_prefill_to_decode_is_stopped_at_its_bounds() -> None:
     settings = settings_of(min_ratio=0.5, max_ratio=2.0)
-    assert sizes(balance(both((2, 4), (1, 1)), settings)) == (2, 1)
-    held = balance(both((2, 4), (1, 1)), settings).prefill
+    assert sizes(balanced((2, 4), (1, 1), settings)) == (2, 1)
+    held, _ = balanced((2, 4), (1, 1), settings)
     assert (held.hold, held.reason) == (
         "ratio",
         "as it is; the ratio of prefill to decode must stay within 0.5..2",
     )
-    assert sizes(balance(both((2, 4), (1, 2)), settings)) == (4, 2)
-    assert sizes(balance(both((2, 1), (4, 4)), settings)) == (2, 4)
+    assert sizes(balanced((2, 4), (1, 2), settings)) == (4, 2)
+    assert sizes(balanced((2, 1), (4, 4), settings)) == (2, 4)
 
 
 def test_a_ratio_that_has_drifted_may_go_back_and_no_further() -> None:
     settings = settings_of(max_ratio=1.0)
-    assert sizes(balance(both((4, 3), (1, 1)), settings)) == (3, 1)
-    assert sizes(balance(both((4, 5), (1, 1)), settings)) == (4, 1)
-    assert sizes(balance(both((4, 4), (1, 2)), settings)) == (4, 2)
+    assert sizes(balanced((4, 3), (1, 1), settings)) == (3, 1)
+    assert sizes(balanced((4, 5), (1, 1), settings)) == (4, 1)
+    assert sizes(balanced((4, 4), (1, 2), settings)) == (4, 2)
 
 
 def test_a_change_that_is_allowed_in_part_goes_as_far_as_it_may() -> None:
-    less = balance(both((1, 4), (2, 2)), settings_of(max_ratio=1.0)).prefill
+    less, _ = balanced((1, 4), (2, 2), settings_of(max_ratio=1.0))
     assert (less.new_size, less.hold, less.desired) == (2, None, 4)
 
 
@@ -90,13 +93,13 @@ def test_never_beyond_the_budget_nor_out_of_ratio_nor_past_what_is_wanted(
 ) -> None:
     low, high = ratios or (None, None)
     policy: AutoscalerSettings = settings_of(max_instances=budget, min_ratio=low, max_ratio=high)
-    balanced = balance(both(prefill, decode, num_ending), policy)
-    for decision, (size, wanted) in ((balanced.prefill, prefill), (balanced.decode, decode)):
+    decisions = balanced(prefill, decode, policy, num_ending)
+    for decision, (size, wanted) in zip(decisions, (prefill, decode), strict=True):
         assert min(size, wanted) <= decision.new_size <= max(size, wanted)
         assert (decision.hold is None) == (decision.new_size != size)
-    if budget is not None and (balanced.prefill.direction == "out" or balanced.decode.direction == "out"):
-        running = max(sizes(balanced)[0], prefill[0]) + max(sizes(balanced)[1], decode[0]) + num_ending
+    if budget is not None and any(one.direction == "out" for one in decisions):
+        running = max(sizes(decisions)[0], prefill[0]) + max(sizes(decisions)[1], decode[0]) + num_ending
         assert running <= budget
     if ratios is not None:
         assume(ratios[0] <= prefill[0] / decode[0] <= ratios[1])
-        assert ratios[0] <= sizes(balanced)[0] / sizes(balanced)[1] <= ratios[1]
+        assert ratios[0] <= sizes(decisions)[0] / sizes(decisions)[1] <= ratios[1]
