@@ -336,11 +336,7 @@ class RouterApp:
             await self._http.stop()
         for name in ("autoscaler", "readiness", "peers"):
             await self._end_task(name)
-        try:
-            async with asyncio.timeout(_RELEASES_S):
-                await self._releases.wait()
-        except TimeoutError:
-            _log.warning("%d releases were not answered", self._releases.num_pending)
+        await self._releases.wait(_RELEASES_S)
         await self.pools.stop()
         for owner in (self._stack, self._kubernetes):
             if owner is not None:

@@ -56,10 +56,6 @@ class _Flow:
     emit: Emit
     slot: Slot
 
-    async def forward(self, chunk: common_pb2.TokenChunk, attempt: AttemptTrace) -> None:
-        attempt.token()
-        await self.emit(chunk)
-
 
 async def run_together(*running: Coroutine[Any, Any, None]) -> None:
     """One that fails cancels the others; raises its error, a ServiceError before any other."""
@@ -177,7 +173,9 @@ class Dispatcher:
                 prefill.start(request, hand_over)
                 attempt.computing("prefill")
                 while not (choice.handed_over or choice.finished):
-                    await flow.forward(await prefill.next_tokens(), attempt)
+                    chunk = await prefill.next_tokens()
+                    attempt.token()
+                    await flow.emit(chunk)
                 if choice.finished:
                     return
                 # 5, 6. The instances hand the KV over; the seed is what decode cannot know.
@@ -212,7 +210,8 @@ class Dispatcher:
             if not started:
                 started = True
                 flow.affinity.record_cached(instance)
-            await flow.forward(chunk, attempt)
+            attempt.token()
+            await flow.emit(chunk)
         flow.affinity.record_cached(instance, flow.choice.token_ids)
 
     async def _plan(self, flow: _Flow) -> Plan:

@@ -447,20 +447,20 @@ class TransferReleases:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def num_pending(self) -> int:
-        return len(self._tasks)
-
     def send(self, channel: grpc.aio.Channel, transfer_id: str) -> None:
         """Releases `transfer_id` at the instance behind `channel`. Returns at once; release is idempotent."""
         task = asyncio.create_task(self._release(channel, transfer_id), name=f"release {transfer_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def wait(self) -> None:
-        """Returns when all releases have been answered or have timed out."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when all releases have been answered or have timed out, or after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+        except TimeoutError:
+            _log.warning("%d releases were not answered", len(self._tasks))
 
     async def _release(self, channel: grpc.aio.Channel, transfer_id: str) -> None:
         request = kv_transfer_pb2.ReleaseRequest(transfer_id=transfer_id)
