@@ -58,7 +58,7 @@ class TransferRequest:
     instance_epoch: str
     num_local_blocks: int
     lease_s: float = 30.0
-    """Lease requested in renewals; a producer that is silent for so long counts as dead. Seconds."""
+    """Lease requested in renewals, seconds."""
     attach_timeout_s: float = 30.0
     """How long the producer may take until it offers the transfer, seconds."""
 
@@ -97,7 +97,8 @@ class _TransferClient:
     _request: TransferRequest
     _on_progress: Callable[[KVProgress], None]
     _loaded: asyncio.Future[bool]
-    _lease_s: float
+    _producer_lease_s: float
+    """The producer reports in every third of it, so that a whole one without a message means that it is dead."""
     _attached: bool = False
     num_ready_blocks: int = 0
     released: bool = False
@@ -149,26 +150,31 @@ class _TransferClient:
                     if (failure := self._handle(response)) is not None:
                         return failure
                     if not self._attached:  # attaching has just set the lease
-                        self._attached, renew_at = True, now + self._lease_s / 3
-                    silent_at = now + self._lease_s
+                        self._attached, renew_at = True, now + self._renew_interval_s
+                    silent_at = now + self._producer_lease_s
                     reading = asyncio.ensure_future(call.read())
                 if now >= silent_at:
-                    timeout_s = self._lease_s if self._attached else request.attach_timeout_s
+                    timeout_s = self._producer_lease_s if self._attached else request.attach_timeout_s
                     return f"no message from the producer for {timeout_s:g} s"
                 if now >= renew_at:
                     await call.write(pb.AttachRequest(renew=pb.AttachRenew(lease_s=request.lease_s)))
-                    renew_at = now + self._lease_s / 3
+                    renew_at = now + self._renew_interval_s
         finally:
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                 await reading
+
+    @property
+    def _renew_interval_s(self) -> float:
+        return min(self._request.lease_s, self._producer_lease_s) / 3
 
     def _handle(self, response: pb.AttachResponse) -> str | None:
         """Report the message as progress; returns the reason if the transfer has failed."""
         request_id = self._request.request_id
         match response.WhichOneof("event"):
             case "attached":
-                self._lease_s = min(self._request.lease_s, response.attached.lease_s or self._request.lease_s)
+                if (lease_s := response.attached.lease_s) > 0:
+                    self._producer_lease_s = lease_s
                 metadata = response.attached.connector_metadata
                 self._on_progress(KVProgress(request_id, 0, connector_metadata=metadata))
             case "ready":

@@ -90,6 +90,18 @@ async def test_lease_is_renewed_while_reader_and_producer_have_nothing_to_report
     await client.task
 
 
+@pytest.mark.parametrize("server_end", [9.0], indirect=True)
+async def test_reader_with_a_shorter_lease_waits_for_the_producers_next_report(
+    server_end: ServerEndpoint, stub: KvTransferServiceStub
+) -> None:
+    server_end.offer()
+    client = ClientEndpoint(stub, lease_s=0.3)
+    await until(lambda: client.task.done() or server_end.actions().count("renew") > 5)
+    assert client.failure is None, "the producer reports every third of its own lease"
+    client.loaded.set_result(True)
+    await client.task
+
+
 async def test_frozen_reader_loses_its_lease_and_is_notified(
     server_end: ServerEndpoint, stub: KvTransferServiceStub
 ) -> None:
