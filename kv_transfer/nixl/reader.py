@@ -19,7 +19,8 @@ Peers of one agent are added when first read from, and kept while they are recen
                               └──least recently used, nothing in flight──▶ unknown
 
 A peer that has restarted has another epoch and so another name: a new peer; the old one is removed when it is least
-recently used or fails. One thread does all of this, so no read of a peer runs while a peer is added or removed.
+recently used or fails. One thread does all of this, so no read of a peer runs while a peer is added or removed. An
+error in it ends the process, and with that every read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -40,7 +40,7 @@ from engine import failpoints
 from engine.errors import EngineError
 from kv_transfer.nixl.agent import Handle, NixlAgent, NixlDisconnected, NixlError, Region
 from kv_transfer.nixl.transfers import TAG_BYTES, TransferMetadata
-from kv_transfer.transfer.connector import GIVEN_UP, SKIPPED
+from kv_transfer.transfer.connector import GIVEN_UP, SKIPPED, start_thread
 from kv_transfer.transfer.loader import Load, LoadOp
 
 LEASE_ENDED = "lease_ended"
@@ -189,8 +189,7 @@ class PageReader:
         self._tag_list: Handle
         self._logged_peers = {own_name}
         self._connect()  # here, so that a problem is found at the start, and the first read need not wait
-        self._thread = threading.Thread(target=self._run, name="kv-nixl-reader", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "kv-nixl-reader")
 
     def submit(self, read: Read) -> None:
         self._jobs.put(read)

@@ -10,6 +10,8 @@ instance may produce some transfers and load others.
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
 import threading
 import time
@@ -29,6 +31,8 @@ from kv_transfer.transfer.lease import LeaseTable
 from kv_transfer.transfer.loader import Loader, LoadOp
 from kv_transfer.transfer.producer import Producer, SaveOp
 from serving.histogram import Histogram
+
+_log = logging.getLogger(__name__)
 
 MAX_REASONS = 24
 """Different reasons of failures, in each direction: a store may report its own, and each becomes a label."""
@@ -120,17 +124,28 @@ class TransferCounters:
 Job = Callable[[], None]
 
 
+def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
+    """A daemon: if it hangs in a dead file system, it must not keep the process alive. An exception in it ends the
+    process: without the thread, what waits for it would keep its blocks for good."""
+
+    def run_or_exit() -> None:
+        try:
+            run()
+        except BaseException:
+            _log.exception("the thread %s has failed, the process ends", name)
+            os._exit(1)
+
+    thread = threading.Thread(target=run_or_exit, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 class IOThreads:
     """Threads that run jobs in order: the step loop never waits for a disk or a network. A job must not raise."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._jobs: queue.Queue[Job | None] = queue.Queue()
-        # Daemons: a thread that hangs in a dead file system must not keep the process alive.
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [start_thread(self._run, f"{name}-{index}") for index in range(num_threads)]
 
     def submit(self, job: Job) -> None:
         self._jobs.put(job)

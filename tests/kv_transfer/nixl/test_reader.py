@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Iterator
 from typing import cast
@@ -62,6 +63,9 @@ class FakeAgent(NixlAgent):
     def release_list(self, handle: Handle) -> None:
         del self._peers[handle]
 
+    def cut_connections(self) -> int:
+        raise OSError(errno.EMFILE, "a fault that the test asked for")
+
     def remove_peer(self, name: str) -> None:
         del name
 
@@ -97,8 +101,10 @@ class Reading:
             on_rebuilt=lambda: None,
         )
 
-    def submit(self, peer: str) -> None:
-        self.reader.submit(read_from(peer))
+    def submit(self, peer: str) -> Read:
+        read = read_from(peer)
+        self.reader.submit(read)
+        return read
 
 
 @pytest.fixture
@@ -118,3 +124,17 @@ def test_a_queued_read_begins_when_all_that_it_waited_for_end_in_the_same_moment
     reading.submit("other")
     wait_until(lambda: len(reading.ended) == 4, "a read was forgotten")
     assert {failure for _, failure in reading.ended} == {None}
+
+
+def test_process_ends_where_the_reads_of_an_agent_cannot_be_ended(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptor is free: reads could write on, and none that waits would ever begin."""
+    statuses: list[int] = []
+    monkeypatch.setattr("os._exit", statuses.append)
+    read = reading.submit("frozen")
+    wait_until(lambda: reading.agent.begun)
+    read.owner.holds_blocks = True
+    reading.reader.rebuild()
+    reading.reader.shutdown(20.0)
+    assert statuses == [1]
