@@ -10,6 +10,7 @@ the right length are read: another writer to the folder can cost time, not more.
 One thread per instance, neither the step loop's nor an I/O thread, keeps the folder within its capacity:
 
     start ─▶ scan ─▶ wait (written past the capacity | scan_interval_s) ─▶ scan ─▶ …
+               └─ still above the capacity, or failed ─▶ pause ─▶ wait
 
 A scan visits every file. It removes unfinished writes, what a dead instance left of its transfers, and, above the
 capacity, full blocks in the order of their last use. Instances that share a folder do not communicate: each estimates
@@ -42,6 +43,8 @@ from kv_transfer.transfer.connector import parse_options
 
 TEMP_PREFIX = ".tmp-"
 _LOW_WATER = 0.9
+_PAUSE_S = 1.0
+"""After a scan that did not succeed: each write would make the next one due."""
 _log = logging.getLogger(__name__)
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -257,13 +260,13 @@ class Sweeper:
         self._lock = threading.Lock()
         self._num_bytes = 0
         self._due = threading.Event()
-        self._stopping = False
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-sweep", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread. Waits a few seconds for a scan in progress."""
-        self._stopping = True
+        self._stopping.set()
         self._due.set()
         self._thread.join(5.0)
 
@@ -275,8 +278,8 @@ class Sweeper:
         if due:
             self._due.set()
 
-    def sweep(self) -> None:
-        """One scan. Raises OSError where the folder cannot be written to."""
+    def sweep(self) -> bool:
+        """One scan; whether the folder is within its capacity now. Raises OSError where it cannot be written to."""
         with self._lock:
             written_before = self._num_bytes
         now_ns = self._now_ns()
@@ -297,19 +300,21 @@ class Sweeper:
                     num_bytes -= file.num_bytes
         with self._lock:
             self._num_bytes += num_bytes - written_before
+        return num_bytes <= self._capacity_bytes
 
     def _run(self) -> None:
         warned = False
-        while not self._stopping:
+        while not self._stopping.is_set():
             self._due.clear()
             try:
-                self.sweep()
+                is_within = self.sweep()
                 warned = False
             except OSError as error:
                 if not warned:
                     _log.warning("cannot sweep the KV folder: %s", error.strerror)
-                warned = True
-                self._due.wait(1.0)
+                is_within, warned = False, True
+            if not is_within:
+                self._stopping.wait(_PAUSE_S)
             self._due.wait(self._scan_interval_s)
 
     def _files(self) -> Iterator[_File]:

@@ -10,13 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from kv_transfer.page.naming import PageKey
+from kv_transfer.stores import files
 from kv_transfer.stores.base import BadValue
-from kv_transfer.stores.files import TEMP_PREFIX, SharedStorage
+from kv_transfer.stores.files import TEMP_PREFIX, SharedStorage, Sweeper
 from tests.files_below import files_below
 from tests.kv_transfer.stores.contract import HEADER, PAGE, check_contract, check_header_first, key_of, read
 from tests.waiting import Stopwatch
@@ -280,6 +282,29 @@ def test_least_recently_used_pages_are_removed_first_and_lookups_count_as_use(tm
     store.close()
     left = {number for number in range(11) if path_of(store, key_of(number)).exists()}
     assert left == {0, 1, *range(4, 11)}
+
+
+def test_scans_pause_while_what_is_above_the_capacity_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause_s = 0.2
+    began: list[float] = []
+    sweep = Sweeper.sweep
+
+    def counted_sweep(sweeper: Sweeper) -> bool:
+        began.append(time.monotonic())
+        return sweep(sweeper)
+
+    monkeypatch.setattr(Sweeper, "sweep", counted_sweep)
+    monkeypatch.setattr(files, "_PAUSE_S", pause_s)
+    store = open_store(tmp_path, num_values=1)
+    store.put(key_of(0, transfer="running"), (HEADER, 2 * PAGE))
+    while len(began) < 4:
+        store.put(key_of(1), (HEADER, PAGE))
+        time.sleep(0.002)
+    store.close()
+    pauses = [after - before for before, after in pairwise(began[1:])]  # the first scan may have found nothing
+    assert min(pauses) > 0.9 * pause_s
 
 
 def test_orphans_are_removed_and_what_is_in_use_stays(tmp_path: Path) -> None:
