@@ -111,7 +111,7 @@ class RedisLogin:
         self._wait_s = 0.0
 
     def note_refused(self, password: bytes | None) -> None:
-        if password != self._refused:
+        if (password or b"") != self._refused:
             self._wait_s = 0.0
         self._refused = password or b""
         self._wait_s = min(max(2 * self._wait_s, _FIRST_LOGIN_WAIT_S), _LONGEST_LOGIN_WAIT_S)

@@ -106,6 +106,23 @@ def test_rejected_login_backs_off_until_the_password_changes(tmp_path: Path) -> 
         pool.close()
 
 
+def test_login_without_a_password_backs_off_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
+    with redis_server(tmp_path, password=PASSWORD) as server:
+        pool = PagePool(RedisEndpoint(RedisAddress.parse(server.url), RedisLogin(clock=lambda: now)), 1, max_remote=1)
+        for _ in range(600):
+            with pytest.raises(ConnectionFailed, match="auth"):
+                pool.connect()
+            now += 1.0
+        with server.client() as client:
+            statistics: Any = client.info("stats")
+        assert 8 <= statistics["total_connections_received"] <= 50
+        monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+        pool.connect()
+        pool.close()
+
+
 def test_tls_verifies_the_server(tmp_path: Path) -> None:
     certificate = make_certificate(tmp_path)
     with redis_server(tmp_path, tls=certificate) as server:
