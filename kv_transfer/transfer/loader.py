@@ -195,7 +195,7 @@ class Loader:
         load.num_in_flight -= 1
         if failure is None:
             load.verified.add(op.block_index)
-            if load.is_lookup and load.failure is None:
+            if load.is_lookup and load.failure is None and not load.holds_blocks:
                 self._queue_until(load, len(load.pages))
         else:
             self._fail(load, failure, op.block_index)

@@ -10,9 +10,12 @@ from engine import failpoints
 from engine.core.messages import KVProgress
 from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.naming import PageKey, PageNaming
+from kv_transfer.transfer.loader import Loader
 from tests.kv_transfer.harness import (
     BLOCK_SIZE,
+    FINGERPRINT,
+    LAYOUT,
     NUM_FULL,
     NUM_PAGES,
     PROMPT,
@@ -313,6 +316,17 @@ def test_an_abort_keeps_the_blocks_until_the_read_has_ended() -> None:
     store.gate.set()
     core.wait(lambda: core.freed == [request.request_id])
     assert not core.loaded
+
+
+def test_an_aborted_lookup_frees_the_blocks_with_the_read_in_flight_though_it_finds_its_page() -> None:
+    loader = Loader(PageNaming.of(FINGERPRINT, LAYOUT), load_timeout_s=10.0, lookup=True)
+    request = make_request(PROMPT)
+    loader.reserve(request, list(range(NUM_PAGES)), 0, now=0.0)
+    [first] = loader.take_ops()
+    assert loader.request_finished(request)
+    loader.op_ended(first, None)
+    assert loader.take_ops() == []
+    assert loader.take_output().freed_request_ids == [request.request_id]
 
 
 def test_lookups_can_be_switched_off(filled_store: MemoryStore) -> None:
