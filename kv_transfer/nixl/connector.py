@@ -59,6 +59,8 @@ _log = logging.getLogger(__name__)
 
 _READ_BYTES = 16 << 20
 """Maximum bytes in one read: while they are verified, the next ones move."""
+_END_WAIT_S = 1.0
+"""How long reads that were given up may pin more than the limit: most end by themselves."""
 
 
 class NixlOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,7 +74,8 @@ class NixlOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fie
     max_transfers: int = 65_536
     """Transfers that can be lent at the same time, 8 bytes each; readers of further ones compute."""
     max_quarantined_fraction: float = 0.1
-    """Fraction of the blocks that given-up reads may pin before the reading agent is rebuilt to end them."""
+    """Fraction of the blocks that given-up reads may pin for more than a second. Above it the reading agent is rebuilt,
+    which ends them."""
     max_quarantine_s: float = 60.0
     """Age of a given-up read at which the reading agent is rebuilt, seconds."""
 
@@ -87,11 +90,12 @@ class PinnedBlocks:
     """Blocks that a given-up read may still write to. Owns the given-up reads of one connector, under any names.
 
         read in flight ──deadline | abort──▶ pinned ──succeeded | disconnected──▶ ended: its blocks are free
-                                                └─too many blocks, or for too long─▶ rebuild of the agent ─▶ ended
+                                                └─too many or for too long─▶ rebuild of the agent ─▶ ended
 
     Giving up on a read does not end it: over TCP it goes on writing for as long as its peer sends. So its blocks stay
     with the connector until the read itself has ended, never by time alone. Destroying the agent ends every read, which
-    bounds the number of pinned blocks. Pure: the caller passes the time. One thread.
+    bounds the number of pinned blocks. It delays all other reads, so that reads of a healthy peer, given up because
+    their request was aborted, first get the time to end. Pure: the caller passes the time. One thread.
     """
 
     def __init__(self, *, max_blocks: int, max_age_s: float) -> None:
@@ -117,18 +121,21 @@ class PinnedBlocks:
 
     def rebuild_due(self, now: float) -> bool:
         """Whether the agent must be destroyed now."""
-        if self.rebuilding or not self._reads:
-            return False
-        return len(self.block_ids) > self._max_blocks or self._oldest + self._max_age_s <= now
+        due_at = self.next_deadline
+        return due_at is not None and due_at <= now
 
     @property
     def next_deadline(self) -> float | None:
-        """When `rebuild_due` may change by itself; None: never."""
-        return self._oldest + self._max_age_s if self._reads and not self.rebuilding else None
-
-    @property
-    def _oldest(self) -> float:
-        return next(iter(self._reads.values())).since
+        """When a rebuild is due if no pinned read ends until then; None: never."""
+        if self.rebuilding or not self._reads:
+            return None
+        reads = list(self._reads.values())
+        due_at, block_ids = reads[0].since + self._max_age_s, set[int]()
+        for given_up in reads:
+            block_ids |= given_up.block_ids
+            if len(block_ids) > self._max_blocks:
+                return min(due_at, given_up.since + _END_WAIT_S)
+        return due_at
 
 
 class NixlConnector(TransferConnector):

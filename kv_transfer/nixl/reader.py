@@ -8,7 +8,7 @@
                                └──rebuild: given up ─▶ ended "given_up"; wanted ─▶ queued again
 
 `on_end` reports each end once, when nothing of the read can write to memory any more. A frozen peer makes a read that
-never ends; the connector then gives it up, pins its blocks, and requests a rebuild when too many are pinned. A rebuild
+never ends; the connector then gives it up, pins its blocks, and requests a rebuild when too many stay pinned. A rebuild
 breaks the agent's connections, which ends its reads, destroys it and makes another. Before that, reads that are still
 wanted get some time to end by themselves: a peer whose connection breaks in the middle of a read may abort (see
 kv_transfer/nixl/agent.py), and healthy peers must not pay for a frozen one.

@@ -135,7 +135,8 @@ class CanaryReader:
         self.step()
 
     def step(self) -> None:
-        """What EngineCore.step does. Pinned blocks are under their cap, or are being freed."""
+        """What EngineCore.step does. Where too many blocks are pinned for too long, they are being freed."""
+        started = time.monotonic()
         output = self.connector.poll()
         start_io(self.connector)
         for result in output.loaded:
@@ -152,9 +153,8 @@ class CanaryReader:
         for event in self.scheduler.take_events():
             if isinstance(event, LoadedEvent):
                 self.loaded[event.request_id] = event
-        num_pinned = self.connector.num_quarantined_blocks
-        self.max_pinned = max(self.max_pinned, num_pinned)
-        assert num_pinned <= MAX_QUARANTINED_FRACTION * NUM_BLOCKS or self.connector._pinned.rebuilding
+        self.max_pinned = max(self.max_pinned, self.connector.num_quarantined_blocks)
+        assert not self.connector._pinned.rebuild_due(started)
         assert self.pinned <= self.held
 
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

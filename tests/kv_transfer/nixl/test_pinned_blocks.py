@@ -49,12 +49,16 @@ def test_too_many_blocks_or_too_long_makes_a_rebuild_due_once() -> None:
     assert not pinned.rebuild_due(59.9)
     assert pinned.next_deadline == 60.0
     assert pinned.rebuild_due(60.0)
-    pinned.pin("b", [3], now=1.0)
-    assert pinned.rebuild_due(1.0)
+    pinned.pin("b", [3], now=10.0)
+    pinned.pin("c", [4], now=10.5)
+    assert not pinned.rebuild_due(10.9), "the last reads may just have been aborted, and end by themselves"
+    assert pinned.next_deadline == 11.0
+    assert pinned.rebuild_due(11.0)
     pinned.rebuilding = True
     assert not pinned.rebuild_due(100.0)
     pinned.unpin("a")
     pinned.unpin("b")
+    pinned.unpin("c")
     pinned.rebuilding = False
     assert not pinned.rebuild_due(100.0)
 
@@ -261,13 +265,43 @@ class Reading(RuleBasedStateMachine):
         self.connector.shutdown()
 
 
-def test_each_block_of_a_late_load_is_counted() -> None:
+def reading_of(num_blocks: int) -> Reading:
+    """One request, all of whose blocks are being read."""
     reading = Reading()
-    reading.add(num_tokens=5 * BLOCK_SIZE, salt=0)
+    reading.add(num_tokens=num_blocks * BLOCK_SIZE, salt=0)
     [(request_id, request)] = reading.requests.items()
-    num_tokens = request.num_initial_tokens
-    reading.connector.handle(KVProgress(request_id, 5, connector_metadata=metadata_of(5), num_tokens=num_tokens))
+    metadata, num_tokens = metadata_of(num_blocks), request.num_initial_tokens
+    reading.connector.handle(KVProgress(request_id, num_blocks, connector_metadata=metadata, num_tokens=num_tokens))
     reading.step()
+    return reading
+
+
+def test_an_abort_of_more_than_the_cap_rebuilds_nothing_if_its_reads_end() -> None:
+    reading = reading_of(num_blocks=NUM_BLOCKS // 2)
+    reading.scheduler.abort(*reading.requests)
+    reading.step()
+    assert reading.connector.num_quarantined_blocks == NUM_BLOCKS // 2
+    assert not reading.reader.rebuild_requested
+    while reading.reader.reads:
+        reading.connector._end_read(reading.reader.reads.pop(), None, 0.0)
+    reading.time_passes(seconds=TIMEOUT_S)
+    assert not reading.reader.rebuild_requested
+    reading.teardown()
+
+
+def test_an_abort_of_more_than_the_cap_ends_in_a_rebuild_if_its_reads_do_not() -> None:
+    reading = reading_of(num_blocks=NUM_BLOCKS // 2)
+    reading.scheduler.abort(*reading.requests)
+    reading.step()
+    wait_s = reading.connector.next_deadline_s()
+    assert wait_s is not None
+    reading.time_passes(seconds=wait_s)
+    assert reading.reader.rebuild_requested
+    reading.teardown()
+
+
+def test_each_block_of_a_late_load_is_counted() -> None:
+    reading = reading_of(num_blocks=5)
     assert [len(read.ops) for read in reading.reader.reads] == [2, 2, 1]
     reading.connector._end_read(reading.reader.reads.pop(0), None, 0.0)
     reading.time_passes(seconds=TIMEOUT_S)
