@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from engine.errors import EngineError
@@ -16,8 +15,8 @@ from kv_transfer.page.naming import PageNaming
 from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, Breakers, PageIO, self_test_store
 from kv_transfer.transfer.connector import SKIPPED, OpResult, TransferConnector, TransferOptions
-from kv_transfer.transfer.loader import Load, Loader, LoadOp
-from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, ProducedTransfer, Producer, SaveOp
+from kv_transfer.transfer.loader import Loader, LoadOp
+from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, Producer, SaveOp
 
 
 class StoreOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,8 +57,6 @@ class StoreConnector(TransferConnector):
         self._queued: dict[int, SaveOp | LoadOp] = {}
         """Operations that no thread has begun, by their id. They belong to the one that takes them out: a thread that
         begins one, or the step loop."""
-        self._num_ops: Counter[ProducedTransfer | Load] = Counter()
-        """Operations that have not ended, by their owner."""
 
     # Worker side
 
@@ -96,8 +93,7 @@ class StoreConnector(TransferConnector):
         self._producer.expire(now)
         for _ in range(self._loader.expire(now)):
             self._io.breakers.loads.record(ok=False)  # a store that hangs reports nothing itself
-        if any(owner.has_cancelled for owner in self._num_ops):
-            self._end_cancelled(now)
+        self._end_cancelled(now)
         for key in self._producer.take_deletes():
             self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
         return self._output()
@@ -122,7 +118,6 @@ class StoreConnector(TransferConnector):
     def _submit(self, op: SaveOp | LoadOp) -> None:
         """Threads that hang in a store do not report it: operations that would only queue behind them fail here."""
         now = self._clock()
-        self._num_ops[op.owner] += 1
         oldest = next(iter(self._submitted.values()), now)
         if self._io.breakers.is_any_open and now - oldest > self._options.breaker_retry_s:
             self._end_op(OpResult(op, STORE_DOWN))
@@ -144,9 +139,6 @@ class StoreConnector(TransferConnector):
 
     def _apply(self, result: OpResult, now: float) -> None:
         self._submitted.pop(id(result.op), None)
-        self._num_ops[result.op.owner] -= 1
-        if self._num_ops[result.op.owner] <= 0:
-            del self._num_ops[result.op.owner]
         if isinstance(result.op, SaveOp):
             self.counters.num_shared_blocks += result.failure is None and result.num_bytes == 0
         elif result.is_damage:
