@@ -13,7 +13,7 @@ from kv_transfer.page.format import EPOCH_BYTES
 from kv_transfer.page.memory import make_page_memory
 from kv_transfer.page.naming import PageNaming
 from kv_transfer.stores.base import BlockStore
-from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, Breakers, PageIO, self_test_store
+from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, CircuitBreaker, PageIO, self_test_store
 from kv_transfer.transfer.connector import SKIPPED, OpResult, TransferConnector, TransferOptions
 from kv_transfer.transfer.loader import Loader, LoadOp
 from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, Producer, SaveOp
@@ -63,8 +63,10 @@ class StoreConnector(TransferConnector):
     def register_kv_cache(self, kv_cache: KVMemory, layout: PageLayout, fingerprint: bytes) -> None:
         naming = self._naming = PageNaming.of(fingerprint, layout)
         options, memory = self._options, make_page_memory(kv_cache)
-        breakers = Breakers(max_failures=options.breaker_failures, retry_s=options.breaker_retry_s)
-        self._io = PageIO(self._store, memory, self._key, os.urandom(EPOCH_BYTES), breakers)
+        save_breaker, load_breaker = (
+            CircuitBreaker(max_failures=options.breaker_failures, retry_s=options.breaker_retry_s) for _ in range(2)
+        )
+        self._io = PageIO(self._store, memory, self._key, os.urandom(EPOCH_BYTES), save_breaker, load_breaker)
         if options.prefix_only:
             max_waiting = MAX_WAITING if options.save else 0
             self._producer = PrefixProducer(naming, self._leases, max_waiting=max_waiting)
@@ -92,7 +94,7 @@ class StoreConnector(TransferConnector):
         self._apply_results(now)
         self._producer.expire(now)
         for _ in range(self._loader.expire(now)):
-            self._io.breakers.loads.record(ok=False)  # a store that hangs reports nothing itself
+            self._io.load_breaker.record(ok=False)  # a store that hangs reports nothing itself
         self._end_cancelled(now)
         for key in self._producer.take_deletes():
             self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
@@ -119,7 +121,8 @@ class StoreConnector(TransferConnector):
         """Threads that hang in a store do not report it: operations that would only queue behind them fail here."""
         now = self._clock()
         oldest = next(iter(self._submitted.values()), now)
-        if self._io.breakers.is_any_open and now - oldest > self._options.breaker_retry_s:
+        is_any_open = self._io.save_breaker.is_open or self._io.load_breaker.is_open
+        if is_any_open and now - oldest > self._options.breaker_retry_s:
             self._end_op(OpResult(op, STORE_DOWN))
             return
         self._submitted[id(op)] = now

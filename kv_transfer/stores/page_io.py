@@ -76,21 +76,6 @@ class CircuitBreaker:
             self._retry_at = 0.0
 
 
-class Breakers:
-    """Those of one store."""
-
-    def __init__(self, *, max_failures: int, retry_s: float) -> None:
-        self.saves = CircuitBreaker(max_failures=max_failures, retry_s=retry_s)
-        self.loads = CircuitBreaker(max_failures=max_failures, retry_s=retry_s)
-
-    def for_op(self, op: SaveOp | LoadOp) -> CircuitBreaker:
-        return self.saves if isinstance(op, SaveOp) else self.loads
-
-    @property
-    def is_any_open(self) -> bool:
-        return self.saves.is_open or self.loads.is_open
-
-
 STORE_DOWN = "store_down"
 _DELETE_PAUSES_S = (0.05, 0.2, 0.0)
 """After each try to remove a page."""
@@ -105,13 +90,14 @@ class PageIO:
     memory: PageMemory
     key: bytes | None
     writer_epoch: bytes
-    breakers: Breakers
+    save_breaker: CircuitBreaker
+    load_breaker: CircuitBreaker
 
     def execute(self, op: SaveOp | LoadOp) -> OpResult:
         """Carry out one operation. Never raises."""
         if op.is_cancelled:
             return OpResult(op, SKIPPED)
-        breaker = self.breakers.for_op(op)
+        breaker = self.save_breaker if isinstance(op, SaveOp) else self.load_breaker
         was_open = breaker.is_open
         if not breaker.allows():
             return OpResult(op, STORE_DOWN)
@@ -148,7 +134,7 @@ class PageIO:
             try:
                 self.store.delete(key)
             except Exception as error:
-                if self.breakers.saves.is_open:
+                if self.save_breaker.is_open:
                     break
                 _log.debug("could not remove a page: %s", _reason(error))
                 time.sleep(pause_s)

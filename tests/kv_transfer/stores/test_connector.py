@@ -106,7 +106,7 @@ def test_damage_costs_a_recompute_and_never_a_wrong_block(
     assert result.num_recomputed_blocks == NUM_PAGES - first_bad
     assert decode.has(reader, result.num_verified_tokens)
     assert sum(decode.connector.counters.loaded.failures.values()) >= 1
-    assert not decode.connector._io.breakers.loads.is_open
+    assert not decode.connector._io.load_breaker.is_open
     # STEP what is bad has gone from the folder, and the next request heals it
     again = writer_of(request_id="again", transfer_id="again")
     prefill.prefill(again)

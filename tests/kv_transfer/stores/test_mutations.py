@@ -157,7 +157,7 @@ class Mutated:
         """Good pages are used whole, whatever came before."""
         self.stock()
         assert self.load() == (NUM_PAGES, Counter())
-        assert not self.core.connector._io.breakers.loads.is_open
+        assert not self.core.connector._io.load_breaker.is_open
 
     def run_catalogue(self) -> None:
         self.check_control()

@@ -108,7 +108,7 @@ def check_sample(pair: MutatedPair, checkpoint: Path, num_mutations: int) -> Non
     counters = pair.connector.counters
     assert sum(counters.loaded.failures.values()) >= num_mutations
     assert pair.decode.load.num_recomputed_blocks == num_recomputed
-    assert not pair.connector._io.breakers.loads.is_open
+    assert not pair.connector._io.load_breaker.is_open
     print(f"{pair.connector.name}: {num_mutations} mutations, {num_recomputed} blocks recomputed, no token differs")
     # STEP both engines serve on
     pair.start("after", prompts[0][::-1], GREEDY)

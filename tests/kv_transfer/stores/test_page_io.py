@@ -12,7 +12,7 @@ from kv_transfer.page.format import Buffer
 from kv_transfer.page.memory import PageMemory, make_page_memory
 from kv_transfer.page.naming import PageKey, PageNaming
 from kv_transfer.stores.base import StoreError
-from kv_transfer.stores.page_io import STORE_DOWN, Breakers, CircuitBreaker, PageIO
+from kv_transfer.stores.page_io import STORE_DOWN, CircuitBreaker, PageIO
 from kv_transfer.transfer.connector import SKIPPED
 from kv_transfer.transfer.loader import Load, LoadOp
 from kv_transfer.transfer.producer import ProducedTransfer, SaveOp
@@ -88,14 +88,14 @@ def test_a_save_that_is_cancelled_while_its_block_is_copied_stores_nothing(is_ca
     transfer = ProducedTransfer("request", "transfer", num_pages=1, num_full_blocks=1, num_tokens=4)
     layer = torch.zeros((2, *LAYOUT.page_shape))
     memory = _OverwrittenPages(layer, transfer, before_the_copy_ends=is_cancelled)
-    store, breakers = MemoryStore(), Breakers(max_failures=2, retry_s=2.0)
-    breakers.saves.record(ok=False)
-    io = PageIO(store, memory, None, bytes(16), breakers)
+    store, breaker = MemoryStore(), CircuitBreaker(max_failures=2, retry_s=2.0)
+    breaker.record(ok=False)
+    io = PageIO(store, memory, None, bytes(16), breaker, CircuitBreaker())
     name = PageNaming.of(FINGERPRINT, LAYOUT).private_page()
     result = io.execute(SaveOp(0, 1, name, transfer))
     assert result.failure == (SKIPPED if is_cancelled else None)
-    breakers.saves.record(ok=False)
-    assert breakers.saves.is_open == is_cancelled, "what was not stored is no success"
+    breaker.record(ok=False)
+    assert breaker.is_open == is_cancelled, "what was not stored is no success"
     page = LAYOUT.bytes_per_block
     assert [value[-page:] for value in store.values.values()] == ([] if is_cancelled else [bytes(page)])
 
@@ -117,9 +117,9 @@ class _StoreUser:
     """Saves and loads full blocks of one prompt."""
 
     def __init__(self, store: MemoryStore, *, retry_s: float) -> None:
-        self.breakers = Breakers(max_failures=3, retry_s=retry_s)
+        self.breaker = CircuitBreaker(max_failures=3, retry_s=retry_s)
         memory = make_page_memory([torch.zeros((2, *LAYOUT.page_shape))])
-        self._io = PageIO(store, memory, None, bytes(16), self.breakers)
+        self._io = PageIO(store, memory, None, bytes(16), self.breaker, CircuitBreaker())
         naming, prompt = PageNaming.of(FINGERPRINT, LAYOUT), make_request(range(LAYOUT.block_size * 20))
         hashes = naming.block_hashes(prompt)
         self._pages = [naming.full_block(hashes, prompt.root_hash, number) for number in range(20)]
@@ -163,10 +163,10 @@ def test_a_store_that_answers_again_is_written_again(number: int) -> None:
     assert user.save(0) is None
     store.is_full = True
     assert [user.save(number) for number in range(1, 4)] == 3 * ["store_oom"]
-    assert user.breakers.saves.is_open
+    assert user.breaker.is_open
     store.is_full = False
     assert user.save(number) is None
-    assert not user.breakers.saves.is_open
+    assert not user.breaker.is_open
 
 
 class _StoreOfCancelledSaves(_FullStore):
@@ -175,7 +175,7 @@ class _StoreOfCancelledSaves(_FullStore):
     user: _StoreUser | None = None
 
     def contains(self, key: PageKey, num_bytes: int) -> bool:
-        if self.user is not None and self.user.breakers.saves.is_open:
+        if self.user is not None and self.user.breaker.is_open:
             self.user.writer.cancelled = True
         return super().contains(key, num_bytes)
 
@@ -187,4 +187,4 @@ def test_a_trial_is_not_cancelled_by_the_pages_that_the_breaker_refuses_meanwhil
     assert [user.save(number) for number in range(3)] == 3 * ["store_oom"]
     store.is_full = False
     assert user.save(3) is None
-    assert not user.breakers.saves.is_open
+    assert not user.breaker.is_open

@@ -62,7 +62,7 @@ class Load:
 
     def wait_for_breaker(self, timeout_s: float) -> float:
         """Seconds from now until the prefill side does not save or the decode side does not load."""
-        saves, loads = self.prefill.connector._io.breakers.saves, self.decode.connector._io.breakers.loads
+        saves, loads = self.prefill.connector._io.save_breaker, self.decode.connector._io.load_breaker
         return self._wait(lambda _: saves.is_open or loads.is_open, timeout_s)
 
     def _wait(self, condition: Callable[[float], object], timeout_s: float) -> float:
