@@ -107,7 +107,7 @@ class InstanceServer:
             instance_epoch=self.instance_epoch,
             send_command=engine.send,
             settings=transfer_server.TransferServerSettings(
-                lease_s=transfer.lease_s, max_lease_s=transfer.lease_s, attach_wait_s=transfer.reservation_s
+                lease_s=transfer.lease_s, attach_wait_s=transfer.reservation_s
             ),
         )
         engine.on_transfer_event = self.transfer_server.on_event

@@ -43,9 +43,7 @@ _MAX_ID_BYTES = 256
 @dataclass(frozen=True, slots=True)
 class TransferServerSettings:
     lease_s: float = 30.0
-    """Lease that a reader gets when it attaches, seconds."""
-    max_lease_s: float = 300.0
-    """Longest lease that a renewal can ask for, seconds."""
+    """Lease that a reader gets when it attaches, and the longest that a renewal can ask for, seconds."""
     attach_wait_s: float = 30.0
     """How long a reader can wait for a transfer that is not offered yet, seconds."""
     forget_s: float = 60.0
@@ -227,7 +225,7 @@ class TransferServer:
                     lease_s = request.renew.lease_s
                     if not (math.isfinite(lease_s) and lease_s > 0):
                         raise invalid_argument("renew.lease_s", f"{lease_s} is not a duration", "seconds above 0")
-                    self._send_command(LeaseCommand(transfer_id, "renew", min(lease_s, self._settings.max_lease_s)))
+                    self._send_command(LeaseCommand(transfer_id, "renew", min(lease_s, self._settings.lease_s)))
                 case "release":
                     self._send_command(LeaseCommand(transfer_id, "release"))
                     return
