@@ -236,25 +236,21 @@ class UcxSettings:
         }
         tls = self.tls or os.environ.get("UCX_TLS", "")
         if tls:
-            variables["UCX_TLS"] = with_cuda(with_tcp(tls), has_gpu=bool(glob.glob("/dev/nvidia[0-9]*")))
+            variables["UCX_TLS"] = with_needed(tls, has_gpu=bool(glob.glob("/dev/nvidia[0-9]*")))
         return variables
 
 
-def with_tcp(tls: str) -> str:
-    """A list of transports that includes TCP, which UCX needs to notice that a peer has died."""
+def with_needed(tls: str, *, has_gpu: bool) -> str:
+    """A list of transports that includes TCP, which UCX needs to notice that a peer has died, and CUDA's where there is
+    a GPU: NIXL makes no agent there without it, not even for host memory."""
     names = tls.split(",")
-    if tls.startswith("^") or "all" in names or any(name.partition(":")[0] == "tcp" for name in names):
+    if tls.startswith("^") or "all" in names:
         return tls
-    return f"{tls},tcp"
-
-
-def with_cuda(tls: str, *, has_gpu: bool) -> str:
-    """A list of transports that includes CUDA's where there is a GPU: NIXL makes no agent there without it, not even
-    for host memory."""
-    names = tls.split(",")
-    if not has_gpu or tls.startswith("^") or {"all", "cuda", "cuda_copy"} & set(names):
-        return tls
-    return f"{tls},cuda_copy"
+    if not any(name.partition(":")[0] == "tcp" for name in names):
+        names.append("tcp")
+    if has_gpu and not {"cuda", "cuda_copy"} & set(names):
+        names.append("cuda_copy")
+    return ",".join(names)
 
 
 def net_device_of(address: str) -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import EngineError
 from instance.config import ListenSettings, TransferSection, _connector_config
-from kv_transfer.nixl.agent import UcxSettings, net_device_of, with_cuda, with_tcp
+from kv_transfer.nixl.agent import UcxSettings, net_device_of, with_needed
 from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.nixl.transfers import LeaseTags, MetadataError, TransferMetadata, decode, encode, page_digest
 from kv_transfer.page.format import PageSpec
@@ -133,13 +133,14 @@ def test_a_lease_tag_keeps_its_value_until_it_is_released_and_never_has_it_again
     [("tcp", "tcp"), ("sm,self", "sm,self,tcp"), ("tcp:am,sm", "tcp:am,sm"), ("all", "all"), ("^rc", "^rc")],
 )
 def test_tcp_is_always_among_the_transports(given_tls: str, used: str) -> None:
-    assert with_tcp(given_tls) == used
+    assert with_needed(given_tls, has_gpu=False) == used
 
 
 @pytest.mark.parametrize(
     ("given_tls", "used"),
     [
         ("tcp", "tcp,cuda_copy"),
+        ("tcp:am,sm", "tcp:am,sm,cuda_copy"),
         ("tcp,cuda", "tcp,cuda"),
         ("cuda_copy,tcp", "cuda_copy,tcp"),
         ("all", "all"),
@@ -147,8 +148,8 @@ def test_tcp_is_always_among_the_transports(given_tls: str, used: str) -> None:
     ],
 )
 def test_transports_include_cuda_where_there_is_a_gpu(given_tls: str, used: str) -> None:
-    assert with_cuda(given_tls, has_gpu=True) == used
-    assert with_cuda(given_tls, has_gpu=False) == given_tls
+    assert with_needed(given_tls, has_gpu=True) == used
+    assert with_needed(given_tls, has_gpu=False) == given_tls
 
 
 def test_ucx_listens_where_peers_reach_this_instance(monkeypatch: pytest.MonkeyPatch) -> None:
