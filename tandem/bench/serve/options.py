@@ -14,7 +14,7 @@ from typing import Any
 from tandem.bench.serve.endpoint import Endpoint, PlannedRequest, ServedModel
 from tandem.bench.serve.load import Sweep
 from tandem.bench.serve.report import Objectives
-from tandem.bench.serve.traces import HASH_BLOCK_LEN, TooLong, TraceUse, read_trace
+from tandem.bench.serve.traces import TooLong, TraceUse, read_trace
 from tandem.bench.serve.workload import Lengths, RandomWorkload, Schedule, TraceWorkload, Vocabulary, Workload
 from tandem.client.credentials import Credentials
 from tandem.client.registry import credentials_for
@@ -72,6 +72,17 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         """Raises InvalidOption. Sets defaults that depend on other options, so that the results file has them."""
+        self._check()
+        if self.trace is None and not self.rates:
+            self.rates = (_DEFAULT_RATE,)
+        if self.trace is None and self.num_requests is None and self.duration_s is None:
+            self.num_requests = _DEFAULT_NUM_REQUESTS
+        if self.warm_up is None:
+            self.warm_up = max(_DEFAULT_NUM_WARM_UP, self.num_prefixes if self.prefix_len else 0)
+        if self.seed is None:
+            self.seed = secrets.randbelow(1 << 31)
+
+    def _check(self) -> None:
         if self.address and self.url:
             raise InvalidOption("--address is a Tandem router, --url an OpenAI endpoint: give only one")
         if self.burstiness is not None and self.arrivals != "gamma":
@@ -81,45 +92,14 @@ class ServeOptions:
         for name, value in (("--header", self.headers), ("--extra-body", self.extra_body)):
             if value and self.url is None:
                 raise InvalidOption(f"{name} goes with --url")
-        self._check_workload()
-        if self.trace is None and not self.rates:
-            self.rates = (_DEFAULT_RATE,)
-        if float("inf") in self.rates and self.duration_s is not None:
-            raise InvalidOption("--rate inf sends all at once, so it goes with --num-requests, not with --duration")
-        if self.trace is None and self.num_requests is None and self.duration_s is None:
-            self.num_requests = _DEFAULT_NUM_REQUESTS
-        if self.warm_up is None:
-            self.warm_up = max(_DEFAULT_NUM_WARM_UP, self.num_prefixes if self.prefix_len else 0)
-        if self.seed is None:
-            self.seed = secrets.randbelow(1 << 31)
-
-    def _check_workload(self) -> None:
-        if self.trace is None and self._has_trace_options():
-            raise InvalidOption(
-                "--speed, --length-scale, --trace-from, --trace-for, --hash-block-len, --max-prompt-len, "
-                "--max-output-len and --too-long go with --trace FILE"
-            )
-        if self.trace is not None and self._has_random_options():
-            raise InvalidOption(
-                "--prompt-len, --output-len, --prefix-len, --num-prefixes and --turns are of random prompts; a trace "
-                "has lengths and prefixes of its own: --length-scale, --max-prompt-len and --max-output-len change them"
-            )
         if self.num_prefixes > 1 and not self.prefix_len:
             raise InvalidOption("--num-prefixes goes with --prefix-len")
         if self.trace is not None and not self.rates and self.arrivals != "poisson":
             raise InvalidOption(
                 f"--arrivals {self.arrivals} goes with --rate; without it the arrivals are those of the trace"
             )
-
-    def _has_trace_options(self) -> bool:
-        begin_to_end = (self.trace_from_s, self.trace_for_s) == (0, None)
-        untouched = (self.speed, self.length_scale, self.max_prompt_len, self.max_output_len) == (1, 1, None, None)
-        by_default = (self.too_long, self.hash_block_len) == ("cut", HASH_BLOCK_LEN)
-        return not (begin_to_end and untouched and by_default)
-
-    def _has_random_options(self) -> bool:
-        of_random = (self.prompt_len, self.output_len, self.prefix_len, self.num_prefixes, self.turns)
-        return of_random != ("512", "64", 0, 1, 1)
+        if float("inf") in self.rates and self.duration_s is not None:
+            raise InvalidOption("--rate inf sends all at once, so it goes with --num-requests, not with --duration")
 
     def as_settings(self) -> dict[str, Any]:
         """For the results file, without header values, which may be secret."""

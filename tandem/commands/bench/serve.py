@@ -170,6 +170,11 @@ _output_options = option_group(
 
 _CTRL_C = "Ctrl-C"
 _OF_A_ROUTER = ("connections", "ca_file", "cert_file", "key_file", "server_name", "token_file")
+_OF_A_TRACE = (
+    "speed", "length_scale", "trace_from_s", "trace_for_s", "hash_block_len", "max_prompt_len", "max_output_len",
+    "too_long",
+)  # fmt: skip
+_OF_RANDOM_PROMPTS = ("prompt_len", "output_len", "prefix_len", "num_prefixes", "turns")
 
 
 @click.command("serve", short_help="Latency and throughput under load, over gRPC or at any OpenAI endpoint.")
@@ -214,7 +219,15 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
             "pip install -c constraints.txt -e '.[plots]' in the checkout"
         )
     if options["url"] is not None:
-        _reject_options_of_a_router()
+        _reject(_OF_A_ROUTER, "{} is for a Tandem router (--address), not for --url; a token goes into --header")
+    if options["trace"] is None:
+        _reject(_OF_A_TRACE, "{} and other options of a trace go with --trace FILE")
+    else:
+        _reject(
+            _OF_RANDOM_PROMPTS,
+            "{} is of random prompts; a trace has lengths and prefixes of its own: --length-scale, --max-prompt-len "
+            "and --max-output-len change them",
+        )
     try:
         results = asyncio.run(_bench(ServeOptions(**options), given_credentials(options["address"])))
     except InvalidOption as error:
@@ -232,12 +245,11 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
         raise click.exceptions.Exit(1)
 
 
-def _reject_options_of_a_router() -> None:
-    """Those of the environment are not meant for another endpoint and are ignored."""
+def _reject(names: Sequence[str], problem: str) -> None:
+    """Options of the environment are not meant for this call: they are ignored where they have no effect."""
     for option in given_options(click.get_current_context()):
-        if option.name in _OF_A_ROUTER:
-            problem = f"{option.opts[0]} is for a Tandem router (--address), not for --url"
-            raise click.UsageError(f"{problem}; a token goes into --header")
+        if option.name in names:
+            raise click.UsageError(problem.format(option.opts[0]))
 
 
 async def _bench(options: ServeOptions, credentials: Credentials | None) -> Results:

@@ -23,7 +23,8 @@ GUARD_S = 60.0
 
 
 async def started(*args: str, **environment: str) -> asyncio.subprocess.Process:
-    command = (sys.executable, "-m", "tandem.cli", "bench", "serve", *SMALL, *args)
+    small = () if "--trace" in args else SMALL  # a trace has lengths of its own
+    command = (sys.executable, "-m", "tandem.cli", "bench", "serve", *small, *args)
     return await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **environment}
     )
@@ -252,8 +253,7 @@ async def test_a_trace_is_replayed(tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     rows = ("2023-11-16 18:00:00,30,2", "2023-11-16 18:00:01,40,3", "2023-11-16 18:00:02,5000,3")
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    by_default = ("--prompt-len", "512", "--output-len", "64")  # a trace has lengths of its own
-    replay = ("--trace", str(trace), *by_default, "--speed", "20", "--warm-up", "0")
+    replay = ("--trace", str(trace), "--speed", "20", "--warm-up", "0")
     async with FakeTandem() as server:
         status, _, errors = await bench("--address", server.address, *replay)
         assert (status, server.num_requests) == (2, 0)
