@@ -55,7 +55,7 @@ from serving.metrics import MetricsServer
 from serving.server import Server, ServerTls
 from serving.settings import SettingsError
 from serving.tls import TlsFiles
-from serving.tracing import TracedServicer, exporting_spans
+from serving.tracing import exporting_spans
 
 _log = logging.getLogger(__name__)
 SERVICE = instance_pb2.DESCRIPTOR.services_by_name["InstanceService"]
@@ -148,10 +148,9 @@ class InstanceServer:
     async def _listen(self) -> None:
         await self.grpc_server.register(SERVICE, self, POLICIES)
         await self.grpc_server.register(transfer_server.SERVICE, self.transfer_server, transfer_server.POLICIES)
-        servicer = TracedServicer(decoding.DecodeServicer(self._context))
-        await self.grpc_server.register(decoding.SERVICE, servicer, decoding.POLICIES)
+        await self.grpc_server.register(decoding.SERVICE, decoding.DecodeServicer(self._context), decoding.POLICIES)
         if self._role.make_servicer is not None:
-            await self.grpc_server.register(self._role.service, TracedServicer(self._role.make_servicer(self._context)))
+            await self.grpc_server.register(self._role.service, self._role.make_servicer(self._context))
         await self.grpc_server.start()
         try:
             self.metrics_server.start()

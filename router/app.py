@@ -46,7 +46,6 @@ from router.request.caller import Callers
 from router.request.request_log import RequestLog
 from router.request.validation import ServedModel
 from router.resilience.safeguards import Safeguards
-from serving import tracing
 from serving.limits import CONTROL, PICK
 from serving.metrics import MetricsServer
 from serving.server import Server
@@ -275,10 +274,10 @@ class RouterApp:
     async def start(self) -> None:
         """Watches the instances and listens. NOT_SERVING until the pools are ready."""
         policies = {"Abort": CONTROL, "GetModelInfo": CONTROL}
-        await self._server.register(_SERVICE, tracing.TracedServicer(self.service), policies, ready=False)
+        await self._server.register(_SERVICE, self.service, policies, ready=False)
         if self._vllm_engine is not None:
             policies |= dict.fromkeys(("GetServerInfo", "GetLoads", "HealthCheck"), CONTROL)
-            await self._server.register(_VLLM_SERVICE, tracing.TracedServicer(self._vllm_engine), policies, ready=False)
+            await self._server.register(_VLLM_SERVICE, self._vllm_engine, policies, ready=False)
         if self._admin is not None:
             await self._admin.register(_ADMIN_SERVICE, self._pools_service, {"WatchPools": CONTROL})
             await self._admin.start()

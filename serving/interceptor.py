@@ -1,6 +1,6 @@
 """The one path of every call: read, parse, admit, bound, write, report errors.
 
-headers ─▶ request id ─▶ authorizer ─▶ admission ─▶ deadline ─▶ read, parse ─▶ handler ─▶ bounded write ─▶ status
+headers ─▶ request id ─▶ authorizer ─▶ admission ─▶ deadline ─▶ read, parse, trace ─▶ handler ─▶ bounded write ─▶ status
 
 grpcio answers malformed protobuf with UNKNOWN and a Python class name, accepts deadlines of 0 and of 30 years, and
 waits for ever for a client that does not read, or for the message of an uncounted call. Therefore methods are
@@ -43,6 +43,7 @@ from serving.errors import (
 )
 from serving.limits import REQUEST, CallPolicy, LargeMessages, OpenCalls, peer_key
 from serving.logging import request_id, set_request_id, valid_request_id
+from serving.tracing import TRACEPARENT_KEY, attach_caller_context
 
 M = TypeVar("M", bound=Message)
 
@@ -248,10 +249,10 @@ class CallInterceptor:
         raise InternalError("internal error") from None
 
     async def _answer(self, call: _Method, context: Context) -> bytes:
-        return call.serialised(await call.behaviour(await self._request(call, context), context))
+        return call.serialised(await call.behaviour(await self._traced_request(call, context), context))
 
     async def _stream(self, call: _Method, context: Context) -> None:
-        request = await self._request(call, context)
+        request = await self._traced_request(call, context)
         writer = StreamWriter(context, call.serialised, self.limits.write_timeout_s)
         async with writer.bounded():
             if not inspect.isasyncgenfunction(call.behaviour):
@@ -260,6 +261,12 @@ class CallInterceptor:
             async with aclosing(call.behaviour(request, context)) as responses:
                 async for response in responses:
                     await writer.write(response)
+
+    async def _traced_request(self, call: _Method, context: Context) -> Message | AsyncIterator[Message]:
+        """From here on the call's task is in its caller's trace."""
+        request = await self._request(call, context)
+        attach_caller_context(context.invocation_metadata() or (), getattr(request, TRACEPARENT_KEY, ""))
+        return request
 
     async def _request(self, call: _Method, context: Context) -> Message | AsyncIterator[Message]:
         """The method's argument: its message, once it is complete, or the stream of them."""

@@ -1,7 +1,7 @@
 """Spans of the stages of a request, the trace context between services (W3C Trace Context), and where spans go.
 
-    caller's traceparent ─▶ TracedServicer ─▶ the call's context ─┬▶ start_span … end_span
-                                                                  └▶ outgoing_metadata() for the next service
+    caller's traceparent ─▶ CallInterceptor ─▶ the call's context ─┬▶ start_span … end_span
+                                                                   └▶ outgoing_metadata() for the next service
     event loop ──span ends──▶ the SDK's queue ──its own thread, in batches──▶ file, OTLP collector
 
 Without a tracer provider nothing is recorded, a span costs a few function calls, and a received context is still passed
@@ -14,14 +14,13 @@ OpenTelemetry's gRPC instrumentation makes one span per call, where a request's 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opentelemetry import context as trace_context
 from opentelemetry import trace
@@ -76,32 +75,6 @@ def outgoing_metadata() -> tuple[tuple[str, str], ...]:
     if len(carrier.get(TRACESTATE_KEY, "")) > _MAX_TRACESTATE_CHARS:
         del carrier[TRACESTATE_KEY]
     return tuple(carrier.items())
-
-
-class TracedServicer:
-    """Wraps a servicer so that each call runs in its caller's trace context."""
-
-    def __init__(self, servicer: object) -> None:
-        self._servicer = servicer
-
-    def __getattr__(self, name: str) -> Any:
-        behaviour = getattr(self._servicer, name)
-
-        async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
-            _join_call(request, context)
-            async with aclosing(behaviour(request, context)) as responses:
-                async for response in responses:
-                    yield response
-
-        async def awaited(request: Any, context: Any, *writer: Any) -> Any:
-            _join_call(request, context)
-            return await behaviour(request, context, *writer)
-
-        return streaming if inspect.isasyncgenfunction(behaviour) else awaited
-
-
-def _join_call(request: Any, context: Any) -> None:
-    attach_caller_context(context.invocation_metadata() or (), getattr(request, TRACEPARENT_KEY, ""))
 
 
 # Spans

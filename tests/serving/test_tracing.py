@@ -26,6 +26,7 @@ from serving import tracing
 from serving.settings import SettingsError
 from serving.tracing import TracingSettings, exporting_spans
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, running
+from tests.serving.conftest import Rigs, Scripted
 from tests.serving.spans import (
     METADATA,
     SPAN_ID,
@@ -224,27 +225,29 @@ def test_metadata_win_over_the_message() -> None:
     assert dict(tracing.outgoing_metadata())["traceparent"] == TRACEPARENT
 
 
-@pytest.mark.usefixtures("own_context")
-async def test_a_traced_servicer_takes_up_what_its_caller_said_either_way() -> None:
-    class Servicer:
-        async def Unary(self, request: Any, context: Any) -> Any:
-            return tracing.outgoing_metadata()
+class Telling(Scripted):
+    """Answers with the traceparent that its next service would get."""
 
-        async def Streaming(self, request: Any, context: Any) -> AsyncIterator[Any]:
-            yield tracing.outgoing_metadata()
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield generation_pb2.GenerateResponse(model=dict(tracing.outgoing_metadata())["traceparent"])
 
-        async def Writing(self, request: Any, context: Any, writer: Any) -> None:
-            writer(tracing.outgoing_metadata())
+    async def GetModelInfo(self, request: Any, context: Any) -> Any:
+        return generation_pb2.GetModelInfoResponse(model=dict(tracing.outgoing_metadata())["traceparent"])
 
-    traced, said = tracing.TracedServicer(Servicer()), generation_pb2.GenerateRequest(traceparent=TRACEPARENT)
-    for metadata in (None, (), METADATA):
-        context = SimpleNamespace(invocation_metadata=lambda metadata=metadata: metadata)
-        assert await traced.Unary(said, context) == METADATA
-        assert [part async for part in traced.Streaming(said, context)] == [METADATA]
-        written: list[Any] = []
-        await traced.Writing(said, context, written.append)
-        assert written == [METADATA]
-    assert not hasattr(traced, "Unknown")
+
+class TellingByWriter(Telling):
+    async def Generate(self, request: Any, context: Any, writer: Any) -> None:  # type: ignore[override]
+        await writer.write(generation_pb2.GenerateResponse(model=dict(tracing.outgoing_metadata())["traceparent"]))
+
+
+@pytest.mark.parametrize("kind", [Telling, TellingByWriter])
+async def test_every_call_runs_in_its_callers_trace(rigs: Rigs, kind: type[Telling]) -> None:
+    rig, other = await rigs.start(kind()), TRACEPARENT.replace("0af", "1bf")
+    request = generation_pb2.GenerateRequest(traceparent=other)
+    assert [one.model async for one in rig.stub.Generate(request)] == [other]
+    assert [one.model async for one in rig.stub.Generate(request, metadata=METADATA)] == [TRACEPARENT]
+    info = await rig.stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), metadata=METADATA)
+    assert info.model == TRACEPARENT
 
 
 @pytest.mark.usefixtures("own_context")
