@@ -61,6 +61,8 @@ def split_connectors(
     Raises ValueError that says what to type.
     """
     names = connector.split(",")
+    if "redis" in names and kv_url is None:
+        raise ValueError("the redis connector needs the address of a Redis: --kv-url redis://host:port/0")
     if len(names) == 1:
         return [ConnectorChoice(connector, kv_url, kv_folder, options)]
     for option in options:

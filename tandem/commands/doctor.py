@@ -116,8 +116,6 @@ def command(
     """
     try:
         choices = split_connectors(connector, kv_url, kv_folder, options)
-        if kv_url is None and any(choice.name == "redis" for choice in choices):
-            raise ValueError("the redis connector needs the address of a Redis: --kv-url redis://host:port/0")
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     checks = [check_python(), check_packages(), check_machine(), check_kernel(), check_extras()]

@@ -21,7 +21,7 @@ import click
 from engine.checkpoint import check_checkpoint, display_name, resolve
 from tandem.client.registry import state_dir
 from tandem.commands.options import Choice, FloatRange, IntRange
-from tandem.connectors import CONNECTORS
+from tandem.connectors import ConnectorChoice
 from tandem.local_stack.addresses import check_addresses
 from tandem.local_stack.settings import Disaggregation, StackSettings, autoscaled, parse_bounds
 from tandem.local_stack.stack import LocalStack, StartCancelled
@@ -265,12 +265,11 @@ def _read_config(context: click.Context, path: Path | None) -> None:
 
 
 def _check_connector(value: str) -> str:
-    for name in value.split(","):
-        if name not in CONNECTORS and ":" not in name:
-            raise click.BadParameter(f"{name!r} must be one of {', '.join(CONNECTORS)}, or module:Class")
     from instance.connectors import check_names  # late: `--help` needs none of it
 
     try:
+        for name in value.split(","):
+            ConnectorChoice(name)
         return check_names(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None

@@ -18,8 +18,8 @@ def check_addresses(settings: StackSettings) -> None:
     _check_port(settings.host, "--http-port", settings.http_port or 0)
     if settings.port and settings.port == settings.http_port:
         raise ValueError(f"--port and --http-port are both {settings.port}; choose another --http-port")
-    if settings.kv_url is None:
-        return
+    if settings.kv_url is None or not {"redis", "lmcache"} & set(settings.connectors):
+        return  # the server of a class that is not known here: only the class can tell
     from engine.errors import EngineError
 
     is_lmcache = settings.kv_url.startswith("tcp:")

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from engine.config import Device, EngineKind, ModelImpl, Quantization
 from engine.partition import Parallelism
 from tandem.client.credentials import TOKEN
+from tandem.connectors import split_connectors
 from tandem.local_stack.desired_state import MAX_SIZE, ROLES, Role
 
 _LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
@@ -96,14 +97,7 @@ class StackSettings:
             )
         if self.engine_python is not None and self.engine != "vllm":
             raise ValueError("--engine-python is for --engine vllm")
-        if "redis" in self.connectors and self.kv_url is None:
-            raise ValueError("the redis connector needs the address of a Redis: --kv-url redis://host:port/0")
-        if "lmcache" in self.connectors and (self.kv_url or "").startswith("redis"):
-            raise ValueError("lmcache: a redis:// URL is not supported; use --connector redis")
-        if self.kv_url is not None and not {"redis", "lmcache"} & set(self.connectors):
-            raise ValueError(
-                f"the connector {self.connector} has no server: --kv-url is for --connector redis and lmcache"
-            )
+        split_connectors(self.connector, self.kv_url, None, {})
         if self.num_prefill == 0 and self.disaggregation == "always":
             raise ValueError("disaggregation 'always' needs at least one prefill instance")
 
