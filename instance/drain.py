@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine.core.async_engine import AsyncEngine
 from serving.health import Health
@@ -23,20 +22,6 @@ from serving.limits import OpenCalls
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class DrainTimes:
-    """Seconds. `move_s` is the last part of `grace_s`, at most all of it."""
-
-    accept_s: float
-    grace_s: float
-    move_s: float
-
-    @property
-    def before_move_s(self) -> float:
-        """How long requests may run before the routers are asked to move them."""
-        return max(self.grace_s - self.move_s, 0.0)
 
 
 class DrainController:
@@ -55,22 +40,24 @@ class DrainController:
         """Running calls, and transfers whose KV may still be fetched; a dead core has none."""
         return self._calls.num_awaited + self._num_transfers
 
-    async def drain(self, times: DrainTimes, publish: Callable[[], None]) -> bool:
+    async def drain(self, publish: Callable[[], None], *, accept_s: float, grace_s: float, move_s: float) -> bool:
         """Returns True as soon as nothing is pending, False when the grace ends before that.
 
-        `publish` is called at each change of phase, so that routers get a load report at once.
+        `publish` is called at each change of phase, so that routers get a load report at once. `move_s` is the last
+        part of `grace_s`, at most all of it.
         """
+        before_move_s = max(grace_s - move_s, 0.0)
         self._health.begin_draining()
         self.draining = True
-        _announce(publish, f"not ready, accepting for {times.accept_s:g} s more")
-        await asyncio.sleep(times.accept_s)
+        _announce(publish, f"not ready, accepting for {accept_s:g} s more")
+        await asyncio.sleep(accept_s)
         self._calls.begin_draining()
         _announce(publish, f"refusing, {self._pending()} to finish")
-        if await self._finished_within(times.before_move_s):
+        if await self._finished_within(before_move_s):
             return True
         self.moving_out = True
         _announce(publish, f"{self._pending()} to resume elsewhere")
-        if await self._finished_within(times.grace_s - times.before_move_s):
+        if await self._finished_within(grace_s - before_move_s):
             return True
         _log.warning("the grace is over: %s are cut off", self._pending())
         return False

@@ -24,7 +24,7 @@ from engine.text.tokenizer import Tokenizer, supports_constraints
 from instance import decoding
 from instance.config import InstanceSettings, engine_config
 from instance.convert import Limits, checked_seconds, common_fields
-from instance.drain import DrainController, DrainTimes
+from instance.drain import DrainController
 from instance.load import LoadReporter
 from instance.metrics import InstanceCollector, RequestMetrics
 from instance.requests import ActiveChoices
@@ -241,9 +241,9 @@ class InstanceServer:
     async def drain(self) -> bool:
         """Stops the instance without losing anything; False if something was cut off when the grace was over."""
         server = self.settings.server
-        times = DrainTimes(server.drain_accept_s, self._grace_s, server.drain_move_s)
+        times_s = {"accept_s": server.drain_accept_s, "grace_s": self._grace_s, "move_s": server.drain_move_s}
         try:
-            return await self._drain.drain(times, self.reporter.publish)
+            return await self._drain.drain(self.reporter.publish, **times_s)
         finally:
             await self.stop()
 
