@@ -26,9 +26,9 @@ import click
 from tandem.commands import calculator
 from tandem.commands.options import (
     Choice,
-    FloatRange,
     IntRange,
-    credential_options,
+    call_errors,
+    call_options,
     given_credentials,
     sampling_options,
 )
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from tandem.client.errors import TandemError
 
 _PROMPT, _CONTINUATION = "> ", "… "
-_INTERRUPTED = 130
-"""A shell's exit status for Ctrl-C."""
 _COMMANDS = {
     "/help": "show this list",
     "/stats": "times, tokens and instances of the last answer",
@@ -69,14 +67,8 @@ _RETRY_HINTS = {
 @click.option("--system", metavar="TEXT", help="A system message.")
 @click.option("--max-tokens", type=IntRange(min=1), default=1024, show_default=True, help="Most in an answer.")
 @sampling_options
-@click.option("--seed", type=IntRange(min=0), help="Equal seed and conversation give equal answers.")
 @click.option("--tool", type=Choice(_TOOLS), default="off", show_default=True, help="What the model may call.")
-@click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")
-@click.option(
-    "--timeout", "timeout_s", type=FloatRange(min=0, min_open=True), default=600.0, show_default=True,
-    help="Seconds for an answer.",
-)  # fmt: skip
-@credential_options
+@call_options
 @click.option("--stats", is_flag=True, help="After each answer print, on standard error, what /stats shows.")
 def command(
     system: str | None, address: str | None, timeout_s: float, stats: bool, tool: str, **sampling: object
@@ -98,24 +90,16 @@ def command(
       echo "What is a tandem?" | tandem chat --address 127.0.0.1:50051
     """
     from tandem.client.client import Client
-    from tandem.client.errors import TandemError
 
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    try:
-        with Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
-            model = _chat_model(client)
-            chat = _Chat(client, model, system, {k: v for k, v in sampling.items() if v is not None}, stats, tool)
-            if is_terminal:
-                click.echo(f"{model} at {client.address}; /help lists the commands, Ctrl-D ends")
-                _talk(chat, _terminal_lines(_session()))
-            else:
-                _obey(chat, _piped_lines(sys.stdin))
-    except ValueError as error:  # an invalid address, an unusable file of the credentials
-        raise click.ClickException(str(error)) from None
-    except TandemError as error:
-        raise click.ClickException(error.message) from None
-    except KeyboardInterrupt:
-        raise SystemExit(_INTERRUPTED) from None
+    with call_errors(timeout_s), Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
+        model = _chat_model(client)
+        chat = _Chat(client, model, system, {k: v for k, v in sampling.items() if v is not None}, stats, tool)
+        if is_terminal:
+            click.echo(f"{model} at {client.address}; /help lists the commands, Ctrl-D ends")
+            _talk(chat, _terminal_lines(_session()))
+        else:
+            _obey(chat, _piped_lines(sys.stdin))
 
 
 def _chat_model(client: Client) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tandem.commands.options import FloatRange, IntRange, credential_options, given_credentials, sampling_options
+from tandem.commands.options import IntRange, call_errors, call_options, given_credentials, sampling_options
 
 if TYPE_CHECKING:
     from tandem.client.client import Client
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="With --chat: a system message before it.")
 @click.option("--max-tokens", type=IntRange(min=1), default=128, show_default=True, help="Most tokens.")
 @sampling_options
-@click.option("--seed", type=IntRange(min=0), help="Equal seed and prompt give equal tokens.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this string; may be given several times.")
 @click.option("--json-schema", metavar="FILE|TEXT", help="The answer is JSON that satisfies this JSON schema.")
 @click.option("--regex", metavar="PATTERN", help="The whole answer matches this regular expression.")
@@ -33,12 +32,7 @@ if TYPE_CHECKING:
     "--logprobs", type=IntRange(0, 20), metavar="N",
     help="Afterwards list, on standard error, every token's log-probability and the N best tokens at its position.",
 )  # fmt: skip
-@click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine.")
-@click.option(
-    "--timeout", "timeout_s", type=FloatRange(min=0, min_open=True), default=600.0, show_default=True,
-    help="Seconds for the whole request.",
-)  # fmt: skip
-@credential_options
+@call_options
 @click.option(
     "--stats", is_flag=True, help="Afterwards print, on standard error, the number of tokens and their times."
 )
@@ -66,7 +60,6 @@ def command(
       cat story.txt | tandem generate - --address 127.0.0.1:50051
     """
     from tandem.client.client import Client
-    from tandem.client.errors import TandemError
 
     if prompt == "-":
         try:
@@ -78,18 +71,8 @@ def command(
     sampling |= {"json_schema": _schema(json_schema), "choice": choice or None}
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
-    try:
-        with Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
-            _stream(client, messages if chat else prompt, sampling, stats)
-    except ValueError as error:  # an invalid address, an unusable file of the credentials
-        raise click.ClickException(str(error)) from None
-    except TandemError as error:
-        is_late = error.status == "DEADLINE_EXCEEDED"
-        hint = f" (--timeout {timeout_s:g}: seconds for the whole request)" if is_late else ""
-        raise click.ClickException(error.message + hint) from None
-    except KeyboardInterrupt:
-        click.echo(err=True)
-        raise SystemExit(130) from None
+    with call_errors(timeout_s), Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
+        _stream(client, messages if chat else prompt, sampling, stats)
 
 
 def _schema(given: str | None) -> str | None:

@@ -1,10 +1,11 @@
-"""Options that several commands have: credentials for a router, and options of a connector's class."""
+"""Options that several commands have, and how a command ends whose call of a router fails."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from tandem.client.credentials import Credentials
 
 F = TypeVar("F", bound=Callable[..., Any])
+INTERRUPTED = 130
+"""A shell's exit status for Ctrl-C."""
 _META = "tandem.client.credentials"
 _CREDENTIALS = {
     "ca_file": "PEM: the CA that issued the router's certificate; enables TLS.",
@@ -100,18 +103,16 @@ def option_group(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-def sampling_options(function: F) -> F:
-    """Adds how tokens are sampled; absent: the model's defaults."""
-    return option_group(
-        click.option("--temperature", type=FloatRange(0, 2), help="0 is greedy; absent: the model's default."),
-        click.option(
-            "--top-p", type=FloatRange(0, 1), help="Sample from the most likely tokens up to this probability."
-        ),
-        click.option("--top-k", type=IntRange(min=0), help="Sample from so many of the most likely tokens; 0: all."),
-        click.option(
-            "--min-p", type=FloatRange(0, 1), help="Drop tokens less likely than this part of the most likely one."
-        ),
-    )(function)
+sampling_options = option_group(
+    click.option("--temperature", type=FloatRange(0, 2), help="0 is greedy; absent: the model's default."),
+    click.option("--top-p", type=FloatRange(0, 1), help="Sample from the most likely tokens up to this probability."),
+    click.option("--top-k", type=IntRange(min=0), help="Sample from so many of the most likely tokens; 0: all."),
+    click.option(
+        "--min-p", type=FloatRange(0, 1), help="Drop tokens less likely than this part of the most likely one."
+    ),
+    click.option("--seed", type=IntRange(min=0), help="Equal seed and prompt give equal tokens."),
+)
+"""How tokens are sampled; absent: the model's defaults."""
 
 
 def credential_options(function: F) -> F:
@@ -133,6 +134,35 @@ def credential_options(function: F) -> F:
         )
         function = option(function)
     return function
+
+
+call_options = option_group(
+    click.option("--address", metavar="HOST:PORT", help="The router; absent: the stack that runs on this machine."),
+    click.option(
+        "--timeout", "timeout_s", type=FloatRange(min=0, min_open=True), default=600.0, show_default=True,
+        help="Seconds for the whole request.",
+    ),
+    credential_options,
+)  # fmt: skip
+"""Where a request goes, and how long it may take."""
+
+
+@contextmanager
+def call_errors(timeout_s: float) -> Iterator[None]:
+    """Ends the command with a message where a client's call inside fails, and by Ctrl-C."""
+    from tandem.client.errors import TandemError
+
+    try:
+        yield
+    except ValueError as error:  # an invalid address, an unusable file of the credentials
+        raise click.ClickException(str(error)) from None
+    except TandemError as error:
+        is_late = error.status == "DEADLINE_EXCEEDED"
+        hint = f" (--timeout {timeout_s:g}: seconds for the whole request)" if is_late else ""
+        raise click.ClickException(error.message + hint) from None
+    except KeyboardInterrupt:
+        click.echo(err=True)
+        raise SystemExit(INTERRUPTED) from None
 
 
 def given_credentials(address: str | None) -> Credentials | None:

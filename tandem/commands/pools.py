@@ -15,14 +15,12 @@ import click
 from protos.tandem.v1 import common_pb2, pools_pb2
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
 from tandem.commands.group import Group
-from tandem.commands.options import FloatRange, IntRange, given_options
+from tandem.commands.options import INTERRUPTED, FloatRange, IntRange, given_options
 from tandem.local_stack.settings import unknown_pool
 
 F = TypeVar("F", bound=Callable[..., Any])
 _CLEAR_SCREEN = "\x1b[H\x1b[J"
 _POLL_INTERVAL_S = 0.25
-_INTERRUPTED = 130
-"""A shell's exit status for Ctrl-C."""
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 _timeout_option = click.option(
     "--timeout", "timeout_s", type=FloatRange(min=0, min_open=True), default=CALL_TIMEOUT_S, show_default=True,
@@ -201,7 +199,7 @@ def _wait_resized(
         ) from None
     except KeyboardInterrupt:
         click.echo("stopped waiting; the resize continues, `tandem pools` shows its progress", err=True)
-        raise click.exceptions.Exit(_INTERRUPTED) from None
+        raise click.exceptions.Exit(INTERRUPTED) from None
     finally:
         watch.cancel()
 

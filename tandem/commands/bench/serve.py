@@ -15,6 +15,7 @@ import click
 
 from tandem.bench.serve.results import Point, Results, format_rate, late_warning, page, sweep_table, write_json
 from tandem.commands.options import (
+    INTERRUPTED,
     Choice,
     FloatRange,
     IntRange,
@@ -237,10 +238,10 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
     except WarmUpFailed as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     _write(results, json_file, save_requests, plots_folder)
     if results.stopped_by == _CTRL_C:
-        raise click.exceptions.Exit(130)
+        raise click.exceptions.Exit(INTERRUPTED)
     if results.stopped_by or not any(point.report.num_succeeded for point in results.points):
         raise click.exceptions.Exit(1)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tandem.commands.options import Choice, IntRange, OutputFile, kv_options
+from tandem.commands.options import INTERRUPTED, Choice, IntRange, OutputFile, kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _interruptible() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         click.echo("\nstopped; all files, keys and processes are removed", err=True)
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
