@@ -55,14 +55,19 @@ def _connect_to_one(hosts: Sequence[tuple[str, int]]) -> None:
 
 
 def _check_port(host: str, flag: str, port: int) -> None:
+    try:
+        bind_once(host, port)
+    except OSError as error:
+        if port and error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} is taken; choose another {flag}, or omit it") from None
+        if port and error.errno == errno.EACCES:
+            raise ValueError(f"port {port} is root's; choose another {flag}, above 1023, or omit it") from None
+        allowed = "an IPv4 address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+        raise ValueError(f"cannot listen on --host {host}: {error.strerror}; allowed: {allowed}") from None
+
+
+def bind_once(host: str, port: int) -> None:
+    """Raises OSError where a process could not listen."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if port and error.errno == errno.EADDRINUSE:
-                raise ValueError(f"port {port} is taken; choose another {flag}, or omit it") from None
-            if port and error.errno == errno.EACCES:
-                raise ValueError(f"port {port} is root's; choose another {flag}, above 1023, or omit it") from None
-            allowed = "an IPv4 address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
-            raise ValueError(f"cannot listen on --host {host}: {error.strerror}; allowed: {allowed}") from None
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        probe.bind((host, port))

@@ -8,10 +8,10 @@ pinned and runs where the system puts it. An instance on GPUs takes those that t
 from __future__ import annotations
 
 import random
-import socket
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from engine.machine import available_bytes, usable_cores, visible_gpus
 from serving.lifecycle import ParentBond
 from tandem.client.credentials import INSTANCE, ROUTER, TLS_FOLDER
 from tandem.connectors import CONNECTORS
+from tandem.local_stack.addresses import bind_once
 from tandem.local_stack.desired_state import DesiredInstance, DesiredState, InvalidSize, Role
 from tandem.local_stack.process import ManagedProcess, ProcessSpec
 from tandem.local_stack.settings import StackSettings
@@ -42,21 +43,13 @@ def free_ports(count: int, host: str = _LOOPBACK, seed: int | None = None) -> li
     for port in random.Random(seed).sample(_PORTS, len(_PORTS)):
         if len(ports) == count:
             break
-        if all(_is_free(one, port) for one in (host, _LOOPBACK)):
+        with suppress(OSError):
+            bind_once(host, port)
+            bind_once(_LOOPBACK, port)
             ports.append(port)
     if len(ports) < count:
         raise OSError(f"{host} has fewer than {count} free ports between {_PORTS.start} and {_PORTS.stop - 1}")
     return ports
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def share_cores(cores: list[int], num_instances: int, pin: bool) -> list[tuple[int, ...]]:
