@@ -10,7 +10,7 @@ first difference, so a caller never reads a gap or a repetition.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from protos.tandem.v1 import common_pb2, generation_pb2
 from tandem.client.errors import StreamError
@@ -255,14 +255,7 @@ def _positions(positions: Iterable[common_pb2.TokenLogprobs]) -> tuple[tuple[Tok
 
 
 def _usage(usage: common_pb2.Usage) -> Usage:
-    return Usage(
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        usage.cached_tokens,
-        usage.external_tokens,
-        usage.recomputed_tokens,
-        usage.stored_tokens,
-    )
+    return Usage(**{one.name: getattr(usage, one.name) for one in fields(Usage)})
 
 
 class CompletionAssembler:
