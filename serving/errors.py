@@ -5,7 +5,6 @@ ServiceError                 retrying elsewhere?
 ├── NotFound                 never: no such model, adapter, request
 ├── AlreadyExists            never: the id is in use
 ├── FailedPrecondition       never, until something else has changed
-├── OutOfRange               never: a position past the end
 ├── PermissionDenied         never
 ├── Unauthenticated          never, without other credentials
 ├── Unsupported              never: this server does not implement it
@@ -87,10 +86,6 @@ class AlreadyExists(ServiceError):
 
 class FailedPrecondition(ServiceError):
     code = grpc.StatusCode.FAILED_PRECONDITION
-
-
-class OutOfRange(ServiceError):
-    code = grpc.StatusCode.OUT_OF_RANGE
 
 
 class PermissionDenied(ServiceError):
@@ -216,8 +211,8 @@ def read_details(
     return violations, retry_after_s
 
 
-_PLAIN = (NotFound, AlreadyExists, FailedPrecondition, OutOfRange, PermissionDenied, Unauthenticated)
-_BY_CODE = {kind.code: kind for kind in (*_PLAIN, Unsupported, DeadlineExceeded, Aborted)}
+_PLAIN = NotFound, AlreadyExists, FailedPrecondition, PermissionDenied, Unauthenticated, Unsupported
+_BY_CODE = {kind.code: kind for kind in (*_PLAIN, DeadlineExceeded, Aborted)}
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:

@@ -29,7 +29,7 @@ _NO_CONNECTION = re.compile("failed to connect|connections to all backends|dns|r
 _CONNECTION_LOST = re.compile("socket closed|connection (reset|closed)|broken pipe|goaway|ping timeout", re.IGNORECASE)
 """In gRPC's own texts."""
 _PROBE_TIMEOUT_S = 2.0
-_MISTAKES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE", "UNAUTHENTICATED"})
+_MISTAKES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "UNAUTHENTICATED"})
 """Of the caller: the message says all of it, and the router's log no more."""
 _TOO_LONG = re.compile(r"Received message larger than max \((\d+) vs\. (\d+)\)")
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"

@@ -1,6 +1,6 @@
 """This project's errors as HTTP statuses, headers and OpenAI's error object `{"error": {message, type, param, code}}`.
 
-InvalidArgument, FailedPrecondition, OutOfRange, Unsupported ─▶ 400      Overloaded ─▶ 429, Retry-After
+InvalidArgument, FailedPrecondition, Unsupported ─▶ 400                  Overloaded ─▶ 429, Retry-After
 Unauthenticated ─▶ 401   PermissionDenied ─▶ 403   NotFound ─▶ 404       Unavailable ─▶ 503, Retry-After
 DeadlineExceeded ─▶ 408  AlreadyExists, Aborted ─▶ 409                   InternalError ─▶ 500
 

@@ -236,7 +236,6 @@ async def test_unknown_paths_and_methods_are_rejected(run_http: RunHttp) -> None
     [
         (errors.InvalidArgument("x"), 400, None),
         (errors.FailedPrecondition("x"), 400, None),
-        (errors.OutOfRange("x"), 400, None),
         (errors.Unsupported("x"), 400, None),
         (errors.Unauthenticated("x"), 401, None),
         (errors.PermissionDenied("x"), 403, None),
