@@ -72,15 +72,12 @@ class LoadReporter:
         within_s = max(max_interval_s, MIN_GAP_S) if 0 < max_interval_s < self._interval_s else None
         sent: instance_pb2.WatchLoadResponse | None = None
         while True:
-            if sent is not self.latest:
-                sent = self.latest
-                yield sent
-            else:
-                try:
-                    async with asyncio.timeout(within_s):
-                        await self._published.wait()
-                except TimeoutError:
+            if sent is self.latest:
+                await self._published.wait(within_s)
+                if sent is self.latest:
                     self.publish()
+            sent = self.latest
+            yield sent
 
     def _changed(self) -> bool:
         return self._drain.draining != self._reported_draining or changed_significantly(
