@@ -86,24 +86,29 @@ class DecodeServicer:
         """The responses of one Decode call. Closing it early frees everything, here and at the prefill instance."""
         observed = self._metrics.observe_request(choice.engine_request)
         with observed as observation, _stages(choice, source, observation) as stages:
-            async with self._choices.open(choice) as stream:
-                events = _local_events(stream) if source is None else self._transfer_events(stream, source, requests)
-                async with aclosing(events):
-                    async for event in events:
-                        if isinstance(event, ReservedEvent | LoadedEvent):
-                            observation.timeline.mark(_MARKS[type(event)])
-                            yield self._progress(event)
-                            continue
-                        if observation.observe_chunk(event, stream.first):
-                            stages.note({"tandem.queue_ms": observation.queue_s * 1e3})
-                            stages.next("decode.generate")
-                        yield decode_pb2.DecodeResponse(tokens=event)
-                        await failpoints.hit_async("decode.after_token")
+            async with (
+                self._choices.open(choice) as stream,
+                aclosing(self._events(stream, source, requests)) as events,
+            ):
+                async for event in events:
+                    if isinstance(event, ReservedEvent | LoadedEvent):
+                        observation.timeline.mark(_MARKS[type(event)])
+                        yield self._progress(event)
+                        continue
+                    if observation.observe_chunk(event, stream.first):
+                        stages.note({"tandem.queue_ms": observation.queue_s * 1e3})
+                        stages.next("decode.generate")
+                    yield decode_pb2.DecodeResponse(tokens=event)
+                    await failpoints.hit_async("decode.after_token")
 
-    async def _transfer_events(
-        self, stream: ChoiceStream, source: TransferSource, requests: Requests
+    async def _events(
+        self, stream: ChoiceStream, source: TransferSource | None, requests: Requests
     ) -> AsyncGenerator[ChoiceStreamEvent, None]:
-        """The events of a choice whose KV and seed come from elsewhere, while both are read."""
+        """The events of a choice. With a `source`, KV and seed come from elsewhere, and both are read meanwhile."""
+        if source is None:
+            async for one in stream:
+                yield one
+            return
         with self._transfers.read_transfer(source, stream.choice.request_id) as transfer:
             seeded = asyncio.create_task(self._read_seed(stream, requests))
             try:
@@ -146,11 +151,6 @@ def _stages(choice: Choice, source: TransferSource | None, observation: Observat
         yield stages
     finally:
         stages.end(failure="ended before its last token" if observation.finish_reason is None else None)
-
-
-async def _local_events(stream: ChoiceStream) -> AsyncGenerator[ChoiceStreamEvent, None]:
-    async for event in stream:
-        yield event
 
 
 async def _notify(transfer: TransferClient, event: ChoiceStreamEvent) -> None:
