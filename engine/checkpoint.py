@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.config import ModelImpl
-from engine.errors import EngineError, InvalidCheckpoint, UnsupportedModel
+from engine.errors import EngineError, InvalidCheckpoint, UnsupportedModel, to_install
 
 if TYPE_CHECKING:
     from engine.models.config import DecoderConfig
@@ -90,7 +90,7 @@ def _download(model: str, revision: str | None) -> Path:
     except ImportError:
         raise ModelNotFound(
             f"model {model!r}: there is no such folder here, and fetching it from the hub needs a package: "
-            "pip install -c constraints.txt -e '.[hub]' in the checkout"
+            + to_install("hub")
         ) from None
     try:
         return Path(hub.snapshot_download(model, revision=revision, allow_patterns=_NEEDED))

@@ -11,6 +11,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
+def to_install(extra: str) -> str:
+    """What to type for an optional dependency, an extra of pyproject.toml."""
+    return f"pip install -c constraints.txt -e '.[{extra}]' in the checkout"
+
+
 class EngineError(Exception):
     """Base class of the engine's errors."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from engine.errors import UnsupportedModel
+from engine.errors import UnsupportedModel, to_install
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +73,7 @@ def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
         import engine.models.transformers_backend as transformers_backend
     except ImportError:
         raise UnsupportedModel(
-            f"{native_error}the transformers backend is not installed; it runs most decoders: "
-            "pip install -c constraints.txt -e '.[models]' in the checkout"
+            f"{native_error}the transformers backend is not installed; it runs most decoders: " + to_install("models")
         ) from None
     return transformers_backend.read_config(folder)
 

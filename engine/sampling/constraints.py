@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-from engine.errors import InvalidRequest, shown
+from engine.errors import InvalidRequest, shown, to_install
 from engine.sampling.json_schema import checked_schema
 from engine.sampling.structural_tag import checked_structural_tag
 
@@ -30,7 +30,7 @@ _MAX_GROUPS = 100
 MAX_WHITESPACE = 16
 """Between two elements of JSON: a model that may write spaces for ever sometimes does."""
 
-INSTALL_XGRAMMAR = "pip install -c constraints.txt -e '.[structured-output]' in the checkout"
+INSTALL_XGRAMMAR = to_install("structured-output")
 
 CONSTRAINTS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag")
 """The fields of SamplingParams of which at most one may be set."""

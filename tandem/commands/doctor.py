@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from engine.checkpoint import ModelNotFound, check_checkpoint, display_name, resolve
+from engine.errors import to_install
 from engine.machine import available_bytes, cpu_quota, usable_cores
 from tandem.client.registry import temporary_folder
 from tandem.commands.options import kv_options
@@ -162,8 +163,7 @@ def check_packages() -> Iterator[Finding]:
 def check_extras() -> Iterator[Finding]:
     for module, purpose, extra in _EXTRAS:
         if importlib.util.find_spec(module) is None:
-            install = f"pip install -c constraints.txt -e '.[{extra}]' in the checkout"
-            yield Finding("warn", module, f"not installed; only needed for {purpose}", install)
+            yield Finding("warn", module, f"not installed; only needed for {purpose}", to_install(extra))
         else:
             yield Finding("ok", module, f"{_version(module.replace('_', '-')) or 'installed'}, for {purpose}")
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email import message_from_string
 from pathlib import Path
@@ -41,10 +42,14 @@ def test_run_installs_what_serving_needs_and_the_other_targets_the_rest() -> Non
 
 def test_an_extra_is_added_to_a_checkout_without_replacing_its_editable_install() -> None:
     """As every message of the packages says it, and with the pins."""
-    sources = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
-    found = [line for file in sources for line in re.findall(r".*'\.\[.*", file.read_text())]
-    assert len(found) >= 8
+    sources = [file.read_text() for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    found = [line for text in sources for line in re.findall(r".*'\.\[.*", text)]
+    assert len(found) >= 2
     assert not [line for line in found if "-c constraints.txt -e '.[" not in line]
+    named = [extra for text in sources for extra in re.findall(r"""to_install\(["']([^"']+)""", text)]
+    assert len(named) >= 6
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(named) <= extras.keys()
 
 
 def test_a_checkout_is_imported_beside_its_own_folder(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import EngineError
+from engine.errors import EngineError, to_install
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey
 from kv_transfer.stores.base import BadValue
@@ -123,7 +123,6 @@ def import_lmcache(module: str) -> Any:
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] == "lmcache":
             raise EngineError(
-                "lmcache on a disk needs LMCache 0.5.6 or later, below 0.6: "
-                f"pip install -c constraints.txt -e '.[lmcache]' in the checkout ({error})"
+                f"lmcache on a disk needs LMCache 0.5.6 or later, below 0.6: {to_install('lmcache')} ({error})"
             ) from error
         raise EngineError(f"LMCache cannot be imported: {error}") from error

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import click
 
+from engine.errors import to_install
 from tandem.bench.serve.results import Point, Results, format_rate, late_warning, page, sweep_table, write_json
 from tandem.commands.options import (
     INTERRUPTED,
@@ -215,10 +216,7 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
     if save_requests and json_file is None:
         raise click.UsageError("--save-requests goes with --json FILE")
     if plots_folder is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError(
-            "--plots needs matplotlib, which is not installed: "
-            "pip install -c constraints.txt -e '.[plots]' in the checkout"
-        )
+        raise click.UsageError(f"--plots needs matplotlib, which is not installed: {to_install('plots')}")
     if options["url"] is not None:
         _reject(_OF_A_ROUTER, "{} is for a Tandem router (--address), not for --url; a token goes into --header")
     if options["trace"] is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from engine.errors import to_install
 from tandem.commands.options import INTERRUPTED, Choice, IntRange, OutputFile, kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options
 
@@ -127,8 +128,7 @@ def _choice(name: str, *, named: bool, kv_url: str | None, kv_folder: Path | Non
 def _is_installed(choice: ConnectorChoice) -> bool:
     """Whether the connector can be measured; if not, prints what to install."""
     if choice.name in _EXTRAS and importlib.util.find_spec(choice.name) is None:
-        install = f"pip install -c constraints.txt -e '.[{choice.name}]' in the checkout"
-        click.echo(f"{choice.name}: skipped, not installed: {install}")
+        click.echo(f"{choice.name}: skipped, not installed: {to_install(choice.name)}")
         return False
     if choice.name == "redis" and choice.kv_url is None:
         from tandem.bench.transfer.media import INSTALL_REDIS, installed_redis

@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from engine.errors import to_install
 from tandem.commands.admin import CALL_TIMEOUT_S, admin_calls, admin_options, admin_target
 from tandem.commands.options import FloatRange
 
@@ -35,8 +36,7 @@ def command(interval_s: float, metrics: str | None) -> None:
     """
     if importlib.util.find_spec("textual") is None:
         raise click.ClickException(
-            "tandem top requires textual: pip install -c constraints.txt -e '.[top]' in the checkout; "
-            "`tandem pools --watch` needs nothing more"
+            f"tandem top requires textual: {to_install('top')}; `tandem pools --watch` needs nothing more"
         )
     from protos.tandem.v1 import pools_pb2
     from tandem.client.registry import metrics_address_of
