@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -34,15 +35,9 @@ if TYPE_CHECKING:
 _PR_GET_PDEATHSIG = 2
 _LOW_MEMORY = 2 << 30
 _LOW_SHM = 64 << 20
-_PACKAGES = (
+_SHOWN_PACKAGES = (
     "torch", "numpy", "numba", "safetensors", "tokenizers", "jinja2",
     "grpcio", "protobuf", "pyzmq", "msgspec", "pydantic", "blake3", "psutil", "click",
-)  # fmt: skip
-"""Shown with their versions."""
-_OTHER_PACKAGES = (
-    "cryptography", "fastapi", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "httpx",
-    "opentelemetry-api", "prometheus-client", "prompt-toolkit", "pydantic-settings", "pyyaml", "redis", "tqdm",
-    "uvicorn",
 )  # fmt: skip
 _EXTRAS = (
     ("huggingface_hub", "models by name from the Hugging Face hub", "hub"),
@@ -153,11 +148,12 @@ def check_python() -> Iterator[Finding]:
 
 def check_packages() -> Iterator[Finding]:
     """Required packages, the main ones with versions, without importing them."""
-    versions = {name: _version(name) for name in _PACKAGES}
-    missing = [name for name in (*_PACKAGES, *_OTHER_PACKAGES) if _version(name) is None]
-    if missing:
+    required = [one for one in importlib.metadata.requires("tandem-llm") or () if "extra ==" not in one]
+    versions = {name: _version(name) for name in (re.split(r"[^\w-]", one)[0] for one in required)}
+    if missing := [name for name, version in versions.items() if version is None]:
         yield Finding("fail", "packages", f"missing: {', '.join(missing)}", "make install")
-    yield Finding("ok", "packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    shown = [f"{name} {versions[name]}" for name in _SHOWN_PACKAGES if versions.get(name)]
+    yield Finding("ok", "packages", ", ".join(shown))
 
 
 def check_extras() -> Iterator[Finding]:
