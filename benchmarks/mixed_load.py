@@ -120,7 +120,7 @@ def measure(
 
     async def run() -> list[Point]:
         endpoint = GrpcEndpoint(address)
-        sweep = Sweep(rates, objectives, timeout_s=TIMEOUT_S, num_warm_up=_NUM_WARM_UP, pause_s=_PAUSE_S)
+        sweep = Sweep(rates, objectives, None, TIMEOUT_S, num_warm_up=_NUM_WARM_UP, pause_s=_PAUSE_S)
         try:
             return await run_sweep(
                 endpoint,

@@ -90,8 +90,6 @@ class TlsFiles(FileWatcher[TlsMaterial], Collector):
 
     def __init__(self, ca_file: Path, cert_file: Path | None = None, key_file: Path | None = None) -> None:
         """Reads the files. Raises SettingsError for unusable ones: there is no last good state yet."""
-        if (cert_file is None) != (key_file is None):
-            raise SettingsError("cert_file and key_file go together: give both or neither")
         self._ca_file, self._cert_file, self._key_file = ca_file, cert_file, key_file
         self._logged: tuple[TlsMaterial, str] | None = None
         super().__init__([path for path in (ca_file, cert_file, key_file) if path is not None], self._load)

@@ -362,6 +362,8 @@ def _instance_finding(name: str, address: str, credentials: Credentials) -> Find
 
 
 def _process_finding(name: str, address: str, state: str, detail: str = "") -> Finding:
-    is_ready = state == "ready"
+    from tandem.client.health import READY
+
+    is_ready = state == READY
     remedy = "" if is_ready else "see its log in the stack's folder; `tandem up` restarts dead processes"
     return Finding("ok" if is_ready else "fail", name, f"{state} at {address}{detail}", remedy)

@@ -86,11 +86,6 @@ class LocalStack:
         return self._folder
 
     @property
-    def store_folder(self) -> Path:
-        """The pages of the shared_storage connector."""
-        return self.folder / "store"
-
-    @property
     def processes(self) -> dict[str, ManagedProcess]:
         """Every process that runs or will run again, leaving ones too; the router first."""
         return {} if self._processes is None else self._processes.by_name

@@ -92,7 +92,7 @@ def footprint(rig: Rig) -> Footprint:
     return Footprint(
         {name: report.blocks.free + report.blocks.cached for name, report in rig.loads().items()},
         _processes(rig),
-        frozenset(private_files(rig.stack.store_folder)),
+        frozenset(private_files(rig.store_folder)),
     )
 
 

@@ -53,7 +53,7 @@ def options(**fields: object) -> tuple[str, str]:
 @contextmanager
 def shared_storage(folder: Path) -> Iterator[Backing]:
     del folder  # the stack has one
-    yield Backing({"connector": "shared_storage"}, pages=lambda rig: FolderPages(rig.stack.store_folder))
+    yield Backing({"connector": "shared_storage"}, pages=lambda rig: FolderPages(rig.store_folder))
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def nixl_and_redis(folder: Path) -> Iterator[Backing]:
 def lmcache(folder: Path) -> Iterator[Backing]:
     """On disk, in the stack's folder."""
     del folder
-    yield Backing({"connector": "lmcache"}, options(timeout_s=10), lambda rig: FolderPages(rig.stack.store_folder))
+    yield Backing({"connector": "lmcache"}, options(timeout_s=10), lambda rig: FolderPages(rig.store_folder))
 
 
 @contextmanager

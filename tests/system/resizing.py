@@ -77,7 +77,7 @@ class ResizableStack:
         assert {path.name for path in (folder / "ready").iterdir()} == members.keys()
         assert {path.stem for path in (folder / "logs").iterdir()} == members.keys()
         assert {path.name for path in (folder / "run").iterdir()} == members.keys()
-        assert not private_files(self.rig.stack.store_folder)
+        assert not private_files(self.rig.store_folder)
 
     @property
     def messages(self) -> list[str]:

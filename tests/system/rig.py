@@ -133,6 +133,11 @@ class Rig:
     def address(self) -> str:
         return self.stack.address
 
+    @property
+    def store_folder(self) -> Path:
+        """The pages of the shared_storage connector, and of lmcache on disk."""
+        return self.stack.folder / "store"
+
     def start(self) -> None:
         """Returns when the stack serves; leaves nothing behind if it cannot."""
         try:

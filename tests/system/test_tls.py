@@ -66,7 +66,7 @@ def generated(rig: Rig, tenant: str, prompt: list[int], **fields: object) -> Com
 
 def num_stored(rig: Rig) -> int:
     """Pages of full blocks in the store that the instances share."""
-    return sum("transfers" not in path.parts for path in files_below(rig.stack.store_folder))
+    return sum("transfers" not in path.parts for path in files_below(rig.store_folder))
 
 
 def test_a_tenant_finds_its_own_prefix_and_never_anothers(

@@ -15,7 +15,6 @@ from tandem.client.completion import CompletionAssembler
 from tandem.client.credentials import PLAINTEXT, Credentials
 from tandem.client.errors import StreamError, TandemError, explain, from_rpc
 
-DEFAULT_NUM_CONNECTIONS = 4
 _SERVED_TIMEOUT_S = 10.0
 _OPTIONS = (
     ("grpc.max_receive_message_length", 16 << 20),
@@ -39,7 +38,7 @@ class GrpcEndpoint:
         self,
         address: str,
         *,
-        num_connections: int = DEFAULT_NUM_CONNECTIONS,
+        num_connections: int = 4,
         model: str = "",
         credentials: Credentials = PLAINTEXT,
     ) -> None:

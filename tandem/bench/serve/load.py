@@ -28,7 +28,6 @@ from tandem.bench.serve.report import Objectives, summarise
 from tandem.bench.serve.results import Point
 from tandem.bench.serve.workload import Workload
 
-DEFAULT_TIMEOUT_S = 600.0
 _LAG_INTERVAL_S = 0.01
 _WARM_UP_CONCURRENCY = 4
 
@@ -47,7 +46,7 @@ async def run_load(
     requests: Sequence[PlannedRequest],
     *,
     max_concurrency: int | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = 600.0,
     on_progress: Callable[[Progress], None] = lambda progress: None,
     stop: asyncio.Event | None = None,
 ) -> list[RequestRecord]:
@@ -183,10 +182,10 @@ class Sweep:
     rates: Sequence[float | None]
     """Requests per second; inf: all at once; None: as in the trace."""
     objectives: Objectives
-    max_concurrency: int | None = None
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    num_warm_up: int = 4
-    pause_s: float = 1.0
+    max_concurrency: int | None
+    timeout_s: float
+    num_warm_up: int
+    pause_s: float
 
 
 class LoadObserver(Protocol):

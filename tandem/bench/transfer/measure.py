@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ import torch
 
 from engine.core.messages import TransferEvent
 from kv_transfer.page.naming import PageKey, PageNaming
+from tandem.bench.serve.results import machine, versions
 from tandem.bench.transfer.endpoint import (
     Shape,
     SourceEndpoint,
@@ -238,10 +238,11 @@ def _percent(share: float | None) -> str:
 
 
 def write_json(path: Path, results: Sequence[Result]) -> None:
-    """All figures, of each round too, and the machine."""
+    """All figures, of each round too, the versions and the machine."""
     content = {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {"cores": len(os.sched_getaffinity(0)), "kernel": platform.release(), "load": os.getloadavg()},
+        "versions": versions(),
+        "machine": machine(),
         "results": [_as_dict(result) for result in results],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
