@@ -24,7 +24,7 @@ from router.api.openai.errors import body_of, status_of
 from router.api.openai.exchange import Exchange
 from router.api.openai.requests import FrontBody, Int64
 from router.api.openai.strict_model import StrictModel
-from serving.errors import ServiceError, invalid_argument
+from serving.errors import Aborted, ServiceError, invalid_argument
 
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -176,6 +176,9 @@ class MessagesBuilder(BlocksBuilder[MessagesRequest]):
     """The answer to one request, whole or as events."""
 
     async def finish(self, headers: Mapping[str, str]) -> None:
+        """Raises Aborted for an aborted answer: none of Anthropic's stop reasons says that."""
+        if self._finish.reason == common_pb2.FINISH_REASON_ABORT:
+            raise Aborted("the request was aborted")
         if not self._body.stream:
             content = [_content(block) for block in self._blocks]
             await self._exchange.send_json({**self._message(content), **self._end()}, headers)

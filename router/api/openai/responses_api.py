@@ -174,13 +174,14 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
             self._num_thinking = self._num_tokens
 
     async def finish(self, headers: Mapping[str, str]) -> None:
-        is_cut = self._finish.reason != common_pb2.FINISH_REASON_STOP
-        response = self._response("incomplete" if is_cut else "completed")
+        status = _STATUSES[self._finish.reason]
+        response = self._response(status)
         if not self._body.stream:
             await self._exchange.send_json(response, headers)
             return
         await self._close()
-        await self._send(f"response.{response['status']}", response=response)
+        # OpenAI has no event response.cancelled, and clients read response.incomplete without a reason as complete.
+        await self._send("response.failed" if status == "cancelled" else f"response.{status}", response=response)
         await self._exchange.end_events(None)
 
     # Events
@@ -276,6 +277,11 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         }
 
 
+_STATUSES = {
+    common_pb2.FINISH_REASON_STOP: "completed",
+    common_pb2.FINISH_REASON_LENGTH: "incomplete",
+    common_pb2.FINISH_REASON_ABORT: "cancelled",
+}
 _EVENTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 _ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 

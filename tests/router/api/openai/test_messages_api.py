@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from protos.tandem.v1 import generation_pb2
 from router.request.validation import ServedModel
+from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import HttpRig, RunHttp
 from tests.router.api.openai.test_tools import ARGUMENTS, CALLS, SCHEMA, TEXT, sent, writing
 from tests.router.api.test_security import ALICE, write_tokens
-from tests.router.rig import TIMEOUT_S
+from tests.router.rig import TIMEOUT_S, slow
 
 if TYPE_CHECKING:
     import anthropic
@@ -68,6 +71,33 @@ async def test_arguments_that_max_tokens_cuts_are_marked(run_http: RunHttp) -> N
         assert message.stop_reason == "max_tokens"
         [call] = message.content
         assert ARGUMENTS[0].startswith(call.input["INVALID_JSON"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_aborted_answer_is_an_error(run_http: RunHttp, stream: bool) -> None:
+    from anthropic import APIStatusError
+
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run_http(prefill=0, decode=[decode]) as http, client_of(http) as client:
+        kinds = list[str]()
+
+        async def read() -> None:
+            options = asking(max_tokens=2000, tools=[], extra_headers={"X-Request-Id": "mine"})
+            answer = await client.messages.create(stream=stream, **options)
+            assert stream, "a whole answer is an error"
+            async for event in answer:
+                kinds.append(event.type)
+
+        reading = asyncio.create_task(read())
+        await decode.until("token", 3)
+        await http.rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine"]))
+        with pytest.raises(APIStatusError) as raised:
+            await reading
+        body: Any = raised.value.body
+        assert (body["type"], body["request_id"]) == ("error", "mine")
+        assert "aborted" in body["error"]["message"]
+        assert stream or raised.value.status_code == 409
+        assert "message_stop" not in kinds
 
 
 async def test_earlier_blocks_become_messages(run_http: RunHttp, model: ServedModel) -> None:

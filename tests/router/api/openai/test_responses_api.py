@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import openai
 import pytest
 
+from protos.tandem.v1 import generation_pb2
 from router.request.validation import ServedModel
+from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import HttpRig, RunHttp
 from tests.router.api.openai.test_tools import ARGUMENTS, SCHEMA, TEXT, sent, writing
-from tests.router.rig import SHORT
+from tests.router.rig import SHORT, slow
 
 TOOL: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": False}
 
@@ -56,6 +59,27 @@ async def test_an_answer_that_is_cut_is_incomplete(run_http: RunHttp) -> None:
     async with run_http() as http:
         response = await respond(http, tools=[], max_output_tokens=3)
         assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_aborted_answer_is_cancelled(run_http: RunHttp, stream: bool) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run_http(prefill=0, decode=[decode]) as http:
+
+        async def last() -> Any:
+            options = {"tools": [], "max_output_tokens": 2000, "extra_headers": {"X-Request-Id": "mine"}}
+            answer = await respond(http, stream=stream, **options)
+            return [event async for event in answer][-1] if stream else answer
+
+        answering = asyncio.create_task(last())
+        await decode.until("token", 3)
+        await http.rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine"]))
+        answer = await answering
+        if stream:
+            assert answer.type == "response.failed"
+            answer = answer.response
+        assert (answer.status, answer.incomplete_details, answer.error) == ("cancelled", None, None)
+        assert answer.output_text
 
 
 async def test_earlier_items_become_messages(run_http: RunHttp, model: ServedModel) -> None:
