@@ -299,7 +299,7 @@ class RouterApp:
             await self._http.start()
 
     async def _serve_signals(self, server: Server) -> None:
-        signals = SignalsService(self._router_id, self._observer)
+        signals = SignalsService(self._router_id, self._observer, lambda: self._is_serving)
         await server.register(_SIGNALS_SERVICE, signals, {"GetSignals": CONTROL})
         names = ("IsActive", "StreamIsActive", "GetMetricSpec", "GetMetrics")
         await server.register(_KEDA_SERVICE, self._scaler, dict.fromkeys(names, CONTROL))
@@ -346,14 +346,14 @@ class RouterApp:
                 await server.stop()
 
     def _endpoints(self) -> list[RouterEndpoint]:
-        """Of the routers that answer; all of them serve HTTP on one port."""
+        """Of the routers that answer and serve; all of them serve HTTP on one port."""
         _, port = parse_address(self._settings.http.listen or "")
         own = self.admission.num_queued
         hosts = self.peers.hosts if self.peers is not None else ()
         return [
             RouterEndpoint(format_address(host, port), own if signals is None else signals.queue.num_queued)
             for host, signals in hosts
-            if signals is not None or self._is_serving
+            if (self._is_serving if signals is None else signals.is_serving)
         ]
 
     def _num_routers(self) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 
 from protos.externalscaler import externalscaler_pb2 as keda
 from protos.tandem.v1 import signals_pb2
@@ -33,11 +33,13 @@ class SignalsService:
 
     router_id: str
     observer: Observer
+    is_serving: Callable[[], bool]
 
     async def GetSignals(
         self, request: signals_pb2.GetSignalsRequest, context: Context
     ) -> signals_pb2.GetSignalsResponse:
-        return router_signals_of(self.observer.admission, self.observer.latencies).to_wire(self.router_id)
+        signals = router_signals_of(self.observer.admission, self.observer.latencies)
+        return replace(signals, is_serving=self.is_serving()).to_wire(self.router_id)
 
 
 @dataclass(eq=False)

@@ -166,6 +166,7 @@ class RouterSignals:
     latencies: Mapping[Role, Sequence[LatencySample]] = field(default_factory=dict)
     idle_s: float = math.inf
     """Since the last request ended; 0 while there is one."""
+    is_serving: bool = True
 
     def to_wire(self, router_id: str) -> signals_pb2.GetSignalsResponse:
         ttft, itl = (map(_sample_to_wire, summarised(self.latencies.get(role, ()))) for role in WIRE_ROLES)
@@ -177,6 +178,7 @@ class RouterSignals:
             ttft=ttft,
             itl=itl,
             idle_s=self.idle_s if self.idle_s < math.inf else None,
+            not_serving=not self.is_serving,
         )
 
     @classmethod
@@ -187,7 +189,8 @@ class RouterSignals:
             "prefill": [LatencySample(one.seconds, one.weight, one.num_requests) for one in message.ttft],
             "decode": [LatencySample(one.seconds, one.weight, one.num_requests) for one in message.itl],
         }
-        return cls(QueueSample(message.num_queued, delay_s), ROLES.get(message.lacking), latencies, idle_s)
+        queue, lacking = QueueSample(message.num_queued, delay_s), ROLES.get(message.lacking)
+        return cls(queue, lacking, latencies, idle_s, is_serving=not message.not_serving)
 
 
 def _sample_to_wire(sample: LatencySample) -> signals_pb2.LatencySample:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.tandem.v1 import instance_pb2 as tandem_dot_v1_dot_instance__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/signals.proto\x12\ttandem.v1\x1a\x18tandem/v1/instance.proto\"\x13\n\x11GetSignalsRequest\"\xfa\x01\n\x12GetSignalsResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\nnum_queued\x18\x02 \x01(\x05\x12\x1a\n\rqueue_delay_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12 \n\x07lacking\x18\x04 \x01(\x0e\x32\x0f.tandem.v1.Role\x12&\n\x04ttft\x18\x05 \x03(\x0b\x32\x18.tandem.v1.LatencySample\x12%\n\x03itl\x18\x06 \x03(\x0b\x32\x18.tandem.v1.LatencySample\x12\x13\n\x06idle_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_queue_delay_sB\t\n\x07_idle_s\"F\n\rLatencySample\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x14\n\x0cnum_requests\x18\x03 \x01(\x05\x32[\n\x0eSignalsService\x12I\n\nGetSignals\x12\x1c.tandem.v1.GetSignalsRequest\x1a\x1d.tandem.v1.GetSignalsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/signals.proto\x12\ttandem.v1\x1a\x18tandem/v1/instance.proto\"\x13\n\x11GetSignalsRequest\"\x8f\x02\n\x12GetSignalsResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\nnum_queued\x18\x02 \x01(\x05\x12\x1a\n\rqueue_delay_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12 \n\x07lacking\x18\x04 \x01(\x0e\x32\x0f.tandem.v1.Role\x12&\n\x04ttft\x18\x05 \x03(\x0b\x32\x18.tandem.v1.LatencySample\x12%\n\x03itl\x18\x06 \x03(\x0b\x32\x18.tandem.v1.LatencySample\x12\x13\n\x06idle_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x0bnot_serving\x18\x08 \x01(\x08\x42\x10\n\x0e_queue_delay_sB\t\n\x07_idle_s\"F\n\rLatencySample\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x14\n\x0cnum_requests\x18\x03 \x01(\x05\x32[\n\x0eSignalsService\x12I\n\nGetSignals\x12\x1c.tandem.v1.GetSignalsRequest\x1a\x1d.tandem.v1.GetSignalsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSIGNALSREQUEST']._serialized_start=64
   _globals['_GETSIGNALSREQUEST']._serialized_end=83
   _globals['_GETSIGNALSRESPONSE']._serialized_start=86
-  _globals['_GETSIGNALSRESPONSE']._serialized_end=336
-  _globals['_LATENCYSAMPLE']._serialized_start=338
-  _globals['_LATENCYSAMPLE']._serialized_end=408
-  _globals['_SIGNALSSERVICE']._serialized_start=410
-  _globals['_SIGNALSSERVICE']._serialized_end=501
+  _globals['_GETSIGNALSRESPONSE']._serialized_end=357
+  _globals['_LATENCYSAMPLE']._serialized_start=359
+  _globals['_LATENCYSAMPLE']._serialized_end=429
+  _globals['_SIGNALSSERVICE']._serialized_start=431
+  _globals['_SIGNALSSERVICE']._serialized_end=522
 # @@protoc_insertion_point(module_scope)

@@ -49,6 +49,7 @@ class GetSignalsResponse(_message.Message):
     TTFT_FIELD_NUMBER: _builtins.int
     ITL_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
+    NOT_SERVING_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Identifies the router's process; a router recognises its own address by it."""
     num_queued: _builtins.int
@@ -59,6 +60,8 @@ class GetSignalsResponse(_message.Message):
     """The pool that the queue waits for; unspecified when the router's own limits are reached."""
     idle_s: _builtins.float
     """Seconds since the last request ended; 0 while there is one, unset before the first."""
+    not_serving: _builtins.bool
+    """Requests are rejected here: no instance can take one, or the router drains. Gateways get the other routers."""
     @_builtins.property
     def ttft(self) -> _containers.RepeatedCompositeFieldContainer[Global___LatencySample]:
         """Times to first token of the recent requests."""
@@ -77,10 +80,11 @@ class GetSignalsResponse(_message.Message):
         ttft: _abc.Iterable[Global___LatencySample] | None = ...,
         itl: _abc.Iterable[Global___LatencySample] | None = ...,
         idle_s: _builtins.float | None = ...,
+        not_serving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_queue_delay_s", b"_queue_delay_s", "idle_s", b"idle_s", "queue_delay_s", b"queue_delay_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_queue_delay_s", b"_queue_delay_s", "idle_s", b"idle_s", "itl", b"itl", "lacking", b"lacking", "num_queued", b"num_queued", "queue_delay_s", b"queue_delay_s", "router_id", b"router_id", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_queue_delay_s", b"_queue_delay_s", "idle_s", b"idle_s", "itl", b"itl", "lacking", b"lacking", "not_serving", b"not_serving", "num_queued", b"num_queued", "queue_delay_s", b"queue_delay_s", "router_id", b"router_id", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__idle_s: _TypeAlias = _typing.Literal["idle_s"]  # noqa: Y015
     _WhichOneofArgType__idle_s: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s"]  # noqa: Y015

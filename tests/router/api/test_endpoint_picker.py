@@ -45,16 +45,23 @@ def sections(host: str, signals: int, http: int, picker: int) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def two_routers(model: ServedModel, folder: Path, num_decode: int = 1) -> AsyncIterator[dict[str, RouterApp]]:
-    """By the address of their HTTP API, when they know each other."""
+async def two_routers(
+    model: ServedModel, folder: Path, num_decode: int = 1, *, both_serve: bool = True
+) -> AsyncIterator[dict[str, RouterApp]]:
+    """By the address of their HTTP API, when they know each other. The second one may have no instances."""
     signals, http, picker = free_ports(3)
     async with running(model, folder, prefill=0, decode=num_decode, **sections(HOSTS[0], signals, http, picker)) as rig:
-        settings = settings_of(folder, rig.prefill, rig.decode, **sections(HOSTS[1], signals, http, picker))
+        settings = settings_of(
+            folder, rig.prefill, rig.decode if both_serve else [], **sections(HOSTS[1], signals, http, picker)
+        )
         second = RouterApp(settings, model)
         await second.start()
         try:
             apps = (rig.app, second)
-            await until(lambda: all(app.is_ready() and len(app._endpoints()) == len(HOSTS) for app in apps))
+            if both_serve:
+                await until(lambda: all(len(app._endpoints()) == len(HOSTS) for app in apps))
+            else:
+                await until(lambda: all(app.peers and len(app.peers.hosts) == len(HOSTS) for app in apps))
             yield {str(app.http_address): app for app in apps}
         finally:
             await second.stop()
@@ -169,6 +176,17 @@ async def test_a_gateway_gets_its_endpoints_its_body_back_and_failures_for_the_c
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await answers(app, body(b"{}"))
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_router_that_does_not_serve_gets_no_request(model: ServedModel, model_folder: Path) -> None:
+    async with two_routers(model, model_folder, both_serve=False) as routers:
+        (address, serving), (_, other) = routers.items()
+        assert serving.is_ready()
+        assert not other.is_ready()
+        await until(lambda: all([one.address for one in app._endpoints()] == [address] for app in routers.values()))
+        for app in routers.values():
+            [answer] = await answers(app, [headers(end=True)])
+            assert endpoints(answer) == [address]
 
 
 def test_a_router_with_a_queue_comes_later_and_a_new_one_takes_conversations_from_all_alike() -> None:

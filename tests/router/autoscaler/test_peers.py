@@ -229,5 +229,10 @@ def test_signals_are_the_same_after_the_way() -> None:
     for signals in (
         RouterSignals(QueueSample(4, 1.5), "decode", samples),
         RouterSignals(QueueSample(4, None), None, samples),
+        RouterSignals(EMPTY_QUEUE, None, samples, is_serving=False),
     ):
         assert RouterSignals.from_wire(signals.to_wire("a")) == signals
+
+
+def test_a_router_of_a_version_that_does_not_say_whether_it_serves_counts_as_serving() -> None:
+    assert RouterSignals.from_wire(signals_pb2.GetSignalsResponse(router_id="old")).is_serving
