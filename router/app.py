@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from protos.externalscaler import externalscaler_pb2
@@ -34,7 +35,7 @@ from router.autoscaler.router_signals import Peers, RecentLatencies
 from router.config import RouterSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.instance_call import TransferReleases
-from router.metrics import RouterCollector
+from router.metrics import RouterCollector, RouterMetrics
 from router.picking.affinity import Affinity
 from router.picking.placement import AimSource
 from router.picking.plan import servable
@@ -105,11 +106,11 @@ class RouterApp:
                 settings.disaggregation.speed_smoothing, settings.disaggregation.min_tokens
             ),
         )
-        self.peers = self._peers(security) if settings.signals.routers else None
+        self.peers = peers = self._peers(security) if settings.signals.routers else None
         self.admission = AdmissionController(
             settings.admission,
             lambda: capacity_of(self._servable(), self.pools.prefill.views()),
-            self._num_routers,
+            (lambda: peers.num_routers) if peers is not None else None,
         )
         self.affinity = Affinity(settings.picking)
         self.safeguards = Safeguards(
@@ -132,31 +133,27 @@ class RouterApp:
             rng=rng or random.Random(),
         )
         callers = Callers(security.tokens, settings.admission.tenant_key)
-        self.service = GenerationService(model, self.pools, self.admission, dispatcher, callers)
+        metrics = RouterMetrics(recent=RecentLatencies(settings.autoscaler))
+        self.service = GenerationService(model, self.pools, self.admission, dispatcher, callers, metrics=metrics)
         needs_prefill = settings.disaggregation.mode == "always"
         self.resizer: Resizer | None = None
         if self._actuator is not None:
             self.resizer = Resizer(self._actuator, self.pools, needs_prefill=needs_prefill)
-        self.service.metrics.recent = RecentLatencies(settings.autoscaler)
-        self._observer = Observer(
-            self.safeguards, self.admission, self.service.metrics.recent, settings.autoscaler, self.peers
-        )
+        self._observer = Observer(self.safeguards, self.admission, metrics.recent, settings.autoscaler, self.peers)
         self._scaler = ExternalScaler(self.pools, self._observer, settings.signals.active_s)
         self.autoscaler = self._new_autoscaler()
         self._pools_service = PoolsService(
             model, self.safeguards, self.affinity, settings.disaggregation, aims, self.resizer, self.autoscaler
         )
         collector = RouterCollector(
-            self.service.metrics, self.safeguards, self.admission, model=model.name, autoscaler=self.autoscaler
+            metrics, self.safeguards, self.admission, model=model.name, autoscaler=self.autoscaler
         )
         self._metrics_server = MetricsServer(settings.metrics, collector, security.files)
         self._page: LivePage | None = None
-        self._http = self._http_server(model, security)
+        self._http = self._http_server(security)
         self._vllm_engine: VllmEngineService | None = None
         if settings.router.vllm_engine:
-            self._vllm_engine = VllmEngineService(
-                self.service, model, self.pools, lambda: self.admission.num_queued, lambda: self._is_serving
-            )
+            self._vllm_engine = VllmEngineService(self.service, lambda: self._is_serving)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -187,7 +184,7 @@ class RouterApp:
         """host:port of the OpenAI API, None if it is not served; only after `start`."""
         return self._http.address if self._http is not None else None
 
-    def _http_server(self, model: ServedModel, security: Security) -> HttpServer | None:
+    def _http_server(self, security: Security) -> HttpServer | None:
         settings = self._settings
         if settings.http.listen is None:
             return None
@@ -205,7 +202,6 @@ class RouterApp:
         )
         api = OpenAIApi(
             self.service,
-            model,
             limits,
             self._metrics_server.registry,
             lambda: self._is_serving,
@@ -235,12 +231,12 @@ class RouterApp:
     def _page_app(self, api: OpenAIApi, limits: HttpLimits, authorizer: Authorizer) -> FastAPI:
         """The application of the HTTP port with the live page."""
         from router.api.live.endpoints import LivePage
-        from router.api.live.feed import LiveFeed, RouterReader
+        from router.api.live.feed import LiveFeed, router_reading
 
-        log = self.service.metrics.log = RequestLog()
-        operations, metrics = self._pools_service, self.service.metrics
-        reader = RouterReader(api.model, operations, self.admission, metrics, log, lambda: self._is_serving)
-        self._page = LivePage(LiveFeed(reader.read), operations, limits, authorizer)
+        self.service.metrics.log = RequestLog()
+        operations = self._pools_service
+        feed = LiveFeed(partial(router_reading, operations, self.service, lambda: self._is_serving))
+        self._page = LivePage(feed, operations, limits, authorizer)
         api.page = self._page.index
         app = api.app()
         self._page.add_to(app)
@@ -355,9 +351,6 @@ class RouterApp:
             for host, signals in hosts
             if (self._is_serving if signals is None else signals.is_serving)
         ]
-
-    def _num_routers(self) -> int:
-        return self.peers.num_routers if self.peers is not None else self._settings.admission.num_routers
 
     def _peers(self, security: Security) -> Peers:
         settings = self._settings

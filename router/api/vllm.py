@@ -26,9 +26,7 @@ from protos.vllm.grpc.engine import vllm_engine_pb2 as vllm
 from router.api.grpc import GenerationService
 from router.dispatch.handler import RequestHandler
 from router.pools.instance_info import InstanceView
-from router.pools.pool import Pools
 from router.request.choice_state import finish_reason
-from router.request.validation import ServedModel
 from serving.errors import NotFound, PermissionDenied, invalid_argument
 from serving.interceptor import Context, StreamWriter, remaining_s
 
@@ -47,9 +45,6 @@ _KvField = Literal["kv_transfer_params", "kv_transfer_params_json"]
 @dataclass(eq=False)
 class VllmEngineService:
     service: GenerationService
-    model: ServedModel
-    pools: Pools
-    num_queued: Callable[[], int]
     is_serving: Callable[[], bool]  # whether a request could be served now
 
     def __post_init__(self) -> None:
@@ -81,18 +76,18 @@ class VllmEngineService:
         return vllm.HealthCheckResponse(healthy=healthy, message="serving" if healthy else "not serving")
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
-        limits, defaults = self.service.limits(), self.model.defaults
-        bos = self.model.tokenizer.bos_token_id if self.model.tokenizer is not None else None
+        limits, model = self.service.limits(), self.service.model
+        bos = model.tokenizer.bos_token_id if model.tokenizer is not None else None
         return vllm.GetModelInfoResponse(
-            model_path=self.model.name,
-            served_model_name=self.model.name,
+            model_path=model.name,
+            served_model_name=model.name,
             is_generation=True,
             max_context_length=limits.max_model_len,
             max_req_input_len=limits.max_model_len - 1,
             vocab_size=limits.vocab_size,
-            eos_token_ids=defaults.eos_token_ids,
+            eos_token_ids=model.defaults.eos_token_ids,
             bos_token_id=bos or 0,
-            default_sampling_params_json=json.dumps(defaults.sampling_fields()),
+            default_sampling_params_json=json.dumps(model.defaults.sampling_fields()),
         )
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
@@ -106,12 +101,12 @@ class VllmEngineService:
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
         if request.HasField("dp_rank") and request.dp_rank != 0:
             raise NotFound(f"dp_rank: {request.dp_rank} does not exist; allowed: 0")
-        decode, prefill = self.pools.decode.views(), self.pools.prefill.views()
+        pools, admission = self.service.pools, self.service.admission
         return vllm.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
             version=version("tandem-llm"),
             dp_rank_count=1,
-            loads=[load_of(decode, prefill, self.num_queued())],
+            loads=[load_of(pools.decode.views(), pools.prefill.views(), admission.num_queued)],
         )
 
 

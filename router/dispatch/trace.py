@@ -65,7 +65,9 @@ class RequestTrace:
         self._is_warm = True
         self._request: GenerationRequest | None = None
         self._choices: Sequence[Choice] = ()
-        self._number = self._metrics.log.add(self) if self._metrics.log is not None else 0
+        self._number = self._metrics.num_received
+        if self._metrics.log is not None:
+            self._metrics.log.add(self._number, self)
 
     def validated(self, request: GenerationRequest, choices: Sequence[Choice]) -> None:
         self._request, self._choices = request, choices

@@ -162,7 +162,7 @@ class UpstreamInstance:
     expected: ExpectedInstance
     channel: grpc.aio.Channel
     settings: PoolSettings
-    on_change: Callable[[UpstreamInstance], None]
+    on_change: Callable[[], None]
     throughput: ThroughputEstimator
 
     def __post_init__(self) -> None:
@@ -356,7 +356,7 @@ class UpstreamInstance:
             "is ready" if out is None else f"is out: {out}",
             extra={"fields": {"address": self.address, "epoch": self.info.epoch if self.info else None}},
         )
-        self.on_change(self)
+        self.on_change()
 
 
 def _failure_text(error: grpc.aio.AioRpcError) -> str:

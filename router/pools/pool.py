@@ -43,7 +43,7 @@ class Pool:
     discovery: ServiceDiscovery
     dial: Dial
     settings: PoolSettings
-    on_change: Callable[[UpstreamInstance], None]
+    on_change: Callable[[], None]
     throughput: Callable[[], ThroughputEstimator]
     is_discovered: bool = False
     """Whether the discovery has yielded addresses."""
@@ -191,7 +191,7 @@ class Pools:
         """Returns when an instance was added, was removed or has changed its state, or after `timeout_s`."""
         await self._changed.wait(timeout_s)
 
-    def _on_change(self, instance: UpstreamInstance) -> None:
+    def _on_change(self) -> None:
         self.decode_infos()
         self._log_mismatches()
         self._changed.notify()

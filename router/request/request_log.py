@@ -75,13 +75,10 @@ class RequestLog:
     """By number, the oldest first."""
     ended: deque[RequestSummary] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
     """In the order of their ends."""
-    num_received: int = 0
 
-    def add(self, trace: Summarized) -> int:
-        """A request was received; returns its number."""
-        self.num_received += 1
-        self.running[self.num_received] = trace
-        return self.num_received
+    def add(self, number: int, trace: Summarized) -> None:
+        """A request was received."""
+        self.running[number] = trace
 
     def end(self, summary: RequestSummary) -> None:
         del self.running[summary.number]

@@ -14,19 +14,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
-from router.admission.controller import AdmissionController
 from router.api.admin import PoolsService
+from router.api.grpc import GenerationService
 from router.api.live.state import Json, LiveState, PoolReading, Reading
 from router.autoscaler.observation import samples_of
-from router.metrics import RouterMetrics
-from router.request.request_log import RequestLog
-from router.request.validation import ServedModel
 from serving.broadcast import Broadcast
 
 _log = logging.getLogger(__name__)
@@ -117,59 +113,46 @@ def patch_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> Json:
     return patch
 
 
-@dataclass(eq=False)
-class RouterReader:
-    """Reads the router's state for the live page, on its event loop: the one place that does."""
+async def router_reading(
+    operations: PoolsService, service: GenerationService, is_serving: Callable[[], bool]
+) -> Reading:
+    """The router's state for the live page, on its event loop: the one place that reads it."""
+    sizes = await operations.sizes()  # first: everything after it is one snapshot
+    safeguards, autoscaler, resizer = operations.safeguards, operations.autoscaler, operations.resizer
+    by_role, log = safeguards.pools.by_role, service.metrics.log
+    statuses = autoscaler.status.pools if autoscaler is not None else {}
+    assert log is not None, "requests are kept where there is a page"
+    return Reading(
+        at_s=time.time(),
+        now_s=time.monotonic(),
+        router={**_totals(service), "serving": is_serving(), "resizable": resizer is not None},
+        pools={
+            role: PoolReading(pool.num_ready(), sizes.get(role), statuses.get(role)) for role, pool in by_role.items()
+        },
+        instances=[
+            (role, instance.address, sample, operations.out(role, instance) or "")
+            for role, pool in by_role.items()
+            for instance, sample in zip(pool.processes, samples_of(role, safeguards), strict=True)
+        ],
+        running=[trace.summary() for trace in log.running.values()],
+        ended=log.ended,
+        changes=tuple(resizer.recent) if resizer is not None else (),
+    )
 
-    model: ServedModel
-    operations: PoolsService
-    admission: AdmissionController
-    metrics: RouterMetrics
-    log: RequestLog
-    is_serving: Callable[[], bool]
 
-    async def read(self) -> Reading:
-        sizes = await self.operations.sizes()  # first: everything after it is one snapshot
-        safeguards, autoscaler, resizer = (
-            self.operations.safeguards,
-            self.operations.autoscaler,
-            self.operations.resizer,
-        )
-        by_role = safeguards.pools.by_role
-        statuses = autoscaler.status.pools if autoscaler is not None else {}
-        return Reading(
-            at_s=time.time(),
-            now_s=time.monotonic(),
-            router=self._router(),
-            pools={
-                role: PoolReading(pool.num_ready(), sizes.get(role), statuses.get(role))
-                for role, pool in by_role.items()
-            },
-            instances=[
-                (role, instance.address, sample, self.operations.out(role, instance) or "")
-                for role, pool in by_role.items()
-                for instance, sample in zip(pool.processes, samples_of(role, safeguards), strict=True)
-            ],
-            running=[trace.summary() for trace in self.log.running.values()],
-            ended=self.log.ended,
-            changes=tuple(resizer.recent) if resizer is not None else (),
-        )
-
-    def _router(self) -> Json:
-        admission, tokenizer, metrics = self.admission, self.model.tokenizer, self.metrics
-        return {
-            "model": self.model.name,
-            "version": version("tandem-llm"),
-            "chat": tokenizer is not None and tokenizer.chat_template is not None,
-            "serving": self.is_serving(),
-            "resizable": self.operations.resizer is not None,
-            "in_flight": admission.in_use.num_requests,
-            "queued": admission.num_queued,
-            "received": metrics.num_received,
-            "ended": dict(metrics.ended),
-            "rejected": dict(admission.num_rejected),
-            "prompt_tokens": metrics.num_prompt_tokens,
-            "output_tokens": metrics.num_output_tokens,
-            "retried": metrics.num_retried,
-            "resumed": metrics.num_resumed,
-        }
+def _totals(service: GenerationService) -> Json:
+    model, admission, metrics = service.model, service.admission, service.metrics
+    return {
+        "model": model.name,
+        "version": version("tandem-llm"),
+        "chat": model.tokenizer is not None and model.tokenizer.chat_template is not None,
+        "in_flight": admission.in_use.num_requests,
+        "queued": admission.num_queued,
+        "received": metrics.num_received,
+        "ended": dict(metrics.ended),
+        "rejected": dict(admission.num_rejected),
+        "prompt_tokens": metrics.num_prompt_tokens,
+        "output_tokens": metrics.num_output_tokens,
+        "retried": metrics.num_retried,
+        "resumed": metrics.num_resumed,
+    }

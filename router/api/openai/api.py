@@ -47,7 +47,7 @@ from router.api.openai.strict_model import StrictModel
 from router.dispatch.dispatcher import run_together
 from router.dispatch.handler import RequestHandler
 from router.request.chat import Tools
-from router.request.validation import ServedModel, check_model, prompt_ids, service_errors
+from router.request.validation import check_model, prompt_ids, service_errors
 from serving.errors import NotFound, Unavailable
 
 _PROBLEMS = {
@@ -71,7 +71,6 @@ class OpenAIApi:
     """The application behind the HTTP port. Belongs to the router's event loop."""
 
     service: GenerationService
-    model: ServedModel
     limits: HttpLimits
     registry: CollectorRegistry
     is_serving: Callable[[], bool]
@@ -83,6 +82,7 @@ class OpenAIApi:
     """What a browser gets at /; None: the same as others."""
 
     def __post_init__(self) -> None:
+        self.model = self.service.model
         self._texts = TokenTexts(self.model.tokenizer)
         self._created = int(time.time())
 
