@@ -140,7 +140,7 @@ class RouterCollector(Collector):
             "tandem_router_failovers_under_way", "Attempts after a failed one, without a token yet.", num_under_way
         )
         yield from _instances(instances)
-        yield from metrics_of(self.autoscaler.status if self.autoscaler is not None else None)
+        yield from metrics_of(self.autoscaler)
 
     async def _read(self) -> tuple[list[tuple[Role, InstanceSample]], int]:
         samples = [(role, one) for role in get_args(Role) for one in self._samples(role)]

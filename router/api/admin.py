@@ -208,7 +208,7 @@ class PoolsService:
             role=WIRE_ROLES[role],
             num_ready=self._pools.by_role[role].num_ready(),
             size=size,
-            autoscaler=self.autoscaler.status.to_wire(role) if self.autoscaler is not None else None,
+            autoscaler=self.autoscaler.to_wire(role) if self.autoscaler is not None else None,
             last_change=change_of(change) if change is not None else None,
         )
 

@@ -9,7 +9,7 @@ before each step and holds for lead_ttl_s from the request: a router that was he
 old decision, and a resize that hangs is given up then. A step ends before the next begins, so resizes never overlap.
 No failure of the owner of the instances ends the loop.
 
-Operators and Prometheus read its state (`AutoscalerStatus`); docs/metrics.md lists the metrics.
+Operators and Prometheus read its `statuses` and the lead; docs/metrics.md lists the metrics.
 """
 
 from __future__ import annotations
@@ -88,31 +88,6 @@ class PoolStatus:
         )
 
 
-class AutoscalerStatus:
-    """Both pools' and the lead. Written by the loop."""
-
-    def __init__(self, settings: AutoscalerSettings, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.pools: dict[Role, PoolStatus] = {
-            "prefill": PoolStatus(settings.prefill),
-            "decode": PoolStatus(settings.decode),
-        }
-        self.lead_until_s = -math.inf
-        self.num_failures = 0
-        """Times that the owner of the instances was unavailable or refused."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this router is the one that resizes, now."""
-        return self._clock() < self.lead_until_s
-
-    def to_wire(self, role: Role) -> pools_pb2.AutoscalerStatus:
-        return self.pools[role].to_wire(self._clock())
-
-    def age_s(self, decision: ScaleDecision) -> float:
-        return self._clock() - decision.at_s
-
-
 @dataclass(slots=True)
 class _Backoff:
     """Spaces the attempts of one operation while it fails; logs the first failure and the recovery."""
@@ -179,10 +154,22 @@ class Autoscaler:
     """That of the observations and of the resizer's changes."""
 
     def __post_init__(self) -> None:
-        self.status = AutoscalerStatus(self.settings, self.clock)
-        self._pools = {role: _Pool(status, self.clock()) for role, status in self.status.pools.items()}
+        policies: dict[Role, PoolPolicy] = {"prefill": self.settings.prefill, "decode": self.settings.decode}
+        self.statuses = {role: PoolStatus(policy) for role, policy in policies.items()}
+        self.num_failures = 0
+        """Times that the owner of the instances was unavailable or refused."""
+        self._lead_until_s = -math.inf
+        self._pools = {role: _Pool(status, self.clock()) for role, status in self.statuses.items()}
         self._reading = _Backoff("reading the pools' sizes from their owner", self.settings.interval_s)
         self._resizing = _Backoff("resizing a pool", self.settings.interval_s)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this router is the one that resizes, now."""
+        return self.clock() < self._lead_until_s
+
+    def to_wire(self, role: Role) -> pools_pb2.AutoscalerStatus:
+        return self.statuses[role].to_wire(self.clock())
 
     async def run(self) -> None:
         while True:
@@ -205,9 +192,9 @@ class Autoscaler:
         """The sizes; takes the lead, if possible. Raises ActuatorError, or TimeoutError after lead_ttl_s."""
         ttl_s = self.settings.lead_ttl_s
         async with asyncio.timeout(ttl_s):
-            asked_s, self.status.lead_until_s = self.clock(), -math.inf
+            asked_s, self._lead_until_s = self.clock(), -math.inf
             if await self.actuator.take_lead(self.holder, ttl_s):
-                self.status.lead_until_s = asked_s + ttl_s
+                self._lead_until_s = asked_s + ttl_s
             return await self.resizer.sizes()
 
     def _decisions(self, observations: Mapping[Role, PoolObservation]) -> tuple[ScaleDecision, ScaleDecision]:
@@ -224,7 +211,7 @@ class Autoscaler:
 
     async def _apply(self, decisions: Iterable[ScaleDecision]) -> None:
         """Resizes the pools one after the other."""
-        leads = self.status.leads
+        leads = self.leads
         for decision in decisions:
             pool = self._pools[decision.role]
             if decision.direction is not None:
@@ -235,7 +222,7 @@ class Autoscaler:
 
     async def _resized(self, decision: ScaleDecision) -> ScaleDecision:
         """Applies `decision`; returns it, held where that was impossible."""
-        left_s = self.status.lead_until_s - self.clock()
+        left_s = self._lead_until_s - self.clock()
         if left_s <= 0:
             return decision.held("not_leading", "another router resizes")
         if self.clock() < self._resizing.until_s:
@@ -255,21 +242,21 @@ class Autoscaler:
         return decision
 
     def _failed(self, backoff: _Backoff, error: ActuatorError | TimeoutError) -> None:
-        self.status.num_failures += 1
+        self.num_failures += 1
         backoff.failed(str(error) or f"no answer within {self.settings.lead_ttl_s:g} s", self.clock())
 
 
-def metrics_of(status: AutoscalerStatus | None) -> Iterator[Metric]:
+def metrics_of(scaler: Autoscaler | None) -> Iterator[Metric]:
     """Every metric family; without an autoscaler they have no samples."""
-    pools = status.pools if status is not None else {}
+    pools = scaler.statuses if scaler is not None else {}
     decided = [((role,), pool.decision) for role, pool in pools.items() if pool.decision is not None]
     sizes = [(labels, decision.new_size) for labels, decision in decided]
     desired = [(labels, decision.desired) for labels, decision in decided]
-    ages = [(labels, status.age_s(decision)) for labels, decision in decided if status is not None]
-    leads = [((), status.leads)] if status is not None else []
+    ages = [(labels, scaler.clock() - decision.at_s) for labels, decision in decided if scaler is not None]
+    leads = [((), scaler.leads)] if scaler is not None else []
     holds = [((role, why), count) for role, pool in pools.items() for why, count in dict(pool.holds).items()]
     changes = [((role, to), count) for role, pool in pools.items() for to, count in dict(pool.changes).items()]
-    failures = [((), status.num_failures)] if status is not None else []
+    failures = [((), scaler.num_failures)] if scaler is not None else []
     for kind, name, documentation, samples, labels in (
         (gauge, "size", "Desired size of the pool.", sizes, ["role"]),
         (gauge, "desired_size", "Size the pool would get if it could change at once.", desired, ["role"]),

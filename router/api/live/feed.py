@@ -120,7 +120,7 @@ async def router_reading(
     sizes = await operations.sizes()  # first: everything after it is one snapshot
     safeguards, autoscaler, resizer = operations.safeguards, operations.autoscaler, operations.resizer
     by_role, log = safeguards.pools.by_role, service.metrics.log
-    statuses = autoscaler.status.pools if autoscaler is not None else {}
+    statuses = autoscaler.statuses if autoscaler is not None else {}
     assert log is not None, "requests are kept where there is a page"
     return Reading(
         at_s=time.time(),

@@ -118,7 +118,7 @@ def test_load_that_is_back_soon_after_the_pool_has_shrunk_waits_unless_it_is_urg
         await asyncio.sleep(6 * 60.0)
         first_s, second_s = reversals(owner, 2)
         assert (second_s - first_s >= WINDOW_S) == waits
-        assert (loop.status.pools["decode"].holds["direction"] > 0) == waits
+        assert (loop.statuses["decode"].holds["direction"] > 0) == waits
         running.cancel()
 
     run_loop(returning, steps((1, 2.2), (3.1, 0.2), (math.inf, worth)))
@@ -136,8 +136,8 @@ def test_a_blackhole_of_the_metrics_for_a_minute_resizes_nothing() -> None:
         before = list(owner.resizes)
         await asyncio.sleep(60.0)
         assert owner.resizes == before
-        assert loop.status.pools["decode"].holds["missing"] >= 11
-        decision = loop.status.pools["decode"].decision
+        assert loop.statuses["decode"].holds["missing"] >= 11
+        decision = loop.statuses["decode"].decision
         assert decision is not None
         assert "none of 2 instances is warm and reports" in decision.reason
         simulation.blackout = False
@@ -179,11 +179,11 @@ def test_an_owner_that_does_not_answer_is_asked_less_and_less_and_mentioned_once
         owner.failure, owner.num_asked = "the stack's socket is gone", 0
         await asyncio.sleep(300.0)
         assert 3 < owner.num_asked < 12  # 60 intervals
-        assert (loop.status.to_wire("decode").reason, loop.status.leads) == ("the stack's socket is gone", False)
+        assert (loop.to_wire("decode").reason, loop.leads) == ("the stack's socket is gone", False)
         owner.failure = None
         await asyncio.sleep(120.0)
-        assert loop.status.leads
-        assert loop.status.to_wire("decode").reason != "the stack's socket is gone"
+        assert loop.leads
+        assert loop.to_wire("decode").reason != "the stack's socket is gone"
         running.cancel()
 
     with caplog.at_level(logging.INFO, logger="router.autoscaler.loop"):
@@ -202,7 +202,7 @@ def test_an_owner_that_hangs_holds_nothing_up_for_ever() -> None:
         await asyncio.sleep(200.0)
         assert owner.resizes == []
         assert owner.most_at_once == 1
-        assert loop.status.to_wire("decode").reason.endswith("; no answer within 15 s")
+        assert loop.to_wire("decode").reason.endswith("; no answer within 15 s")
         owner.delay_s = 0.0
         await asyncio.sleep(200.0)
         assert owner.of["decode"] > 2
@@ -249,12 +249,12 @@ def test_of_two_routers_one_leads_and_the_other_takes_over_when_it_dies() -> Non
         running = {name: asyncio.create_task(loop.run()) for name, loop in loops.items()}
         await asyncio.sleep(60.0)
         assert owner.leads == ["one"]
-        assert [loop.status.leads for loop in loops.values()] == [True, False]
+        assert [loop.leads for loop in loops.values()] == [True, False]
         assert owner.of["decode"] > 1
-        changes = [loop.status.pools["decode"].changes.total() for loop in loops.values()]
+        changes = [loop.statuses["decode"].changes.total() for loop in loops.values()]
         assert changes[0] == len(owner.resizes) > 0
         assert changes[1] == 0
-        assert loops["two"].status.pools["decode"].holds["not_leading"] > 0
+        assert loops["two"].statuses["decode"].holds["not_leading"] > 0
 
         running["one"].cancel()
         before = len(owner.resizes)
@@ -262,7 +262,7 @@ def test_of_two_routers_one_leads_and_the_other_takes_over_when_it_dies() -> Non
         assert owner.leads == ["one", "two"]
         await asyncio.sleep(10 * 60.0)
         assert owner.of["decode"] == 1
-        assert loops["two"].status.pools["decode"].changes.total() == len(owner.resizes) - before > 0
+        assert loops["two"].statuses["decode"].changes.total() == len(owner.resizes) - before > 0
         running["two"].cancel()
 
     run_loop(two, steps((3, 2.5), (math.inf, 0.2)), size=1)
@@ -285,7 +285,7 @@ def test_a_router_that_was_held_up_longer_than_its_lead_resizes_nothing() -> Non
         owner.of["decode"] = 20  # outside of the bounds: it would resize at once
         await late.step()
         assert owner.resizes == []
-        assert late.status.pools["decode"].holds["not_leading"] == 1
+        assert late.statuses["decode"].holds["not_leading"] == 1
 
     run_loop(held_up)
 
@@ -300,7 +300,7 @@ def test_what_has_no_room_is_ordered_once_and_again_when_there_is_some() -> None
         owner.lack = "no node takes 1 of 2 pods: 0/3 nodes are available"
         await asyncio.sleep(30 * 60)
         assert owner.resizes == []
-        status = scaler.status.pools["decode"]
+        status = scaler.statuses["decode"]
         assert "0/3 nodes are available" in status.to_wire(now()).reason
         assert status.holds["no_room"] > 0
         owner.lack = None
@@ -318,8 +318,8 @@ def test_a_pause_holds_every_size_until_it_ends() -> None:
         owner.pause = "paused by the annotation"
         await asyncio.sleep(10 * 60)
         assert owner.resizes == []
-        assert scaler.status.pools["decode"].holds["paused"] > 0
-        assert scaler.status.num_failures == 0
+        assert scaler.statuses["decode"].holds["paused"] > 0
+        assert scaler.num_failures == 0
         owner.pause = None
         await asyncio.sleep(60)
         assert owner.of["decode"] > 2

@@ -187,9 +187,9 @@ async def test_a_router_whose_stack_is_gone_runs_and_says_so(
     async with scaling(model, model_folder, f"unix:{tmp_path}/nobody") as app:
         assert app.autoscaler is not None
         async with asyncio.timeout(20):
-            while app.autoscaler.status.num_failures < 2:
+            while app.autoscaler.num_failures < 2:
                 await asyncio.sleep(0.01)
-        status = app.autoscaler.status.to_wire("decode")
+        status = app.autoscaler.to_wire("decode")
         assert not status.leads
         assert "stack" in status.reason
         assert (status.min_size, status.max_size) == (1, 8)

@@ -160,14 +160,14 @@ async def test_the_autoscaler_leaves_the_sizes_while_kubernetes_fails(
         autoscaler = made.rig.app.autoscaler
         assert autoscaler is not None
         async with asyncio.timeout(HANG_S):
-            while autoscaler.status.num_failures < 2:
+            while autoscaler.num_failures < 2:
                 await asyncio.sleep(0.05)
-        assert not autoscaler.status.leads
+        assert not autoscaler.leads
         assert (await made.rig.generate()).is_exactly(12)
         assert made.found.size("decode") == 1
         for fault in faults:
             made.found.kube.withdraw(fault)
-        await until(lambda: autoscaler.status.leads, HANG_S)
+        await until(lambda: autoscaler.leads, HANG_S)
         await made.until_ready(1)
 
 
