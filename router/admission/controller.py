@@ -306,10 +306,10 @@ class AdmissionController:
     # Rejection
 
     def _check_quota(self, tenant: str, charge: Charge) -> None:
-        quota = self.settings.share_of(tenant).max_cost
+        quota = self.settings.share_of(tenant).max_tokens
         if quota is not None and charge.num_tokens > quota:
             self.num_rejected["quota"] += 1
-            raise Overloaded(f"{charge.num_tokens} tokens exceed this tenant's limit of {quota:.0f}", None)
+            raise Overloaded(f"{charge.num_tokens} tokens exceed this tenant's limit of {quota}", None)
 
     def _make_room_in_queue(self, entry: Entry[Ticket]) -> None:
         """If the queue is too long, rejects the newcomer, or the last request of lower priority of the same tenant."""

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
+from router.admission.settings import TenantSettings
+
 _DECAY_S = 20.0
 _MIN_NUM_SERVED = 3.0
 _MIN_WAITING_S = 0.5
@@ -72,19 +74,6 @@ OVERFLOW_FLOW = "*"
 """The flow that new flows share when `max_flows` are tracked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A flow's weight relative to the others', and limits on what it has in service."""
-
-    weight: float = 1.0
-    max_entries: int | None = None
-    max_cost: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.weight <= 0:
-            raise ValueError(f"weight is {self.weight}, must be positive")
-
-
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
     """One item in the queue or in service. Made by `push`."""
@@ -104,7 +93,7 @@ class Entry(Generic[T]):
 @dataclass(slots=True, eq=False)
 class _Flow(Generic[T]):
     name: str
-    share: Share
+    share: TenantSettings
     tag: float
     lines: dict[tuple[bool, int], dict[Entry[T], None]] = field(default_factory=dict)
     """Queued entries by rank; none is empty."""
@@ -122,15 +111,16 @@ class _Flow(Generic[T]):
         share = self.share
         if not self.num_in_service:
             return True
-        if share.max_entries is not None and self.num_in_service >= share.max_entries:
+        if share.max_requests is not None and self.num_in_service >= share.max_requests:
             return False
-        return share.max_cost is None or self.cost_in_service + self.head().cost <= share.max_cost
+        return share.max_tokens is None or self.cost_in_service + self.head().cost <= share.max_tokens
 
 
 class FairQueue(Generic[T]):
-    """The queue. Its owner decides when there is room, gets the `head` and starts it."""
+    """The queue. Its owner decides when there is room, gets the `head` and starts it. A flow is a tenant, an entry a
+    request, whose cost is in tokens."""
 
-    def __init__(self, share_of: Callable[[str], Share], max_flows: int) -> None:
+    def __init__(self, share_of: Callable[[str], TenantSettings], max_flows: int) -> None:
         self._share_of = share_of
         self._max_flows = max_flows
         self._flows: dict[str, _Flow[T]] = {}

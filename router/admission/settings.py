@@ -6,7 +6,6 @@ import re
 
 from pydantic import field_validator
 
-from router.admission.fair_queue import Share
 from serving.settings import Section, setting
 
 
@@ -78,6 +77,5 @@ class AdmissionSettings(Section):
             raise ValueError("must be a metadata key of text: of [a-z0-9_.-], not ending in -bin")
         return key
 
-    def share_of(self, tenant: str) -> Share:
-        section = self.tenants.get(tenant, self.other_tenants)
-        return Share(section.weight, section.max_requests, section.max_tokens)
+    def share_of(self, tenant: str) -> TenantSettings:
+        return self.tenants.get(tenant, self.other_tenants)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from router.admission.capacity import Charge, Limits, Usage
-from router.admission.fair_queue import Entry, Share
+from router.admission.fair_queue import Entry
+from router.admission.settings import TenantSettings
 from router.admission.ticket import Ticket
 
 
@@ -36,7 +37,7 @@ class _Holding:
 class TenantShares:
     """The requests in flight by tenant. Of `max_tenants` without any, the last end is known, until all are idle."""
 
-    def __init__(self, share_of: Callable[[str], Share], *, yield_after_s: float, max_tenants: int) -> None:
+    def __init__(self, share_of: Callable[[str], TenantSettings], *, yield_after_s: float, max_tenants: int) -> None:
         self._share_of = share_of
         self._yield_after_s = yield_after_s
         self._max_tenants = max_tenants

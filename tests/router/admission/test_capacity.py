@@ -220,8 +220,8 @@ def test_shares_are_settings() -> None:
     settings = AdmissionSettings(
         tenants={"big": TenantSettings(weight=3, max_tokens=10)}, other_tenants=TenantSettings(max_requests=2)
     )
-    assert (settings.share_of("big").weight, settings.share_of("big").max_cost) == (3, 10)
-    assert (settings.share_of("any").weight, settings.share_of("any").max_entries) == (1, 2)
+    assert (settings.share_of("big").weight, settings.share_of("big").max_tokens) == (3, 10)
+    assert (settings.share_of("any").weight, settings.share_of("any").max_requests) == (1, 2)
 
 
 @pytest.mark.parametrize("key", ["X-Tenant", "tenant-bin", "a b"])

@@ -8,14 +8,15 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.fair_queue import OVERFLOW_FLOW, Entry, FairQueue, Share
+from router.admission.fair_queue import OVERFLOW_FLOW, Entry, FairQueue
+from router.admission.settings import TenantSettings
 
 MAX_COST = 100
 
 
-def queue_of(shares: dict[str, Share] | None = None, *, max_flows: int = 100) -> FairQueue[int]:
+def queue_of(shares: dict[str, TenantSettings] | None = None, *, max_flows: int = 100) -> FairQueue[int]:
     known = shares or {}
-    return FairQueue(lambda flow: known.get(flow, Share()), max_flows)
+    return FairQueue(lambda flow: known.get(flow, TenantSettings()), max_flows)
 
 
 def push(queue: FairQueue[int], flow: str, item: int = 0, *, cost: float = 1, priority: int = 0) -> Entry[int]:
@@ -67,7 +68,7 @@ def test_backlogged_flows_are_never_further_apart_than_one_request_each(
     flows differs by at most the largest request of each over its weight."""
     flows = [f"flow-{i}" for i in range(len(costs))]
     weight = dict(zip(flows, weights, strict=False))
-    queue = queue_of({flow: Share(weight[flow]) for flow in flows})
+    queue = queue_of({flow: TenantSettings(weight=weight[flow]) for flow in flows})
     for flow, of_flow in zip(flows, costs, strict=True):
         for cost in of_flow:
             push(queue, flow, cost=cost)
@@ -83,7 +84,7 @@ def test_backlogged_flows_are_never_further_apart_than_one_request_each(
 
 
 def test_weights_divide_the_service() -> None:
-    queue = queue_of({"big": Share(3.0)})
+    queue = queue_of({"big": TenantSettings(weight=3.0)})
     for _ in range(400):
         push(queue, "big", cost=7)
         push(queue, "small", cost=11)
@@ -117,7 +118,7 @@ def test_an_underestimated_flow_pays_afterwards() -> None:
 
 
 def test_a_flow_at_its_own_limit_delays_no_other() -> None:
-    queue = queue_of({"bounded": Share(max_entries=1), "light": Share(max_cost=15)})
+    queue = queue_of({"bounded": TenantSettings(max_requests=1), "light": TenantSettings(max_tokens=15)})
     for flow in ("bounded", "light"):
         for _ in range(3):
             push(queue, flow, cost=10)
@@ -128,13 +129,13 @@ def test_a_flow_at_its_own_limit_delays_no_other() -> None:
 
 
 def test_a_request_beyond_its_flows_bound_goes_when_it_is_alone() -> None:
-    queue = queue_of({"light": Share(max_cost=5)})
+    queue = queue_of({"light": TenantSettings(max_tokens=5)})
     push(queue, "light", cost=10)
     assert start_next(queue).cost == 10
 
 
 def test_waiting_at_its_own_bound_earns_nothing() -> None:
-    queue = queue_of({"bounded": Share(max_entries=1)})
+    queue = queue_of({"bounded": TenantSettings(max_requests=1)})
     for _ in range(200):
         push(queue, "bounded", cost=10)
     held = start_next(queue)
@@ -235,7 +236,10 @@ Operation = tuple[str, int, int, int]
 )
 @settings(max_examples=150)
 def test_whatever_happens_the_sums_are_right_and_everything_ends(operations: list[Operation]) -> None:
-    queue = queue_of({"flow-0": Share(2.0, max_entries=2), "flow-1": Share(0.5, max_cost=60)}, max_flows=4)
+    queue = queue_of(
+        {"flow-0": TenantSettings(weight=2.0, max_requests=2), "flow-1": TenantSettings(weight=0.5, max_tokens=60)},
+        max_flows=4,
+    )
     queued: list[Entry[int]] = []
     running: list[Entry[int]] = []
     for number, (what, which, cost, priority) in enumerate(operations):

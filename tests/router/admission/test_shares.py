@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from router.admission.capacity import Charge, Limits, Usage
-from router.admission.fair_queue import Entry, Share
+from router.admission.fair_queue import Entry
+from router.admission.settings import TenantSettings
 from router.admission.shares import TenantShares
 from router.admission.ticket import Ticket
 
@@ -23,7 +24,9 @@ class House:
 
     def __post_init__(self) -> None:
         weights = self.weights
-        self.shares = TenantShares(lambda one: Share(weights.get(one, 1.0)), yield_after_s=1.0, max_tenants=2)
+        self.shares = TenantShares(
+            lambda one: TenantSettings(weight=weights.get(one, 1.0)), yield_after_s=1.0, max_tenants=2
+        )
 
     def start(
         self,
