@@ -17,6 +17,8 @@ from protos.tandem.v1 import common_pb2
 from router.pools.instance_info import Identity, InstanceKey, InstanceView
 from router.request.generation_request import NO_OBJECTIVES, GenerationRequest, Objectives, to_wire
 
+_PLACE = ("stream_epoch", "choice", "token_index", "text_offset")
+"""The fields that say where a chunk continues."""
 _CLIENTS_REASONS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
@@ -122,9 +124,12 @@ class Choice:
         """Whether to forward `chunk`; its tokens then count as emitted. Raises StreamViolation."""
         if chunk.stream_epoch < self.stream_epoch:
             return False
-        if not self._continues(chunk):
-            self._raise_mismatch(chunk)
         token_ids, num_emitted = chunk.token_ids, len(self.token_ids)
+        found = chunk.stream_epoch, chunk.choice, chunk.token_index, chunk.text_offset
+        expected = self.stream_epoch, self.index, num_emitted, self.num_chars
+        if found != expected:
+            for check in zip(_PLACE, found, expected, strict=True):
+                self._check(*check)
         request = self.request
         if chunk.logprobs or request.params.logprobs is not None:
             self._check_logprobs(chunk)
@@ -179,21 +184,6 @@ class Choice:
         usage.prompt_tokens = self.request.num_prompt_tokens
         usage.completion_tokens = self.num_emitted
         usage.cached_tokens, usage.stored_tokens = self.num_cached_tokens or 0, self._num_stored_tokens
-
-    def _continues(self, chunk: common_pb2.TokenChunk) -> bool:
-        """The checks of `_raise_mismatch` without its texts: runs for each token of each stream."""
-        return (
-            chunk.token_index == len(self.token_ids)
-            and chunk.text_offset == self.num_chars
-            and chunk.stream_epoch == self.stream_epoch
-            and chunk.choice == self.index
-        )
-
-    def _raise_mismatch(self, chunk: common_pb2.TokenChunk) -> None:
-        self._check("stream_epoch", chunk.stream_epoch, self.stream_epoch)
-        self._check("choice", chunk.choice, self.index)
-        self._check("token_index", chunk.token_index, len(self.token_ids))
-        self._check("text_offset", chunk.text_offset, self.num_chars)
 
     def _check_logprobs(self, chunk: common_pb2.TokenChunk) -> None:
         """One position per id, each beginning with that id; none if the request has no `logprobs`."""
