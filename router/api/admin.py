@@ -20,7 +20,7 @@ from router.picking.placement import AimSource
 from router.picking.plan import explain
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
-from router.pools.instance_info import ROLES, WIRE_ROLES, InstanceView, Role
+from router.pools.instance_info import ROLES, WIRE_ROLES, Role
 from router.pools.pool import Pool
 from router.request.generation_request import GenerationRequest
 from router.request.validation import ModelLimits, ServedModel, validated
@@ -36,30 +36,11 @@ def instance_of(role: Role, instance: UpstreamInstance, out: str | None) -> pool
         address=instance.address,
         role=WIRE_ROLES[role],
         out=out or "",
-        load=_load(view) if view else None,
+        load=view.load.to_wire(view.info.num_blocks) if view else None,
         num_running_here=instance.calls.num_requests,
         num_blocks=instance.info.num_blocks if instance.info else 0,
         weights_digest=instance.info.identity.weights_digest if instance.info else "",
         dtype=instance.info.identity.dtype if instance.info else "",
-    )
-
-
-def _load(view: InstanceView) -> instance_pb2.WatchLoadResponse:
-    """What the router keeps of a report. Blocks that are neither free nor cached count as running."""
-    load, num_running_blocks = view.load, max(view.num_used_blocks, 0)
-    return instance_pb2.WatchLoadResponse(
-        instance_epoch=load.epoch,
-        sequence=load.sequence,
-        num_waiting=load.num_waiting,
-        num_running=load.num_running,
-        num_loading=load.num_loading,
-        num_waiting_tokens=load.num_waiting_tokens,
-        blocks=instance_pb2.BlockUsage(free=load.free_blocks, cached=load.cached_blocks, running=num_running_blocks),
-        step_s=load.step_s,
-        core_silence_s=load.core_silence_s,
-        draining=load.draining,
-        num_prefilled_tokens=load.num_prefilled_tokens,
-        num_generated_tokens=load.num_generated_tokens,
     )
 
 

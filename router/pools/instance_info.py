@@ -9,6 +9,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 from google.protobuf.message import Message
 
 from engine.core.messages import StepCost
@@ -161,6 +162,15 @@ class LoadReport:
             quarantined_blocks=message.blocks.quarantined,
             **_same_named(cls, message) | {"step_cost": _step_cost(message)},
         )
+
+    def to_wire(self, num_blocks: int) -> instance_pb2.WatchLoadResponse:
+        """What is kept of a report. Blocks that are neither free nor cached count as running."""
+        known = instance_pb2.WatchLoadResponse.DESCRIPTOR.fields_by_name
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name in known}
+        cost, num_running = self.step_cost, max(num_blocks - self.usable_blocks, 0)
+        values["step_cost"] = cost and instance_pb2.StepCost(**msgspec.structs.asdict(cost))
+        blocks = instance_pb2.BlockUsage(free=self.free_blocks, cached=self.cached_blocks, running=num_running)
+        return instance_pb2.WatchLoadResponse(instance_epoch=self.epoch, blocks=blocks, **values)
 
 
 def _step_cost(message: instance_pb2.WatchLoadResponse) -> StepCost | None:

@@ -43,6 +43,7 @@ async def test_the_pools_are_listed_by_role_and_name_with_their_state_and_load(r
     decode = [FakeInstance("decode", name) for name in ("decode-b", "decode-a")]
     decode[0].behaviour.num_waiting, decode[0].behaviour.num_running = 2, 5
     decode[0].behaviour.num_prefilled_tokens, decode[0].behaviour.num_generated_tokens = 30, 7
+    decode[0].behaviour.step_cost = cost = instance_pb2.StepCost(base_s=0.01, per_stream_s=0.001)
     async with operator(run, decode=decode) as (rig, stub):
         decode[1].behaviour.draining = True
         await until(lambda: rig.app.pools.decode.num_ready() == 1)
@@ -51,7 +52,9 @@ async def test_the_pools_are_listed_by_role_and_name_with_their_state_and_load(r
         assert [one.out for one in listed] == ["", "draining", ""]
         assert (listed[2].load.num_waiting, listed[2].load.num_running) == (2, 5)
         assert (listed[2].load.num_prefilled_tokens, listed[2].load.num_generated_tokens) == (30, 7)
+        assert listed[2].load.step_cost == cost
         assert listed[1].load.draining
+        assert not listed[1].load.HasField("step_cost")
         assert listed[2].address == decode[0].address
 
 
