@@ -14,11 +14,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import grpc
 from fastapi import status
 from pydantic import ValidationError
 
 from engine.errors import shown
+from router.resilience.poison_requests import PoisonRequestRejected
 from serving import errors
 from serving.errors import ServiceError, invalid_argument, printable
 
@@ -39,8 +39,8 @@ _KINDS: dict[type[ServiceError], _Kind] = {
     errors.Overloaded: _Kind(status.HTTP_429_TOO_MANY_REQUESTS, "rate_limit_error", "rate_limit_exceeded"),
     errors.Unavailable: _Kind(status.HTTP_503_SERVICE_UNAVAILABLE, "service_unavailable_error"),
     errors.InternalError: _Kind(status.HTTP_500_INTERNAL_SERVER_ERROR, "server_error"),
+    PoisonRequestRejected: _Kind(status.HTTP_500_INTERNAL_SERVER_ERROR, "server_error", "quarantined"),
 }
-_QUARANTINED = _Kind(status.HTTP_500_INTERNAL_SERVER_ERROR, "server_error", "quarantined")
 _INVALID = _Kind(status.HTTP_400_BAD_REQUEST, "invalid_request_error")
 _FIELD = re.compile(r"[A-Za-z_][\w.\[\]-]*")
 
@@ -76,7 +76,7 @@ def headers_of(error: ServiceError) -> dict[str, str]:
     """When to retry, where a retry can help, and what else the status requires."""
     if isinstance(error, errors.Unauthenticated):
         return {"www-authenticate": "Bearer"}
-    if _kind(error) is _QUARANTINED and error.retry_after_s is not None:
+    if isinstance(error, PoisonRequestRejected):
         return {"x-should-retry": "false"}  # rejected for minutes: a client's own retries come too early
     if error.retry_after_s is not None:
         return {
@@ -106,5 +106,4 @@ def invalid_body(error: ValidationError) -> ServiceError:
 def _kind(error: ServiceError) -> _Kind:
     if isinstance(error, HttpError):
         return _INVALID._replace(status=error.status_code)
-    other = _QUARANTINED if error.code is grpc.StatusCode.INTERNAL else _INVALID
-    return next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), other)
+    return next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), _INVALID)

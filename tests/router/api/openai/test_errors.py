@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from router.api.openai.errors import body_of, headers_of, status_of
+from router.resilience.poison_requests import PoisonRequestRejected
 from serving import errors
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -246,6 +247,7 @@ async def test_unknown_paths_and_methods_are_rejected(run_http: RunHttp) -> None
         (errors.Overloaded("x", 1.2), 429, "2"),
         (errors.Overloaded("x", None), 429, None),
         (errors.InternalError("x"), 500, None),
+        (PoisonRequestRejected(240.0), 500, None),
         (errors.Unavailable("x", 0.25), 503, "1"),
         (errors.Crashed("x"), 503, "1"),
     ],
@@ -259,3 +261,6 @@ def test_every_error_has_a_status(error: errors.ServiceError, status_code: int, 
         assert headers_of(error) == {"x-should-retry": "false"}  # as its client wanted
     if isinstance(error, errors.Overloaded) and error.retry_after_s is None:
         assert headers_of(error) == {"x-should-retry": "false"}  # a quota is used up
+    if isinstance(error, PoisonRequestRejected):
+        assert headers_of(error) == {"x-should-retry": "false"}  # for minutes
+        assert body_of(error, {})["error"]["code"] == "quarantined"
