@@ -128,17 +128,6 @@ class ResponseWriter:
         if self._on_first_chunk is not None:
             self._on_first_chunk()
             self._on_first_chunk = None
-        if len(self._choices) == 1:
-            await self._write(chunk)
-        else:
-            await self._write_in_turn(chunk)
-
-    async def write_unsent(self) -> None:
-        """After an abort: writes what was emitted while the work was ending."""
-        for chunk in self._unsent:
-            await self._write(chunk)
-
-    async def _write_in_turn(self, chunk: common_pb2.TokenChunk) -> None:
         try:
             await self._write_lock.acquire()
         except asyncio.CancelledError:
@@ -148,6 +137,11 @@ class ResponseWriter:
             await self._write(chunk)
         finally:
             self._write_lock.release()
+
+    async def write_unsent(self) -> None:
+        """After an abort: writes what was emitted while the work was ending."""
+        for chunk in self._unsent:
+            await self._write(chunk)
 
     async def _write(self, chunk: common_pb2.TokenChunk) -> None:
         if self._is_ending:
