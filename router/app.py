@@ -361,9 +361,9 @@ class RouterApp:
 
     def _new_autoscaler(self) -> Autoscaler | None:
         settings = self._settings.autoscaler
-        if not settings.enabled or self._actuator is None or self.resizer is None:
+        if not settings.enabled or self.resizer is None:
             return None
-        return Autoscaler(self.resizer, self._actuator, self._observer.observe, settings, holder=self._router_id)
+        return Autoscaler(self.resizer, self._observer.observe, settings, holder=self._router_id)
 
     def _discovery(self, role: Role, listed: str) -> ServiceDiscovery:
         if self._stack is not None:

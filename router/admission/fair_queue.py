@@ -131,10 +131,6 @@ class FairQueue(Generic[T]):
         self.num_in_service = 0
 
     @property
-    def num_flows(self) -> int:
-        return len(self._flows)
-
-    @property
     def num_backlogged(self) -> int:
         """Flows with queued entries."""
         return len(self._backlogged)

@@ -179,7 +179,7 @@ class PoolsService:
             return {}
         try:
             async with asyncio.timeout(_SIZES_S):
-                return await self.resizer.sizes()
+                return await self.resizer.actuator.sizes()
         except (ActuatorError, TimeoutError):
             return {}
 

@@ -27,7 +27,7 @@ from prometheus_client import Metric
 from protos.tandem.v1 import pools_pb2
 from router.autoscaler.decide import Direction, History, Hold, ScaleDecision, balance, decide
 from router.autoscaler.observation import PoolObservation
-from router.autoscaler.resizer import Actuator, ActuatorError, Change, Resizer
+from router.autoscaler.resizer import ActuatorError, Change, Resizer
 from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
 from router.pools.instance_info import Role
 from serving.metrics import counter, gauge
@@ -145,7 +145,6 @@ class Autoscaler:
     """One per router, on its event loop."""
 
     resizer: Resizer
-    actuator: Actuator
     observe: ObservePools
     settings: AutoscalerSettings
     holder: str
@@ -154,6 +153,7 @@ class Autoscaler:
     """That of the observations and of the resizer's changes."""
 
     def __post_init__(self) -> None:
+        self._actuator = self.resizer.actuator
         policies: dict[Role, PoolPolicy] = {"prefill": self.settings.prefill, "decode": self.settings.decode}
         self.statuses = {role: PoolStatus(policy) for role, policy in policies.items()}
         self.num_failures = 0
@@ -193,9 +193,9 @@ class Autoscaler:
         ttl_s = self.settings.lead_ttl_s
         async with asyncio.timeout(ttl_s):
             asked_s, self._lead_until_s = self.clock(), -math.inf
-            if await self.actuator.take_lead(self.holder, ttl_s):
+            if await self._actuator.take_lead(self.holder, ttl_s):
                 self._lead_until_s = asked_s + ttl_s
-            return await self.resizer.sizes()
+            return await self._actuator.sizes()
 
     def _decisions(self, observations: Mapping[Role, PoolObservation]) -> tuple[ScaleDecision, ScaleDecision]:
         settings = self.settings
@@ -227,11 +227,11 @@ class Autoscaler:
             return decision.held("not_leading", "another router resizes")
         if self.clock() < self._resizing.until_s:
             return decision.held("no_answer", self._resizing.why)
-        if self.actuator.pause is not None:
-            return decision.held("paused", self.actuator.pause)
+        if self._actuator.pause is not None:
+            return decision.held("paused", self._actuator.pause)
         try:
             async with asyncio.timeout(left_s):
-                if decision.direction == "out" and (why := await self.actuator.no_room(decision.role)) is not None:
+                if decision.direction == "out" and (why := await self._actuator.no_room(decision.role)) is not None:
                     return decision.held("no_room", why)
                 sizes, expected = {decision.role: decision.new_size}, {decision.role: decision.size}
                 await self.resizer.resize(sizes, cause="autoscaler", reason=decision.reason, expected=expected)

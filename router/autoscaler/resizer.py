@@ -92,7 +92,7 @@ class Resizer:
 
     def __init__(self, actuator: Actuator, pools: Pools, *, needs_prefill: bool = False) -> None:
         """`needs_prefill`: without prefill instances no request is served; else the decode instances prefill then."""
-        self._actuator = actuator
+        self.actuator = actuator
         self._pools = pools
         self._min_sizes: Mapping[Role, int] = {"prefill": int(needs_prefill), "decode": 1}
         self.recent: deque[Change] = deque(maxlen=_MAX_RECENT)
@@ -100,10 +100,6 @@ class Resizer:
         self.last_changes: dict[Role, Change] = {}
         """The last one of each pool."""
         self._one_at_a_time = asyncio.Lock()
-
-    async def sizes(self) -> Mapping[Role, int]:
-        """The desired size of each pool. Raises ActuatorError."""
-        return await self._actuator.sizes()
 
     async def resize(
         self, sizes: Mapping[Role, int], *, cause: Cause, reason: str, expected: Mapping[Role, int] | None = None
@@ -117,7 +113,7 @@ class Resizer:
         for role, size in sizes.items():
             self._check_size(role, size)
         async with self._one_at_a_time:
-            before = await self._actuator.sizes()
+            before = await self.actuator.sizes()
             if unknown := [role for role in sizes if role not in before]:
                 raise ActuatorError(f"the {' and the '.join(unknown)} pool cannot be resized: it has no owner")
             for role, size in (expected or {}).items():
@@ -141,11 +137,11 @@ class Resizer:
             for change in changes:
                 num_removed = max(change.previous_size - change.size, 0)
                 victims = least_loaded(self._pools.by_role[change.role].processes, num_removed)
-                await self._actuator.resize(change.role, change.size, victims, previous_size=change.previous_size)
+                await self.actuator.resize(change.role, change.size, victims, previous_size=change.previous_size)
                 begun.append(change)
         except ActuatorError:
             for change in begun:
-                await self._actuator.resize(change.role, change.previous_size, (), previous_size=change.size)
+                await self.actuator.resize(change.role, change.previous_size, (), previous_size=change.size)
             raise
         for change in changes:
             self.last_changes[change.role] = change

@@ -65,7 +65,7 @@ class AdmissionRig:
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         admission = self.admission
         assert admission.in_use == Usage()
-        assert (admission.num_queued, admission.queue.queued_cost, admission.queue.num_flows) == (0, 0, 0)
+        assert (admission.num_queued, admission.queue.queued_cost, len(admission.queue._flows)) == (0, 0, 0)
 
     async def _stay(self, name: str, wanted: GenerationRequest, num_output_tokens: int) -> None:
         async with self.admission.admit(wanted) as ticket:

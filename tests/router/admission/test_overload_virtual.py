@@ -85,7 +85,7 @@ class OverloadScenario:
         """Waits for all requests and checks that nothing is left."""
         await asyncio.gather(*self._tasks)
         assert self.admission.in_use == Usage()
-        assert (self.admission.num_queued, self.admission.queue.num_flows) == (0, 0)
+        assert (self.admission.num_queued, len(self.admission.queue._flows)) == (0, 0)
 
     def per_s(self, begin_s: float, end_s: float, tenant: str | None = None) -> float:
         """Tokens of whole answers a second, as requests of mean length."""

@@ -160,7 +160,7 @@ def autoscaler(
 ) -> Autoscaler:
     """The real loop, on the event loop's clock."""
     resizer = resizer or resizer_of(owner)
-    return Autoscaler(resizer, owner, simulation.observe, settings, holder=holder, clock=now)
+    return Autoscaler(resizer, simulation.observe, settings, holder=holder, clock=now)
 
 
 def _undialled(address: str) -> grpc.aio.Channel:

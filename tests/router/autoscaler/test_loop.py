@@ -281,7 +281,7 @@ def test_a_router_that_was_held_up_longer_than_its_lead_resizes_nothing() -> Non
             steps_taken += 1
             return observations
 
-        late = Autoscaler(resizer_of(owner), owner, observation, SETTINGS, holder="late", clock=slow_clock)
+        late = Autoscaler(resizer_of(owner), observation, SETTINGS, holder="late", clock=slow_clock)
         owner.of["decode"] = 20  # outside of the bounds: it would resize at once
         await late.step()
         assert owner.resizes == []

@@ -132,16 +132,16 @@ async def test_a_size_that_cannot_be_is_refused_before_anything_begins(
 
 async def test_a_router_that_always_splits_keeps_a_prefill_instance(run: Run) -> None:
     async with owned(run) as stack:
-        resizer = Resizer(stack.resizer._actuator, stack.rig.app.pools, needs_prefill=True)
+        resizer = Resizer(stack.resizer.actuator, stack.rig.app.pools, needs_prefill=True)
         with pytest.raises(SizeRefused, match="prefill must be between 1 and 64 with disaggregation 'always', is 0"):
             await resizer.resize({"decode": 3, "prefill": 0}, cause="operator", reason="")
-        assert await resizer.sizes() == {"prefill": 1, "decode": 2}
+        assert await resizer.actuator.sizes() == {"prefill": 1, "decode": 2}
 
 
 async def test_both_pools_begin_together_or_neither_does(run: Run) -> None:
     async with owned(run, num_spares=1) as stack:
         refuses, assumed = ActuatorError("no room"), list[int]()
-        resize = stack.resizer._actuator.resize
+        resize = stack.resizer.actuator.resize
 
         async def without_prefill(role: str, size: int, victims: list[str], *, previous_size: int) -> None:
             if role == "prefill":
@@ -149,10 +149,10 @@ async def test_both_pools_begin_together_or_neither_does(run: Run) -> None:
             assumed.append(previous_size)
             await resize(role, size, victims, previous_size=previous_size)  # type: ignore[arg-type]
 
-        stack.resizer._actuator.resize = without_prefill  # type: ignore[method-assign,assignment]
+        stack.resizer.actuator.resize = without_prefill  # type: ignore[method-assign,assignment]
         with pytest.raises(ActuatorError, match="no room"):
             await stack.resizer.resize({"decode": 3, "prefill": 0}, cause="operator", reason="")
-        assert await stack.resizer.sizes() == {"prefill": 1, "decode": 2}
+        assert await stack.resizer.actuator.sizes() == {"prefill": 1, "decode": 2}
         assert assumed == [2, 3], "back from what it has become"
         assert stack.resizer.last_changes.get("decode") is None
 
@@ -172,4 +172,4 @@ async def test_concurrent_resizes_run_one_after_the_other(run: Run) -> None:
             *(stack.resizer.resize({"decode": size}, cause="operator", reason="") for size in (4, 2, 3))
         )
         assert [(change.previous_size, change.size) for (change,) in changes] == [(1, 4), (4, 2), (2, 3)]
-        assert await stack.resizer.sizes() == {"prefill": 1, "decode": 3}
+        assert await stack.resizer.actuator.sizes() == {"prefill": 1, "decode": 3}

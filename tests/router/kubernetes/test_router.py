@@ -101,7 +101,7 @@ async def test_pods_are_found_and_serve(run: Run, monkeypatch: pytest.MonkeyPatc
     async with in_cluster(run, monkeypatch) as made:
         assert (await made.rig.generate()).is_exactly(12)
         assert made.resizer is not None
-        assert await made.resizer.sizes() == {"prefill": 1, "decode": 2}
+        assert await made.resizer.actuator.sizes() == {"prefill": 1, "decode": 2}
 
 
 async def test_an_operator_s_resize_loses_no_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
