@@ -64,6 +64,7 @@ class PageSpec:
     payload_bytes: int
     is_tail: bool = False
     shard: int = 0
+    """Of the model, where a page has a part of it; 0: all of it."""
 
 
 _SPEC_FIELDS = ("fingerprint", "layout_digest", "shard", "num_tokens", "block_hash", "parent_hash", "payload_bytes")
