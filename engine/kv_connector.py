@@ -1,7 +1,7 @@
 """The interface through which KV enters and leaves an engine core. With `NullKVConnector` the engine is aggregated.
 
-One object in the core's process is both halves. The scheduler half runs in the step loop and must not block; the worker
-half passes I/O to its own threads and calls `wake` when I/O has ended, so that the loop polls.
+One object in the core's process decides on I/O and carries it out. Its methods run in the step loop and must not block:
+I/O runs on threads of the connector, which calls `wake` when some has ended, so that the loop polls.
 
     blocks of a request ──request_finished() → True──▶ held by the connector ──poll().freed_request_ids──▶ free
 
@@ -57,32 +57,14 @@ class KVConnectorOutput:
     num_expired_leases: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class KVBlockOp:
-    """One page to write or read."""
-
-    block_index: int
-    """Position in the request's block table."""
-    block_id: int
-    """Physical block."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVConnectorMeta:
-    """I/O that the scheduler half decided and the worker half starts."""
-
-    saves: Sequence[KVBlockOp] = ()
-    loads: Sequence[KVBlockOp] = ()
-
-
 class KVConnector(Protocol):
-    """Both halves. Requests are read only. The defaults transfer nothing."""
+    """Requests are read only. The defaults transfer nothing."""
 
     name: str
     needs_all_blocks: bool = False
     """The first `request_progressed` must come with the blocks of the whole prompt."""
 
-    # Scheduler half
+    # Decisions
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """How many prompt tokens past `num_computed_tokens` are loaded (remote_kv), or looked up in a store before they
@@ -95,10 +77,6 @@ class KVConnector(Protocol):
 
     def request_progressed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         """The blocks of a request with hold_kv contain the KV of its first num_computed_tokens."""
-
-    def build_connector_meta(self) -> KVConnectorMeta:
-        """I/O to start now; each is returned once."""
-        return KVConnectorMeta()
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         """A request is handed over, finished or aborted. True: its blocks stay until poll() lists it as freed."""
@@ -117,7 +95,7 @@ class KVConnector(Protocol):
         """Held blocks that an abandoned read may still write to."""
         return 0
 
-    # Worker half
+    # I/O
 
     def register_kv_cache(self, kv_cache: KVMemory, layout: PageLayout, fingerprint: bytes) -> None:
         """The KV memory, whose blocks are pages of this layout; called once, first."""
@@ -128,11 +106,8 @@ class KVConnector(Protocol):
         Raises EngineError if it would transfer wrong KV."""
         return None
 
-    def start_load_kv(self, meta: KVConnectorMeta) -> None:
-        """Start reading pages. Returns at once."""
-
-    def save_kv(self, meta: KVConnectorMeta) -> None:
-        """Start writing pages. Returns at once."""
+    def start_io(self) -> None:
+        """Start the I/O decided since the last call, reads first. Returns at once."""
 
     def poll(self) -> KVConnectorOutput:
         """Collect finished I/O and apply deadlines."""
@@ -164,15 +139,6 @@ def make_connector(config: KVConnectorConfig, wake: Callable[[], None]) -> KVCon
         raise EngineError(f"kv_connector: cannot import {config.class_path!r}: {error}") from error
     connector: KVConnector = connector_class(wake=wake, **config.options)
     return connector
-
-
-def start_io(connector: KVConnector) -> None:
-    """Start what the scheduler half has decided since the last call."""
-    meta = connector.build_connector_meta()
-    if meta.loads:
-        connector.start_load_kv(meta)
-    if meta.saves:
-        connector.save_kv(meta)
 
 
 def kv_totals(connector: KVConnector) -> list[KVTotals]:

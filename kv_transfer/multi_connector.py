@@ -19,24 +19,9 @@ from typing import Any
 from engine.config import KVConnectorConfig
 from engine.core.messages import KVProgress, LeaseCommand
 from engine.errors import EngineError
-from engine.kv_connector import (
-    KVConnector,
-    KVConnectorMeta,
-    KVConnectorOutput,
-    KVLoadResult,
-    KVMemory,
-    make_connector,
-    self_test,
-)
+from engine.kv_connector import KVConnector, KVConnectorOutput, KVLoadResult, KVMemory, make_connector, self_test
 from engine.kv_layout import PageLayout
 from engine.scheduling.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class MultiConnectorMeta(KVConnectorMeta):
-    """`parts` run parallel to the list."""
-
-    parts: tuple[KVConnectorMeta, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -83,11 +68,6 @@ class MultiConnector:
         for connector in self._connectors:
             connector.request_progressed(request, block_ids, num_computed_tokens)
 
-    def build_connector_meta(self) -> MultiConnectorMeta:
-        parts = tuple(connector.build_connector_meta() for connector in self._connectors)
-        loads = [op for part in parts for op in part.loads]
-        return MultiConnectorMeta(saves=[op for part in parts for op in part.saves], loads=loads, parts=parts)
-
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         self._searches.pop(request.request_id, None)
         num_users = sum(connector.request_finished(request, block_ids) for connector in self._connectors)
@@ -117,17 +97,9 @@ class MultiConnector:
         problems = [problem for connector in self._connectors if (problem := self_test(connector)) is not None]
         return "; ".join(problems) or None
 
-    def start_load_kv(self, meta: KVConnectorMeta) -> None:
-        assert isinstance(meta, MultiConnectorMeta)
-        for connector, part in zip(self._connectors, meta.parts, strict=True):
-            if part.loads:
-                connector.start_load_kv(part)
-
-    def save_kv(self, meta: KVConnectorMeta) -> None:
-        assert isinstance(meta, MultiConnectorMeta)
-        for connector, part in zip(self._connectors, meta.parts, strict=True):
-            if part.saves:
-                connector.save_kv(part)
+    def start_io(self) -> None:
+        for connector in self._connectors:
+            connector.start_io()
 
     def poll(self) -> KVConnectorOutput:
         output = KVConnectorOutput()

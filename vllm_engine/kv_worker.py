@@ -4,7 +4,7 @@
                                                            └─ given up ─▶ the host submits the request anew
     NewTransfer ─▶ Progress … ─▶ saves … ─▶ Finished ─▶ no I/O and no lease left ─▶ sent: vLLM frees the blocks
 
-Tandem's connector has both of its halves here, so that one process decides on leases and pages and carries I/O out.
+Tandem's connector is here as a whole, so that one process decides on leases and pages and carries I/O out.
 vLLM's main thread calls it before and after the model computes; a thread of its own steps it meanwhile, passes on what
 the host sends, and reports. An error in that thread ends the worker, and with it the instance.
 """
@@ -32,7 +32,6 @@ from engine.kv_connector import (
     kv_totals,
     make_connector,
     self_test,
-    start_io,
 )
 from engine.machine import set_up_process
 from engine.scheduling.request import Request
@@ -140,7 +139,7 @@ class WorkerHalf:
                 self._reserve(reservation)
             for finished in step.finished:
                 self._finish(finished)
-            start_io(self._connector)
+            self._connector.start_io()
         self._wake()
 
     def flush_preempted(self, step: KVStep) -> None:
@@ -166,7 +165,7 @@ class WorkerHalf:
         with self._changed:
             for progress in step.progressed:
                 self._progress(progress)
-            start_io(self._connector)
+            self._connector.start_io()
         self._wake()
 
     def take_results(self, step: KVStep) -> StepResults:
@@ -235,7 +234,7 @@ class WorkerHalf:
             for command in commands:
                 self._handle(command)
             self._apply(self._connector.poll())
-            start_io(self._connector)
+            self._connector.start_io()
             self._changed.notify_all()
             load = self._current_load()
             if not (self._events or self._to_resubmit) and load == self._reported:

@@ -30,7 +30,7 @@ from engine.errors import CapacityError
 from engine.executor.executor import Executor
 from engine.executor.multiprocess import make_executor
 from engine.identity import compute_identity
-from engine.kv_connector import KVLoadResult, kv_totals, make_connector, self_test, start_io
+from engine.kv_connector import KVLoadResult, kv_totals, make_connector, self_test
 from engine.kv_layout import KVLayout
 from engine.model_runner import ModelRunner
 from engine.models import read_config
@@ -185,7 +185,7 @@ class EngineCore:
         self.scheduler.take_compiled(self._started)
         self.scheduler.expire(self._started)
         self._output = self.scheduler.schedule()
-        start_io(self._connector)
+        self._connector.start_io()
         self.idle = not self._output.scheduled
         self.step_time.predict(self._output.num_tokens)
         return not self.idle
@@ -199,7 +199,7 @@ class EngineCore:
     def finish_step(self) -> None:
         """Apply the result of `compute`."""
         self.scheduler.update_from_output(self._output, self._sampled)
-        start_io(self._connector)
+        self._connector.start_io()
         self._num_steps += 1
         seconds, output = time.monotonic() - self._started, self._output
         self.step_time.record(seconds, output.num_tokens)
@@ -213,7 +213,7 @@ class EngineCore:
         self._freed_request_ids += output.freed_request_ids
         self._events += output.events
         self._num_expired_leases += output.num_expired_leases
-        start_io(self._connector)
+        self._connector.start_io()
 
     def take_events(self) -> list[Event]:
         """The events since the last call."""

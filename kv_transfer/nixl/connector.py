@@ -14,17 +14,17 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 from engine import failpoints
 from engine.core.messages import EngineRequest, HoldKV, LeaseCommand, RemoteKV, TransferEvent
 from engine.errors import EngineError
 from engine.failpoints import FailpointError
-from engine.kv_connector import KVConnectorMeta, KVConnectorOutput, KVLoadResult, KVMemory
+from engine.kv_connector import KVConnectorOutput, KVLoadResult, KVMemory
 from engine.kv_layout import PageLayout
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
@@ -208,9 +208,9 @@ class NixlConnector(TransferConnector):
         self.counters = TransferCounters(reads=ReadCounters())  # it was not for a request
         return None
 
-    def start_load_kv(self, meta: KVConnectorMeta) -> None:
+    def start_io(self) -> None:
         deadline = self._clock() + self._options.load_timeout_s
-        for _, group in groupby(cast(Sequence[LoadOp], meta.loads), key=lambda op: id(op.owner)):
+        for _, group in groupby(self._loader.take_ops(), key=lambda op: id(op.owner)):
             ops = list(group)
             for first in range(0, len(ops), self._num_pages_per_read):
                 some = ops[first : first + self._num_pages_per_read]
@@ -219,9 +219,7 @@ class NixlConnector(TransferConnector):
                 read = Read(some[0].owner, source.metadata, some, digests, deadline)
                 self._reads[read] = None
                 self._reader.submit(read)
-
-    def save_kv(self, meta: KVConnectorMeta) -> None:
-        for op in cast(Sequence[SaveOp], meta.saves):
+        for op in self._producer.take_ops():
             if self._key is None:
                 self._end_op(OpResult(op, None))
             else:
@@ -399,9 +397,7 @@ def _hand_over(connector: NixlConnector, naming: PageNaming, lent_id: int, loade
         for event in output.events:
             if isinstance(event, TransferEvent):
                 connector.handle(progress_of(event, loaded.request_id))
-        meta = connector.build_connector_meta()
-        connector.start_load_kv(meta)
-        connector.save_kv(meta)
+        connector.start_io()
         if not output.loaded and not output.events:
             time.sleep(_SELF_TEST_PAUSE_S)
 

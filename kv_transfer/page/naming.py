@@ -36,6 +36,17 @@ class PageName:
 
 
 @dataclass(frozen=True, slots=True)
+class PageOp:
+    """One page to write or read."""
+
+    block_index: int
+    """Position in the request's block table."""
+    block_id: int
+    """Physical block."""
+    name: PageName
+
+
+@dataclass(frozen=True, slots=True)
 class PageNaming:
     """Names pages of one model in one layout. `fingerprint` is the model's, 32 bytes."""
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from engine.errors import EngineError
-from engine.kv_connector import KVConnectorMeta, KVConnectorOutput, KVMemory
+from engine.kv_connector import KVConnectorOutput, KVMemory
 from engine.kv_layout import PageLayout
 from kv_transfer.page.format import EPOCH_BYTES
 from kv_transfer.page.memory import make_page_memory
@@ -79,14 +79,9 @@ class StoreConnector(TransferConnector):
     def self_test(self) -> str | None:
         return self_test_store(self.name, self._io, self._naming, self._threads, SELF_TEST_TIMEOUT_S)
 
-    def start_load_kv(self, meta: KVConnectorMeta) -> None:
-        for op in meta.loads:
-            assert isinstance(op, LoadOp)
-            self._submit(op)
-
-    def save_kv(self, meta: KVConnectorMeta) -> None:
-        for op in meta.saves:
-            assert isinstance(op, SaveOp)
+    def start_io(self) -> None:
+        ops: list[LoadOp | SaveOp] = [*self._loader.take_ops(), *self._producer.take_ops()]
+        for op in ops:
             self._submit(op)
 
     def poll(self) -> KVConnectorOutput:

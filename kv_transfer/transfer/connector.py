@@ -24,7 +24,7 @@ import msgspec
 
 from engine.core.messages import KVMoved, KVProgress, KVReads, KVTotals, LeaseCommand, TransferEvent
 from engine.errors import EngineError
-from engine.kv_connector import KVConnector, KVConnectorMeta, KVConnectorOutput
+from engine.kv_connector import KVConnector, KVConnectorOutput
 from engine.scheduling.request import Request
 from kv_transfer.secret import load_secret
 from kv_transfer.transfer.lease import LeaseTable
@@ -289,9 +289,6 @@ class TransferConnector(KVConnector):
 
     def request_progressed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         self._producer.request_progressed(request, block_ids, num_computed_tokens, self._clock())
-
-    def build_connector_meta(self) -> KVConnectorMeta:
-        return KVConnectorMeta(saves=self._producer.take_ops(), loads=self._loader.take_ops())
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         is_produced = self._producer.request_finished(request, block_ids, self._clock())

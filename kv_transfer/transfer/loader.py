@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.core.messages import KVProgress
-from engine.kv_connector import KVBlockOp, KVConnectorOutput, KVLoadResult
+from engine.kv_connector import KVConnectorOutput, KVLoadResult
 from engine.scheduling.request import Request
-from kv_transfer.page.naming import PageName, PageNaming
+from kv_transfer.page.naming import PageName, PageNaming, PageOp
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +86,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOp(KVBlockOp):
-    name: PageName
+class LoadOp(PageOp):
     owner: Load
 
     @property

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.core.messages import LeaseCommand, TransferEvent
-from engine.kv_connector import KVBlockOp, KVConnectorOutput
+from engine.kv_connector import KVConnectorOutput
 from engine.scheduling.request import Request
-from kv_transfer.page.naming import PageKey, PageName, PageNaming
+from kv_transfer.page.naming import PageKey, PageName, PageNaming, PageOp
 from kv_transfer.transfer.lease import LeaseTable
 
 
@@ -54,8 +54,7 @@ class ProducedTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveOp(KVBlockOp):
-    name: PageName
+class SaveOp(PageOp):
     owner: ProducedTransfer
 
     @property

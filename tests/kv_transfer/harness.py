@@ -170,9 +170,7 @@ class Core:
         self.loaded += output.loaded
         self.freed += output.freed_request_ids
         self.num_expired += output.num_expired_leases
-        meta = self.connector.build_connector_meta()
-        self.connector.start_load_kv(meta)
-        self.connector.save_kv(meta)
+        self.connector.start_io()
         return output
 
     def wait(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:

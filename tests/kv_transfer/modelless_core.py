@@ -14,7 +14,6 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import EngineLoad, TokensEvent, TransferEvent
-from engine.kv_connector import start_io
 from engine.scheduling.kv_cache_manager import KVBlock, KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
@@ -80,19 +79,19 @@ class ModellessCore:
         for event in output.events:
             assert isinstance(event, TransferEvent)
             self._heard(event)
-        start_io(self.connector)
+        self.connector.start_io()
         for result in output.loaded:
             self.scheduler.load_finished(result)
         for request_id in output.freed_request_ids:
             self.scheduler.free_held(request_id)
         self.scheduler.expire(self._clock())
         scheduled = self.scheduler.schedule()
-        start_io(self.connector)
+        self.connector.start_io()
         self.check()
         self._compute(scheduled)
         tokens = {share.request.request_id: 5 for share in scheduled.scheduled if share.samples}
         self.scheduler.update_from_output(scheduled, Sampled(tokens))
-        start_io(self.connector)
+        self.connector.start_io()
         for event in self.scheduler.take_events():
             if isinstance(event, TokensEvent) and event.finish_reason is not None:
                 self.requests.pop(event.request_id, None)

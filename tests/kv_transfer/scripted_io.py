@@ -12,10 +12,9 @@ import msgspec
 import torch
 
 from engine.core.messages import KVProgress
-from engine.kv_connector import KVConnector, KVConnectorMeta
+from engine.kv_connector import KVConnector
 from engine.scheduling.request import Request
 from kv_transfer.nixl.connector import NixlConnector
-from kv_transfer.nixl.reader import Read
 from kv_transfer.nixl.transfers import MAC_BYTES, VERSION, LendingAgent, TransferMetadata, encode
 from kv_transfer.secret import load_secret
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
@@ -244,15 +243,15 @@ class ScriptedNixlConnector(NixlConnector):
             self._end_read(read, GIVEN_UP, 0.0)
         self._end_rebuild()
 
-    def save_kv(self, meta: KVConnectorMeta) -> None:
-        self.digesting += [op for op in meta.saves if isinstance(op, SaveOp)]
-
     def _ops_read(self) -> list[LoadOp]:
         return [op for read in self.reader.reads for op in read.ops]
 
-    def _submit_verification(self, op: LoadOp, read: Read, digest: bytes, read_s: float) -> None:
-        del read, digest, read_s
-        self.verifying.append(op)
+    def _submit(self, op: SaveOp | LoadOp, work: Callable[[], OpResult]) -> None:
+        del work
+        if isinstance(op, SaveOp):
+            self.digesting.append(op)
+        else:
+            self.verifying.append(op)
 
     def _make_lending_agent(self) -> LendingAgent:
         return _FakeLendingAgent(self._num_blocks, self._secret)

@@ -128,7 +128,7 @@ class TransferEndpoint:
         events: list[TransferEvent] = []
         while not any(event.num_tokens for event in events):
             self._woken.clear()
-            self._connector.save_kv(self._connector.build_connector_meta())
+            self._connector.start_io()
             new = [event for event in self._connector.poll().events if isinstance(event, TransferEvent)]
             events += [event for event in new if event.transfer_id == transfer_id]
             for event in events:
@@ -150,7 +150,7 @@ class TransferEndpoint:
         loaded: list[KVLoadResult] = []
         while not loaded:
             self._woken.clear()
-            self._connector.start_load_kv(self._connector.build_connector_meta())
+            self._connector.start_io()
             loaded = self._connector.poll().loaded
             if not loaded:
                 self._wait(started_s)

@@ -29,7 +29,6 @@ from engine.core.messages import (
     RemoteKV,
     TransferEvent,
 )
-from engine.kv_connector import start_io
 from engine.kv_layout import KVLayout
 from engine.sampling.params import SamplingParams
 from engine.scheduling.kv_cache_manager import KVCacheManager
@@ -138,18 +137,18 @@ class CanaryReader:
         """What EngineCore.step does. Where too many blocks are pinned for too long, they are being freed."""
         started = time.monotonic()
         output = self.connector.poll()
-        start_io(self.connector)
+        self.connector.start_io()
         for result in output.loaded:
             self.scheduler.load_finished(result)
         for request_id in output.freed_request_ids:
             self.scheduler.free_held(request_id)
         scheduled = self.scheduler.schedule()
-        start_io(self.connector)
+        self.connector.start_io()
         self._compute(scheduled)
         self.scheduler.update_from_output(
             scheduled, Sampled({share.request.request_id: 5 for share in scheduled.scheduled if share.samples})
         )
-        start_io(self.connector)
+        self.connector.start_io()
         for event in self.scheduler.take_events():
             if isinstance(event, LoadedEvent):
                 self.loaded[event.request_id] = event
@@ -248,7 +247,7 @@ def run_producer(secret_file: str, ucx_tls: str) -> None:
             connector.request_finished(request, table)
         elif isinstance(command, LeaseCommand):
             connector.handle(command)
-        connector.save_kv(connector.build_connector_meta())
+        connector.start_io()
         for event in connector.poll().events:
             assert isinstance(event, TransferEvent)
             print("event", msgspec.msgpack.encode(event).hex(), flush=True)

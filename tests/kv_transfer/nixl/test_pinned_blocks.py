@@ -148,7 +148,7 @@ class Reading(RuleBasedStateMachine):
         for request_id in output.freed_request_ids:
             self.scheduler.free_held(request_id)
         scheduled = self.scheduler.schedule()
-        self.connector.start_load_kv(self.connector.build_connector_meta())
+        self.connector.start_io()
         self.check()
         tokens = {share.request.request_id: 5 for share in scheduled.scheduled if share.samples}
         self.scheduler.update_from_output(scheduled, Sampled(tokens))
