@@ -8,14 +8,14 @@ free, as in vLLM.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from engine.core.messages import STEP_TOKENS, EngineLoad
+from engine.core.messages import EngineLoad
+from engine.scheduling.scheduler_output import SchedulerCounters
 from vllm_engine.kv_messages import KVLoad
 
 _SLOWEST_DECAY = 0.9
@@ -40,12 +40,7 @@ class LoadMeter(StatLoggerBase):
     def __init__(self) -> None:
         self.num_blocks = 0
         self._stats: Any = None
-        self._num_steps = 0
-        self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
-        self._num_step_tokens = 0
-        self._num_prefilled_tokens = 0
-        self._num_generated_tokens = 0
-        self._num_preemptions = 0
+        self._counters = SchedulerCounters()
         self._step_s = 0.0
         self._last_s: float | None = None
 
@@ -60,13 +55,10 @@ class LoadMeter(StatLoggerBase):
         if iteration_stats is None:
             return
         num_prefilled = iteration_stats.prompt_token_stats.computed
-        num_tokens = num_prefilled + iteration_stats.num_generation_tokens
-        self._num_steps += 1
-        self._num_step_tokens += num_tokens
-        self._steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
-        self._num_prefilled_tokens += num_prefilled
-        self._num_generated_tokens += iteration_stats.num_generation_tokens
-        self._num_preemptions += iteration_stats.num_preempted_reqs
+        self._counters.step_computed(num_prefilled + iteration_stats.num_generation_tokens)
+        self._counters.num_prefilled_tokens += num_prefilled
+        self._counters.num_generated_tokens += iteration_stats.num_generation_tokens
+        self._counters.num_preemptions += iteration_stats.num_preempted_reqs
         now = time.monotonic()
         if self._last_s is not None:  # a slow step raises the estimate at once, and it falls step by step
             self._step_s = max(now - self._last_s, self._step_s * _SLOWEST_DECAY)
@@ -90,12 +82,6 @@ class LoadMeter(StatLoggerBase):
             num_without_room=requests.num_without_room,
             free_blocks=max(0, self.num_blocks - num_running_blocks - kv.held_blocks - kv.quarantined_blocks),
             running_blocks=num_running_blocks,
-            num_steps=self._num_steps,
-            steps_by_tokens=list(self._steps_by_tokens),
-            num_step_tokens=self._num_step_tokens,
             step_s=self._step_s,
-            num_prefilled_tokens=self._num_prefilled_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            num_preemptions=self._num_preemptions,
-            **msgspec.structs.asdict(kv),
+            **(self._counters.totals() | msgspec.structs.asdict(kv)),
         )

@@ -119,7 +119,6 @@ class EngineCore:
         self.step_time = StepTimeEstimator(self._runner.warm_up())
         self._step_cost = StepCostEstimator()
         self._num_arrived = 0
-        self._num_steps = 0
         self._num_expired_leases = 0
         self.idle = True
         """The last step found nothing to compute and no command has come since."""
@@ -200,7 +199,6 @@ class EngineCore:
         """Apply the result of `compute`."""
         self.scheduler.update_from_output(self._output, self._sampled)
         self._connector.start_io()
-        self._num_steps += 1
         seconds, output = time.monotonic() - self._started, self._output
         self.step_time.record(seconds, output.num_tokens)
         self._step_cost.record(seconds, output.num_streams, output.num_tokens - output.num_streams)
@@ -226,8 +224,7 @@ class EngineCore:
 
     @property
     def load(self) -> EngineLoad:
-        scheduler, counters = self.scheduler, self.scheduler.counters
-        pool = scheduler.kv.pool
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
         # Each block in one class, by precedence: quarantined (all of them held), held, running, cached, free.
         held, quarantined = scheduler.num_held_blocks, self._connector.num_quarantined_blocks
         return EngineLoad(
@@ -245,17 +242,10 @@ class EngineCore:
             held_blocks=held - quarantined,
             quarantined_blocks=quarantined,
             num_transfers=self._connector.num_transfers,
-            num_steps=self._num_steps,
-            steps_by_tokens=list(counters.steps_by_tokens),
-            num_step_tokens=counters.num_step_tokens,
             step_s=self.step_time.predicted_s,
-            num_prefilled_tokens=counters.num_prefilled_tokens,
-            num_generated_tokens=counters.num_generated_tokens,
-            num_external_tokens=counters.num_external_tokens,
-            num_recomputed_blocks=counters.num_recomputed_blocks,
             num_expired_leases=self._num_expired_leases,
-            num_preemptions=counters.num_preemptions,
             kv_totals=kv_totals(self._connector),
+            **scheduler.counters.totals(),
         )
 
     def shutdown(self) -> None:

@@ -236,7 +236,7 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         return self.base_s + self.per_stream_s * num_streams + self.per_token_s * num_prompt_tokens
 
 
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The core's load, sent with every batch of events and at least every 250 ms."""
 
     num_waiting: int = 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from engine.core.messages import STEP_TOKENS, FinishReason, TokenLogprob, TokensEvent
 from engine.scheduling.request import Request
@@ -73,19 +76,23 @@ class Sampled:
         )
 
 
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start."""
+class SchedulerCounters(msgspec.Struct):
+    """Totals since the start, by the names of EngineLoad."""
 
     num_preemptions: int = 0
     num_prefilled_tokens: int = 0
     num_generated_tokens: int = 0
     num_external_tokens: int = 0
     num_recomputed_blocks: int = 0
+    num_steps: int = 0
     num_step_tokens: int = 0
-    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    """See EngineLoad."""
+    steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     def step_computed(self, num_tokens: int) -> None:
+        self.num_steps += 1
         self.num_step_tokens += num_tokens
         self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
+
+    def totals(self) -> dict[str, Any]:
+        """As they are now, for EngineLoad."""
+        return msgspec.structs.asdict(self) | {"steps_by_tokens": list(self.steps_by_tokens)}
