@@ -20,9 +20,9 @@ from numba.extending import intrinsic
 from engine.attention.compilation import has_wide_registers
 from engine.attention.simd import WIDTH, fused_product, halves_of, pair_product, prefetched, repeated, vector_at
 
-_I64 = ir.IntType(64)
-_VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
-_ZERO = ir.Constant(_VECTOR, [0.0] * WIDTH)
+I64 = ir.IntType(64)
+VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
+ZERO = ir.Constant(VECTOR, [0.0] * WIDTH)
 
 
 class Arithmetic:
@@ -30,7 +30,7 @@ class Arithmetic:
 
     def __init__(self, kind) -> None:
         self._kind = kind
-        self._in_pairs = kind == types.uint32
+        self.in_pairs = kind == types.uint32
         self.num_factors = 1 if kind in (types.float32, types.uint32) else 2
         """Of a number: so many queries or weights belong to it."""
         self.per_number = 1 if kind == types.float32 else 2
@@ -41,7 +41,7 @@ class Arithmetic:
 
     def outer_product(self, builder, rows, vectors, sums):
         """`sums` with the product of each number in `rows` and each of `vectors` added, row by row."""
-        product = pair_product if self._in_pairs else fused_product
+        product = pair_product if self.in_pairs else fused_product
         pairs = [(row, vector) for row in (repeated(builder, one) for one in rows) for vector in vectors]
         return [product(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
@@ -52,13 +52,13 @@ def loop(builder, first, last, initial, body):
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
     builder.branch(head)
     builder.position_at_end(head)
-    index = builder.phi(_I64)
+    index = builder.phi(I64)
     values = [builder.phi(value.type) for value in initial]
     builder.cbranch(builder.icmp_signed("<", index, last), inside, after)
     builder.position_at_end(inside)
     results = body(index, values)
     for phi, start, result in zip(
-        [index, *values], [first, *initial], [builder.add(index, _I64(1)), *results], strict=True
+        [index, *values], [first, *initial], [builder.add(index, I64(1)), *results], strict=True
     ):
         phi.add_incoming(start, before)
         phi.add_incoming(result, builder.block)
@@ -70,9 +70,9 @@ def loop(builder, first, last, initial, body):
 def for_each(builder, count, body):
     """`body(index)` for each index below `count`; one alone is a constant, with what depends on it."""
     if count == 1:
-        body(_I64(0))
+        body(I64(0))
     else:
-        loop(builder, _I64(0), _I64(count), [], lambda index, _: body(index) or [])
+        loop(builder, I64(0), I64(count), [], lambda index, _: body(index) or [])
 
 
 def num_together(num_rows, num_vectors):
@@ -83,22 +83,22 @@ def num_together(num_rows, num_vectors):
 
 def _store_sums(builder, arithmetic, targets, size, add_products):
     """The sums of `add_products` over numbers [0, size); of float32 by sixteen, each added to what is stored."""
-    zeros = [_ZERO] * len(targets)
+    zeros = [ZERO] * len(targets)
     if arithmetic.per_number > 1:
-        for place, total in zip(targets, loop(builder, _I64(0), size, zeros, add_products), strict=True):
+        for place, total in zip(targets, loop(builder, I64(0), size, zeros, add_products), strict=True):
             builder.store(total, place, align=4)
         return
     for place in targets:
-        builder.store(_ZERO, place, align=4)
+        builder.store(ZERO, place, align=4)
 
     def add_part(part, _):
-        first = builder.mul(part, _I64(WIDTH))
-        sums = loop(builder, first, builder.add(first, _I64(WIDTH)), zeros, add_products)
+        first = builder.mul(part, I64(WIDTH))
+        sums = loop(builder, first, builder.add(first, I64(WIDTH)), zeros, add_products)
         for place, total in zip(targets, sums, strict=True):
             builder.store(builder.fadd(builder.load(place, align=4), total), place, align=4)
         return []
 
-    loop(builder, _I64(0), builder.sdiv(size, _I64(WIDTH)), [], add_part)
+    loop(builder, I64(0), builder.sdiv(size, I64(WIDTH)), [], add_part)
 
 
 def _store_products(num_rows, num_groups, *, ahead):
@@ -109,15 +109,15 @@ def _store_products(num_rows, num_groups, *, ahead):
         arithmetic = Arithmetic(sig.args[5])
         queries, stride, target = cgutils.unpack_tuple(builder, row_places)
         first_group, size, plane = cgutils.unpack_tuple(builder, places)
-        by_row = [builder.mul(stride, _I64(row)) for row in range(num_rows)]
+        by_row = [builder.mul(stride, I64(row)) for row in range(num_rows)]
         starts = [builder.add(queries, offset) for offset in by_row]
 
         def store_part(part):
-            numbers = [builder.add(builder.mul(part, _I64(at_once)), _I64(group)) for group in range(at_once)]
+            numbers = [builder.add(builder.mul(part, I64(at_once)), I64(group)) for group in range(at_once)]
             groups = [builder.load(builder.gep(offsets, [builder.add(first_group, number)])) for number in numbers]
 
             def add_products(number, sums):
-                line = builder.mul(number, _I64(WIDTH))
+                line = builder.mul(number, I64(WIDTH))
                 at = [builder.add(group, line) for group in groups]
                 keys = [
                     arithmetic.factors(builder, builder.load(vector_at(builder, cache, place), align=4)) for place in at
@@ -126,13 +126,13 @@ def _store_products(num_rows, num_groups, *, ahead):
                     for place in at:
                         prefetched(builder, cache, builder.add(place, plane))
                 for factor in range(arithmetic.num_factors):
-                    place = builder.add(builder.mul(number, _I64(arithmetic.num_factors)), _I64(factor))
+                    place = builder.add(builder.mul(number, I64(arithmetic.num_factors)), I64(factor))
                     queries = [builder.load(builder.gep(rows, [builder.add(start, place)])) for start in starts]
                     sums = arithmetic.outer_product(builder, queries, [key[factor] for key in keys], sums)
                 return sums
 
             targets = [
-                vector_at(builder, rows, builder.add(builder.add(target, offset), builder.mul(number, _I64(WIDTH))))
+                vector_at(builder, rows, builder.add(builder.add(target, offset), builder.mul(number, I64(WIDTH))))
                 for offset in by_row
                 for number in numbers
             ]
@@ -161,18 +161,18 @@ def _add_weighted(num_rows, num_vectors, *, ahead):
     def codegen(context, builder, sig, args):
         rows, row_places, cache, offsets, places, _ = args
         arithmetic = Arithmetic(sig.args[5])
-        per_group = _I64(WIDTH // arithmetic.per_number)
+        per_group = I64(WIDTH // arithmetic.per_number)
         sums, weights, shrinks, stride = cgutils.unpack_tuple(builder, row_places)
         here, there, plane, first_value, value_stride, low, high = cgutils.unpack_tuple(builder, places)
-        by_row = [builder.mul(stride, _I64(row)) for row in range(num_rows)]
+        by_row = [builder.mul(stride, I64(row)) for row in range(num_rows)]
         shrink = [
             repeated(builder, builder.load(builder.gep(rows, [builder.add(shrinks, offset)]))) for offset in by_row
         ]
-        num_groups = builder.sdiv(builder.add(high, builder.sub(per_group, _I64(1))), per_group)
+        num_groups = builder.sdiv(builder.add(high, builder.sub(per_group, I64(1))), per_group)
 
         def add_part(part):
-            element = builder.mul(part, _I64(WIDTH * at_once))
-            vectors = [builder.add(element, _I64(WIDTH * vector)) for vector in range(at_once)]
+            element = builder.mul(part, I64(WIDTH * at_once))
+            vectors = [builder.add(element, I64(WIDTH * vector)) for vector in range(at_once)]
             targets = [
                 vector_at(builder, rows, builder.add(builder.add(sums, offset), vector))
                 for offset in by_row
@@ -201,7 +201,7 @@ def _add_weighted(num_rows, num_vectors, *, ahead):
                         for vector in vectors:
                             prefetched(builder, cache, builder.add(builder.add(following, inside), vector))
                     for factor in range(arithmetic.num_factors):
-                        place = builder.add(builder.mul(number, _I64(arithmetic.num_factors)), _I64(factor))
+                        place = builder.add(builder.mul(number, I64(arithmetic.num_factors)), I64(factor))
                         place = builder.add(weights, place)
                         mine = [builder.load(builder.gep(rows, [builder.add(place, offset)])) for offset in by_row]
                         sums = arithmetic.outer_product(builder, mine, [value[factor] for value in values], sums)

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import functools
 
-from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.attention.compilation import has_wide_registers, kernel, multiplies_pairs
-from engine.attention.micro_kernels import Arithmetic, for_each, loop, num_together
+from engine.attention.micro_kernels import I64, ZERO, Arithmetic, for_each, loop, num_together
 from engine.attention.simd import (
     FLOAT32,
     KINDS,
@@ -48,8 +47,6 @@ _NEAR = 4
 _CHUNK = 128
 """Rows of a task."""
 _VECTORS = PANEL // WIDTH
-_I64 = ir.IntType(64)
-_VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 
 
 @functools.cache
@@ -93,8 +90,10 @@ def _multiply(a, kind, numbers):
             _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
 
 
-def _multiply_codegen(num_rows, *, ahead):
-    """`ahead`: by how many numbers the panel is prefetched, 0: not."""
+def _multiply_rows(num_rows, *, ahead):
+    """`num_rows` rows times one panel. Arguments: x, (row, numbers of an input row), matrix, bias, output, (outputs of
+    a row, first output of the panel), and how numbers are multiplied: a kind of `Arithmetic`. `ahead`: by how many
+    numbers the panel is prefetched, 0: not."""
     num_vectors = num_together(num_rows, _VECTORS)
 
     def codegen(context, builder, sig, args):
@@ -102,31 +101,31 @@ def _multiply_codegen(num_rows, *, ahead):
         arithmetic = Arithmetic(sig.args[6])
         row, num_numbers = cgutils.unpack_tuple(builder, row_places)
         outputs, column = cgutils.unpack_tuple(builder, output_places)
-        rows = [builder.add(row, _I64(index)) for index in range(num_rows)]
-        num_factors = _I64(arithmetic.num_factors)
+        rows = [builder.add(row, I64(index)) for index in range(num_rows)]
+        num_factors = I64(arithmetic.num_factors)
         starts = [builder.mul(one, builder.mul(num_numbers, num_factors)) for one in rows]
         panel = builder.mul(column, num_numbers)
 
         def multiply_part(part):
-            offset = builder.mul(part, _I64(WIDTH * num_vectors))
+            offset = builder.mul(part, I64(WIDTH * num_vectors))
 
             def add_products(number, sums):
-                line = builder.add(panel, builder.mul(number, _I64(PANEL)))
+                line = builder.add(panel, builder.mul(number, I64(PANEL)))
                 for place in range(0, PANEL if ahead else 0, WIDTH):
-                    prefetched(builder, matrix, builder.add(line, _I64(ahead * PANEL + place)))
+                    prefetched(builder, matrix, builder.add(line, I64(ahead * PANEL + place)))
                 first = builder.add(line, offset)
-                places = [builder.add(first, _I64(WIDTH * vector)) for vector in range(num_vectors)]
+                places = [builder.add(first, I64(WIDTH * vector)) for vector in range(num_vectors)]
                 weights = [builder.load(vector_at(builder, matrix, place), align=4) for place in places]
                 factors = [arithmetic.factors(builder, weight) for weight in weights]
                 for factor in range(arithmetic.num_factors):
-                    at = builder.add(builder.mul(number, num_factors), _I64(factor))
+                    at = builder.add(builder.mul(number, num_factors), I64(factor))
                     inputs = [builder.load(builder.gep(x, [builder.add(start, at)])) for start in starts]
                     sums = arithmetic.outer_product(builder, inputs, [weight[factor] for weight in factors], sums)
                 return sums
 
             totals = _summed(builder, num_numbers, num_rows * num_vectors, add_products)
             for vector in range(num_vectors):
-                at = builder.add(builder.add(column, offset), _I64(WIDTH * vector))
+                at = builder.add(builder.add(column, offset), I64(WIDTH * vector))
                 with builder.if_then(builder.icmp_signed("<", at, outputs)):
                     added = as_floats(builder, bias, at, types.float32)
                     for one, total in zip(rows, totals[vector::num_vectors], strict=True):
@@ -136,53 +135,29 @@ def _multiply_codegen(num_rows, *, ahead):
         for_each(builder, _VECTORS // num_vectors, multiply_part)
         return context.get_dummy_value()
 
-    return codegen
+    def typing(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
+        return types.void(x, row_places, matrix, bias, output, output_places, numbers), codegen
+
+    return intrinsic(typing)
 
 
 def _summed(builder, num_numbers, num_sums, add_products):
     """`num_sums` sums of what `add_products(number, sums)` adds for each number, group by group."""
-    zeros = [ir.Constant(_VECTOR, [0.0] * WIDTH)] * num_sums
+    zeros = [ZERO] * num_sums
 
     def add_group(index, totals):
-        first = builder.mul(index, _I64(_GROUP))
-        last = builder.add(first, _I64(_GROUP))
+        first = builder.mul(index, I64(_GROUP))
+        last = builder.add(first, I64(_GROUP))
         last = builder.select(builder.icmp_signed("<", last, num_numbers), last, num_numbers)
         sums = loop(builder, first, last, zeros, add_products)
         return [builder.fadd(*two) for two in zip(totals, sums, strict=True)]
 
-    num_groups = builder.sdiv(builder.add(num_numbers, _I64(_GROUP - 1)), _I64(_GROUP))
-    return loop(builder, _I64(0), num_groups, zeros, add_group)
+    num_groups = builder.sdiv(builder.add(num_numbers, I64(_GROUP - 1)), I64(_GROUP))
+    return loop(builder, I64(0), num_groups, zeros, add_group)
 
 
-def _typed(codegen, *arguments):
-    """Arguments: x, (row, numbers of an input row), matrix, bias, output, (outputs of a row, first output of the
-    panel), and how numbers are multiplied: a kind of `Arithmetic`."""
-    return types.void(*arguments), codegen
-
-
-@intrinsic
-def _multiply_four(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
-    """Four rows times one panel."""
-    codegen = _multiply_codegen(4, ahead=0)
-    return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)
-
-
-@intrinsic
-def _multiply_first_four(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
-    """The same, for a panel that is not in the second level yet."""
-    codegen = _multiply_codegen(4, ahead=0 if has_wide_registers() else _AHEAD)
-    return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)
-
-
-@intrinsic
-def _multiply_two(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
-    """Two rows times one panel."""
-    codegen = _multiply_codegen(2, ahead=_AHEAD)
-    return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)
-
-
-@intrinsic
-def _multiply_one(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
-    """One row times one panel."""
-    codegen = _multiply_codegen(1, ahead=_AHEAD if has_wide_registers() else _NEAR)
-    return _typed(codegen, x, row_places, matrix, bias, output, output_places, numbers)
+_multiply_first_four = _multiply_rows(4, ahead=0 if has_wide_registers() else _AHEAD)
+"""For a panel that is not in the second level yet."""
+_multiply_four = _multiply_rows(4, ahead=0)
+_multiply_two = _multiply_rows(2, ahead=_AHEAD)
+_multiply_one = _multiply_rows(1, ahead=_AHEAD if has_wide_registers() else _NEAR)

@@ -20,7 +20,8 @@ from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
 from engine.config import Quantization
 from engine.models.elementwise import to_float32
-from engine.models.quantized_kernels import PANEL, multiply_address
+from engine.models.panel_linear_kernels import PANEL
+from engine.models.quantized_kernels import multiply_address
 
 INT4_GROUP = 32
 """Inputs that share a scale."""

@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.attention.compilation import kernel
-from engine.attention.micro_kernels import for_each, loop, num_together
+from engine.attention.micro_kernels import I64, VECTOR, ZERO, Arithmetic, for_each, loop, num_together
 from engine.attention.simd import (
     BFLOAT16,
     FLOAT32,
@@ -33,21 +33,18 @@ from engine.attention.simd import (
     as_pairs,
     fused_product,
     next_task,
-    pair_product,
     pointer,
     put_floats,
     repeated,
     vector_at,
 )
+from engine.models.panel_linear_kernels import PANEL
 
-PANEL = 64
-"""Outputs."""
 NUM_ROWS = 4
 CODES = {8: np.int8(0), 4: np.uint8(0)}
 """The kinds of codes, by their bits."""
 _VECTORS = PANEL // WIDTH
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
+_I32 = ir.IntType(32)
 _BYTES = ir.VectorType(ir.IntType(8), WIDTH)
 _INTEGERS = ir.VectorType(_I32, WIDTH)
 
@@ -79,69 +76,69 @@ def _multiply(a, kind, codes_kind, numbers_kind):
             break
         matrix = (panel * num_numbers * number_bytes, number_bytes, panel * num_groups * PANEL)
         for row in range(0, whole, NUM_ROWS):
-            _multiply_rows(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
+            _multiply_four(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
         for row in range(whole, rows):
-            _multiply_row(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
+            _multiply_one(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
 
 
 def _coded(builder, codes, at, vector, bits):
     """Sixteen codes as floats: vector number `vector` (int64) of the codes that begin at byte `at`."""
-    line = vector if bits == 8 else builder.lshr(vector, _I64(1))
-    place = builder.add(at, builder.mul(line, _I64(WIDTH)))
+    line = vector if bits == 8 else builder.lshr(vector, I64(1))
+    place = builder.add(at, builder.mul(line, I64(WIDTH)))
     loaded = builder.sext(builder.load(vector_at(builder, codes, place, _BYTES), align=1), _INTEGERS)
     if bits == 4:  # the lower half of each byte for even vectors, the upper one for odd
-        is_lower = builder.sub(_I64(1), builder.and_(vector, _I64(1)))
-        left = builder.mul(is_lower, _I64(28))
-        right = builder.add(builder.mul(is_lower, _I64(24)), _I64(4))
+        is_lower = builder.sub(I64(1), builder.and_(vector, I64(1)))
+        left = builder.mul(is_lower, I64(28))
+        right = builder.add(builder.mul(is_lower, I64(24)), I64(4))
         left, right = (repeated(builder, builder.trunc(shift, _I32), _INTEGERS) for shift in (left, right))
         loaded = builder.ashr(builder.shl(loaded, left), right)
-    return builder.sitofp(loaded, _VECTOR)
+    return builder.sitofp(loaded, VECTOR)
 
 
 def _numbers(builder, codes, at, vectors, bits, in_pairs):
     """These vectors of a panel's weights for one number of the input."""
     if not in_pairs:
         return [_coded(builder, codes, at, vector, bits) for vector in vectors]
-    firsts = [builder.mul(vector, _I64(2)) for vector in vectors]
+    firsts = [builder.mul(vector, I64(2)) for vector in vectors]
     return [
-        as_pairs(builder, *(_coded(builder, codes, at, builder.add(first, _I64(half)), bits) for half in (0, 1)))
+        as_pairs(builder, *(_coded(builder, codes, at, builder.add(first, I64(half)), bits) for half in (0, 1)))
         for first in firsts
     ]
 
 
-def _multiply_codegen(num_rows, bits, in_pairs, element):
-    product = pair_product if in_pairs else fused_product
+def _multiply_rows(num_rows):
+    """`num_rows` rows times one panel. Places: row, numbers of an input row, numbers of a group; first byte of the
+    panel, bytes of a number, first scale; outputs of a row, first output of the panel."""
     num_vectors = num_together(num_rows, _VECTORS)
 
     def codegen(context, builder, sig, args):
         numbers, row_places, codes, scales, matrix_places, bias, output, output_places = args
+        arithmetic, element = Arithmetic(sig.args[0].dtype), sig.args[6].dtype
+        bits = 8 if sig.args[2].dtype == types.int8 else 4
         row, num_numbers, group = cgutils.unpack_tuple(builder, row_places)
         first_byte, number_bytes, first_scale = cgutils.unpack_tuple(builder, matrix_places)
         outputs, column = cgutils.unpack_tuple(builder, output_places)
         numbers = builder.bitcast(numbers, ir.FloatType().as_pointer())
-        rows = [builder.add(row, _I64(index)) for index in range(num_rows)]
+        rows = [builder.add(row, I64(index)) for index in range(num_rows)]
         starts = [builder.mul(one, num_numbers) for one in rows]
-        num_groups = builder.sdiv(builder.sub(builder.add(num_numbers, group), _I64(1)), group)
+        num_groups = builder.sdiv(builder.sub(builder.add(num_numbers, group), I64(1)), group)
 
         def multiply_part(part):
-            vectors = [builder.add(builder.mul(part, _I64(num_vectors)), _I64(index)) for index in range(num_vectors)]
-            offsets = [builder.mul(vector, _I64(WIDTH)) for vector in vectors]
+            vectors = [builder.add(builder.mul(part, I64(num_vectors)), I64(index)) for index in range(num_vectors)]
+            offsets = [builder.mul(vector, I64(WIDTH)) for vector in vectors]
 
             def add_products(number, sums):
                 at = builder.add(first_byte, builder.mul(number, number_bytes))
-                weights, result = _numbers(builder, codes, at, vectors, bits, in_pairs), []
-                for index, start in enumerate(starts):
-                    factor = repeated(builder, builder.load(builder.gep(numbers, [builder.add(start, number)])))
-                    mine = sums[index * num_vectors : (index + 1) * num_vectors]
-                    result += [product(builder, factor, *pair) for pair in zip(weights, mine, strict=True)]
-                return result
+                weights = _numbers(builder, codes, at, vectors, bits, arithmetic.in_pairs)
+                inputs = [builder.load(builder.gep(numbers, [builder.add(start, number)])) for start in starts]
+                return arithmetic.outer_product(builder, inputs, weights, sums)
 
             def add_group(index, totals):
                 first = builder.mul(index, group)
                 last = builder.add(first, group)
                 last = builder.select(builder.icmp_signed("<", last, num_numbers), last, num_numbers)
-                sums = loop(builder, first, last, [ir.Constant(_VECTOR, [0.0] * WIDTH)] * len(totals), add_products)
-                scale = floats_at(scales, builder.add(first_scale, builder.mul(index, _I64(PANEL))), types.uint16)
+                sums = loop(builder, first, last, [ZERO] * len(totals), add_products)
+                scale = floats_at(scales, builder.add(first_scale, builder.mul(index, I64(PANEL))), types.uint16)
                 return [
                     fused_product(builder, one, scale[place % num_vectors], total)
                     for place, (one, total) in enumerate(zip(sums, totals, strict=True))
@@ -150,7 +147,7 @@ def _multiply_codegen(num_rows, bits, in_pairs, element):
             def floats_at(base, at, kind):
                 return [as_floats(builder, base, builder.add(at, offset), kind) for offset in offsets]
 
-            totals = loop(builder, _I64(0), num_groups, floats_at(bias, column, types.float32) * num_rows, add_group)
+            totals = loop(builder, I64(0), num_groups, floats_at(bias, column, types.float32) * num_rows, add_group)
             for index, offset in enumerate(offsets):
                 at = builder.add(column, offset)
                 with builder.if_then(builder.icmp_signed("<", at, outputs)):
@@ -160,26 +157,12 @@ def _multiply_codegen(num_rows, bits, in_pairs, element):
         for_each(builder, _VECTORS // num_vectors, multiply_part)
         return context.get_dummy_value()
 
-    return codegen
+    def typing(typingctx, numbers, row_places, codes, scales, matrix_places, bias, output, output_places):
+        three, two = types.UniTuple(types.int64, 3), types.UniTuple(types.int64, 2)
+        return types.void(numbers, three, codes, scales, three, bias, output, two), codegen
+
+    return intrinsic(typing)
 
 
-def _typed(num_rows, *given):
-    """Places: row, numbers of an input row, numbers of a group; first byte of the panel, bytes of a number, first
-    scale; outputs of a row, first output of the panel."""
-    numbers, codes, output = given[0], given[2], given[6]
-    bits = 8 if codes.dtype == types.int8 else 4
-    places = [types.UniTuple(types.int64, count) for count in (3, 3, 2)]
-    result = types.void(numbers, places[0], codes, given[3], places[1], given[5], output, places[2])
-    return result, _multiply_codegen(num_rows, bits, numbers.dtype == types.uint32, output.dtype)
-
-
-@intrinsic
-def _multiply_rows(typingctx, numbers, row_places, codes, scales, matrix_places, bias, output, output_places):
-    """Four rows times one panel."""
-    return _typed(NUM_ROWS, numbers, row_places, codes, scales, matrix_places, bias, output, output_places)
-
-
-@intrinsic
-def _multiply_row(typingctx, numbers, row_places, codes, scales, matrix_places, bias, output, output_places):
-    """One row times one panel."""
-    return _typed(1, numbers, row_places, codes, scales, matrix_places, bias, output, output_places)
+_multiply_four = _multiply_rows(NUM_ROWS)
+_multiply_one = _multiply_rows(1)
