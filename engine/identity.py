@@ -20,13 +20,12 @@ import time
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from engine.config import LoadFormat
 from engine.errors import EngineError
-from engine.kv_layout import LAYOUT_VERSION
+from engine.kv_layout import LAYOUT_VERSION, PageLayout
 
 # Keys of config.json that do not change the computation. dtype is a field of the identity.
 _IGNORED_KEYS = frozenset(
@@ -94,21 +93,11 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return [(name, mine, theirs) for name, mine, theirs in pairs if mine != theirs]
 
 
-class Layout(Protocol):
-    """What an identity needs of a KV layout."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def digest(self) -> bytes: ...
-
-
 def compute_identity(
     folder: str | Path,
     *,
     dtype: str,
-    layout: Layout,
+    layout: PageLayout,
     load_format: LoadFormat,
     seed: int,
     engine: str = "tandem",

@@ -410,7 +410,10 @@ def _with_origin(event: TokensEvent, running: _Running) -> TokensEvent:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
+    """Implements engine.kv_layout.PageLayout."""
+
     block_size: int
+    bytes_per_block: int
     digest: bytes
 
 
@@ -420,7 +423,8 @@ async def _engine_info(config: EngineConfig, engine: AsyncLLM) -> EngineInfo:
     facts = (await engine.collective_rpc("tandem_facts"))[0]
     num_blocks = cache.num_gpu_blocks - 1  # vLLM keeps one for itself
     shape = json.dumps([facts["kv_shape"][0][1:], facts["kv_dtype"], len(facts["kv_shape"]), cache.block_size])
-    layout = _Layout(cache.block_size, hashlib.sha256(shape.encode()).digest())
+    bytes_per_block = facts["kv_bytes"] // cache.num_gpu_blocks
+    layout = _Layout(cache.block_size, bytes_per_block, hashlib.sha256(shape.encode()).digest())
     attention, kv_dtype = "+".join(facts["attention"]), "+".join(facts["kv_dtype"])
     text = f"vllm {require_vllm()}, {facts['runner']}, {attention}, KV {kv_dtype}"
     if given := {name: value for name, value in config.vllm_args.items() if name not in WITHOUT_EFFECT}:
@@ -439,7 +443,7 @@ async def _engine_info(config: EngineConfig, engine: AsyncLLM) -> EngineInfo:
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         num_blocks=num_blocks,
-        bytes_per_block=facts["kv_bytes"] // cache.num_gpu_blocks,
+        bytes_per_block=bytes_per_block,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         kv_connector="null",
