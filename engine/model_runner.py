@@ -38,7 +38,7 @@ class ModelRunner:
         hidden = self._executor.forward(inputs)
         prompt_logprobs = self._prompt_logprobs.collect(shares, hidden)
         if not sampling:  # nothing else waits for the device, and the step's blocks may be read from now on
-            self._executor.synchronize()
+            _synchronize(hidden.device)
             return Sampled()
         rows = inputs.query_start_loc[1:][sampling].astype(np.int64) - 1
         requests = [shares[index].request for index in sampling]
@@ -84,6 +84,12 @@ class ModelRunner:
         return StepInputs.of(
             token_ids, starts, lens, self._kv.block_tables[table_rows, :num_blocks], block_size, needed
         )
+
+
+def _synchronize(device: torch.device) -> None:
+    """Return when the device has computed what it was given. On CPU a call returns when it has computed."""
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
 
 
 def _known_tokens(share: ScheduledRequest) -> list[int]:

@@ -43,9 +43,6 @@ class Executor(Protocol):
     def compute_logits(self, hidden: torch.Tensor, rows: Int64) -> torch.Tensor:
         """float32 [len(rows), vocab_size] of rows of the last step's `hidden`."""
 
-    def synchronize(self) -> None:
-        """Return when the device has computed what it was given."""
-
     def check(self) -> None:
         """Raises RankLost if a rank has ended."""
 
@@ -120,20 +117,11 @@ class OneProcessExecutor:
     def compute_logits(self, hidden: torch.Tensor, rows: Int64) -> torch.Tensor:
         return self._model.compute_logits(hidden[torch.from_numpy(rows).to(self._device)])
 
-    def synchronize(self) -> None:
-        synchronize(self._device)
-
     def check(self) -> None:
         return None
 
     def shutdown(self) -> None:
         return None
-
-
-def synchronize(device: torch.device) -> None:
-    """`Executor.synchronize`. On CPU a call returns when it has computed."""
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)
 
 
 _KV_FRACTION = 0.3

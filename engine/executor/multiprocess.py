@@ -33,7 +33,7 @@ import torch
 
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import CapacityError, EngineError, UnsupportedModel
-from engine.executor.executor import Executor, OneProcessExecutor, free_host_memory_for_kv, no_kv_memory, synchronize
+from engine.executor.executor import Executor, OneProcessExecutor, free_host_memory_for_kv, no_kv_memory
 from engine.executor.process import Ready, Start
 from engine.executor.step import AllocateKV, Int64, Logits, Message, Step, StepInputs
 from engine.executor.worker import forward_part, load_distributed_part, load_part, map_kv, own_kv, rank_view
@@ -180,9 +180,6 @@ class MultiprocessExecutor:
         with self._in_step():
             self._send(Logits(rows.tobytes()), [worker for worker in self._workers if worker.rank > self._part.rank])
             return self._model.compute_logits(hidden[torch.from_numpy(rows).to(self._device)])
-
-    def synchronize(self) -> None:
-        synchronize(self._device)
 
     def check(self) -> None:
         if self._lost is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from engine import LLM, SamplingParams, model_runner
 from tandem.demo import MODEL_DIR
 from tests.builders import lively_checkpoint
 from tests.oracle import GreedyOracle, random_prompts
@@ -117,7 +117,7 @@ def test_a_step_without_a_token_waits_for_the_device(checkpoint: Path, monkeypat
     """Its blocks may be handed over as soon as it has ended."""
     llm = make_llm(checkpoint, max_num_batched_tokens=16)
     waits = []
-    monkeypatch.setattr(llm.core._executor, "synchronize", lambda: waits.append(llm.core.load.num_steps))
+    monkeypatch.setattr(model_runner, "_synchronize", lambda device: waits.append(llm.core.load.num_steps))
     generate(llm, [[*range(5, 5 + 16 * 3 + 1)]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     assert waits == [0, 1, 2], "of the steps 0 to 5 the first three compute a chunk alone"
 
