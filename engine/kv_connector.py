@@ -95,13 +95,18 @@ class KVConnector(Protocol):
         """Held blocks that an abandoned read may still write to."""
         return 0
 
+    @property
+    def totals(self) -> list[KVTotals]:
+        """The counters of each connector in this one, for EngineLoad."""
+        return []
+
     # I/O
 
     def register_kv_cache(self, kv_cache: KVMemory, layout: PageLayout, fingerprint: bytes) -> None:
         """The KV memory, whose blocks are pages of this layout; called once, first."""
 
     def self_test(self) -> str | None:
-        """Optional. Moves a block to itself, right after `register_kv_cache`; all blocks are free and zero, before and
+        """Moves a block to itself, right after `register_kv_cache`; all blocks are free and zero, before and
         after. Returns None, or the reason, logged already, why the store is unavailable: requests compute meanwhile.
         Raises EngineError if it would transfer wrong KV."""
         return None
@@ -141,17 +146,10 @@ def make_connector(config: KVConnectorConfig, wake: Callable[[], None]) -> KVCon
     return connector
 
 
-def kv_totals(connector: KVConnector) -> list[KVTotals]:
-    """The counters of a connector, if it has any, or of each one in a list."""
-    members: Sequence[KVConnector] = getattr(connector, "connectors", [connector])
-    return [member.totals for member in members if hasattr(member, "totals")]
-
-
 def self_test(connector: KVConnector) -> str | None:
-    """Run the connector's `self_test`, if it has one; a failure shuts it down. Raises EngineError."""
-    test: Callable[[], str | None] = getattr(connector, "self_test", lambda: None)
+    """Run the connector's `self_test`; a failure shuts it down. Raises EngineError."""
     try:
-        return test()
+        return connector.self_test()
     except Exception as error:
         with contextlib.suppress(Exception):
             connector.shutdown()

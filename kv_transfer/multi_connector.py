@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config import KVConnectorConfig
-from engine.core.messages import KVProgress, LeaseCommand
+from engine.core.messages import KVProgress, KVTotals, LeaseCommand
 from engine.errors import EngineError
 from engine.kv_connector import KVConnector, KVConnectorOutput, KVLoadResult, KVMemory, make_connector, self_test
 from engine.kv_layout import PageLayout
@@ -48,11 +48,6 @@ class MultiConnector:
         self._block_size = 0
         self._searches: dict[str, _Search] = {}
         self._held: Counter[str] = Counter()  # request_id or retained id → connectors that still need its blocks
-
-    @property
-    def connectors(self) -> Sequence[KVConnector]:
-        """In the order in which they are searched."""
-        return self._connectors
 
     # Scheduler side
 
@@ -85,6 +80,10 @@ class MultiConnector:
     @property
     def num_quarantined_blocks(self) -> int:
         return sum(connector.num_quarantined_blocks for connector in self._connectors)
+
+    @property
+    def totals(self) -> list[KVTotals]:
+        return [totals for connector in self._connectors for totals in connector.totals]
 
     # Worker side
 

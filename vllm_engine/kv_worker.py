@@ -25,14 +25,7 @@ import zmq
 from engine import failpoints
 from engine.core.messages import Event, KVProgress, LeaseCommand, LoadedEvent, ReservedEvent, Seed
 from engine.errors import EngineError
-from engine.kv_connector import (
-    KVConnector,
-    KVConnectorOutput,
-    KVLoadResult,
-    kv_totals,
-    make_connector,
-    self_test,
-)
+from engine.kv_connector import KVConnector, KVConnectorOutput, KVLoadResult, make_connector, self_test
 from engine.machine import set_up_process
 from engine.scheduling.request import Request
 from vllm_engine.kv_messages import (
@@ -367,7 +360,7 @@ class WorkerHalf:
             held_blocks=max(0, len(held) - quarantined),
             quarantined_blocks=quarantined,
             num_transfers=self._connector.num_transfers,
-            kv_totals=kv_totals(self._connector),
+            kv_totals=self._connector.totals,
         )
 
     def _count(self, **more: int) -> None:

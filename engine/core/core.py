@@ -30,7 +30,7 @@ from engine.errors import CapacityError
 from engine.executor.executor import Executor
 from engine.executor.multiprocess import make_executor
 from engine.identity import compute_identity
-from engine.kv_connector import KVLoadResult, kv_totals, make_connector, self_test
+from engine.kv_connector import KVLoadResult, make_connector, self_test
 from engine.kv_layout import KVLayout
 from engine.model_runner import ModelRunner
 from engine.models import read_config
@@ -244,7 +244,7 @@ class EngineCore:
             num_transfers=self._connector.num_transfers,
             step_s=self.step_time.predicted_s,
             num_expired_leases=self._num_expired_leases,
-            kv_totals=kv_totals(self._connector),
+            kv_totals=self._connector.totals,
             **scheduler.counters.totals(),
         )
 

@@ -308,9 +308,8 @@ class TransferConnector(KVConnector):
         return len(self._leases)
 
     @property
-    def totals(self) -> KVTotals:
-        """For EngineLoad. Optional in the KVConnector interface."""
-        return self.counters.totals(self.name)
+    def totals(self) -> list[KVTotals]:
+        return [self.counters.totals(self.name)]
 
     # Inside
 

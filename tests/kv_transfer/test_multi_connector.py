@@ -130,7 +130,7 @@ def test_blocks_stay_until_the_slower_one_has_saved_them() -> None:
 def test_a_slow_store_cannot_keep_all_blocks() -> None:
     gated = gate("second")
     core = ListCore()
-    connector = core.connector.connectors[1]  # type: ignore[attr-defined]
+    connector = core.connector._connectors[1]  # type: ignore[attr-defined]
     connector._producer._max_waiting = 3
     core.prefill(make_request(PROMPT, hold=True))
     gated.gate.set()
