@@ -162,46 +162,34 @@ class AllocateKV(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compute the hidden states of these inputs and keep them."""
+    """Compute the hidden states of these inputs and keep them. All but `block_tables` are int64."""
 
-    by_token: bytes
-    """int64 [3, num_tokens]: token ids, positions, slots."""
-    by_request: bytes
-    """int32 [2, num_requests]: query lengths, sequence lengths."""
+    token_ids: bytes
+    starts: bytes
+    lens: bytes
     block_tables: bytes
     """int32 [num_requests, max_blocks]."""
-    num_requests: int
-    max_query_len: int
-    max_seq_len: int
     needed: bytes | None
-    """int64: see `StepInputs`."""
+    """See `StepInputs`."""
 
     @classmethod
     def of(cls, inputs: StepInputs) -> Step:
-        return cls(
-            np.stack((inputs.token_ids, inputs.positions, inputs.slot_mapping)).tobytes(),
-            np.stack((np.diff(inputs.query_start_loc), inputs.seq_lens)).tobytes(),
-            inputs.block_tables.tobytes(),
-            len(inputs.seq_lens),
-            inputs.max_query_len,
-            inputs.max_seq_len,
-            None if inputs.needed is None else inputs.needed.tobytes(),
-        )
+        lens = np.diff(inputs.query_start_loc).astype(np.int64)
+        needed = None if inputs.needed is None else inputs.needed.tobytes()
+        starts = inputs.seq_lens - lens
+        return cls(inputs.token_ids.tobytes(), starts.tobytes(), lens.tobytes(), inputs.block_tables.tobytes(), needed)
 
-    def inputs(self) -> StepInputs:
-        token_ids, positions, slot_mapping = np.frombuffer(bytearray(self.by_token), np.int64).reshape(3, -1)
-        query_lens, seq_lens = np.frombuffer(bytearray(self.by_request), np.int32).reshape(2, -1)
-        return StepInputs(
-            token_ids,
-            positions,
-            slot_mapping,
-            np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32),
-            seq_lens,
-            np.frombuffer(bytearray(self.block_tables), np.int32).reshape(self.num_requests, -1),
-            self.max_query_len,
-            self.max_seq_len,
-            None if self.needed is None else np.frombuffer(bytearray(self.needed), np.int64),
-        )
+    def inputs(self, block_size: int) -> StepInputs:
+        """As they were given."""
+        token_ids, starts, lens = (_int64(part) for part in (self.token_ids, self.starts, self.lens))
+        block_tables = np.frombuffer(bytearray(self.block_tables), np.int32).reshape(len(lens), -1)
+        needed = None if self.needed is None else _int64(self.needed)
+        return StepInputs.of(token_ids, starts, lens, block_tables, block_size, needed)
+
+
+def _int64(numbers: bytes) -> Int64:
+    """As an array that torch may write to."""
+    return np.frombuffer(bytearray(numbers), np.int64)
 
 
 class Logits(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -120,7 +120,8 @@ class Worker:
                     whole = map_kv(self._kv_fd, layout, num_blocks, getattr(torch, dtype))
                     self._kv_cache = rank_view(whole, self._part)
             case Step():
-                self._hidden = forward_part(self._model, message.inputs(), self._kv_cache, self._part, self._device)
+                inputs = message.inputs(self._config.block_size)
+                self._hidden = forward_part(self._model, inputs, self._kv_cache, self._part, self._device)
             case Logits(rows):
                 indices = torch.from_numpy(np.frombuffer(bytearray(rows), np.int64))
                 self._model.compute_logits(self._hidden[indices.to(self._device)])
