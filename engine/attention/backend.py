@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -60,6 +61,16 @@ class AttentionBackend(Protocol):
 
         Queries are those of `metadata.query_start_loc`, keys and values those of its slot_mapping: of the same tokens,
         but in a model's last layer, where only some queries are needed."""
+
+
+def query_tiles(starts: list[int], seq_lens: list[int], tile_tokens: int) -> list[tuple[int, int, int, int]]:
+    """Pieces of at most `tile_tokens` queries of one request: request, first token of the step, tokens, position of the
+    first token. Of the metadata's query_start_loc and seq_lens."""
+    return [
+        (request, first, min(tile_tokens, stop - first), seq_len - stop + first)
+        for request, ((start, stop), seq_len) in enumerate(zip(pairwise(starts), seq_lens, strict=True))
+        for first in range(start, stop, tile_tokens)
+    ]
 
 
 def adjacent_heads(rows: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention import cpu_kernels, pair_kernels
-from engine.attention.backend import AttentionMetadata, adjacent_heads
+from engine.attention.backend import AttentionMetadata, adjacent_heads, query_tiles
 from engine.attention.compilation import converts_float16, multiplies_pairs
 from engine.attention.openmp import launcher_for, num_threads_for
 from engine.attention.simd import WIDTH
@@ -30,7 +30,7 @@ _AttentionArguments = ctypes.c_int64 * 19
 
 @dataclass(slots=True)
 class _Plan:
-    """One step. `tiles` int32 [num_tiles, 4]: request, first token of the step, tokens, position of the first token."""
+    """One step. `tiles` int32 [num_tiles, 4]: see `query_tiles`."""
 
     tiles: torch.Tensor
     max_tile_tokens: int
@@ -95,13 +95,7 @@ def _make_plan(metadata: AttentionMetadata) -> _Plan:
     assert metadata.slot_mapping.is_contiguous()
     if metadata.max_query_len == 1:
         return _plan_of_single_tokens(metadata)
-    starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    tiles: list[tuple[int, int, int, int]] = []
-    for request, seq_len in enumerate(seq_lens):
-        query_len = starts[request + 1] - starts[request]
-        for token in range(0, query_len, TILE_TOKENS):
-            count = min(TILE_TOKENS, query_len - token)
-            tiles.append((request, starts[request] + token, count, seq_len - query_len + token))
+    tiles = query_tiles(metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), TILE_TOKENS)
     return _Plan(
         tiles=torch.tensor(tiles, dtype=torch.int32),
         max_tile_tokens=max(tile[2] for tile in tiles),

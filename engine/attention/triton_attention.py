@@ -10,11 +10,12 @@ import importlib.util
 import math
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from engine.attention.backend import AttentionMetadata, adjacent_heads
+from engine.attention.backend import AttentionMetadata, adjacent_heads, query_tiles
 
 MAX_HEAD_DIM = 256
 SPLIT_KEYS = 256
@@ -58,7 +59,7 @@ def decode_launch(block_d: int, dtype: torch.dtype) -> Launch:
 
 @dataclass(slots=True)
 class _Plan:
-    """One step. Tiles int32 [num_tiles, 4]: request, first token of the step, tokens, position of the first token."""
+    """One step. Tiles int32 [num_tiles, 4]: see `query_tiles`."""
 
     prefill: torch.Tensor
     decode: torch.Tensor
@@ -186,19 +187,13 @@ def _make_plan(metadata: AttentionMetadata, tile_tokens: int, device: torch.devi
     the metadata on the host, which waits for the device once per step, before its first layer."""
     if metadata.max_query_len == 1:
         index = torch.arange(len(metadata.seq_lens), dtype=torch.int32, device=device)
-        tiles = torch.stack((index, index, torch.ones_like(index), metadata.seq_lens - 1), dim=1)
-        return _Plan(_tiles([], device), tiles, 1, -(-metadata.max_seq_len // SPLIT_KEYS))
+        singles = torch.stack((index, index, torch.ones_like(index), metadata.seq_lens - 1), dim=1)
+        return _Plan(_tiles([], device), singles, 1, -(-metadata.max_seq_len // SPLIT_KEYS))
     starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    prefill: list[tuple[int, int, int, int]] = []
-    decode: list[tuple[int, int, int, int]] = []
-    for request, seq_len in enumerate(seq_lens):
-        query_len = starts[request + 1] - starts[request]
-        if query_len == 1:
-            decode.append((request, starts[request], 1, seq_len - 1))
-            continue
-        for token in range(0, query_len, tile_tokens):
-            count = min(tile_tokens, query_len - token)
-            prefill.append((request, starts[request] + token, count, seq_len - query_len + token))
+    tiles = query_tiles(starts, seq_lens, tile_tokens)
+    query_lens = [stop - start for start, stop in pairwise(starts)]
+    prefill = [tile for tile in tiles if query_lens[tile[0]] > 1]
+    decode = [tile for tile in tiles if query_lens[tile[0]] == 1]
     longest = max((tile[3] + 1 for tile in decode), default=0)
     return _Plan(_tiles(prefill, device), _tiles(decode, device), tile_tokens, -(-longest // SPLIT_KEYS))
 
