@@ -38,15 +38,6 @@ class _Plan:
     """Sum over the tiles of their visible positions, or more: the work of one head."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """How products become scores; 0: no window, no soft cap."""
-
-    scale: float
-    window: int
-    softcap: float
-
-
 class CpuAttention:
     """Not thread-safe: it keeps the last step's plan."""
 
@@ -81,9 +72,48 @@ class CpuAttention:
             plan = self._plan = _make_plan(metadata)
             self._metadata = metadata
         _write_kv(key, value, kv_cache, layer, metadata.slot_mapping)
+        return self._attend_tiles(query, kv_cache, layer, metadata, plan, scale, sliding_window)
+
+    def _attend_tiles(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        plan: _Plan,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
         output = torch.empty(query.shape, dtype=query.dtype)
-        scores = _Scores(scale, sliding_window or 0, self._softcap or 0.0)
-        _attend_tiles(query, kv_cache, output, layer, metadata, plan, scores)
+        _, num_heads, head_dim = query.shape
+        num_kv_heads, block_size = kv_cache.shape[3:5]
+        group = num_heads // num_kv_heads
+        query = adjacent_heads(query)
+        in_pairs = query.dtype == torch.bfloat16 and multiplies_pairs()
+        arguments = _AttentionArguments(
+            0,
+            plan.tiles.shape[0],
+            num_kv_heads,
+            group,
+            head_dim,
+            block_size,
+            query.data_ptr(),
+            query.stride(0),
+            output.data_ptr(),
+            plan.tiles.data_ptr(),
+            metadata.block_tables.data_ptr(),
+            metadata.block_tables.stride(0),
+            _layer_address(kv_cache, layer),
+            kv_cache.stride(0),
+            bits_of(scale),
+            sliding_window or 0,
+            plan.max_tile_tokens * group,
+            bits_of(self._softcap or 0.0),
+            kv_cache.stride(2),
+        )
+        num_threads = num_threads_for(plan.num_visible * num_kv_heads * head_dim)
+        kernels = pair_kernels if in_pairs else cpu_kernels
+        launcher_for(kernels.paged_attention_address, kv_cache.dtype)(num_threads, arguments)
         return output
 
 
@@ -136,46 +166,6 @@ def _write_kv(
     )
     num_threads = num_threads_for(num_tokens * num_kv_heads * head_dim)
     launcher_for(cpu_kernels.write_kv_address, kv_cache.dtype)(num_threads, arguments)
-
-
-def _attend_tiles(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    output: torch.Tensor,
-    layer: int,
-    metadata: AttentionMetadata,
-    plan: _Plan,
-    scores: _Scores,
-) -> None:
-    _, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = kv_cache.shape[3:5]
-    group = num_heads // num_kv_heads
-    query = adjacent_heads(query)
-    in_pairs = query.dtype == torch.bfloat16 and multiplies_pairs()
-    arguments = _AttentionArguments(
-        0,
-        plan.tiles.shape[0],
-        num_kv_heads,
-        group,
-        head_dim,
-        block_size,
-        query.data_ptr(),
-        query.stride(0),
-        output.data_ptr(),
-        plan.tiles.data_ptr(),
-        metadata.block_tables.data_ptr(),
-        metadata.block_tables.stride(0),
-        _layer_address(kv_cache, layer),
-        kv_cache.stride(0),
-        bits_of(scores.scale),
-        scores.window,
-        plan.max_tile_tokens * group,
-        bits_of(scores.softcap),
-        kv_cache.stride(2),
-    )
-    num_threads = num_threads_for(plan.num_visible * num_kv_heads * head_dim)
-    kernels = pair_kernels if in_pairs else cpu_kernels
-    launcher_for(kernels.paged_attention_address, kv_cache.dtype)(num_threads, arguments)
 
 
 def _layer_address(kv_cache: torch.Tensor, layer: int) -> int:
