@@ -101,11 +101,6 @@ class QuantizedLinear:
         bias = torch.zeros(self.out_features) if bias is None else bias.float()
         self._bias = torch.nn.functional.pad(bias, (0, missing))
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the weights."""
-        return int(self._codes.nbytes) + int(self._scales.nbytes)
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
         numbers = x.contiguous() if self._in_pairs else to_float32(x)

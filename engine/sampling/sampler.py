@@ -136,13 +136,13 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, choice: int, position: int, stream: int = 0) -> float:
+def uniform(seed: int, choice: int, position: int) -> float:
     """The number in [0, 1), a multiple of 2^-53, of (seed, choice, position).
 
-    Key: the seed's low and high word; counter: the position's low and high word, choice, stream; the result is the
-    upper 53 bits of (second word, first word). Stream 0 is for tokens; others are free.
+    Key: the seed's low and high word; counter: the position's low and high word, choice, 0; the result is the upper 53
+    bits of (second word, first word).
     """
-    counter = (position & _MASK32, position >> 32 & _MASK32, choice & _MASK32, stream)
+    counter = (position & _MASK32, position >> 32 & _MASK32, choice & _MASK32, 0)
     low, high, _, _ = philox4x32(counter, (seed & _MASK32, seed >> 32 & _MASK32))
     return ((high << 32 | low) >> 11) * 2.0**-53
 

@@ -99,12 +99,6 @@ class BlockPool:
             self._by_hash[block_hash] = block
         return self._by_hash.get(block_hash, block)
 
-    def forget_all(self) -> None:
-        """Empty the prefix cache. Blocks in use stay valid but are no longer found."""
-        for block in list(self._by_hash.values()):
-            self._forget(block)
-        self.num_cached = 0
-
     def _forget(self, block: KVBlock) -> None:
         assert block.block_hash is not None
         del self._by_hash[block.block_hash]

@@ -18,6 +18,7 @@ from engine.executor.executor import OneProcessExecutor
 from engine.models import Decoder, read_config
 from tests.builders import lively_checkpoint
 from tests.oracle import random_prompts
+from tests.prefix_cache import forget_all
 
 SAMPLING = [
     SamplingParams(temperature=0.0, max_tokens=3 + 5 * index, ignore_eos=True, logprobs=0) for index in range(7)
@@ -186,6 +187,6 @@ def test_the_warm_up_captures_what_streams_would_wait_for(tmp_path: Path) -> Non
     executor._model = GraphedDecoder(uncaptured(executor), capture, sizes=sizes[::-1], max_blocks=8)
     llm.core._runner.warm_up()
     assert captured == sizes == [6, 4, 2, 1]
-    llm.core.scheduler.kv.pool.forget_all()
+    forget_all(llm.core.scheduler.kv.pool)
     assert answers(llm) == expected
     assert captured == sizes

@@ -44,7 +44,8 @@ def test_the_uniform_is_the_upper_53_bits_of_the_first_two_words() -> None:
     assert uniform(0, 0, 0) == ((0xE169C58D << 32 | 0x6627E8D5) >> 11) / 2**53
     # STEP: the words of seed, position and choice lie where the docstring says
     seed, position = 0xA4093822 | 0x299F31D0 << 32, 0x243F6A88 | 0x85A308D3 << 32
-    assert uniform(seed, 0x13198A2E, position, 0x03707344) == ((0x94FDCCEB << 32 | 0xD16CFE09) >> 11) / 2**53
+    first, second, _, _ = philox4x32((0x243F6A88, 0x85A308D3, 0x13198A2E, 0), (0xA4093822, 0x299F31D0))
+    assert uniform(seed, 0x13198A2E, position) == ((second << 32 | first) >> 11) / 2**53
 
 
 def test_uniforms_are_uniform_and_their_coordinates_independent() -> None:

@@ -19,6 +19,7 @@ from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
 from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, HoldingConnector, add, check_blocks, make_scheduler
+from tests.prefix_cache import forget_all
 
 PROMPT = list(range(100, 118))
 
@@ -170,7 +171,7 @@ def test_a_beginning_counts_as_cached_once_also_after_a_preemption() -> None:
     late = add(scheduler, [*PROMPT[:12], 1, 2, 3, 4, 5])
     scheduler.schedule()  # interrupted
     assert late.num_cached_tokens == 12
-    scheduler.kv.pool.forget_all()
+    forget_all(scheduler.kv.pool)
     first = add(scheduler, [*PROMPT[:12], 6], priority=1)
     assert [share.request for share in memory.step().scheduled] == [first, late]
     assert late.num_cached_tokens == 12

@@ -39,6 +39,7 @@ from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.transfer.connector import progress_of
 from tests.kv_transfer.harness import FINGERPRINT
 from tests.kv_transfer.nixl.prefill_process import PrefillProcess, ProcessTemplate
+from tests.prefix_cache import forget_all
 
 BLOCK_SIZE = 8
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=8, head_dim=64, block_size=BLOCK_SIZE, dtype="float32")
@@ -182,7 +183,7 @@ class CanaryReader:
 
     def set_canaries(self, round_name: str) -> None:
         """A number of its own in every page without an owner."""
-        self.kv.pool.forget_all()
+        forget_all(self.kv.pool)
         for block in self.kv.pool.blocks:
             if block.ref_count == 0:
                 self._canaries[block.block_id] = number_of(f"canary of {round_name}", block.block_id)

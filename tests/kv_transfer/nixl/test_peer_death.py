@@ -29,6 +29,7 @@ from kv_transfer.transfer.connector import progress_of
 from tests.kv_transfer.core_pair import nixl_config, num_classed_blocks
 from tests.kv_transfer.nixl.prefill_process import PrefillProcess, ProcessTemplate
 from tests.oracle import random_prompts
+from tests.prefix_cache import forget_all
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPT = random_prompts(2, longest=1500, vocab_size=1024, seed=4)[1]
@@ -129,7 +130,7 @@ def make_reader(template: ProcessTemplate, checkpoint: Path, tmp_path: Path) -> 
 
 def check_serves_on(reader: Reader, expected: list[int]) -> None:
     """Another producer's pages are read as before."""
-    reader.core.scheduler.kv.pool.forget_all()
+    forget_all(reader.core.scheduler.kv.pool)
     other = reader.start_producer()
     reader.hold(other, "next")
     reader.read(other, "next")
@@ -194,7 +195,7 @@ def test_pages_of_a_frozen_producer_are_pinned_until_their_read_has_ended(
     assert reader.core.load.quarantined_blocks == NUM_BLOCKS
     # STEP everything that may be used gets a canary, then the producer wakes
     pages = reader.pages()
-    reader.core.scheduler.kv.pool.forget_all()
+    forget_all(reader.core.scheduler.kv.pool)
     pinned = sorted(reader.connector._pinned.block_ids)
     others = torch.ones(len(pages), dtype=torch.bool)
     others[pinned] = False
@@ -225,7 +226,7 @@ def test_above_the_cap_the_agent_is_rebuilt_and_reads_again(
     assert reader.connector.num_rebuilt == 1
     assert reader.token_ids["frozen"] == expected
     pages = reader.pages()
-    reader.core.scheduler.kv.pool.forget_all()
+    forget_all(reader.core.scheduler.kv.pool)
     pages[:] = 0xA5
     producer.signal(signal.SIGCONT)
     time.sleep(0.7)
@@ -234,7 +235,7 @@ def test_above_the_cap_the_agent_is_rebuilt_and_reads_again(
     check_serves_on(reader, expected)
     if not producer.alive:
         pytest.xfail("UCX 1.23: a reply on a connection that broke meanwhile is fatal")  # see kv_transfer/nixl/agent.py
-    reader.core.scheduler.kv.pool.forget_all()
+    forget_all(reader.core.scheduler.kv.pool)
     producer.handle(LeaseCommand("frozen", "release"))
     reader.hold(producer, "again")
     reader.read(producer, "again")

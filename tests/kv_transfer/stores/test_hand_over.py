@@ -11,6 +11,7 @@ import pytest
 from engine import LLM, SamplingParams
 from tests.kv_transfer.core_pair import CorePair, aggregated, store_config
 from tests.oracle import random_prompts
+from tests.prefix_cache import forget_all
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=200, max_tokens=24, ignore_eos=True, seed=11)
@@ -131,7 +132,7 @@ def test_a_damaged_page_is_recomputed_and_changes_no_token(
             page.write_bytes(other.read_bytes())
         else:
             page.unlink()
-    pair.decode.scheduler.kv.pool.forget_all()
+    forget_all(pair.decode.scheduler.kv.pool)
     pair.start("again", prompt, GREEDY)
     pair.run()
     again = pair.outcomes["again"]
@@ -142,7 +143,7 @@ def test_a_damaged_page_is_recomputed_and_changes_no_token(
     else:
         assert again.loaded.num_recomputed_blocks > 0
         assert pair.decode.load.num_recomputed_blocks > 0
-    pair.decode.scheduler.kv.pool.forget_all()
+    forget_all(pair.decode.scheduler.kv.pool)
     pair.start("healed", prompt, GREEDY)
     pair.run()
     healed = pair.outcomes["healed"]
