@@ -19,6 +19,7 @@ import psutil
 from engine.config import EngineConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
+_KV_FRACTION = 0.3
 START_UP = "start-up: "
 """Begins the log messages of what a start waits for, which `tandem up` shows."""
 
@@ -65,6 +66,12 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
     if limit == "max":
         return available
     return min(available, max(0, int(limit) - max(0, used - _page_cache_bytes(cgroup))))
+
+
+def free_host_memory_for_kv() -> int:
+    """Bytes that KV may take where its size is not given, once the weights are loaded: several instances share a
+    host."""
+    return int(available_bytes() * _KV_FRACTION)
 
 
 def _page_cache_bytes(cgroup: Path) -> int:

@@ -15,11 +15,9 @@ from vllm.platforms import current_platform
 
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import EngineError
-from engine.machine import available_bytes
+from engine.machine import free_host_memory_for_kv
 from vllm_engine.argument_rules import OWN_SETTINGS, REFUSED, WORKER_COUNTS
 
-_KV_FRACTION = 0.3
-"""As the built-in engine's."""
 FOLDER = "TANDEM_VLLM_FOLDER"
 """Environment variable: the private folder that the processes of one vLLM share."""
 MAX_HELD_FRACTION = "max_held_fraction"
@@ -121,7 +119,7 @@ def _kv_transfer_config(config: EngineConfig) -> KVTransferConfig | None:
 
 def _kv_cache_bytes() -> int | None:
     """On a CPU vLLM would take nearly all memory, or fail if some of it is in use; on a GPU it chooses well."""
-    return int(_KV_FRACTION * available_bytes()) if current_platform.is_cpu() else None
+    return free_host_memory_for_kv() if current_platform.is_cpu() else None
 
 
 def _check(given: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from engine.errors import CapacityError
 from engine.executor.decode_graphs import CudaGraphCapture, GraphedDecoder, LaunchRecorder, capture_sizes
 from engine.executor.step import Int64, StepInputs
 from engine.kv_layout import KVLayout
-from engine.machine import available_bytes
+from engine.machine import available_bytes, free_host_memory_for_kv
 from engine.models import Decoder, load_model
 from engine.models.config import DecoderConfig, ModelConfig
 from engine.models.linear import are_kernels
@@ -122,15 +122,6 @@ class OneProcessExecutor:
 
     def shutdown(self) -> None:
         return None
-
-
-_KV_FRACTION = 0.3
-"""Of the memory that is free once the weights are loaded, when no KV size is given: several instances share a host."""
-
-
-def free_host_memory_for_kv() -> int:
-    """`Executor.free_for_kv` on CPU."""
-    return int(available_bytes() * _KV_FRACTION)
 
 
 class DeviceMemory(Protocol):

@@ -33,12 +33,12 @@ import torch
 
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import CapacityError, EngineError, UnsupportedModel
-from engine.executor.executor import Executor, OneProcessExecutor, free_host_memory_for_kv, no_kv_memory
+from engine.executor.executor import Executor, OneProcessExecutor, no_kv_memory
 from engine.executor.process import Ready, Start
 from engine.executor.step import AllocateKV, Int64, Logits, Message, Step, StepInputs
 from engine.executor.worker import forward_part, load_distributed_part, load_part, map_kv, own_kv, rank_view
 from engine.kv_layout import KVLayout
-from engine.machine import available_bytes
+from engine.machine import available_bytes, free_host_memory_for_kv
 from engine.models import check_ranks
 from engine.models.config import DecoderConfig, ModelConfig
 from engine.ranks import Ends, RankLost, SharedMemoryRanks, close_all, connect_all
