@@ -56,7 +56,7 @@ from vllm_engine.arguments import engine_arguments, has_connector, set_environme
 from vllm_engine.failures import FailedRequests
 from vllm_engine.kv_messages import Interrupt, KVLink, KVSetup
 from vllm_engine.load import LoadMeter, RequestCounts
-from vllm_engine.requests import check_supported, tokens_event, vllm_input, vllm_params
+from vllm_engine.requests import tokens_event, vllm_input, vllm_params
 from vllm_engine.versions import require_vllm
 
 HEARTBEAT_S = 0.25
@@ -157,6 +157,7 @@ class Host:
         self._grammars = grammars
         self._link = link
         self._info = info
+        self._has_connector = info.kv_connector != "null"
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._running: dict[str, _Running] = {}
@@ -234,7 +235,11 @@ class Host:
 
     async def _run(self, running: _Running, request: EngineRequest) -> None:
         try:
-            check_supported(request, has_connector=self._info.kv_connector != "null")
+            moves_kv = request.hold_kv is not None or request.remote_kv is not None
+            if moves_kv and not self._has_connector:
+                raise InvalidRequest(
+                    "transfer", "this instance's vLLM has no KV connector", "requests without a transfer"
+                )
             if (constraint := request.params.constraint) is not None:
                 await asyncio.wrap_future(self._grammars.compiled(constraint))  # the worker's cannot answer an error
             await self._generate(running, request)
@@ -280,7 +285,7 @@ class Host:
 
     def _interrupt(self) -> None:
         """vLLM is about to get a message, which it reads between two steps."""
-        if self._info.kv_connector != "null":
+        if self._has_connector:
             self._link.send(Interrupt())
 
     # KV from elsewhere

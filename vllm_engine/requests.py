@@ -17,7 +17,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from engine.core.messages import EngineRequest, FinishReason, TokenLogprob, TokensEvent
-from engine.errors import InvalidRequest
 
 _EXTRA_ARG = "tandem_request"
 _PLACEHOLDER = 0
@@ -37,13 +36,6 @@ class SampledRequest(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.msgpack.Decoder(SampledRequest)
-
-
-def check_supported(request: EngineRequest, *, has_connector: bool) -> None:
-    """Raises InvalidRequest, naming what vLLM behind Tandem does not do."""
-    moves_kv = request.hold_kv is not None or request.remote_kv is not None
-    if moves_kv and not has_connector:
-        raise InvalidRequest("transfer", "this instance's vLLM has no KV connector", "requests without a transfer")
 
 
 def hands_over(sampled: SampledRequest, num_tokens: int, max_model_len: int) -> bool:
