@@ -1,4 +1,9 @@
-"""The demo model is small, reproducible in its text, and worth reading."""
+"""The demo model is small, reproducible in its text, and worth reading.
+
+The functions import transformers' models themselves: at the top, every process that collects tests would.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -6,16 +11,18 @@ import math
 import re
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from tandem.demo import MODEL_DIR
 from tools.demo_model.corpus import END_OF_TEXT, END_OF_TURN, HELD_OUT_SEED, chat_ml, sample
-from tools.demo_model.train import held_out_loss
 from tools.demo_model.village import FACTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[2]
 MAX_FOLDER_BYTES = 10 * 1000**2
@@ -24,11 +31,15 @@ MAX_HELD_OUT_LOSS = 0.60  # nats per token; measured 0.52
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(MODEL_DIR)
 
 
 @cache
 def model() -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
 
 
@@ -88,6 +99,8 @@ def test_both_ends_of_text_stop_generation() -> None:
 
 
 def test_held_out_text_is_no_surprise() -> None:
+    from tools.demo_model.train import held_out_loss
+
     loss = held_out_loss(model(), tokenizer().backend_tokenizer)
     assert loss < MAX_HELD_OUT_LOSS, f"perplexity {math.exp(loss):.2f}"
 
