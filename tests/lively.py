@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +20,23 @@ CHUNK = 64
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model whose greedy output varies and has no near-ties, with a byte-level tokenizer."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A small random model whose greedy output varies and has no near-ties, with a byte-level tokenizer. The first
+    worker that needs it makes it for all: transformers' models, which make it, take seconds to import."""
+    own = tmp_path_factory.getbasetemp()
+    of_run = own if worker_id == "master" else own.parent
+    folder = of_run / "lively"
+    with (of_run / "lively.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            _make_checkpoint(tmp_path_factory.mktemp("unfinished")).rename(folder)
+    return folder
+
+
+def _make_checkpoint(folder: Path) -> Path:
     backend = byte_level_backend()
     end = backend.token_to_id("<|im_end|>")
-    folder = lively_checkpoint(
-        tmp_path_factory.mktemp("lively"), vocab_size=backend.get_vocab_size(), eos_token_id=end, bos_token_id=None
-    )
+    lively_checkpoint(folder, vocab_size=backend.get_vocab_size(), eos_token_id=end, bos_token_id=None)
     return write_folder(folder, backend, BYTE_LEVEL_CONFIG)
 
 
