@@ -36,15 +36,6 @@ def test_both_roles_have_the_same_settings() -> None:
     assert engines[0].max_num_seqs < engines[1].max_num_seqs
 
 
-def test_an_instance_server_imports_neither_torch_nor_transformers() -> None:
-    program = (
-        "import sys, prefill_service.__main__, decode_service.__main__\n"
-        "print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (ended.stdout, ended.stderr) == ("[]\n", "")
-
-
 @pytest.mark.parametrize("role", MAINS)
 def test_help_names_every_setting_with_its_default_and_variable(role: str) -> None:
     shown = CliRunner().invoke(MAINS[role], ["--help"])

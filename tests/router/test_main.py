@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import grpc.aio
@@ -18,17 +16,6 @@ from serving.settings import SettingsError
 from tests.fakes.instance import FakeInstance
 from tests.router.process import router_process
 from tests.router.rig import request_of
-
-
-def test_the_router_needs_neither_torch_nor_transformers_nor_kv() -> None:
-    code = (
-        "import sys, router.__main__\n"
-        "from router.request.validation import ServedModel\n"
-        "names = ('torch', 'transformers', 'kv_transfer', 'numpy', 'numba')\n"
-        "print([name for name in names if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 async def test_a_process_announces_itself_serves_and_drains(model_folder: Path, tmp_path: Path) -> None:

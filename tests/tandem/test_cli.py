@@ -85,14 +85,6 @@ def test_a_prompt_that_is_not_utf8_is_refused() -> None:
     assert "not UTF-8" in result.output
 
 
-def test_no_command_imports_torch_or_transformers() -> None:
-    commands = ", ".join(f"tandem.commands.{name}" for name in ("up", "generate", "chat", "doctor", "pools", "top"))
-    modules = f"tandem.cli, {commands}, tandem.client.client"
-    heavy = "torch transformers numba pydantic"
-    code = f"import sys, {modules}; print([name for name in {heavy.split()} if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
-
-
 def completed(*words: str) -> list[str]:
     """What bash offers for the last of `words`."""
     env = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "_TANDEM_COMPLETE": "bash_complete"}

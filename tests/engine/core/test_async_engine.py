@@ -151,16 +151,3 @@ def test_a_core_ends_with_its_killed_parent_and_leaves_no_file(config: EngineCon
     while list(short_folder.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert list(short_folder.iterdir()) == []
-
-
-def test_a_core_does_not_import_what_costs_it_time_alone() -> None:
-    """numba would import scipy.linalg to look for a BLAS."""
-    heavy = "{'scipy.linalg', 'transformers'}"
-    code = f"import sys, engine.core.core, engine.attention.cpu_kernels; print(sorted({heavy} & set(sys.modules)))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
-
-
-def test_async_engine_imports_no_torch() -> None:
-    heavy = "{'torch', 'numpy', 'transformers', 'numba'}"
-    code = f"import sys, engine, engine.core.async_engine; print(sorted({heavy} & set(sys.modules)))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -204,11 +203,6 @@ async def test_a_missing_package_is_named_with_what_to_type(run: Run, monkeypatc
     with pytest.raises(SettingsError, match=r"pip install 'kubernetes>=37'"):
         async with run(prefill=0, decode=0, wait=False, kubernetes={"decode": "deployment/decode"}):
             pass
-
-
-def test_a_router_outside_of_a_cluster_does_not_import_its_client() -> None:
-    program = "import sys, router.__main__; sys.exit('kubernetes' in sys.modules or 'aiohttp' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def _decodes(made: InCluster) -> list[tuple[str, FakeInstance]]:
