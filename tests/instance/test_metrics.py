@@ -11,31 +11,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import decode_service.service
 import prefill_service.service
-from engine.config import EngineConfig, KVConnectorConfig
-from engine.core.async_engine import AsyncEngine
 from engine.core.messages import (
-    CoreMessage,
-    EngineRequest,
-    HoldKV,
     KVMoved,
     KVTotals,
     LoadedEvent,
-    Outputs,
     ReservedEvent,
     Seed,
     TokensEvent,
     TransferEvent,
 )
-from engine.sampling.params import SamplingParams
 from instance.role import Role
 from instance.server import InstanceServer
-from kv_transfer.secret import ensure_secret
 from kv_transfer.transfer.connector import (
     MAX_REASONS,
     OTHER,
@@ -48,7 +39,6 @@ from protos.tandem.v1 import prefill_pb2
 from serving.histogram import Histogram
 from serving.lifecycle import StopSignals
 from serving.metrics import MetricsSettings
-from tests.builders import lively_checkpoint
 from tests.instance.decoding import Decoding
 from tests.instance.rig import Rig, instance_request, model_folder, running, settings_of
 from tests.instance.scripted_core import ScriptedCore
@@ -267,44 +257,3 @@ def test_a_bound_belongs_to_its_bucket() -> None:
         histogram.observe(seconds)
     assert histogram.buckets() == [("0.1", 1), ("1.0", 3), ("+Inf", 4)]
     assert (histogram.count, histogram.sum) == (4, 8.6)
-
-
-async def test_what_a_connector_moved_comes_up_from_a_real_core(tmp_path: Path) -> None:
-    ensure_secret(tmp_path / "secret")
-    stores = [
-        {
-            "class_path": "kv_transfer.stores.files:SharedStorageConnector",
-            "options": {"path": str(tmp_path / name), "kv_secret_file": str(tmp_path / "secret")},
-        }
-        for name in ("first", "second")
-    ]
-    connector = KVConnectorConfig(
-        class_path="kv_transfer.multi_connector:MultiConnector", options={"connectors": stores}
-    )
-    folder = lively_checkpoint(tmp_path / "qwen3", "qwen3", num_hidden_layers=1)
-    config = EngineConfig(
-        model=str(folder), dtype="float32", num_blocks=64, num_threads=1, block_size=16, kv_connector=connector
-    )
-    engine = await AsyncEngine.start(config)
-    try:
-        request = EngineRequest(
-            request_id="r1",
-            prompt_token_ids=list(range(10, 50)),
-            params=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
-            hold_kv=HoldKV(transfer_id="t1", lease_s=30.0),
-        )
-        async with asyncio.timeout(20):
-            async for _ in engine.add_request(request):
-                pass
-            while engine.load.kv_totals[0].saved.num_blocks < 3:  # two full ones and the tail
-                await engine.wait_load(0.5)
-        assert [totals.connector for totals in engine.load.kv_totals] == ["shared_storage"] * 2
-        saved = engine.load.kv_totals[0].saved
-        assert saved.num_bytes >= 3 * engine.info.bytes_per_block
-        assert saved.seconds > 0
-        assert saved.failures == {}
-        report = Outputs([], engine.load)  # as it comes from a core in a process of its own
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=CoreMessage) == report
-        assert engine.load.num_transfers == 1
-    finally:
-        await engine.shutdown()

@@ -18,9 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import decode_service.service
 import prefill_service.service
-from engine.config import EngineConfig
-from engine.core.async_engine import AsyncEngine
-from engine.core.messages import STEP_TOKENS, EngineLoad, EngineRequest, KVTotals, TokensEvent
+from engine.core.messages import EngineLoad, EngineRequest, KVTotals, TokensEvent
 from engine.sampling.params import SamplingParams
 from instance.role import Role
 from instance.vllm_metrics import VllmRequests, collected, token_buckets
@@ -28,7 +26,6 @@ from kv_transfer.transfer.connector import ReadCounters
 from protos.tandem.v1 import decode_pb2, instance_pb2, prefill_pb2
 from serving.histogram import Histogram
 from serving.metrics import MetricsSettings
-from tests.builders import lively_checkpoint
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running
 from tests.waiting import until
 
@@ -249,33 +246,3 @@ def test_a_read_is_a_transfer_of_nixls() -> None:
     assert value(found, "nixl_num_descriptors", "_bucket", le="10.0") == 1
     assert value(found, "nixl_num_failed_transfers", "_total") == 3
     assert value(found, "nixl_num_kv_expired_reqs", "_total") == 4
-
-
-async def test_a_real_core_reports_steps_and_waiting(tmp_path: Path) -> None:
-    folder = lively_checkpoint(tmp_path / "qwen3", "qwen3", num_hidden_layers=1)
-    config = EngineConfig(
-        model=str(folder), dtype="float32", num_blocks=64, num_threads=1, block_size=16, max_num_seqs=1
-    )
-    engine = await AsyncEngine.start(config)
-    try:
-        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-        prompt = list(range(10, 30))
-        streams = [
-            engine.add_request(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params))
-            for name in ("first", "second")
-        ]
-        async with asyncio.timeout(60):
-            first, second = [[event async for event in stream] for stream in streams]
-            while engine.load.num_generated_tokens < 8:
-                await engine.wait_load(0.5)
-        load = engine.load
-    finally:
-        await engine.shutdown()
-    queued = [{event.queue_s for event in events if isinstance(event, TokensEvent)} for events in (first, second)]
-    assert [len(each) for each in queued] == [1, 1]  # the same with every token
-    assert queued[0].pop() < queued[1].pop()  # one runs at a time
-    num_hit = 16  # the second's first block
-    assert load.num_step_tokens == 20 + 3 + (20 - num_hit) + 3
-    by_bound = dict(zip(STEP_TOKENS, load.steps_by_tokens, strict=False))
-    assert (by_bound[1], by_bound[8], by_bound[32]) == (6, 1, 1)
-    assert sum(load.steps_by_tokens) == load.num_steps == 8

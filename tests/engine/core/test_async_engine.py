@@ -12,32 +12,51 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVConnectorConfig
 from engine.core.async_engine import AsyncEngine
-from engine.core.messages import EngineRequest, TokensEvent
+from engine.core.messages import STEP_TOKENS, CoreMessage, EngineRequest, HoldKV, Outputs, TokensEvent
 from engine.errors import EngineDeadError, InvalidRequest
 from engine.sampling.params import SamplingParams
+from kv_transfer.secret import ensure_secret
 from tests.builders import lively_checkpoint
 from tests.waiting import until
+
+BLOCK_SIZE = 16
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     folder = lively_checkpoint(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
-    return EngineConfig(model=str(folder), dtype="float32", num_blocks=64, num_threads=1)
+    return EngineConfig(model=str(folder), dtype="float32", num_blocks=64, num_threads=1, block_size=BLOCK_SIZE)
 
 
 on_module_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
-    """One engine for all tests of this module: starting a process takes seconds."""
-    engine = await AsyncEngine.start(config)
+async def engine(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
+    """One engine for all tests of this module: starting a process takes seconds. It runs two requests at a time and
+    has two stores."""
+    folder = tmp_path_factory.mktemp("stores")
+    ensure_secret(folder / "secret")
+    stores = [
+        {
+            "class_path": "kv_transfer.stores.files:SharedStorageConnector",
+            "options": {"path": str(folder / name), "kv_secret_file": str(folder / "secret")},
+        }
+        for name in ("first", "second")
+    ]
+    connector = KVConnectorConfig(
+        class_path="kv_transfer.multi_connector:MultiConnector", options={"connectors": stores}
+    )
+    engine = await AsyncEngine.start(
+        msgspec.structs.replace(config, num_blocks=256, max_num_seqs=2, kv_connector=connector)
+    )
     yield engine
     await engine.shutdown()
 
@@ -96,6 +115,70 @@ async def test_load_is_reported_while_nothing_happens(engine: AsyncEngine) -> No
 
 
 @on_module_loop
+async def test_steps_are_counted_by_their_tokens(engine: AsyncEngine) -> None:
+    await until_idle(engine)
+    before = engine.load
+    for name in ("first", "second"):
+        await collect(engine, make_request(name, list(range(100, 120)), max_tokens=4))
+    async with asyncio.timeout(60):
+        while engine.load.num_generated_tokens < before.num_generated_tokens + 8:
+            await engine.wait_load(0.5)
+    load = engine.load
+    num_hit = BLOCK_SIZE  # the second's first block
+    assert load.num_step_tokens - before.num_step_tokens == 20 + 3 + (20 - num_hit) + 3
+    counts = zip(STEP_TOKENS, load.steps_by_tokens, before.steps_by_tokens, strict=False)
+    assert {bound: new - old for bound, new, old in counts if new > old} == {1: 6, 8: 1, 32: 1}
+    assert load.num_steps - before.num_steps == 8
+    assert sum(load.steps_by_tokens) == load.num_steps
+
+
+@on_module_loop
+async def test_every_token_says_how_long_its_request_waited_to_run(engine: AsyncEngine) -> None:
+    began_s = time.monotonic()
+    long = [engine.add_request(make_request(f"long-{index}", [20 + index] * 9, max_tokens=2000)) for index in range(2)]
+    first = [await anext(stream) for stream in long]
+    longest_s = time.monotonic() - began_s
+    waiting = engine.add_request(make_request("waiting", [31] * 9, max_tokens=4))
+    async with asyncio.timeout(60):
+        while not engine.load.num_waiting:
+            await engine.wait_load(0.5)
+    seen_s = time.monotonic()
+    await asyncio.sleep(0.05)
+    waited_s = time.monotonic() - seen_s
+    await long[0].aclose()
+    queued = {event.queue_s async for event in waiting if isinstance(event, TokensEvent)}
+    await long[1].aclose()
+    assert len(queued) == 1  # the same with every token
+    assert queued.pop() >= waited_s
+    assert all(isinstance(event, TokensEvent) and 0 < event.queue_s <= longest_s for event in first)
+
+
+@on_module_loop
+async def test_what_a_connector_moved_comes_up_from_the_core(engine: AsyncEngine) -> None:
+    await until_idle(engine)
+    before = engine.load.kv_totals[0].saved
+    request = EngineRequest(
+        request_id="held",
+        prompt_token_ids=list(range(200, 240)),
+        params=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+        hold_kv=HoldKV(transfer_id="t1", lease_s=30.0),
+    )
+    async with asyncio.timeout(20):
+        async for _ in engine.add_request(request):
+            pass
+        while engine.load.kv_totals[0].saved.num_blocks < before.num_blocks + 3:  # two full ones and the tail
+            await engine.wait_load(0.5)
+    assert [totals.connector for totals in engine.load.kv_totals] == ["shared_storage"] * 2
+    saved = engine.load.kv_totals[0].saved
+    assert saved.num_bytes - before.num_bytes >= 3 * engine.info.bytes_per_block
+    assert saved.seconds > before.seconds
+    assert saved.failures == {}
+    report = Outputs([], engine.load)  # as it comes from a core in a process of its own
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=CoreMessage) == report
+    assert engine.load.num_transfers == 1
+
+
+@on_module_loop
 async def test_a_killed_core_ends_its_streams_with_an_error(config: EngineConfig) -> None:
     engine = await AsyncEngine.start(config)
     stream = engine.add_request(make_request("doomed", [5] * 9, max_tokens=900))
@@ -133,8 +216,6 @@ asyncio.run(main())
 
 
 def test_a_core_ends_with_its_killed_parent_and_leaves_no_file(config: EngineConfig, short_folder: Path) -> None:
-    import msgspec
-
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, msgspec.json.encode(config).decode()],
         stdout=subprocess.PIPE,
