@@ -258,14 +258,10 @@ def _sizes(ranks: Ranks) -> dict[str, str]:
     return {name: str(size) for name, size in zip(names, ranks, strict=True)}
 
 
-_STAGES_IN_PAIRS: dict[str, dict[str, Ranks]] = {"shared_storage": {"decode-0": (1, 2)}, "nixl": {"prefill-0": (1, 2)}}
-"""One process hands over to two stages, and two stages to one."""
-
-
 def pair(model: Model, connector: str) -> AbstractContextManager[Stack]:
-    """One prefill and one decode instance in which no instance dies; one of them may have two stages."""
+    """One prefill and one decode instance in which no instance dies; over NIXL, two stages hand over to one."""
     debug = ("--log-level", "debug") if connector == "redis" else ()
-    ranks = _STAGES_IN_PAIRS.get(connector)
+    ranks = {"prefill-0": (1, 2)} if connector == "nixl" else None
     return started(model, connector, ranks=ranks, instance_args=PATIENT_PEERS, router_args=(*PATIENT_POOLS, *debug))
 
 
