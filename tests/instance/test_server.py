@@ -205,7 +205,7 @@ async def test_a_full_house_refuses_at_once_and_says_when_to_come_back(folder: P
 
 
 def test_the_ready_line_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = "ready address=127.0.0.1:1 instance=prefill-1\n"  # tests/instance/test_processes.py reads a real one
+    line = "ready address=127.0.0.1:1 instance=prefill-1\n"  # the local stack reads real ones
     announce_ready(line, tmp_path / "ready")
     assert capsys.readouterr().out == line
     assert (tmp_path / "ready").read_text() == line

@@ -1,18 +1,28 @@
-"""The demo model, and other shapes of a stack: handing over only long prompts, and no prefill pool."""
+"""The demo model, and other shapes of a stack: handing over only long prompts, and no prefill pool. What the processes
+of a stack are: servers without torch, each of which ends with its engine core."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
+import psutil
 import pytest
 
+from protos.tandem.v1 import decode_pb2
+from protos.tandem.v1.decode_pb2_grpc import DecodeServiceStub
+from serving.channel import open_channel
+from serving.lifecycle import EXIT_FAILED
 from tandem import Client
+from tests.instance.rig import instance_request, refusal
 from tests.lively import random_prompt, rig_settings
 from tests.system.checker import assert_same_answer, assert_usage, wait_idle
 from tests.system.reference import Reference
 from tests.system.rig import Rig
 from tests.system.stacks import GREEDY, Stack, on_stack
+from tests.waiting import until
 
 TEXT = {"temperature": 0.0, "max_tokens": 48}
 # In full: the router fills what is missing from the model's generation_config.json, the offline engine does not.
@@ -58,18 +68,45 @@ def test_auto_hands_over_long_prompts_and_prefills_short_ones_where_they_are_dec
     assert num_prefilled("decode") == by_decode
 
 
-def test_without_a_prefill_pool_the_decode_instance_does_it_all(
-    checkpoint: Path, reference: Reference, prompts: random.Random
-) -> None:
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> Iterator[Rig]:
+    """A decode instance without a prefill pool."""
     rig = Rig(rig_settings(checkpoint, num_prefill=0, disaggregation="auto"))
     rig.start()
     try:
-        for length in (1, 30, 200):
-            prompt = random_prompt(prompts, length)
-            with Client(rig.address) as client:
-                completion = client.generate(prompt, **GREEDY)
-            assert_same_answer(completion, reference.answer(prompt, **GREEDY))
-            assert completion.usage.external_tokens == 0
-        wait_idle(rig, 15.0)
+        yield rig
     finally:
         rig.stop()
+
+
+def test_without_a_prefill_pool_the_decode_instance_does_it_all(
+    alone: Rig, reference: Reference, prompts: random.Random
+) -> None:
+    for length in (1, 30, 200):
+        prompt = random_prompt(prompts, length)
+        with Client(alone.address) as client:
+            completion = client.generate(prompt, **GREEDY)
+        assert_same_answer(completion, reference.answer(prompt, **GREEDY))
+        assert completion.usage.external_tokens == 0
+    wait_idle(alone, 15.0)
+
+
+async def test_an_instance_ends_with_its_core(alone: Rig) -> None:
+    process = alone.stack.processes["decode-0"]
+    [core] = psutil.Process(process.pid).children()
+    async with open_channel(alone.stack.instances["decode-0"]) as channel:
+        request = instance_request(prompt_token_ids=[5], sampling={"max_tokens": 1000, "ignore_eos": True})
+        call = DecodeServiceStub(channel).Decode()
+        await call.write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request)))
+        await call.read()
+        core.kill()
+        assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
+    await until(lambda: not process.running)
+    assert process.exit_status == EXIT_FAILED
+    alone.stack.restart("decode-0")  # a rig in which a process has ended by itself is a failure
+
+
+@on_stack("pair shared_storage")
+def test_routers_and_servers_of_instances_have_no_torch(shared_stack: Stack) -> None:
+    for name, process in shared_stack.rig.stack.processes.items():
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), name
