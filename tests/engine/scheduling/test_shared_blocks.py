@@ -226,9 +226,21 @@ def test_prompts_that_found_nothing_in_the_store_go_on_behind_the_first_of_them(
 
 
 @pytest.mark.parametrize("seeks", [False, True])
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_whatever_arrives_what_a_step_reads_has_been_written(seeks: bool, data: st.DataObject) -> None:
+    check_whatever_arrives(seeks, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeks", [False, True])
+@settings(max_examples=150)
+@given(data=st.data())
+def test_whatever_arrives_at_length(seeks: bool, data: st.DataObject) -> None:
+    check_whatever_arrives(seeks, data)
+
+
+def check_whatever_arrives(seeks: bool, data: st.DataObject) -> None:
     """Prompts with few beginnings, of several priorities, handed over or not, more than the blocks hold at once."""
     num_blocks, budget = data.draw(st.integers(16, 40), "blocks"), data.draw(st.integers(3, 40), "budget")
     memory = Memory(scheduler := make_scheduler(num_blocks, budget=budget, max_num_seqs=5), seeks=seeks)
