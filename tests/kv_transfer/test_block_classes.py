@@ -197,6 +197,21 @@ TestOverStore, TestOverNixl = OverStore.TestCase, OverNixl.TestCase
 TestOverStore.settings = TestOverNixl.settings = _SETTINGS
 
 
+@pytest.mark.parametrize("machine", [OverStore, OverNixl])
+def test_what_goes_well_is_loaded_and_nothing_is_computed_again(machine: type[Machine]) -> None:
+    """Else the machines would search the ways to fail alone."""
+    running = machine()
+    running.add_remote(num_tokens=9, salt=0, max_tokens=1)
+    request = running.core.requests["r0"]
+    running.connector.announce(request, 2, whole=True)
+    running.core.step()
+    while running.connector.num_endable:
+        running.connector.end(0, None)
+    running.core.step()
+    assert (request.num_external_tokens, request.num_recomputed_tokens) == (9, 0)
+    running.teardown()
+
+
 def test_what_was_given_up_since_the_last_poll_counts_as_pinned() -> None:
     """The reservation runs out, between a poll and the next, while pages are read."""
     machine = OverNixl()
