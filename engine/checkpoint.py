@@ -36,7 +36,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
     The hub is used only if there is no such folder; its local cache is used first.
     """
-    folder = _DEMO if model == "demo" else Path(model).expanduser().resolve()
+    folder = _DEMO if model == "demo" else Path(os.path.expanduser(model)).resolve()  # Path's raises for unknown users
     if not folder.is_dir():
         if not _HUB_ID.fullmatch(model) or model.startswith((".", "/", "~")):
             raise ModelNotFound(

@@ -138,7 +138,8 @@ class LLM:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = _one_for_each(given, len(listed))
         batch = _Batch(self.core, self._woken, use_tqdm=use_tqdm, total=len(listed))
-        outputs = [self._add(batch, prompt, params) for prompt, params in zip(listed, each, strict=True)]
+        is_default = sampling_params is None
+        outputs = [self._add(batch, prompt, params, is_default) for prompt, params in zip(listed, each, strict=True)]
         batch.generate()
         return outputs
 
@@ -171,11 +172,14 @@ class LLM:
             result.prompt = tokenizer.render_chat(each, tools=tools, template_variables=variables)
         return results
 
-    def _add(self, batch: _Batch, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+    def _add(self, batch: _Batch, prompt: Prompt, params: SamplingParams, is_default: bool) -> RequestOutput:
+        """`is_default`: the model's own parameters, whose max_tokens is cut to the context."""
         info = self.core.info
         params = msgspec.structs.replace(params)  # callers may assign to theirs, before and later
         text, token_ids = self._tokens(prompt)
         validate_prompt(token_ids, info.vocab_size, info.max_model_len)
+        if is_default and params.max_tokens is not None:
+            params.max_tokens = min(params.max_tokens, info.max_model_len - len(token_ids))
         if self.tokenizer is not None:
             params = with_bad_word_ids(params, partial(self.tokenizer.encode, add_special_tokens=False))
         eos_token_ids = self._defaults.eos_ids_within(info.vocab_size)

@@ -194,6 +194,8 @@ def ended_with_error(event: TokensEvent) -> ServiceError:
             return Overloaded(text, RETRY_AFTER_S)
         case "too_large":
             return Overloaded(text, None)
+        case "id_in_use":
+            return AlreadyExists(text)
         case "nothing_allowed" | "invalid_constraint":
             return invalid_argument("request.sampling", text)
         case "timeout":

@@ -25,6 +25,7 @@ from engine.core.messages import (
     LeaseCommand,
     Seed,
     Shutdown,
+    TokensEvent,
 )
 from engine.errors import CapacityError
 from engine.executor.executor import Executor
@@ -145,6 +146,10 @@ class EngineCore:
         """Apply one command, between steps. `Shutdown` is left to the owner."""
         self.idle = False
         match command:
+            case AddRequest(spec) if spec.request_id in self.scheduler.held:
+                error = f"request id {spec.request_id} is in use: KV of an earlier request with it is still transferred"
+                event = TokensEvent(spec.request_id, [], finish_reason="error", error=error, error_kind="id_in_use")
+                self._events.append(event)
             case AddRequest(spec):
                 self._num_arrived += 1
                 constraint = spec.params.constraint
@@ -226,7 +231,9 @@ class EngineCore:
     def load(self) -> EngineLoad:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         # Each block in one class, by precedence: quarantined (all of them held), held, running, cached, free.
-        held, quarantined = scheduler.num_held_blocks, self._connector.num_quarantined_blocks
+        quarantined = self._connector.num_quarantined_blocks
+        # The scheduler learns of a load that was given up only after the step.
+        held = max(len(scheduler.held_ids), quarantined)
         return EngineLoad(
             num_waiting=len(scheduler.waiting) + len(scheduler.compiling),
             num_running=len(scheduler.running),

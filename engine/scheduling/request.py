@@ -105,6 +105,11 @@ class Request:
         return (-self.spec.priority, self.is_late, self.arrival)
 
     @property
+    def is_handed_over(self) -> bool:
+        """Its tokens go on at another instance."""
+        return self.spec.hold_kv is not None
+
+    @property
     def moves_kv(self) -> bool:
         """KV of this request is transferred: its blocks are all allocated at once and it is not preempted."""
         return self.spec.hold_kv is not None or self.awaits_kv

@@ -170,7 +170,7 @@ class Scheduler:
             self.counters.num_prefilled_tokens += max(0, num_prompt_tokens)
             self.kv.publish(request)
             self._offer(request, request.num_computed_tokens)
-            if request.spec.hold_kv is None:  # its reader needs them all
+            if not request.is_handed_over:  # its reader needs them all
                 self.kv.drop_unseen(request)
             if share.samples:
                 self._append_token(request, sampled)
@@ -184,10 +184,10 @@ class Scheduler:
     # Load report
 
     @property
-    def num_held_blocks(self) -> int:
-        """Distinct blocks held for finished requests."""
+    def held_ids(self) -> set[int]:
+        """Blocks held for finished requests."""
         null = self.kv.pool.null_block
-        return len({block.block_id for blocks in self.held.values() for block in blocks if block is not null})
+        return {block.block_id for blocks in self.held.values() for block in blocks if block is not null}
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -315,10 +315,10 @@ class Scheduler:
         from here on."""
         for share in scheduled:
             self.kv.expect(share.request, share.start + share.num_tokens)
-        num_held_back = 0
+        num_held_back, num_streams = 0, len(self.loading) + sum(not request.is_handed_over for request in self.running)
         while len(self.waiting) > num_held_back and len(self.running) + len(self.loading) < self.config.max_num_seqs:
             request = self.waiting[num_held_back]
-            if num_held_back < _MAX_PLANNED and not self._may_begin(request):
+            if not self._may_begin(request, num_streams):
                 num_held_back += 1
                 continue
             if budget == 0 and not request.awaits_kv and not self._num_external_tokens(request, 0):
@@ -326,6 +326,7 @@ class Scheduler:
             if not self._allocate_first(request, budget):
                 return
             self.waiting.pop(num_held_back)
+            num_streams += not request.is_handed_over
             num_external = self._num_external_tokens(request, request.num_computed_tokens)
             if request.awaits_kv or num_external:
                 self._load(request, num_external)
@@ -337,13 +338,12 @@ class Scheduler:
                 self.kv.expect(request, request.num_computed_tokens + num_tokens)
                 budget -= num_tokens
 
-    def _may_begin(self, request: Request) -> bool:
+    def _may_begin(self, request: Request, num_streams: int) -> bool:
         """False: one more stream would leave too little of a step to prompts. What a client has begun to read, and what
         is handed over in either direction, is never held back."""
         itl_s, is_new = request.spec.itl_s, request.status is RequestStatus.WAITING and not request.num_output_tokens
         if itl_s is None or request.spec.ttft_s is None or request.moves_kv or not is_new:
             return True
-        num_streams = len(self.loading) + sum(other.spec.hold_kv is None for other in self.running)
         return step_budget.may_begin(self.step_cost, itl_s, num_streams, is_late=request.is_late)
 
     def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
@@ -356,7 +356,7 @@ class Scheduler:
         """Allocate a waiting request's first blocks, prefix hits included. False, without effect: too few blocks."""
         max_hit = request.num_initial_tokens if request.awaits_kv else request.num_tokens - 1
         max_hit = 0 if needs_prompt_logprobs(request) else max_hit
-        is_whole, is_filled = request.spec.hold_kv is not None, request.awaits_kv
+        is_whole, is_filled = request.is_handed_over, request.awaits_kv
         prefix = self.kv.find_prefix(request, max_hit, is_whole=is_whole, is_filled=is_filled)
         if not is_filled and self._num_external_tokens(request, len(prefix) * self.kv.block_size):
             # A load begins behind blocks that are filled already, not at the end of this step.
@@ -374,13 +374,14 @@ class Scheduler:
         return True
 
     def _may_hold(self, request: Request, num_tokens: int) -> bool:
-        """Transfers hold at most a fraction of the blocks, so that running requests are not starved."""
-        if request.spec.hold_kv is None:
+        """Transfers hold at most a fraction of the blocks, those that begin beside streams included."""
+        if not request.is_handed_over:
             return True
-        held = self.num_held_blocks
-        return (
-            held == 0 or held + self.kv.num_blocks_for(num_tokens) <= self.config.max_held_fraction * self.kv.num_blocks
-        )
+        others = (*self.running, *self.loading.values())
+        begun = () if all(one.is_handed_over for one in others) else (one for one in others if one.is_handed_over)
+        num_held = len(self.held_ids.union(*(self.kv.block_ids(one.request_id) for one in begun)))
+        num_held += self.kv.num_blocks_for(num_tokens) if num_held else 0
+        return num_held <= self.config.max_held_fraction * self.kv.num_blocks
 
     def _load(self, request: Request, num_external: int) -> None:
         """Start loading the request's blocks past its prefix hits."""
@@ -418,7 +419,7 @@ class Scheduler:
 
     def _offer(self, request: Request, num_ready_tokens: int) -> None:
         """Report to the connector how much KV of a hand-over is computed."""
-        if request.spec.hold_kv is not None:
+        if request.is_handed_over:
             request.is_offered = True
             self.connector.request_progressed(request, self.kv.block_ids(request.request_id), num_ready_tokens)
 
@@ -470,7 +471,7 @@ class Scheduler:
         request.is_entering = False
         self.counters.num_generated_tokens += 1
         reason, stop_token_id = request.check_stop(self.max_model_len)
-        if reason is None and request.spec.hold_kv is not None:
+        if reason is None and request.is_handed_over:
             reason = "hand_over"
         self._events.append(sampled.event(request, finish_reason=reason, stop_token_id=stop_token_id))
         if reason is not None:
@@ -492,9 +493,8 @@ class Scheduler:
         del self.requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        block_ids = self.kv.block_ids(request.request_id)
         blocks = self.kv.close_table(request.request_id)
-        if self.connector.request_finished(request, block_ids):
+        if self.connector.request_finished(request, [block.block_id for block in blocks]):
             self.held[request.request_id] = blocks
         else:
             self.kv.pool.release(blocks)

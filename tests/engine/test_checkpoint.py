@@ -32,7 +32,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_neither_folder_nor_hub_id_lists_valid_forms() -> None:
-    for name in ("./nowhere", "nowhere", "/no/such/folder"):
+    for name in ("./nowhere", "nowhere", "/no/such/folder", "~no_such_user/model"):
         with pytest.raises(ModelNotFound, match="Qwen/Qwen3-0"):
             resolve(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,16 @@ def test_the_defaults_are_those_of_the_generation_config(demo: LLM) -> None:
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         assert getattr(defaults, name) == config.get(name, getattr(SamplingParams(), name))
     assert defaults.max_tokens == config.get("max_new_tokens", SamplingParams().max_tokens)
+
+
+def test_the_models_own_max_tokens_is_cut_to_the_context(tmp_path: Path, checkpoint: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 1000, "eos_token_id": None}))
+    llm = LLM(folder, num_gpu_blocks_override=4, max_model_len=32, skip_tokenizer_init=True)
+    [answer] = llm.generate([[1, 2, 3]], use_tqdm=False)
+    assert len(answer.outputs[0].token_ids) == 29
+    with pytest.raises(InvalidRequest, match=r"max_tokens: .*allowed: 1\.\.29"):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1000), use_tqdm=False)
 
 
 def test_a_chat_needs_the_tokenizer(checkpoint: Path) -> None:

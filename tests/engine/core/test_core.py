@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.core.core import EngineCore
-from engine.core.messages import AbortRequests, AddRequest, EngineRequest, RemoteKV
+from engine.core.messages import AbortRequests, AddRequest, EngineRequest, RemoteKV, TokensEvent
 from engine.kv_connector import KVConnectorOutput, KVLoadResult, NullKVConnector
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
@@ -20,6 +21,11 @@ class ScriptedConnector(NullKVConnector):
     def __init__(self, *, wake: Callable[[], None]) -> None:
         super().__init__(wake=wake)
         self.next = KVConnectorOutput()
+        self.num_pinned = 0
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        return self.num_pinned
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         return request.num_initial_tokens - num_computed_tokens
@@ -29,7 +35,8 @@ class ScriptedConnector(NullKVConnector):
         return output
 
 
-def test_an_abort_does_not_free_blocks_that_a_given_up_read_may_write_to(tmp_path: Path) -> None:
+def scripted_core(tmp_path: Path) -> tuple[EngineCore, Any]:
+    """A core and its connector."""
     connector_config = KVConnectorConfig(class_path="tests.engine.core.test_core:ScriptedConnector")
     config = EngineConfig(
         model=str(lively_checkpoint(tmp_path / "model", "llama")),
@@ -38,14 +45,19 @@ def test_an_abort_does_not_free_blocks_that_a_given_up_read_may_write_to(tmp_pat
         kv_connector=connector_config,
     )
     core = EngineCore(config, wake=lambda: None)
-    connector: object = core._connector
+    connector: Any = core._connector
     assert type(connector).__name__ == "ScriptedConnector"
+    return core, connector
+
+
+def test_an_abort_does_not_free_blocks_that_a_given_up_read_may_write_to(tmp_path: Path) -> None:
+    core, connector = scripted_core(tmp_path)
     remote = RemoteKV(transfer_id="t", reservation_s=60.0)
     spec = EngineRequest(request_id="r", prompt_token_ids=list(range(40)), params=SamplingParams(), remote_kv=remote)
     core.handle(AddRequest(spec))
     core.step()
     given_up = KVLoadResult("r", 0, 0, 3, reason="late", retained_id="late")
-    connector.next.loaded.append(given_up)  # type: ignore[attr-defined]
+    connector.next.loaded.append(given_up)
 
     # STEP the result is collected while a step computes, and the abort comes before the next one begins
     core.poll_connector()
@@ -53,7 +65,41 @@ def test_an_abort_does_not_free_blocks_that_a_given_up_read_may_write_to(tmp_pat
     assert core.load.held_blocks == 3
     core.step()
     assert core.load.held_blocks == 3
-    connector.next.freed_request_ids.append("late")  # type: ignore[attr-defined]
+    connector.next.freed_request_ids.append("late")
     core.step()
     assert core.load.held_blocks == 0
+    core.shutdown()
+
+
+def test_blocks_that_are_pinned_before_the_scheduler_hears_of_it_are_in_one_class(tmp_path: Path) -> None:
+    core, connector = scripted_core(tmp_path)
+    remote = RemoteKV(transfer_id="t", reservation_s=60.0)
+    spec = EngineRequest(request_id="r", prompt_token_ids=list(range(40)), params=SamplingParams(), remote_kv=remote)
+    core.handle(AddRequest(spec))
+    core.step()
+    connector.num_pinned = 3
+    load = core.load
+    classes = (load.free_blocks, load.cached_blocks, load.running_blocks, load.held_blocks, load.quarantined_blocks)
+    assert classes == (13, 0, 0, 0, 3)
+    core.shutdown()
+
+
+def test_an_id_whose_blocks_are_held_is_rejected(tmp_path: Path) -> None:
+    """The blocks of the earlier request would lose their owner."""
+    core, connector = scripted_core(tmp_path)
+    remote = RemoteKV(transfer_id="t", reservation_s=60.0)
+    spec = EngineRequest(request_id="r", prompt_token_ids=list(range(40)), params=SamplingParams(), remote_kv=remote)
+    core.handle(AddRequest(spec))
+    core.step()
+    connector.next.loaded.append(KVLoadResult("r", 0, 0, 3, reason="late", retained_id="again"))
+    core.step()
+    again = EngineRequest(request_id="again", prompt_token_ids=[1, 2], params=SamplingParams())
+    core.handle(AddRequest(again))
+    [event] = [event for event in core.take_events() if isinstance(event, TokensEvent) and event.request_id == "again"]
+    assert (event.finish_reason, event.error_kind) == ("error", "id_in_use")
+    assert core.load.held_blocks == 3
+    connector.next.freed_request_ids.append("again")
+    core.step()
+    core.handle(AddRequest(again))
+    assert not core.take_events()
     core.shutdown()

@@ -183,7 +183,7 @@ def stretching_scheduler(num_blocks: int = 512, max_num_seqs: int = 4) -> Schedu
     scheduler.step_cost = STRETCH_COST
     add(scheduler, list(range(100)), hold_kv=HoldKV(transfer_id="held", lease_s=5.0))
     step(scheduler)
-    assert scheduler.num_held_blocks == 25
+    assert len(scheduler.held_ids) == 25
     add(scheduler, [1], max_tokens=500, step_stretch=3.0)
     step(scheduler)
     add(scheduler, list(range(10, 1500)))
@@ -250,6 +250,17 @@ def test_a_new_prompt_waits_while_streams_fill_the_objective_and_others_pass_it(
     assert [one.finish_reason for one in (stream, held, moved, free)] == ["length"] * 4
 
 
+def test_any_number_of_new_prompts_waits_in_the_order_of_arrival() -> None:
+    scheduler = make_scheduler(num_blocks=800, budget=1000, max_num_seqs=100)
+    scheduler.step_cost = StepCost(0.004, 0.0005, 0.0001)
+    prompts = [add(scheduler, [2] * 5, max_tokens=9, itl_s=0.02, ttft_s=50.0) for _ in range(200)]
+    free = add(scheduler, [4] * 5, max_tokens=9)
+    step(scheduler)
+    num_begun = sum(one not in scheduler.waiting for one in prompts)
+    assert 5 < num_begun < 40
+    assert all(one not in scheduler.waiting for one in (*prompts[:num_begun], free))
+
+
 def test_late_prompts_do_not_count_as_queued_work() -> None:
     scheduler = make_scheduler(num_blocks=64, budget=50)
     late, other = add(scheduler, [2] * 30, ttft_s=1.0), add(scheduler, [3] * 20, ttft_s=1.0)
@@ -295,10 +306,10 @@ def test_hand_over_stops_after_the_first_token_and_holds_the_blocks() -> None:
         step(scheduler)
     assert request.finish_reason == "hand_over"
     assert request.num_output_tokens == 1
-    assert scheduler.num_held_blocks == 3
+    assert len(scheduler.held_ids) == 3
     scheduler.free_held(request.request_id)
     scheduler.free_held(request.request_id)
-    assert scheduler.num_held_blocks == 0
+    assert len(scheduler.held_ids) == 0
     assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
 
 
@@ -311,6 +322,24 @@ def test_held_kv_makes_new_hand_overs_wait_but_not_plain_requests() -> None:
     assert second in scheduler.waiting
     scheduler.free_held(first.request_id)
     assert step(scheduler).scheduled
+
+
+def test_hand_overs_that_come_at_once_leave_a_stream_its_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=40, max_num_seqs=16, budget=512, held=0.5)
+    stream = add(scheduler, [1] * 7, max_tokens=60)
+    step(scheduler)
+    moved = [add(scheduler, [2 + i] * 16, hold_kv=HoldKV(transfer_id=f"t{i}", lease_s=60.0)) for i in range(9)]
+    for _ in range(12):
+        assert stream in [share.request for share in step(scheduler).scheduled]
+    assert len(scheduler.held_ids) == 20
+    assert [one in scheduler.waiting for one in moved] == [False] * 5 + [True] * 4
+
+
+def test_hand_overs_alone_use_all_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=40, max_num_seqs=16, budget=512, held=0.5)
+    for i in range(9):
+        add(scheduler, [2 + i] * 16, hold_kv=HoldKV(transfer_id=f"t{i}", lease_s=60.0))
+    assert len(step(scheduler).scheduled) == 9
 
 
 def test_remote_kv_reserves_at_once_even_without_token_budget() -> None:
