@@ -183,6 +183,7 @@ class UpstreamInstance:
             on_silent=self._on_silent,
             on_wedged=self._on_wedged,
         )
+        self._is_silent = False  # whether silence has ended this connection
         self._reports: Any = None  # the call of WatchLoad: grpc.aio's type of it has no name to import
 
     @property
@@ -257,6 +258,7 @@ class UpstreamInstance:
         self._identify(InstanceInfo.from_wire(answer))
         max_interval_s = self.settings.beat_timeout_s / _REPORTS_PER_TIMEOUT
         self._reports = stub.WatchLoad(instance_pb2.WatchLoadRequest(max_interval_s=max_interval_s))
+        self._is_silent = False
         self._failure_detector.start()
         self.token_streams = TokenStreams(self.channel, self.settings)
         try:
@@ -273,11 +275,14 @@ class UpstreamInstance:
     async def _next_report(self) -> Any:
         """The next message; another value when the stream has ended. Raises TimeoutError when silence has ended it."""
         try:
-            return await self._reports.read()
+            message = await self._reports.read()
         except asyncio.CancelledError:
-            if self._lost != self._silence or ((task := asyncio.current_task()) is not None and task.cancelling()):
+            if not self._is_silent or ((task := asyncio.current_task()) is not None and task.cancelling()):
                 raise
             raise TimeoutError from None
+        if self._is_silent:  # it came in the same turn of the event loop, and its stream has been cancelled
+            raise TimeoutError
+        return message
 
     def _identify(self, info: InstanceInfo) -> None:
         if mismatch := self.expected.mismatch(info):
@@ -333,6 +338,7 @@ class UpstreamInstance:
         return f"no load report for {self.settings.beat_timeout_s:g} s"
 
     def _on_silent(self) -> None:
+        self._is_silent = True
         self._lose(self._silence, "lost")
         self.calls.instance_lost(self._silence)
         if self._reports is not None:

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.app import RouterApp
+from router.pools.instance import UpstreamInstance
 from router.pools.settings import PoolSettings
 from serving.settings import parse_address
 from tests.fakes.behaviour import FULL, Behaviour
@@ -98,6 +99,29 @@ async def test_an_instance_in_trouble_is_out_and_comes_back(run: Run, fault: str
         if fault == "killed":
             await fake.restart()
         await rig.until_ready()
+
+
+class SilentWithReport:
+    """A load stream whose next report arrives in the same turn of the event loop in which the silence is noticed."""
+
+    def __init__(self, instance: UpstreamInstance) -> None:
+        self._instance, self._reports = instance, instance._reports
+        self.cancel = self._reports.cancel
+
+    async def read(self) -> Any:
+        message = await self._reports.read()
+        self._instance._failure_detector.on_silent()
+        return message
+
+
+async def test_an_instance_is_watched_on_where_a_report_comes_as_its_silence_is_noticed(run: Run) -> None:
+    async with run(prefill=0, decode=1, pools={"beat_timeout_s": 30.0}) as rig:
+        fake, [instance] = rig.decode[0], rig.app.pools.decode.instances
+        instance._reports = SilentWithReport(instance)
+        await until(lambda: fake.num_watches == 2)
+        await rig.until_ready()
+        fake.behaviour.draining = True
+        await until(lambda: instance.state == "draining")
 
 
 async def test_a_router_asks_for_more_reports_than_it_needs(run: Run) -> None:
