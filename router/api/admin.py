@@ -223,7 +223,8 @@ class PoolsService:
 
     async def _request(self, request: pools_pb2.ExplainPickRequest) -> GenerationRequest:
         """The prompt as a request, as Generate validates it. Raises what validation raises."""
-        limits = ModelLimits.of(self._pools.decode_infos())
+        is_split = self.disaggregation.mode == "always"
+        limits = ModelLimits.of(self._pools.decode_infos(), self._pools.prefill_infos() if is_split else ())
         if limits is None:
             raise Unavailable("no decode instance has been ready yet, so nothing can be picked")
         message = generation_pb2.GenerateRequest(

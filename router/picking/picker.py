@@ -68,6 +68,16 @@ def _unsupported(name: str, *, has_others: bool) -> str:
     return name if has_others else f"constraints, which require a tokenizer and xgrammar ({INSTALL_XGRAMMAR})"
 
 
+def has_context(num_tokens: int) -> Filter:
+    """Only instances that accept requests of so many tokens, prompt and output; an unknown limit is none."""
+
+    def check(view: InstanceView) -> str | None:
+        most = view.info.max_model_len
+        return f"its context of {most} tokens is too short" if 0 < most < num_tokens else None
+
+    return check
+
+
 def pairs_with(decode: InstanceView) -> Filter:
     """Only prefill instances whose KV the decode instance can load."""
     return lambda view: _described(decode.pairing_mismatch(view))

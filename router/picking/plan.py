@@ -56,7 +56,7 @@ def make_plan(
 
     A choice prefers the instances that it names: its siblings have just run the same prompt there.
     """
-    filters = [picker.ready, picker.not_excluded(excluded)]
+    filters = [picker.ready, picker.not_excluded(excluded), picker.has_context(choice.request.max_length)]
     if choice.required_identity is not None:
         filters.append(picker.same_identity(choice.required_identity))
     if (constraint := choice.request.params.constraint_name) is not None:
@@ -279,7 +279,7 @@ def explain(
     known, num_tokens = RequestAffinity(affinity, request), request.num_prompt_tokens
     criteria, choice = replace(known.criteria(num_tokens), aims=aims.of(request)), Choice(request, 0)
     plan = make_plan(decode_views, prefill_views, choice, frozenset(), settings, rng, criteria)
-    filters: list[Filter] = [picker.ready]
+    filters: list[Filter] = [picker.ready, picker.has_context(request.max_length)]
     filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if isinstance(plan, Plan):
         decode: InstanceView | None = plan.decode

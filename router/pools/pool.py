@@ -181,6 +181,11 @@ class Pools:
         self._last_decode_infos = ready or self._last_decode_infos
         return self._last_decode_infos
 
+    def prefill_infos(self) -> tuple[InstanceInfo, ...]:
+        """Of the ready prefill instances that pair with a ready decode instance."""
+        pairings = {info.pairing for info in self.decode_infos()}
+        return tuple(view.info for view in self.prefill.views() if view.out is None and view.info.pairing in pairings)
+
     def identity(self, fingerprint: str) -> Identity | None:
         """The identity with this fingerprint; None if no instance that has reported, ready or not, has it."""
         views = (*self.decode.views(), *self.prefill.views())

@@ -101,6 +101,11 @@ class GenerationRequest:
         return len(self.prompt_token_ids)
 
     @property
+    def max_length(self) -> int:
+        """Most tokens of the prompt and the output of one choice together."""
+        return self.num_prompt_tokens + self.max_tokens
+
+    @property
     def num_resumed_tokens(self) -> int:
         """Output that has to be prefilled again, of the longest choice that goes on."""
         going_on = (choice for choice in self.resumed.values() if not choice.is_finished)

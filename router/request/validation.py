@@ -70,17 +70,21 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What every decode instance supports, so that a valid request is valid at each of them."""
+    """What every decode instance supports, so that a valid request is valid at each of them, and where every request
+    is split, the prefill instance with the longest context."""
 
     max_model_len: int
     vocab_size: int
 
     @classmethod
-    def of(cls, infos: Sequence[InstanceInfo]) -> ModelLimits | None:
-        """The tightest of `infos`; None when there are none."""
-        if not infos:
+    def of(cls, decode: Sequence[InstanceInfo], prefill: Sequence[InstanceInfo] = ()) -> ModelLimits | None:
+        """The tightest of `decode`, and the longest context of `prefill`; None when there is no decode instance."""
+        if not decode:
             return None
-        return cls(min(info.max_model_len for info in infos), min(info.vocab_size for info in infos))
+        contexts = [info.max_model_len for info in decode]
+        if prefill:
+            contexts.append(max(info.max_model_len for info in prefill))
+        return cls(min(contexts), min(info.vocab_size for info in decode))
 
 
 _LABEL = re.compile(r"[A-Za-z0-9._-]{1,128}")

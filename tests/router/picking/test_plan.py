@@ -326,6 +326,36 @@ def test_a_constrained_request_goes_only_to_instances_that_support_it() -> None:
     assert planned(decode[:1], [], choice()).decode.key.address == "old"
 
 
+def of_length(max_model_len: int, one: InstanceView) -> InstanceView:
+    return replace(one, info=replace(one.info, max_model_len=max_model_len))
+
+
+@pytest.mark.parametrize("emitted", [0, 3])
+def test_a_request_goes_only_to_instances_whose_context_holds_its_prompt_and_all_its_output(emitted: int) -> None:
+    short, long = of_length(1099, view("decode", "short")), of_length(1100, view("decode", "long", num_waiting=9))
+    wanted = choice(1000, emitted)  # and at most 100 tokens
+    wanted.at(long, None)
+    few, many = of_length(1099, view("prefill", "short")), of_length(1100, view("prefill", "long", num_waiting=9))
+    found = planned([short, long], [few, many], wanted)
+    assert found.prefill is not None
+    assert (found.decode.instance_id, found.prefill.instance_id) == ("long", "long")
+    assert planned([short, long], [few], wanted).prefill is None
+    none = plan([short], [], wanted)
+    assert isinstance(none, NoPlan)
+    assert none.why == "short: its context of 1099 tokens is too short"
+    assert planned([view("decode", "unknown")], [], wanted).decode.instance_id == "unknown"
+
+
+def test_a_context_that_is_too_short_is_explained() -> None:
+    decode = [of_length(1000, view("decode", "short")), of_length(1100, view("decode", "long"))]
+    affinity, settings = Affinity(PickingSettings()), DisaggregationSettings()
+    explained = explain(decode, [], choice().request, affinity, settings, AimSource(SloSettings()), random.Random(0))
+    assert [(one.instance_id, one.rejected) for one in explained.decode] == [
+        ("long", ""),
+        ("short", "its context of 1000 tokens is too short"),
+    ]
+
+
 def able(role: Role, name: str = "", constraints: Sequence[str] = CONSTRAINTS) -> InstanceView:
     one = view(role, name)
     message = instance_pb2.GetInstanceInfoResponse(supports_constraints=True, constraints=constraints)

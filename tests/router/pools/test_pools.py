@@ -25,6 +25,7 @@ from serving.settings import parse_address
 from tests.fakes.behaviour import FULL, Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
+from tests.router.failing import status_of
 from tests.router.rig import PROMPT, Rig, request_of, slow
 from tests.waiting import until
 
@@ -413,6 +414,29 @@ async def test_the_limits_are_the_tightest_of_the_pool(run: Run) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await rig.generate(request_of([20] * 64))
         assert "context 64" in str(raised.value.details())
+
+
+async def test_where_every_request_is_split_the_limits_are_those_of_the_longest_prefill_instance_too(run: Run) -> None:
+    fakes = [FakeInstance("prefill", f"prefill-{length}", max_model_len=length) for length in (32, 64)]
+    fakes.append(FakeInstance("prefill", "unpaired", max_model_len=128, identity={"weights_digest": "other"}))
+    async with run(prefill=fakes, decode=1, disaggregation={"mode": "always"}) as rig:
+        error = await status_of(rig, prompt=PROMPT[:20], max_tokens=45)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert str(error.details()).startswith("max_tokens: prompt 20 + max_tokens 45 > context 64")
+        as_many_as_fit = request_of(PROMPT[:20])
+        as_many_as_fit.sampling.ClearField("max_tokens")
+        answer = await rig.generate(as_many_as_fit)
+        assert answer.is_exactly(44, prompt=PROMPT[:20])
+        assert answer.trailers["tandem-prefill"] == "prefill-64"
+
+
+async def test_what_only_a_decode_instance_can_hold_is_not_split(run: Run) -> None:
+    async with run(prefill=[FakeInstance("prefill", max_model_len=len(PROMPT) + 11)], decode=1) as rig:
+        assert (await rig.generate(max_tokens=12)).is_exactly(12)
+        assert not rig.prefill[0].recorded("prefill")
+        other = PROMPT[::-1]
+        assert (await rig.generate(prompt=other, max_tokens=11)).is_exactly(11, prompt=other)
+        assert rig.prefill[0].recorded("prefill")
 
 
 async def test_readiness_follows_the_decode_pool(run: Run) -> None:

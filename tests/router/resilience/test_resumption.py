@@ -212,6 +212,23 @@ async def test_an_instance_of_another_identity_never_continues_a_stream(run: Run
         assert not other.recorded("decode")
 
 
+async def test_an_instance_with_too_short_a_context_never_continues_a_stream(run: Run) -> None:
+    permits = asyncio.Semaphore(5)
+    short = FakeInstance("decode", "short", behaviour=Behaviour(draining=True), max_model_len=len(PROMPT) + 19)
+    decode = [*decodes(Behaviour(permits=permits), busy()), short]
+    async with run(prefill=0, decode=decode, wait=False) as rig:
+        await rig.until_ready(num_decode=2)
+        pending = asyncio.create_task(rig.generate(max_tokens=20))
+        await decode[0].until("token", 5)
+        short.behaviour.draining = False
+        await rig.until_ready()
+        await decode[0].kill()
+        answer = await pending
+        assert answer.is_exactly(20)
+        assert answer.trailers["tandem-decode"] == "decode-0,decode-1"
+        assert not short.recorded("decode")
+
+
 async def test_a_token_under_a_wrong_index_is_dropped_and_the_stream_resumes(run: Run) -> None:
     async with run(decode=decodes(Behaviour(index_error_at=4, token_s=0.02), busy())) as rig:
         assert (await rig.generate()).is_exactly(12)
