@@ -164,6 +164,7 @@ class Dispatcher:
         hand_over = prefill_pb2.HandOver(transfer_id=secrets.token_hex(16), lease_s=self.disaggregation.lease_s)
         decode_call = self._call(DecodeCall, flow, decode_at, attempt)
         prefill_call = self._call(PrefillCall, flow, prefill_at, attempt)
+        decode_call.partner = prefill_call
         async with decode_call as decode, prefill_call as prefill:
             decode.start(request, self._transfer(prefill_at, hand_over.transfer_id))
             await decode.reserved(self.disaggregation.reserve_timeout_s, self.disaggregation.reservation_s)

@@ -128,6 +128,7 @@ class InstanceCall:
     slot: Slot = field(default_factory=Slot)  # the request's
 
     def __post_init__(self) -> None:
+        self.partner: InstanceCall | None = None  # of a split request: moves when this one does
         self._has_moved = False
         self._target: UpstreamInstance | None = None  # where it counts while its request moves
         self._lost: str | None = None
@@ -174,6 +175,9 @@ class InstanceCall:
             self._target = target
             target.calls.expect(self, self.choice.num_tokens)
             self._move("it is about to end")
+            if self.partner is not None and self.partner._lost is None:
+                # Its first token would pin the request to the weights that this call leaves.
+                self.partner._move("the other instance is about to end")
 
     def slot_taken(self) -> None:
         """Another tenant's request gets the slot, and its place at the instance counts as free from now on."""

@@ -200,6 +200,23 @@ async def test_a_prompt_that_is_being_computed_moves_as_well(run: Run) -> None:
         assert num_failovers(rig) == 0
 
 
+async def test_a_prompt_is_computed_anew_where_its_decode_instance_leaves(run: Run) -> None:
+    permits = asyncio.Semaphore(0)
+    prefill = [FakeInstance("prefill", behaviour=Behaviour(permits=permits))]
+    decode = decodes(Behaviour(), Behaviour(num_running=50))
+    async with run(prefill=prefill, decode=decode, disaggregation={"mode": "always"}) as rig:
+        asking = asyncio.create_task(rig.generate(max_tokens=10))
+        await prefill[0].until("prefill")
+        ask_to_leave(decode[0])
+        await decode[0].until("decode cancelled")
+        for _ in range(3):  # one is for the token that the router no longer reads
+            permits.release()
+        assert (await asking).is_exactly(10)
+        assert not decode[1].recorded("decode")[0].detail.request.emitted_token_ids
+        await rig.until_idle()
+        assert num_failovers(rig) == 0
+
+
 async def test_streams_that_move_at_random_moments_stay_exact(run: Run) -> None:
     source = random.Random(4)
     decode = decodes(*(Behaviour(token_s=0.002) for _ in range(3)))

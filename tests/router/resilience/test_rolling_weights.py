@@ -76,6 +76,24 @@ async def test_a_rolling_change_of_weights_fails_and_mixes_no_request(
     assert {tuple(one) for one in answers} == {tuple(one) for one in OF_BOTH}
 
 
+@pytest.mark.parametrize("mode", ["always", "auto"])
+async def test_a_first_token_that_is_due_does_not_keep_a_request_with_weights_that_leave(run: Run, mode: str) -> None:
+    """The last decode instance with the old weights leaves while the prompt waits at an old prefill instance."""
+    permits = asyncio.Semaphore(0)
+    prefill = [*prefills(slow(0.0, permits=permits)), renewed("prefill", "prefill-new")]
+    decode = [*decodes(slow(0.0)), renewed("decode", "decode-new")]
+    for fake in (prefill[1], decode[1]):
+        fake.behaviour.num_running = 50
+    async with run(prefill=prefill, decode=decode, disaggregation={"mode": mode}) as rig:
+        asking = asyncio.create_task(rig.generate(max_tokens=NUM_TOKENS))
+        await prefill[0].until("prefill")
+        decode[0].behaviour.draining = decode[0].behaviour.moving_out = True
+        await decode[0].until("decode cancelled")
+        permits.release()
+        assert (await asking).ids() == OF_BOTH[1]
+        assert not decode[0].recorded("token")
+
+
 def renewed(role: Role, name: str, weights: str = "new") -> FakeInstance:
     """With the new weights from its start."""
     return FakeInstance(role, name, behaviour=slow(0.0, weights=1), identity={"weights_digest": weights})
