@@ -193,6 +193,7 @@ class PoisonDetection:
         _log.warning("a content is rejected for %g s: instances failed on it: %s", self._settings.ttl_s, where)
         del self._suspects[suspect]
         self._rejected_until_s[suspect.digest] = self._clock() + self._settings.ttl_s
+        self._rejected_until_s.move_to_end(suspect.digest)
         self._forget()
         return PoisonRequestRejected(self._settings.ttl_s)
 

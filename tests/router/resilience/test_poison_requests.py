@@ -60,6 +60,20 @@ def test_after_the_second_death_the_content_is_rejected_for_a_while() -> None:
     assert evidence.detection.is_empty
 
 
+def test_a_content_that_is_rejected_again_keeps_no_other_one_rejected() -> None:
+    evidence = Evidence(ttl_s=100)
+    for name in ("x", "y", "x"):
+        for where in ("a", "b"):
+            evidence.detection.failed(suspect(name), InstanceKey(where, "e"), "decode")
+        assert evidence.is_rejected_now(name)
+        evidence.clock.now_s += 40
+    assert evidence.is_rejected("y")
+    evidence.clock.now_s += 30
+    assert not evidence.is_rejected("y"), "since 10 s"
+    assert evidence.is_rejected("x")
+    assert evidence.detection.num_rejected == 1
+
+
 def test_an_unreported_death_under_a_running_stream_takes_one_more() -> None:
     evidence = Evidence()
     evidence.died("x", "a", had_token=True)
