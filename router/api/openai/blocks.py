@@ -61,11 +61,13 @@ class BlocksBuilder(ABC, Generic[BodyT]):
         if not message.HasField("delta"):
             yield from self._added_text("text", message.tokens.text)
             return
+        calls = list(message.delta.tool_calls)
+        if calls and not calls[0].name:  # more of the open call: the text comes behind it
+            yield self._extended(calls.pop(0).arguments)
         yield from self._added_text("reasoning", message.delta.reasoning)
         yield from self._added_text("text", message.delta.content)
-        for call in message.delta.tool_calls:
-            if call.name:
-                self._blocks.append(Block("call", len(self._blocks), call_id=call.id, name=call.name))
+        for call in calls:
+            self._blocks.append(Block("call", len(self._blocks), call_id=call.id, name=call.name))
             yield self._extended(call.arguments)
 
     def _added_text(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[tuple[Block, str]]:
