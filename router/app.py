@@ -199,6 +199,7 @@ class RouterApp:
             settings.http.max_body_bytes,
             settings.http.read_timeout_s,
             settings.server.max_deadline_s,
+            lambda: self._is_serving,
         )
         api = OpenAIApi(
             self.service,

@@ -203,7 +203,8 @@ class OpenAIApi:
         """200 while a request could be served; 503 otherwise, also while the router drains."""
         if self.is_serving():
             return PlainTextResponse("serving\n")
-        return PlainTextResponse("not serving\n", status.HTTP_503_SERVICE_UNAVAILABLE, {"retry-after": "1"})
+        headers = {"retry-after": "1", "connection": "close"}
+        return PlainTextResponse("not serving\n", status.HTTP_503_SERVICE_UNAVAILABLE, headers)
 
     async def metrics(self) -> Response:
         """Metrics in Prometheus text format."""

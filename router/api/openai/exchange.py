@@ -54,6 +54,8 @@ class HttpLimits:
     max_body_bytes: int
     read_timeout_s: float
     max_deadline_s: float
+    is_serving: Callable[[], bool] = lambda: True
+    """While it is false each response ends its connection: the next one may lead to another router."""
     large: LargeMessages = field(default_factory=LargeMessages)
 
 
@@ -131,16 +133,21 @@ class Exchange(Response):
 
     async def send(self, response: Response) -> None:
         self._has_begun = True
-        response.headers[REQUEST_ID_HEADER] = self.request_id
+        response.headers.update(self._last_headers())
         await response(self._scope, self._receive, self._send)
 
     async def begin_events(self, headers: Mapping[str, str]) -> None:
         self._has_begun = True
         # X-Accel-Buffering: nginx would hold events back.
         head = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        head[REQUEST_ID_HEADER] = self.request_id
+        head |= self._last_headers()
         pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in head.items()]
         await self._send({"type": "http.response.start", "status": status.HTTP_200_OK, "headers": pairs})
+
+    def _last_headers(self) -> dict[str, str]:
+        """Of every response."""
+        ends = {} if self._limits.is_serving() else {"connection": "close"}
+        return {REQUEST_ID_HEADER: self.request_id, **ends}
 
     async def send_event(self, data: bytes, name: str = "") -> None:
         """Returns when the event has been written."""

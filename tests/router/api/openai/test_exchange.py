@@ -174,10 +174,28 @@ async def test_a_drain_finishes_running_requests_and_rejects_new_ones(run_http: 
             while (refused := await http.post(prompt=SHORT, max_tokens=1)).status_code != 503:
                 await asyncio.sleep(0.01)
         assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["connection"] == "close"
         assert "draining" in refused.json()["error"]["message"]
         assert not asking.done()
         assert (await asking).json()["usage"]["completion_tokens"] == 40
         assert await draining, "the drain has cut something off"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_drain_ends_the_connections_that_clients_keep(run_http: RunHttp, stream: bool) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.01))
+    async with run_http(prefill=0, decode=[decode], server={"drain_accept_s": 600.0}) as http:
+        kept = await http.post(prompt=SHORT, max_tokens=2, stream=stream)
+        assert (kept.status_code, kept.headers.get("connection")) == (200, None)
+        draining = asyncio.create_task(http.rig.app.drain())
+        async with asyncio.timeout(20):
+            while (health := await http.http.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+        assert health.headers["connection"] == "close"
+        last = await http.post(prompt=SHORT, max_tokens=2, stream=stream)
+        assert (last.status_code, last.headers.get("connection")) == (200, "close")
+        draining.cancel()
+        await asyncio.wait({draining})
 
 
 async def test_a_stop_ends_streams_with_an_error_event(run_http: RunHttp) -> None:
