@@ -32,7 +32,7 @@ _REPLACED = 2
 _HELD_BYTES = 1 << 20
 """Of a body: a longer one goes on as it comes, without a key."""
 _KEY_CHARS = 4096
-"""Of a prompt: what distinguishes conversations is at the beginning, and the next turn begins alike."""
+"""Of a prompt without messages, whose next turn begins alike; what is the same in every turn is not cut."""
 
 
 class EndpointPickerSettings(Section):
@@ -129,10 +129,11 @@ def _key(fields: dict[str, Any]) -> str | None:
 
 
 def _beginning(prompt: Any) -> str:
-    """Of messages those up to the user's first."""
+    """Of messages those up to the user's first, whole: a long system message is common to many conversations."""
     if isinstance(prompt, list):
         is_users = [isinstance(one, dict) and one.get("role") == "user" for one in prompt]
-        prompt = prompt[: is_users.index(True) + 1] if True in is_users else prompt
+        if True in is_users:
+            return hashlib.sha256(json.dumps(prompt[: is_users.index(True) + 1]).encode()).hexdigest()
     return json.dumps(prompt)[:_KEY_CHARS]
 
 

@@ -29,6 +29,7 @@ from tests.router.rig import SHORT, TIMEOUT_S, running, settings_of
 HOSTS = ("127.0.0.1", "127.0.0.2")
 JSON = {"content-type": "application/json"}
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "a"}
+LONG, OTHER = {"role": "system", "content": "s" * 5000}, {"role": "user", "content": "b"}
 
 
 def sections(host: str, signals: int, http: int, picker: int) -> dict[str, Any]:
@@ -211,6 +212,9 @@ def test_a_router_with_a_queue_comes_later_and_a_new_one_takes_conversations_fro
         ({"messages": [SYSTEM, {"role": "user", "content": "b"}]}, {"messages": [SYSTEM, USER]}, False),
         ({"messages": [SYSTEM, USER]}, {"messages": [SYSTEM, USER, {"role": "assistant", "content": "c"}, USER]}, True),
         ({"messages": [USER]}, {"messages": [USER, {"role": "assistant", "content": "c"}, USER]}, True),
+        ({"messages": [LONG, USER]}, {"messages": [LONG, OTHER]}, False),
+        ({"messages": [LONG, USER]}, {"messages": [LONG, USER, {"role": "assistant", "content": "c"}, OTHER]}, True),
+        ({"input": [LONG, USER]}, {"input": [LONG, OTHER]}, False),
         ({"input": "a"}, {"input": "a", "stream": True}, True),
     ],
 )
