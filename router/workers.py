@@ -13,6 +13,7 @@ first worker alone scales the pools and answers operators. The live page of each
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import logging
 import os
@@ -40,6 +41,8 @@ _LOCAL = "127.0.0.1:0"
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 10.0
 _LONG_LIFE_S = 30.0
 _SCRAPE_S = 2.0
+_LOCALLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Whatever proxy the environment names."""
 S = TypeVar("S", bound=Section)
 
 
@@ -248,8 +251,8 @@ def _scraped(address: str | None) -> Iterable[Metric]:
     if address is None:
         return ()
     try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_SCRAPE_S) as answer:
+        with _LOCALLY.open(f"http://{address}/metrics", timeout=_SCRAPE_S) as answer:
             return [*text_string_to_metric_families(answer.read().decode())]
-    except OSError as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # the last two: it died while it answered
         _log.warning("no metrics of the worker at %s: %s", address, error)
         return ()

@@ -6,19 +6,22 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import sys
+import threading
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from protos.tandem.v1 import generation_pb2_grpc, pools_pb2, pools_pb2_grpc
 from router.config import RouterSettings
-from router.workers import Ports, worker_settings
+from router.workers import Ports, _scraped, worker_settings
 from serving.settings import SettingsError
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -61,6 +64,45 @@ def test_a_port_that_another_router_shares_among_its_workers_is_taken() -> None:
     ports.close()
     others.reserve(address)
     others.close()
+
+
+@pytest.fixture
+def metrics_address() -> Iterator[str]:
+    """Where metrics are served: at /metrics."""
+    registry = CollectorRegistry()
+    Gauge("things", "", registry=registry).inc()
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_metrics_of_workers_are_read_without_a_proxy(metrics_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as closed:  # bound, and nothing listens
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        assert [family.name for family in _scraped(metrics_address)] == ["things"]
+
+
+@pytest.mark.parametrize("body", [b"things 1", b"{"])
+def test_a_worker_that_dies_while_it_answers_has_no_metrics(body: bytes) -> None:
+    """The head promises more than comes, or what comes is half a line."""
+    num_promised = 100 if body != b"{" else len(body)
+
+    def answer(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (num_promised, body))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        answering = threading.Thread(target=answer, args=(listening,), daemon=True)
+        answering.start()
+        assert _scraped(f"127.0.0.1:{listening.getsockname()[1]}") == ()
+        answering.join(60)
 
 
 class Router:
