@@ -31,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from router.config import RouterSettings
-from serving.lifecycle import EXIT_STOPPED, ParentBond
+from serving.lifecycle import EXIT_FAILED, EXIT_STOPPED, ParentBond
 from serving.metrics import MetricsServer
 from serving.settings import Section, SettingsError, format_address, parse_address
 
@@ -148,7 +148,13 @@ class Worker:
         delay_s = _MIN_BACKOFF_S
         while True:
             began_s = time.monotonic()
-            status = await self._run_one()
+            try:
+                status = await self._run_one()
+            except OSError as error:  # as at a limit on processes: counts as one that ended
+                if not self.ready.is_set():
+                    raise
+                _log.error("worker %d cannot be started: %s", self._index, error)
+                status = EXIT_FAILED
             if self._ending.is_set():
                 return status
             if not self.ready.is_set():
@@ -182,7 +188,8 @@ class Worker:
             process.terminate()
         process.stdin.write(self._settings)
         process.stdin.close()
-        if line := await process.stdout.readline():
+        line = await process.stdout.readline()
+        if line.endswith(b"\n"):  # else it died before, or in the middle
             self.listens = json.loads(line)
             self.ready.set()
         return await process.wait()

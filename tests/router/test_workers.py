@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from protos.tandem.v1 import generation_pb2_grpc, pools_pb2, pools_pb2_grpc
 from router.config import RouterSettings
-from router.workers import Ports, _scraped, worker_settings
+from router.workers import Ports, Workers, _scraped, worker_settings
 from serving.settings import SettingsError
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -103,6 +104,57 @@ def test_a_worker_that_dies_while_it_answers_has_no_metrics(body: bytes) -> None
         answering.start()
         assert _scraped(f"127.0.0.1:{listening.getsockname()[1]}") == ()
         answering.join(60)
+
+
+class ProcessStub:
+    """A worker's process, which writes `line` and lives until it is signalled."""
+
+    def __init__(self, line: bytes) -> None:
+        self._line = line
+        self.stdin = self.stdout = self
+        self.returncode: int | None = None
+        self.ended = asyncio.Event()
+
+    def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def readline(self) -> bytes:
+        return self._line
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        self.returncode = 0
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        self.ended.set()
+
+
+READY = b'{"address": "a", "metrics": null}\n'
+
+
+async def test_a_worker_that_cannot_be_started_once_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once there is no process, and once it dies while it writes that it is ready."""
+    processes: list[ProcessStub] = []
+    failures = [OSError(errno.EAGAIN, "no process")]
+
+    async def start(*arguments: str, **options: Any) -> ProcessStub:
+        if len(processes) == NUM_WORKERS and failures:
+            raise failures.pop()
+        is_cut = len(processes) == NUM_WORKERS
+        processes.append(ProcessStub(READY[:9] if is_cut else READY))
+        if is_cut:
+            processes[-1].ended.set()
+        return processes[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    with closing(Workers(settings(router={"model": "m", "workers": NUM_WORKERS, "listen": "127.0.0.1:0"}))) as workers:
+        await workers.start()
+        processes[0].ended.set()
+        await until(lambda: not failures)
+        await until(lambda: len(processes) == NUM_WORKERS + 2)
+        assert await workers.stop()
 
 
 class Router:
