@@ -227,7 +227,10 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
     def _item_id(self, block: Block) -> str:
         return f"{_ID_PREFIXES[block.kind]}_{self._exchange.request_id}_{block.index}"
 
-    def _item(self, block: Block, status: str = "completed") -> dict[str, Any]:
+    def _item(self, block: Block, status: str = "") -> dict[str, Any]:
+        """`status` "": that of a block that has ended."""
+        is_cut = self._finish.reason in _CUT and block is self._blocks[-1]
+        status = status or ("incomplete" if is_cut else "completed")
         item_id = self._item_id(block)
         if block.kind == "call":
             named = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
@@ -282,6 +285,7 @@ _STATUSES = {
     common_pb2.FINISH_REASON_LENGTH: "incomplete",
     common_pb2.FINISH_REASON_ABORT: "cancelled",
 }
+_CUT = (common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_ABORT)
 _EVENTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 _ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 

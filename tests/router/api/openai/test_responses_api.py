@@ -59,6 +59,16 @@ async def test_an_answer_that_is_cut_is_incomplete(run_http: RunHttp) -> None:
     async with run_http() as http:
         response = await respond(http, tools=[], max_output_tokens=3)
         assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert [item.status for item in response.output] == ["incomplete"]
+
+
+async def test_the_item_that_is_cut_is_incomplete(run_http: RunHttp) -> None:
+    async with run_http(**writing(TEXT)) as http:
+        cut = (TEXT.index(ARGUMENTS[1]) + 6) // 3
+        events = [event async for event in await respond(http, stream=True, max_output_tokens=cut)]
+        done = [event.item.status for event in events if event.type == "response.output_item.done"]
+        assert done == ["completed", "completed", "incomplete"]
+        assert [item.status for item in events[-1].response.output] == done
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -80,6 +90,7 @@ async def test_an_aborted_answer_is_cancelled(run_http: RunHttp, stream: bool) -
             answer = answer.response
         assert (answer.status, answer.incomplete_details, answer.error) == ("cancelled", None, None)
         assert answer.output_text
+        assert answer.output[-1].status == "incomplete"
 
 
 async def test_earlier_items_become_messages(run_http: RunHttp, model: ServedModel) -> None:
