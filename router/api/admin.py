@@ -87,6 +87,7 @@ class PoolsService:
     def __post_init__(self) -> None:
         self._pools = self.safeguards.pools
         self._ending = asyncio.Event()
+        self._resizes: set[asyncio.Task[list[Change]]] = set()
 
     async def ListPools(self, request: pools_pb2.ListPoolsRequest, context: Context) -> pools_pb2.ListPoolsResponse:
         return await self._listed()
@@ -134,13 +135,17 @@ class PoolsService:
         return pools_pb2.ResizePoolsResponse(changes=map(change_of, changes))
 
     async def resize(self, sizes: Mapping[Role, int]) -> list[Change]:
-        """Begins to give the pools these sizes. Raises InvalidArgument or FailedPrecondition."""
+        """Begins to give the pools these sizes, all of them even if the caller is cancelled meanwhile. Raises
+        InvalidArgument or FailedPrecondition."""
         if self.resizer is None:
             raise FailedPrecondition(_NO_OWNER)
         if not sizes:
             raise invalid_argument("sizes", "is empty", "the size of one pool or of both")
+        resizing = asyncio.create_task(self.resizer.resize(sizes, cause="operator", reason=""))
+        self._resizes.add(resizing)
+        resizing.add_done_callback(self._resizes.discard)
         try:
-            return await self.resizer.resize(sizes, cause="operator", reason="")
+            return await asyncio.shield(resizing)
         except SizeRefused as error:
             raise invalid_argument("sizes", str(error)) from error
         except ActuatorError as error:

@@ -1,7 +1,7 @@
 """Resizes the pools as the autoscaler or an operator decides; chooses which instances to remove; records the change.
 
     sizes ──all of them checked──▶ one pool after the other, one resize at a time ──▶ a Change for each
-                                       └─ a later pool is refused: the earlier ones get their old sizes back
+                                       └─ a later pool is refused: the earlier one gets its old size back
 
 Instances that lose least are removed first: those that are not ready, then those with the fewest requests, then those
 with the least KV. The removed instances drain, so no request is lost (docs/operations.md).
@@ -106,7 +106,8 @@ class Resizer:
     ) -> list[Change]:
         """Begins to give each pool its size; one Change for each, in the order of `sizes`.
 
-        All begin or none does. A pool that has its size already is left alone, and its Change is not recorded.
+        All begin or none does; only if the owner fails for the way back too, a pool keeps its size, which is recorded
+        and part of the error. A pool that has its size already is left alone, and its Change is not recorded.
         `expected` are the sizes that the decision assumed: a pool that has another one meanwhile keeps it.
         Raises SizeRefused before anything has begun, else ActuatorError.
         """
@@ -139,21 +140,29 @@ class Resizer:
                 victims = least_loaded(self._pools.by_role[change.role].processes, num_removed)
                 await self.actuator.resize(change.role, change.size, victims, previous_size=change.previous_size)
                 begun.append(change)
-        except ActuatorError:
+        except ActuatorError as refusal:
             for change in begun:
-                await self.actuator.resize(change.role, change.previous_size, (), previous_size=change.size)
+                try:
+                    await self.actuator.resize(change.role, change.previous_size, (), previous_size=change.size)
+                except ActuatorError as error:
+                    self._record(change)
+                    problem = f"{refusal}; the {change.role} pool keeps the size {change.size}: {error}"
+                    raise ActuatorError(problem) from refusal
             raise
         for change in changes:
-            self.last_changes[change.role] = change
-            self.recent.append(change)
-            _log.info(
-                "%s pool: %d → %d instances, by the %s%s",
-                change.role,
-                change.previous_size,
-                change.size,
-                change.cause,
-                f": {change.reason}" if change.reason else "",
-            )
+            self._record(change)
+
+    def _record(self, change: Change) -> None:
+        self.last_changes[change.role] = change
+        self.recent.append(change)
+        _log.info(
+            "%s pool: %d → %d instances, by the %s%s",
+            change.role,
+            change.previous_size,
+            change.size,
+            change.cause,
+            f": {change.reason}" if change.reason else "",
+        )
 
 
 def least_loaded(instances: tuple[UpstreamInstance, ...], count: int) -> list[str]:

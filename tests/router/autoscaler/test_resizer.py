@@ -12,6 +12,7 @@ from router.pools.instance import State
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from tests.router.conftest import Run
 from tests.router.pools.owned import owned
+from tests.waiting import until
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,47 @@ async def test_both_pools_begin_together_or_neither_does(run: Run) -> None:
         assert await stack.resizer.actuator.sizes() == {"prefill": 1, "decode": 2}
         assert assumed == [2, 3], "back from what it has become"
         assert stack.resizer.last_changes.get("decode") is None
+
+
+async def test_a_resize_whose_client_leaves_between_the_pools_goes_on(run: Run) -> None:
+    async with owned(run, num_spares=1) as stack:
+        resize, reached, may_go_on = stack.resizer.actuator.resize, asyncio.Event(), asyncio.Event()
+
+        async def slow_for_prefill(role: str, size: int, victims: list[str], *, previous_size: int) -> None:
+            if role == "prefill":
+                reached.set()
+                await may_go_on.wait()
+            await resize(role, size, victims, previous_size=previous_size)  # type: ignore[arg-type]
+
+        stack.resizer.actuator.resize = slow_for_prefill  # type: ignore[method-assign,assignment]
+        asking = asyncio.create_task(stack.rig.app._pools_service.resize({"decode": 3, "prefill": 0}))
+        await reached.wait()
+        asking.cancel()
+        await asyncio.wait({asking})
+        assert asking.cancelled()
+        may_go_on.set()
+        await until(lambda: len(stack.resizer.recent) == 2)
+        assert await stack.resizer.actuator.sizes() == {"prefill": 0, "decode": 3}
+        assert {role: change.size for role, change in stack.resizer.last_changes.items()} == {"prefill": 0, "decode": 3}
+
+
+async def test_a_pool_that_does_not_get_its_size_back_is_recorded(run: Run) -> None:
+    async with owned(run, num_spares=1) as stack:
+        resize = stack.resizer.actuator.resize
+
+        async def once(role: str, size: int, victims: list[str], *, previous_size: int) -> None:
+            if role == "prefill":
+                raise ActuatorError("no room")
+            if previous_size == 3:
+                raise ActuatorError("no answer")
+            await resize(role, size, victims, previous_size=previous_size)  # type: ignore[arg-type]
+
+        stack.resizer.actuator.resize = once  # type: ignore[method-assign,assignment]
+        with pytest.raises(ActuatorError, match="no room; the decode pool keeps the size 3: no answer"):
+            await stack.resizer.resize({"decode": 3, "prefill": 0}, cause="operator", reason="")
+        [change] = stack.resizer.recent
+        assert (change.role, change.previous_size, change.size) == ("decode", 2, 3)
+        assert stack.resizer.last_changes == {"decode": change}
 
 
 async def test_a_pool_that_has_its_size_is_left_alone(run: Run) -> None:
