@@ -58,13 +58,14 @@ def status_of(error: ServiceError) -> int:
 
 
 def body_of(error: ServiceError, renamed: Mapping[str, str]) -> dict[str, Any]:
-    """OpenAI's error object. `renamed` maps wire fields to the client's names for them."""
+    """OpenAI's error object. `renamed` maps wire fields to the client's names for them; one that ends with [ is a list
+    whose items are not the client's."""
     kind, message, param = _kind(error), error.message, None
     if isinstance(error, errors.InternalError):
         message = "internal error"
     elif error.violations:
         name, bracket, rest = error.violations[0].field.partition("[")
-        param = renamed.get(name, name) + bracket + rest
+        param = renamed.get(name + bracket) or renamed.get(name, name) + bracket + rest
         message = f"{param}: {error.violations[0].description}"
     elif kind.status < status.HTTP_500_INTERNAL_SERVER_ERROR and not isinstance(error, HttpError):
         named, colon, _ = message.partition(":")

@@ -88,8 +88,9 @@ class CountTokensRequest(FrontBody):
     """The body of /v1/messages/count_tokens: what makes a prompt."""
 
     renamed: ClassVar = {
-        "prompt": "messages", "chat.messages": "messages", "chat.tools": "tools", "chat.tool_choice": "tool_choice",
-        "chat.required_tool": "tool_choice", "stop": "stop_sequences", "structural_tag": "tools",
+        "prompt": "messages", "chat.messages": "messages", "chat.messages[": "messages", "chat.tools": "tools",
+        "chat.tool_choice": "tool_choice", "chat.required_tool": "tool_choice", "stop": "stop_sequences",
+        "structural_tag": "tools",
     }  # fmt: skip
     ignored: ClassVar = frozenset({"betas", "inference_geo", "metadata", "service_tier"})
 
@@ -154,7 +155,8 @@ def _messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
                 function = {"name": text_member(block, "name", where), "arguments": arguments}
                 calls.append({"id": text_member(block, "id", where), "function": function})
             case ("user", "tool_result"):
-                content = joined_parts(block.get("content") or "", where)
+                joined = joined_parts(block.get("content") or "", where)
+                content = text_member({"content": joined}, "content", where)
                 call_id = text_member(block, "tool_use_id", where)
                 results.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case ("assistant", "thinking"):

@@ -8,7 +8,7 @@ An item of reasoning, a message or a function call is one block of the answer (b
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -67,9 +67,10 @@ class ResponsesRequest(FrontBody):
     """The body of /v1/responses."""
 
     renamed: ClassVar = {
-        "prompt": "input", "messages": "input", "chat.messages": "input", "chat.tools": "tools", "tools": "tools",
-        "chat.tool_choice": "tool_choice", "chat.required_tool": "tool_choice", "max_tokens": "max_output_tokens",
-        "response_format": "text", "json_schema": "text", "structural_tag": "tools", "session": "prompt_cache_key",
+        "prompt": "input", "messages": "input", "messages[": "input", "chat.messages": "input",
+        "chat.messages[": "input", "chat.tools": "tools", "tools": "tools", "chat.tool_choice": "tool_choice",
+        "chat.required_tool": "tool_choice", "max_tokens": "max_output_tokens", "response_format": "text",
+        "json_schema": "text", "structural_tag": "tools", "session": "prompt_cache_key",
     }  # fmt: skip
     ignored: ClassVar = frozenset({
         "include", "max_tool_calls", "metadata", "safety_identifier", "service_tier", "store", "stream_options", "user",
@@ -136,8 +137,7 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) 
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     match item.get("type", "message"):
         case "message":
-            content = joined_parts(item.get("content"), "input", _PARTS)
-            message = {"role": item.get("role"), "content": content}
+            message = {"role": text_member(item, "role", field), "content": _text(item, "content", field)}
             if last is not None and message["role"] == "assistant" and "content" not in last:
                 last.update(message)
             else:
@@ -149,14 +149,19 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) 
                 messages.append(last := {"role": "assistant"})
             last.setdefault("tool_calls", []).append(call)
         case "function_call_output":
-            output = joined_parts(item.get("output"), "input", _PARTS)
+            output = _text(item, "output", field)
             messages.append({"role": "tool", "tool_call_id": text_member(item, "call_id", field), "content": output})
         case "reasoning":
-            thought = joined_parts(item.get("content") or "", "input", ("reasoning_text",))
+            thought = _text({"content": item.get("content") or ""}, "content", field, ("reasoning_text",))
             messages.append({"role": "assistant", "reasoning_content": thought})
         case other:
             kinds = "message, function_call, function_call_output, reasoning"
             raise invalid_argument(f"{field}.type", f"{shown(other)} is not supported", kinds)
+
+
+def _text(item: dict[str, Any], name: str, field: str, kinds: Collection[str] = _PARTS) -> str:
+    """A string among an item's members, or that of its parts."""
+    return text_member({name: joined_parts(item.get(name), "input", kinds)}, name, field)
 
 
 class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):

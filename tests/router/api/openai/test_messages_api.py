@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TOOL: dict[str, Any] = {"name": "get_weather", "description": "Looks out.", "input_schema": SCHEMA}
 USER: dict[str, Any] = {"role": "user", "content": "How is it?"}
+RESULT_5 = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": 5}]}
 
 
 @asynccontextmanager
@@ -157,6 +158,7 @@ async def test_a_key_is_a_token(run_http: RunHttp, tmp_path: Path) -> None:
         ({"max_tokens": 0}, "max_tokens >= 1"),
         ({"extra_body": {"temperature": 7}}, "temperature: "),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type: 'image'"),
+        ({"system": "s", "messages": [RESULT_5]}, "messages[0].content[0].content: 5 is not a string"),
         ({"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice: 'g' is not in tools"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name: 'a b' is not a name"),
         ({"extra_body": {"colour": 1}}, "colour: 1: extra inputs are not permitted"),
