@@ -14,6 +14,7 @@ from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import HttpRig, RunHttp
 from tests.router.api.openai.test_tools import ARGUMENTS, SCHEMA, TEXT, sent, writing
 from tests.router.rig import SHORT, slow
+from tests.waiting import until
 
 TOOL: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": False}
 
@@ -74,23 +75,30 @@ async def test_the_item_that_is_cut_is_incomplete(run_http: RunHttp) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_aborted_answer_is_cancelled(run_http: RunHttp, stream: bool) -> None:
     decode = FakeInstance("decode", behaviour=slow(0.05))
+    events: list[Any] = []
     async with run_http(prefill=0, decode=[decode]) as http:
 
         async def last() -> Any:
             options = {"tools": [], "max_output_tokens": 2000, "extra_headers": {"X-Request-Id": "mine"}}
             answer = await respond(http, stream=stream, **options)
-            return [event async for event in answer][-1] if stream else answer
+            if not stream:
+                return answer
+            async for event in answer:
+                events.append(event)
+            return events[-1]
 
         answering = asyncio.create_task(last())
         await decode.until("token", 3)
+        if stream:
+            await until(lambda: any(event.type == "response.output_text.delta" for event in events))
         await http.rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine"]))
         answer = await answering
         if stream:
             assert answer.type == "response.failed"
             answer = answer.response
+            assert answer.output_text
+            assert answer.output[-1].status == "incomplete"
         assert (answer.status, answer.incomplete_details, answer.error) == ("cancelled", None, None)
-        assert answer.output_text
-        assert answer.output[-1].status == "incomplete"
 
 
 async def test_earlier_items_become_messages(run_http: RunHttp, model: ServedModel) -> None:
