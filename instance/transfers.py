@@ -230,4 +230,5 @@ class TransferClients:
                     loaded=client.loaded,
                 )
         except ServiceError as error:
+            await client.reserved  # the core ignores progress of a request that has no blocks
             self.on_progress(KVProgress(request_id, 0, failed=error.message))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -82,6 +83,16 @@ async def test_releasing_at_an_unreachable_instance_takes_no_time(reader: Reader
         await until(lambda: reader.progress)
     assert watch.s < 1.0
     assert "UNAVAILABLE" in (reader.progress[-1].failed or "")
+
+
+async def test_a_failure_before_the_request_has_blocks_is_reported_once_it_has(reader: Reader) -> None:
+    with reader.transfers.read_transfer(TransferSource("t1", "prefill..svc:7000", "e"), "r1") as client:
+        for _ in range(20):  # such a name fails without a resolver
+            await asyncio.sleep(0.01)
+        assert not reader.progress, "the core ignores progress of a request that has no blocks"
+        client.blocks_reserved(0)
+        await until(lambda: reader.progress)
+    assert reader.progress == [KVProgress("r1", 0, failed="transfer.address: prefill..svc cannot be resolved")]
 
 
 # Channels are shared, kept while in use, and closed when too many lie idle.
