@@ -39,12 +39,14 @@ from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey
 from kv_transfer.stores.base import BadValue, StoreError, rest_of
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
-from kv_transfer.transfer.connector import parse_options
+from kv_transfer.transfer.connector import parse_options, start_thread
 
 TEMP_PREFIX = ".tmp-"
 _LOW_WATER = 0.9
 _PAUSE_S = 1.0
 """After a scan that did not succeed: each write would make the next one due."""
+_DEPTH = 3
+"""Of the deepest folder with pages below v1. The walk is recursive: a deeper chain could exceed the limit of Python."""
 _log = logging.getLogger(__name__)
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -261,8 +263,7 @@ class Sweeper:
         self._num_bytes = 0
         self._due = threading.Event()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv-sweep", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "kv-sweep")
 
     def stop(self) -> None:
         """End the thread. Waits a few seconds for a scan in progress."""
@@ -318,8 +319,11 @@ class Sweeper:
             self._due.wait(self._scan_interval_s)
 
     def _files(self) -> Iterator[_File]:
-        """Regular files below v1; no link is followed."""
-        for folder, _, names, descriptor in os.fwalk(self._path / "v1", follow_symlinks=False):
+        """Regular files below v1, as deep as pages lie; no link is followed."""
+        root = self._path / "v1"
+        for folder, folders, names, descriptor in os.fwalk(root, follow_symlinks=False):
+            if len(Path(folder).relative_to(root).parts) >= _DEPTH:
+                folders.clear()
             is_tail = Path(folder).parent.name == "transfers"
             for name in names:
                 try:

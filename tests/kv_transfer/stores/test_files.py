@@ -352,6 +352,25 @@ def test_sweep_follows_no_link_out_of_the_folder(tmp_path: Path) -> None:
     assert (outside / f"{TEMP_PREFIX}x").exists()
 
 
+def test_a_deep_chain_of_folders_ends_no_sweep(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.close()
+    store.put(key_of(1, transfer="dead"), (HEADER, PAGE))
+    age(path_of(store, key_of(1, transfer="dead")), 1e5)
+    chain = tmp_path / "v1" / "chain"
+    chain.mkdir()
+    for _ in range(sys.getrecursionlimit()):  # from below: the whole path would be too long for the system
+        above = tmp_path / "above"
+        above.mkdir()
+        chain.rename(above / "chain")
+        above.rename(chain)
+    try:
+        store.sweeper.sweep()
+    finally:
+        subprocess.run(["rm", "-rf", chain], check=True)  # pytest's own removal is recursive, too
+    assert not path_of(store, key_of(1, transfer="dead")).exists()
+
+
 def test_a_wrong_wall_clock_sweeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path, tail_max_age_s=50.0)
     store.put(key_of(1, transfer="t"), (HEADER, PAGE))
