@@ -111,6 +111,12 @@ def _one(
     own = {option: value for option, value in given.items() if known is None or option in known.takes}
     if twice := own.keys() & options.keys():
         raise SettingsError(f"transfer.options.{min(twice)} has a setting of its own; give it there")
+    max_lease_s = options.get("max_lease_s")
+    if isinstance(max_lease_s, int | float) and max_lease_s < lease_s:
+        raise SettingsError(
+            f"transfer.options: max_lease_s of {name} is {max_lease_s:g};"
+            f" it must not be less than transfer.lease_s (--lease-s), which is {lease_s:g}"
+        )
     if known is None:
         return KVConnectorConfig(class_path=name, options={**options, **own})
     if name == "null" and options:

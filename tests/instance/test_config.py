@@ -86,6 +86,22 @@ def test_no_connector_ends_a_lease_before_the_setting_does(connector: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("connector", "option"),
+    [("shared_storage", "max_lease_s"), ("nixl,shared_storage", "nixl.max_lease_s"), ("acme.kv:Own", "max_lease_s")],
+)
+def test_no_option_ends_a_lease_before_the_setting_does(connector: str, option: str) -> None:
+    def config(max_lease_s: float) -> KVConnectorConfig:
+        transfer = TransferSection(
+            connector=connector, folder=Path("kv"), secret_file=Path("secret"), options={option: max_lease_s}
+        )
+        return engine_config(settings(transfer=transfer)).kv_connector
+
+    assert config(30.0)
+    with pytest.raises(SettingsError, match=r"max_lease_s of .* is 5; it must not be less than transfer\.lease_s"):
+        config(5.0)
+
+
+@pytest.mark.parametrize(
     ("transfer", "message"),
     [
         ({}, "transfer.folder .--kv-folder. is required by the shared_storage connector; give a folder"),
