@@ -241,7 +241,9 @@ class Host:
                     "transfer", "this instance's vLLM has no KV connector", "requests without a transfer"
                 )
             if (constraint := request.params.constraint) is not None:
-                await asyncio.wrap_future(self._grammars.compiled(constraint))  # the worker's cannot answer an error
+                # Compiled here, because the worker's compiler cannot answer an error. Equal constraints share a future:
+                # a request that is cancelled must not cancel it.
+                await asyncio.shield(asyncio.wrap_future(self._grammars.compiled(constraint)))
             await self._generate(running, request)
         except InvalidRequest as error:
             self._fail(request, str(error), "invalid_constraint")
