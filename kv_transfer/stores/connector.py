@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -52,8 +53,10 @@ class StoreConnector(TransferConnector):
         self._options = options
         self._io: PageIO
         self._naming: PageNaming
-        self._submitted: dict[int, float] = {}
-        """Start of each operation that has not ended, by its id; the oldest is first."""
+        self._submitted: dict[int, tuple[float, SaveOp | LoadOp]] = {}
+        """Operations that have not ended, with their starts, by their id; the oldest is first."""
+        self._ended_at = -math.inf
+        """When a thread has last ended an operation."""
         self._queued: dict[int, SaveOp | LoadOp] = {}
         """Operations that no thread has begun, by their id. They belong to the one that takes them out: a thread that
         begins one, or the step loop."""
@@ -90,6 +93,7 @@ class StoreConnector(TransferConnector):
         self._producer.expire(now)
         for _ in range(self._loader.expire(now)):
             self._io.load_breaker.record(ok=False)  # a store that hangs reports nothing itself
+        self._give_up_late_saves(now)
         self._end_cancelled(now)
         for key in self._producer.take_deletes():
             self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
@@ -98,7 +102,9 @@ class StoreConnector(TransferConnector):
     def next_deadline_s(self) -> float | None:
         if self._producer.deletes:
             return 0.0
-        deadlines = [at for at in (self._leases.next_deadline, self._loader.next_deadline) if at is not None]
+        _, saved_by = self._oldest_save()
+        known = (self._leases.next_deadline, self._loader.next_deadline, saved_by)
+        deadlines = [at for at in known if at is not None]
         return max(0.0, min(deadlines) - self._clock()) if deadlines else None
 
     def shutdown(self) -> None:
@@ -115,19 +121,38 @@ class StoreConnector(TransferConnector):
     def _submit(self, op: SaveOp | LoadOp) -> None:
         """Threads that hang in a store do not report it: operations that would only queue behind them fail here."""
         now = self._clock()
-        oldest = next(iter(self._submitted.values()), now)
+        oldest, _ = next(iter(self._submitted.values()), (now, None))
         is_any_open = self._io.save_breaker.is_open or self._io.load_breaker.is_open
         if is_any_open and now - oldest > self._options.breaker_retry_s:
             self._end_op(OpResult(op, STORE_DOWN))
             return
-        self._submitted[id(op)] = now
+        self._submitted[id(op)] = now, op
         self._queued[id(op)] = op
         self._threads.submit(lambda: self._run(op))
 
     def _run(self, op: SaveOp | LoadOp) -> None:
         """On an I/O thread."""
         if self._queued.pop(id(op), None) is not None:
-            self._end_op(self._io.execute(op))
+            result = self._io.execute(op)
+            self._ended_at = self._clock()
+            self._end_op(result)
+
+    def _oldest_save(self) -> tuple[SaveOp | None, float | None]:
+        """Of those that are still wanted, and when it is late: while a slow store ends operations, none is."""
+        for submitted_at, op in self._submitted.values():
+            if isinstance(op, SaveOp) and not op.is_cancelled:
+                return op, max(submitted_at, self._ended_at) + self._options.load_timeout_s
+        return None, None
+
+    def _give_up_late_saves(self, now: float) -> None:
+        """Each counts once per request, as late reads do."""
+        op, saved_by = self._oldest_save()
+        while op is not None and saved_by is not None and saved_by <= now:
+            self._io.save_breaker.record(ok=False)
+            self._producer.give_up(
+                op.owner, f"the store did not take KV within {self._options.load_timeout_s:g} s", now
+            )
+            op, saved_by = self._oldest_save()
 
     def _end_cancelled(self, now: float) -> None:
         """Ends what was cancelled before it began, so that it keeps no blocks while the threads hang in the store."""

@@ -224,7 +224,8 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_tombstones: int = 10_000
     """Maximum number of such releases, and of ended transfers, remembered."""
     load_timeout_s: float = 10.0
-    """How long pages may take once they were announced, seconds; pages that are late are computed."""
+    """How long pages may take once they were announced, seconds; pages that are late are computed. A store that ends
+    nothing for so long while it should save fails these hand-overs."""
     shutdown_timeout_s: float = 10.0
     """How long to wait for I/O in flight at shutdown, seconds."""
 

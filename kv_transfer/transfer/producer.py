@@ -2,7 +2,7 @@
 
     request_progressed ─▶ SaveOp per block ─▶ I/O thread ─▶ op_ended ─▶ TransferEvent(num_ready_blocks), no gaps
     request_finished("hand_over") ─▶ SaveOp of the tail ─▶ all saves ended ─▶ TransferEvent(num_tokens)
-    any other end | a save failed | release | expiry ─▶ TransferEvent(ended); queued saves are dropped
+    any other end | a save failed or is late | release | expiry ─▶ TransferEvent(ended); queued saves are dropped
 
 Blocks of a finished request stay with the connector until the last save that touches them has ended; `take_output` then
 names the request. After that the lease guards only the tail's page, which is deleted when the lease ends. Full pages
@@ -130,6 +130,11 @@ class Producer:
             transfer.saved.add(op.block_index)
             self._announce(transfer, now)
         self._free_if_idle(transfer)
+
+    def give_up(self, transfer: ProducedTransfer, failure: str, now: float) -> None:
+        """Save nothing more of it: the store does not end what it has begun."""
+        self._leases.fail(transfer.transfer_id, failure, now=now)
+        self._apply_ended()
 
     def expire(self, now: float) -> None:
         self._leases.expire(now)
@@ -271,7 +276,7 @@ class PrefixProducer(Producer):
     """Saves full blocks of requests that another connector hands over, for later requests with the same prompt.
 
         request_progressed ─▶ SaveOp per block ─▶ I/O thread ─▶ op_ended
-        a save failed | too many are waiting | the request was aborted ─▶ the rest of the request is not saved
+        a save failed, or is late | too many wait | the request was aborted ─▶ the rest of the request is not saved
 
     No lease, no tail, no event: what is not saved is computed again.
     """
@@ -320,6 +325,10 @@ class PrefixProducer(Producer):
         if failure is not None:
             op.owner.cancelled = True
         self._free_if_idle(op.owner)
+
+    def give_up(self, transfer: ProducedTransfer, failure: str, now: float) -> None:
+        del failure, now
+        transfer.cancelled = True
 
     def cancel_all(self, now: float) -> None:
         del now

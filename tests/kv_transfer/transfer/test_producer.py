@@ -220,6 +220,44 @@ def test_saves_that_wait_behind_a_store_that_hangs_keep_no_blocks_of_an_aborted_
     assert store.num_entered == 1
 
 
+@pytest.mark.parametrize("prefix_only", [False, True])
+def test_saves_into_a_store_that_hangs_end_in_time_and_later_ones_at_once(prefix_only: bool) -> None:
+    store, now = GatedStore(), [1000.0]
+    prefill = Core(store, clock=lambda: now[0], load_timeout_s=10.0, breaker_failures=2, prefix_only=prefix_only)
+
+    def hand_over(name: str) -> bool:
+        """True: the connector keeps the blocks."""
+        request = writer_of(request_id=name, transfer_id=name)
+        prefill.allocate(request)
+        prefill.progress(request, len(PROMPT))
+        kept = prefill.finish(request, "hand_over")
+        prefill.connector.handle(LeaseCommand(name, "attach", 60.0))
+        return kept
+
+    for name in ("begun", "queued", "third"):
+        assert hand_over(name)
+        prefill.wait(lambda: store.num_entered == 2)  # both I/O threads are inside, in saves of the first
+    now[0] += 9.0
+    prefill.step()
+    assert not prefill.freed
+    assert prefill.connector.next_deadline_s() == pytest.approx(1.0)
+    # STEP no save has ended in time
+    now[0] += 1.0
+    prefill.step()
+    assert prefill.freed == ["queued", "third"], "only what the threads are in is kept"
+    ended = [(event.transfer_id, event.reason) for event in prefill.events if event.ended == "failed"]
+    reason = "the store did not take KV within 10 s"
+    assert ended == ([] if prefix_only else [(name, reason) for name in ("begun", "queued", "third")])
+    hand_over("later")
+    prefill.step()
+    assert prefill.freed[-1] == "later"
+    # STEP the store answers
+    store.gate.set()
+    prefill.wait(lambda: prefill.freed[-1] == "begun")
+    hand_over("again")
+    prefill.wait(lambda: len(store.values) >= NUM_FULL)
+
+
 def test_store_that_cannot_be_written_fails_the_transfer_and_not_the_request() -> None:
     store = BrokenStore()
     prefill = Core(store, breaker_failures=2, breaker_retry_s=60.0)
