@@ -63,7 +63,8 @@ def make_plan(
         filters.append(picker.supports_constraint(constraint))
     filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if settings.mode == "auto" and criteria.has_objectives:
-        placed = _by_step_costs([*prefill_views, *decode_views], choice, filters, rng, criteria)
+        may_split = all(_has_next(choice, view) for view in decode_views)
+        placed = _by_step_costs([*prefill_views, *decode_views], choice, filters, rng, criteria, may_split=may_split)
         if placed is not None:
             has_prefill = any(picker.rejection(view, filters) is None for view in prefill_views)
             return placed if has_prefill else _without_prefill(placed)
@@ -98,7 +99,7 @@ def make_plan(
         and not criteria.has_objectives
     ):
         picked = [prefill.instance, decode.instance]
-        may_split = situation.num_uncached > settings.min_tokens
+        may_split = situation.num_uncached > settings.min_tokens and situation.has_next
         placed = _by_step_costs(picked, choice, filters, rng, criteria, may_split=may_split)
         if placed is not None:
             return replace(placed, why=f"{both}; {placed.why}", step_stretch=STEP_STRETCH)
@@ -223,6 +224,7 @@ def _situation(
         num_cached_at_decode=_num_cached(choice, decode, criteria),
         num_ahead_at_decode=decode.num_waiting_tokens,
         num_streams=sum(queue_now(decode)),
+        has_next=_has_next(choice, decode),
         decode_per_s=speed.prefill_per_s or _mean(one.prefill_per_s for one in pool),
         hand_over_per_s=speed.hand_over_per_s or _mean(one.hand_over_per_s for one in pool),
     )
@@ -236,6 +238,11 @@ def _situation(
         prefill_per_s=speed.prefill_per_s or _mean(one.prefill_per_s for one in pool),
         since_prefill_s=speed.since_prefill_s,
     )
+
+
+def _has_next(choice: Choice, view: InstanceView) -> bool:
+    """Whether a token can follow the first there. vLLM rejects a reservation without room for one."""
+    return not view.info.max_model_len or choice.num_tokens + 1 < view.info.max_model_len
 
 
 def _num_cached(choice: Choice, view: InstanceView, criteria: Criteria) -> int:

@@ -205,6 +205,17 @@ def test_engines_are_not_the_reason_where_an_equal_instance_is_unavailable_too()
         assert found.message == "no prefill instance is available"
 
 
+@pytest.mark.parametrize("mode", ["always", "auto"])
+def test_a_context_with_room_for_one_token_only_is_not_split(mode: str) -> None:
+    decode, prefill = view("decode"), [view("prefill")]
+    full, roomy = (replace(decode, info=replace(decode.info, max_model_len=length)) for length in (1051, 1052))
+    for wanted in (choice(1050), choice(1000, emitted=50)):
+        found = planned([full], prefill, wanted, mode=mode)
+        assert found.prefill is None
+        assert found.disaggregation[:2] == (Decision.LOCAL, Reason.CONTEXT)
+        assert planned([roomy], prefill, wanted, mode=mode).prefill is not None
+
+
 def test_incompatible_instances_are_never_paired() -> None:
     odd = view("prefill", identity=replace(IDENTITY, dtype="bfloat16"))
     assert planned([view("decode")], [odd]).prefill is None

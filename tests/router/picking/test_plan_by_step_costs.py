@@ -83,6 +83,15 @@ def test_a_split_by_objectives_names_both_and_the_work() -> None:
     assert found.work == Work(4000, 0, 4000)
 
 
+def test_by_step_costs_a_context_with_room_for_one_token_only_is_not_split() -> None:
+    busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.7 * 4500)
+    decode = measured("decode", num_running=4, throughput=ThroughputEstimate(hand_over_per_s=1e6))
+    prefill = [measured("prefill", throughput=busy)]
+    for length, is_split in ((4001, False), (4002, True)):
+        limited = replace(decode, info=replace(decode.info, max_model_len=length))
+        assert (planned_by_objectives([limited], prefill, choice(4000)).prefill is not None) == is_split
+
+
 def test_overload_and_its_reason() -> None:
     full: dict[str, Any] = {"num_uncomputed_tokens": 90_000, "num_running": 30}
     found = planned_by_objectives([measured("decode", **full)], [measured("prefill", **full)])
