@@ -35,10 +35,17 @@ ROUTER_SERVICE = "tandem.v1.GenerationService"
 MAX_RETRIES = 4
 """gRPC makes at most five attempts: with the backoff below some three seconds, in which the client finds a restarted
 router again (half a second, and its health)."""
-_OPTIONS: Options = (
-    ("grpc.max_receive_message_length", 16 << 20),
+KEEPALIVE: Options = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""A frozen router, whose kernel still acknowledges, is noticed after 15 s. Without the third a ping may take 60 s, and
+without the fourth the pings of a call that receives nothing are minutes apart."""
+_OPTIONS: Options = (
+    *KEEPALIVE,
+    ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.use_local_subchannel_pool", 1),  # two clients must not share a connection: its loss would hit both
     ("grpc.min_reconnect_backoff_ms", 5000),  # each attempt to connect has as long
     ("grpc.initial_reconnect_backoff_ms", 100),  # a router that restarts is found again at once

@@ -10,18 +10,17 @@ import grpc.aio
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tandem.bench.serve.endpoint import Answer, OnTokens, PlannedRequest, RequestFailed, ServedModel
-from tandem.client.channel import open_async_channel
+from tandem.client.channel import KEEPALIVE, open_async_channel
 from tandem.client.completion import CompletionAssembler
 from tandem.client.credentials import PLAINTEXT, Credentials
 from tandem.client.errors import StreamError, TandemError, explain, from_rpc
 
 _SERVED_TIMEOUT_S = 10.0
 _OPTIONS = (
+    *KEEPALIVE,
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.enable_retries", 0),  # a retry would hide a failure
     ("grpc.use_local_subchannel_pool", 1),  # otherwise all channels share one connection
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
 )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -15,7 +17,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tandem import AsyncClient, Client, TandemError
+from tandem.bench.serve import grpc_endpoint
+from tandem.client import channel
 from tandem.client.channel import ROUTER_SERVICE, is_here, router_target
+from tandem.client.errors import ConnectionLost
 
 
 class Router(generation_pb2_grpc.GenerationServiceServicer):
@@ -142,6 +147,49 @@ def test_a_single_router_is_retried_on_request(two: list[Router], retries: int |
     with Client(two[0].address, retries=retries) as client, pytest.raises(TandemError, match="draining"):
         client.generate("go")
     assert two[0].num_requests == num_requests
+
+
+_SETTINGS, _PING, _ACK = 4, 6, 1
+
+
+@contextmanager
+def frozen_server(num_pings: int) -> Iterator[str]:
+    """HTTP/2 that takes requests, answers `num_pings` pings, and nothing from then on; the kernel acknowledges."""
+
+    def serve() -> None:
+        with listening, listening.accept()[0] as connection, connection.makefile("rb") as frames:
+            connection.sendall(bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0]))
+            frames.read(len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+            num_left = num_pings
+            while len(header := frames.read(9)) == 9:
+                kind, flags, body = header[3], header[4], frames.read(int.from_bytes(header[:3]))
+                if flags & _ACK or kind not in (_SETTINGS, _PING) or not num_left:
+                    continue
+                num_left -= kind == _PING
+                body = body if kind == _PING else b""
+                connection.sendall(bytes([0, 0, len(body), kind, _ACK, 0, 0, 0, 0]) + body)
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"127.0.0.1:{listening.getsockname()[1]}"
+    thread.join()
+
+
+@pytest.mark.parametrize("num_pings", [1, 5])
+def test_a_router_that_freezes_is_noticed(monkeypatch: pytest.MonkeyPatch, num_pings: int) -> None:
+    soon = {name: 300 for name, value in channel.KEEPALIVE if value}
+    monkeypatch.setattr(channel, "_OPTIONS", [(name, soon.get(name, value)) for name, value in channel._OPTIONS])
+    with (
+        frozen_server(num_pings) as address,
+        Client(address, timeout_s=30.0, max_resumptions=0) as client,
+        pytest.raises(ConnectionLost, match="ping timeout"),
+    ):
+        client.generate("go")
+
+
+def test_the_bench_notices_it_as_well() -> None:
+    assert set(channel.KEEPALIVE) <= set(grpc_endpoint._OPTIONS)
 
 
 def test_targets() -> None:
