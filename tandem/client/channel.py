@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
+from protos.tandem.v1 import generation_pb2_grpc
 from tandem.client.credentials import Credentials
+from tandem.client.errors import TandemError
 from tandem.client.registry import running_address
 
 if TYPE_CHECKING:
@@ -180,11 +182,18 @@ def _tls_files(credentials: Credentials) -> TlsFiles | None:
     return TlsFiles(credentials.ca_file, credentials.cert_file, credentials.key_file)
 
 
+def client_closed() -> TandemError:
+    """Of a call that the client's `close` ended, or that comes later."""
+    return TandemError("CANCELLED", "the client has been closed")
+
+
 @dataclass(slots=True, eq=False)
-class _Connection:
+class Connection:
     """A channel with one state of the TLS files, and its number of calls."""
 
     channel: grpc.Channel
+    stub: Any
+    """Made with the channel, since gRPC crashes where one is made on a closed channel. Typed for asyncio's alone."""
     material: TlsMaterial | None
     num_calls: int = 0
 
@@ -197,19 +206,27 @@ class ClientChannel:
         self._dial = partial(open_blocking_channel, target, options, credentials)
         self._files = _tls_files(credentials)
         self._lock = threading.Lock()
+        self.closed = threading.Event()
         self._current = self._connect()
 
     @contextmanager
-    def channel(self) -> Iterator[grpc.Channel]:
-        """The channel for one call, which ends within the `with`."""
+    def connection(self) -> Iterator[Connection]:
+        """The connection for one call, which ends within the `with`. Raises `client_closed`, also for a call that gRPC
+        rejects with ValueError since `close` came before its beginning."""
         with self._lock:
+            if self.closed.is_set():
+                raise client_closed()
             if self._files is not None and self._files.current() is not self._current.material:
                 retired, self._current = self._current, self._connect()
                 self._close_if_idle(retired)
             connection = self._current
             connection.num_calls += 1
         try:
-            yield connection.channel
+            yield connection
+        except ValueError:
+            if self.closed.is_set():
+                raise client_closed() from None
+            raise
         finally:
             with self._lock:
                 connection.num_calls -= 1
@@ -217,12 +234,16 @@ class ClientChannel:
 
     def close(self) -> None:
         """Cancels the calls of the current connection; those on an older one run to their end."""
-        self._current.channel.close()
+        with self._lock:
+            self.closed.set()
+            connection = self._current
+        connection.channel.close()
 
-    def _connect(self) -> _Connection:
+    def _connect(self) -> Connection:
         material = None if self._files is None else self._files.current()
-        return _Connection(self._dial(material), material)
+        channel = self._dial(material)
+        return Connection(channel, generation_pb2_grpc.GenerationServiceStub(channel), material)  # type: ignore[arg-type]
 
-    def _close_if_idle(self, connection: _Connection) -> None:
+    def _close_if_idle(self, connection: Connection) -> None:
         if connection is not self._current and connection.num_calls == 0:
             connection.channel.close()

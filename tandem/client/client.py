@@ -14,7 +14,6 @@ Leaving a stream early (break, an exception, a cancelled task) cancels the call;
 from __future__ import annotations
 
 import asyncio
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ import grpc
 import grpc.aio
 
 from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
-from tandem.client.channel import ClientChannel, Target, open_async_channel, router_target
+from tandem.client.channel import ClientChannel, Target, client_closed, open_async_channel, router_target
 from tandem.client.completion import Completion, CompletionAssembler, Piece, Route
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, explain, from_rpc
@@ -33,11 +32,6 @@ from tandem.client.request import Prompt, RequestOptions, generate_request, show
 from tandem.client.resumption import DEFAULT_MAX_RESUMPTIONS, Resumption
 
 DEFAULT_TIMEOUT_S = 600.0
-
-
-def _client_closed() -> TandemError:
-    """Of a call that it ended, or that comes later."""
-    return TandemError("CANCELLED", "the client has been closed")
 
 
 def _ignore(connectivity: grpc.ChannelConnectivity) -> None:
@@ -87,7 +81,6 @@ class Client(_BaseClient):
 
     def _open(self, target: Target) -> None:
         self._channel = ClientChannel(target.target, target.options, self._credentials)
-        self._closed = threading.Event()
 
     @shows_options
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
@@ -118,7 +111,6 @@ class Client(_BaseClient):
 
     def close(self) -> None:
         """Cancels every call of this client."""
-        self._closed.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -128,10 +120,10 @@ class Client(_BaseClient):
         self.close()
 
     def _call(self, method: str, request: Any) -> Any:
-        self._check_open()
-        with self._stub() as stub:
+        with self._channel.connection() as connection:
+            call = getattr(connection.stub, method)
             try:
-                return getattr(stub, method)(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
+                return call(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
             except grpc.RpcError as error:
                 raise explain(error, self.address, self._credentials) from error
 
@@ -148,42 +140,29 @@ class Client(_BaseClient):
                 if (delay_s := calls.delay_s(failed)) is None:
                     raise explain(error, self.address, self._credentials) from error
             if self._waits_until_closed(delay_s):
-                raise _client_closed()
+                raise client_closed()
         return assembler.finish()
 
     def _waits_until_closed(self, delay_s: float) -> bool:
         """Whether the client was closed within `delay_s`. The channel is watched meanwhile: where nothing does and no
         call runs, gRPC attends to its connections every five seconds, and finds a router that late."""
-        if self._closed.is_set():
-            return True
-        with self._channel.channel() as channel:
-            channel.subscribe(_ignore)
+        with self._channel.connection() as connection:
+            connection.channel.subscribe(_ignore)
             try:
-                return self._closed.wait(delay_s)
+                return self._channel.closed.wait(delay_s)
             finally:
-                channel.unsubscribe(_ignore)
-
-    def _check_open(self) -> None:
-        if self._closed.is_set():
-            raise _client_closed()
+                connection.channel.unsubscribe(_ignore)
 
     def _pieces_of_call(self, assembler: CompletionAssembler, calls: Resumption) -> Iterator[Piece]:
-        self._check_open()
-        with self._stub() as stub:
-            call = stub.Generate(calls.request, timeout=calls.remaining_s, metadata=self._credentials.metadata())
+        with self._channel.connection() as connection:
+            metadata = self._credentials.metadata()
+            call = connection.stub.Generate(calls.request, timeout=calls.remaining_s, metadata=metadata)
             try:
                 for response in call:
                     yield assembler.add(response)
                 assembler.route = Route.from_trailers(call.trailing_metadata() or ())
             finally:
                 call.cancel()
-
-    @contextmanager
-    def _stub(self) -> Iterator[Any]:
-        """For one call."""
-        with self._channel.channel() as channel:
-            # The stubs are typed for the asyncio channel alone.
-            yield generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[arg-type]
 
 
 class AsyncClient(_BaseClient):
@@ -247,7 +226,7 @@ class AsyncClient(_BaseClient):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise _client_closed()
+            raise client_closed()
 
     async def _call(self, method: Any, request: Any) -> Any:
         with self._ended_by_close():

@@ -352,6 +352,35 @@ def test_closing_a_client_while_a_call_begins_is_no_cancellation(router: Scripte
     asyncio.run(on_loop())
 
 
+_CLOSED_BEHIND_THE_CHECK = """
+import sys
+from contextlib import contextmanager
+from tandem import Client, TandemError
+client = Client(sys.argv[1])
+connection = client._channel.connection
+@contextmanager
+def closed_behind_it():
+    with connection() as checked:
+        client.close()
+        yield checked
+client._channel.connection = closed_behind_it
+try:
+    eval(sys.argv[2])
+except TandemError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("call", ["client.generate('go')", "client.model_info()"])
+def test_closing_a_blocking_client_while_another_thread_begins_a_call_cancels_it(
+    router: ScriptedRouter, call: str
+) -> None:
+    """The client is a process of its own, since gRPC may crash."""
+    command = [sys.executable, "-c", _CLOSED_BEHIND_THE_CHECK, router.address, call]
+    calling = subprocess.run(command, capture_output=True, text=True)
+    assert (calling.stdout, calling.returncode) == ("CANCELLED: the client has been closed\n", 0), calling.stderr
+
+
 def test_a_call_of_a_closed_client_says_so(router: ScriptedRouter) -> None:
     client = Client(router.address)
     client.close()
