@@ -76,16 +76,21 @@ def temporary_folder() -> Path:
 
 
 def state_dir() -> Path:
-    """$XDG_RUNTIME_DIR/tandem, or ~/.tandem without one; created with mode 0700."""
+    """$XDG_RUNTIME_DIR/tandem, or ~/.tandem without one. Raises RuntimeError for a user without a home."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(runtime) / "tandem" if runtime and os.access(runtime, os.W_OK) else Path.home() / ".tandem"
+    return Path(runtime) / "tandem" if runtime and os.access(runtime, os.W_OK) else Path.home() / ".tandem"
+
+
+def made_state_dir() -> Path:
+    """`state_dir`, created with mode 0700. Raises OSError too."""
+    path = state_dir()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 
 
 def announce(stack: RunningStack) -> Path:
     """Writes the state file of `stack` atomically, with mode 0600; returns its path."""
-    path = state_dir() / f"stack-{stack.pid}-{Path(stack.folder).name[-8:]}.json"
+    path = made_state_dir() / f"stack-{stack.pid}-{Path(stack.folder).name[-8:]}.json"
     unfinished = path.with_suffix(".tmp")
     unfinished.touch(mode=0o600)
     unfinished.write_text(json.dumps(asdict(stack)))
@@ -192,7 +197,12 @@ def _age_s(folder: Path) -> float:
 
 
 def _announced() -> Iterator[tuple[Path, RunningStack]]:
-    for path in state_dir().glob("stack-*.json"):
+    """Of none where this user has no home, or none that can be read, as in a pod of an application."""
+    try:
+        paths = [*state_dir().glob("stack-*.json")]
+    except (OSError, RuntimeError):
+        return
+    for path in paths:
         try:
             yield path, RunningStack(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.checkpoint import check_checkpoint, display_name, resolve
-from tandem.client.registry import state_dir
+from tandem.client.registry import made_state_dir
 from tandem.commands.options import Choice, FloatRange, IntRange
 from tandem.connectors import ConnectorChoice
 from tandem.local_stack.addresses import check_addresses
@@ -211,7 +211,7 @@ def command(
             connector=connector,
             disaggregation=disaggregation,
             kv_cache_bytes=None if kv_memory is None else int(kv_memory * _GIB),
-            port_seed=zlib.crc32(bytes(state_dir())),
+            port_seed=zlib.crc32(bytes(made_state_dir())),
             **sizes,  # type: ignore[arg-type]  # the options above carry the names and kinds of the fields
         )
         settings = autoscaled(settings, parse_bounds(autoscale))

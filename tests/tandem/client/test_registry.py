@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tandem import Client
 from tandem.client import registry
-from tandem.client.credentials import API_KEY_FILE
+from tandem.client.credentials import API_KEY_FILE, PLAINTEXT
 from tandem.client.errors import NotRunning
 from tandem.client.registry import RunningStack, StackFolder
 
@@ -143,8 +144,20 @@ def test_a_link_in_the_temporary_folder_is_not_followed(short_folder: Path) -> N
 
 
 def test_a_broken_state_file_is_no_running_stack() -> None:
+    registry.state_dir().mkdir()
     (registry.state_dir() / "stack-1-x.json").write_text("{")
     assert registry.running_stacks() == []
+
+
+@pytest.mark.parametrize("home", ["absent", "file/home", None])
+def test_a_client_needs_no_home(home: str | None, short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (short_folder / "file").touch()
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path if home is None else str(short_folder / home))
+    assert registry.running_stacks() == []
+    assert registry.credentials_for("127.0.0.1:1") == PLAINTEXT
+    Client("127.0.0.1:1").close()
+    assert list(short_folder.iterdir()) == [short_folder / "file"]
 
 
 def test_a_temporary_directory_too_deep_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
