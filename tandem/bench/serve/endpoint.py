@@ -123,6 +123,12 @@ class RequestFailed(Exception):
         super().__init__(f"{status}: {message}")
 
 
+def check_finished(reason: str, num_tokens: int) -> None:
+    """Raises RequestFailed for an answer that the server itself has cut short."""
+    if reason in ("abort", "error"):
+        raise RequestFailed(reason.upper(), f"the answer ended with {reason} after {num_tokens} tokens")
+
+
 class Endpoint(Protocol):
     """Answers requests. Used on one event loop, by any number of tasks at a time."""
 

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tandem.bench.serve.endpoint import Answer, OnTokens, PlannedRequest, RequestFailed, ServedModel
+from tandem.bench.serve.endpoint import Answer, OnTokens, PlannedRequest, RequestFailed, ServedModel, check_finished
 from tandem.client.channel import KEEPALIVE, open_async_channel
 from tandem.client.completion import CompletionAssembler
 from tandem.client.credentials import PLAINTEXT, Credentials
@@ -80,10 +80,7 @@ class GrpcEndpoint:
         finally:
             call.cancel()
         reason = completion.finish_reason
-        if reason in ("abort", "error"):
-            raise RequestFailed(
-                reason.upper(), f"the answer ended with {reason} after {len(completion.token_ids)} tokens"
-            )
+        check_finished(reason, len(completion.token_ids))
         usage = completion.usage
         return Answer(reason, num_cached_tokens=usage.cached_tokens, num_stored_tokens=usage.stored_tokens)
 

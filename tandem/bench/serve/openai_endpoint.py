@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tandem.bench.serve.endpoint import Answer, OnTokens, PlannedRequest, RequestFailed, ServedModel
+from tandem.bench.serve.endpoint import Answer, OnTokens, PlannedRequest, RequestFailed, ServedModel, check_finished
 
 MAX_EVENT_BYTES = 16 << 20
 
@@ -244,6 +244,7 @@ class _Stream:
         if not self._reason:
             text = f"the stream ended after {self._num_counted} tokens without a finish_reason"
             raise RequestFailed("CONNECTION LOST", text)
+        check_finished(self._reason, self._num_counted)
         if self._usage is None:
             return Answer(self._reason)
         num_reported, details = self._usage.completion_tokens, self._usage.prompt_tokens_details

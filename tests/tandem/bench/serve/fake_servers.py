@@ -42,6 +42,8 @@ class Behaviour:
     """Nothing more comes in place of the message with this token."""
     skip_at: int | None = None
     """This token is left out."""
+    reason: str = "length"
+    """Of the last message."""
     usage: str = "each"
     """Of the SSE server: in each event, or at the end or none, and then to ask for it in each event is an error."""
     cached: int | None = None
@@ -127,7 +129,7 @@ class FakeTandem(_Server, generation_pb2_grpc.GenerationServiceServicer):
                     continue
                 chunk = common_pb2.TokenChunk(token_index=begin, token_ids=range(begin, begin + count))
                 if begin + count == num_tokens:
-                    chunk.finish.reason = common_pb2.FINISH_REASON_LENGTH
+                    chunk.finish.reason = common_pb2.FinishReason.Value(f"FINISH_REASON_{behaviour.reason.upper()}")
                     if behaviour.cached is not None:
                         chunk.finish.usage.cached_tokens, chunk.finish.usage.stored_tokens = behaviour.cached, 1
                 yield generation_pb2.GenerateResponse(tokens=chunk)
@@ -202,7 +204,9 @@ class FakeOpenAI(_Server):
             # U+2028 ends a line for Python's splitlines, and must not for an event.
             text = "" if begin == behaviour.blank_at else "\u2028" * count
             is_last = begin + count == num_tokens
-            event: dict[str, Any] = {"choices": [{"text": text, "finish_reason": "length" if is_last else None}]}
+            event: dict[str, Any] = {
+                "choices": [{"text": text, "finish_reason": behaviour.reason if is_last else None}]
+            }
             if behaviour.usage == "each":
                 event["usage"] = _usage(body, begin + count, None)
             _event(writer, event)

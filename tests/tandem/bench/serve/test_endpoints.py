@@ -114,6 +114,15 @@ async def test_a_stream_that_ends_without_a_reason_is_a_failure(kind: str) -> No
     assert num_tokens == 4
 
 
+@BOTH
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_an_answer_that_is_cut_short_is_a_failure(kind: str, reason: str) -> None:
+    failed, num_tokens = await failure(kind, Behaviour(reason=reason))
+    assert failed.status == reason.upper()
+    assert failed.message == f"the answer ended with {reason} after 6 tokens"
+    assert num_tokens == 6
+
+
 async def test_a_token_that_is_missing_is_noticed() -> None:
     failed, num_tokens = await failure("grpc", Behaviour(skip_at=3))
     assert failed.status == "DATA_LOSS"
