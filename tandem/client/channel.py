@@ -208,6 +208,8 @@ class ClientChannel:
         self._lock = threading.Lock()
         self.closed = threading.Event()
         self._current = self._connect()
+        self._retired: set[Connection] = set()
+        """Older ones that have calls."""
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -218,6 +220,7 @@ class ClientChannel:
                 raise client_closed()
             if self._files is not None and self._files.current() is not self._current.material:
                 retired, self._current = self._current, self._connect()
+                self._retired.add(retired)
                 self._close_if_idle(retired)
             connection = self._current
             connection.num_calls += 1
@@ -233,11 +236,12 @@ class ClientChannel:
                 self._close_if_idle(connection)
 
     def close(self) -> None:
-        """Cancels the calls of the current connection; those on an older one run to their end."""
+        """Cancels every call, those on older connections too."""
         with self._lock:
             self.closed.set()
-            connection = self._current
-        connection.channel.close()
+            connections = [self._current, *self._retired]
+        for connection in connections:
+            connection.channel.close()
 
     def _connect(self) -> Connection:
         material = None if self._files is None else self._files.current()
@@ -245,5 +249,6 @@ class ClientChannel:
         return Connection(channel, generation_pb2_grpc.GenerationServiceStub(channel), material)  # type: ignore[arg-type]
 
     def _close_if_idle(self, connection: Connection) -> None:
-        if connection is not self._current and connection.num_calls == 0:
+        if connection in self._retired and connection.num_calls == 0:
+            self._retired.remove(connection)
             connection.channel.close()

@@ -164,6 +164,26 @@ def test_new_files_apply_to_the_next_call_and_a_stream_continues(server_files: F
         assert before != after == later, "the next call after the change has to have a connection of its own"
 
 
+def test_close_cancels_a_stream_that_began_with_the_certificate_before(
+    server_files: Files, client_files: Files, authority: StackCa
+) -> None:
+    with (
+        serving(server_files, require_client_cert=True) as running,
+        Client(running.address, credentials=client_files.credentials()) as client,
+    ):
+        running.echo.may_end.clear()
+        stream = client.stream([1], timeout_s=HANG_S)
+        assert next(stream).text == "a"
+        client_files.replace(authority.issue("client", ("127.0.0.1",)))
+        client.model_info()
+        before, after = running.echo.peers
+        assert before != after, "the call after the change has to have a connection of its own"
+        client.close()
+        with pytest.raises(TandemError) as raised:
+            next(stream)
+        assert raised.value.status == "CANCELLED"
+
+
 @pytest.fixture
 def problems(tmp_path: Path, server_files: Files, client_files: Files, authority: StackCa) -> dict[str, Any]:
     stranger = files_of(tmp_path, "stranger", StackCa("another"), authority)
