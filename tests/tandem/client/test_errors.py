@@ -99,6 +99,11 @@ async def _answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
             "Socket closed",
             "the connection to the router at a:1 broke (Socket closed): send the request again",
         ),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "Cancelling all calls",
+            "the connection to the router at a:1 broke (Cancelling all calls): send the request again",
+        ),
     ],
 )
 def test_an_error_says_what_to_do(code: grpc.StatusCode, details: str, explained: str) -> None:

@@ -136,7 +136,15 @@ def generate(request: pytest.FixtureRequest, router: ScriptedRouter) -> Generate
 
 
 @pytest.mark.parametrize(
-    "lost", [LOST, "recvmsg:Connection reset by peer", "GOAWAY received", CutOff("ended", 0.25), Reset()]
+    "lost",
+    [
+        LOST,
+        "recvmsg:Connection reset by peer",
+        "GOAWAY received",
+        "Cancelling all calls",
+        CutOff("ended", 0.25),
+        Reset(),
+    ],
 )
 def test_what_has_arrived_is_sent_again_and_the_rest_comes(
     router: ScriptedRouter, generate: Generate, lost: str | ServiceError
@@ -194,10 +202,10 @@ def test_each_choice_goes_on_where_it_was(router: ScriptedRouter, generate: Gene
 
 
 def test_a_request_that_has_not_begun_is_sent_again_as_it_was(router: ScriptedRouter, generate: Generate) -> None:
-    router.calls = [(0, LOST), (0, CutOff("ended", 0.01)), (NUM, None)]
+    router.calls = [(0, LOST), (0, CutOff("ended", 0.01)), (0, "Cancelling all calls"), (NUM, None)]
     assert generate().token_ids == tuple(range(NUM))
     first, *again = router.requests
-    assert again == [first, first]
+    assert again == [first] * 3
 
 
 def test_while_no_router_can_go_on_it_asks_again(router: ScriptedRouter, generate: Generate) -> None:
