@@ -66,7 +66,7 @@ class Resumption:
         """Seconds until the next call, after one that failed; None: the error is the caller's."""
         now_s = time.monotonic()
         is_new = self._until_s is None or self._assembler.num_pieces > self._num_pieces
-        if not (self._resumes(error, now_s) if is_new else self._asks_again(error)):
+        if not (self._resumes(error, now_s) if is_new else self._asks_again(error, now_s)):
             return None
         assert self._until_s is not None, "a break that is resumed has an end of its wait"
         delay_s = max(self._delay_s, min(error.retry_after_s or 0.0, _MAX_DELAY_S))
@@ -84,13 +84,17 @@ class Resumption:
         self._num_pieces, self._until_s, self._delay_s = num_pieces, now_s + RESUME_WAIT_S, _FIRST_DELAY_S
         return True
 
-    def _asks_again(self, error: TandemError) -> bool:
-        """Whether a router may go on with it a little later. One that has died meanwhile, maybe of it, is counted."""
+    def _asks_again(self, error: TandemError, now_s: float) -> bool:
+        """Whether a router may go on with it a little later. One that has died meanwhile, maybe of it, is counted: it
+        had the request, maybe for long, so this is a break of its own."""
         has_died = isinstance(error, ConnectionLost)
         if not (error.status in _TEMPORARY or _is_lost(error)) or (has_died and not self._num_left):
             return False
-        self._num_left -= has_died
-        self._delay_s = min(2 * self._delay_s, _MAX_DELAY_S)
+        if has_died:
+            self._num_left -= 1
+            self._until_s, self._delay_s = now_s + RESUME_WAIT_S, _FIRST_DELAY_S
+        else:
+            self._delay_s = min(2 * self._delay_s, _MAX_DELAY_S)
         return True
 
 

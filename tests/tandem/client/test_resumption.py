@@ -298,6 +298,24 @@ def test_routers_that_die_of_it_are_counted_without_a_token_too(
     assert len(router.requests) == 4
 
 
+@pytest.mark.parametrize("num_messages", [0, 2])
+def test_a_router_that_ends_long_after_it_was_asked_is_a_break_of_its_own(
+    router: ScriptedRouter, generate: Generate, num_messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+
+    class Long(list[generation_pb2.GenerateRequest]):
+        def append(self, request: generation_pb2.GenerateRequest) -> None:
+            nonlocal now_s
+            now_s += 2 * resumption.RESUME_WAIT_S
+            super().append(request)
+
+    monkeypatch.setattr(resumption, "time", SimpleNamespace(monotonic=lambda: now_s))
+    router.requests = Long()
+    router.calls = [(num_messages, LOST), (0, LOST), (0, CutOff("ended", 0.01)), (NUM, None)]
+    assert generate().token_ids == tuple(range(NUM))
+
+
 def test_the_time_limit_begins_with_the_iteration(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(resumption, "time", SimpleNamespace(monotonic=lambda: now_s))
