@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from engine import LLM, SamplingParams
 from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokensEvent
@@ -44,7 +43,7 @@ class Iteration:
     prefill_s: float = 0.0
     """Until the first token of the last request."""
     token_s: list[float] = field(default_factory=list)
-    """Of each later step while all requests run: one token of each."""
+    """Of each later step that gave every request a token; where the memory does not hold all, others do not."""
     total_s: float = 0.0
     """Until the last token."""
 
@@ -165,7 +164,6 @@ def _run_batch(llm: LLM, batch: Batch, prompts: Iterable[list[int]]) -> Iteratio
     missing, running = set(ids), set(ids)
     iteration = Iteration()
     started_s = time.perf_counter()
-    full_s: list[float] = []
     try:
         while running:
             events = [event for event in llm.core.step() if isinstance(event, TokensEvent)]
@@ -175,16 +173,17 @@ def _run_batch(llm: LLM, batch: Batch, prompts: Iterable[list[int]]) -> Iteratio
                     raise CannotMeasure(
                         f"a request failed: {event.error}; give fewer or shorter requests, or more --kv-memory"
                     )
-            missing -= {event.request_id for event in events}
+            served = {event.request_id for event in events}
+            if not missing and len(served) == batch.size:
+                iteration.token_s.append(now_s - iteration.total_s)
+            missing -= served
             if not missing:
                 iteration.prefill_s = iteration.prefill_s or now_s
-                full_s += [now_s] * (len(running) == batch.size)
             running -= {event.request_id for event in events if event.finish_reason is not None}
             iteration.total_s = now_s
     finally:
         llm.core.handle(AbortRequests(ids))
         llm.core.step()
-    iteration.token_s = [later - earlier for earlier, later in pairwise(full_s)]
     return iteration
 
 

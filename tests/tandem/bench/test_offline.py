@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import LLM
+from engine.core.messages import Event, TokensEvent
 from tandem.bench.offline import Batch, CannotMeasure, measure_latency, measure_throughput, spread_lengths
 from tandem.cli import main
 from tandem.demo import MODEL_DIR
@@ -52,6 +53,21 @@ def test_steps_count_from_the_last_first_token_to_the_first_end(llm: LLM) -> Non
     alone = measure_latency(llm, Batch(1, 16, 1), num_iterations=1, num_warm_up=0)
     assert alone.token.count == 0
     assert alone.output_tokens_per_s == 0
+
+
+def test_a_step_that_did_not_serve_all_is_not_one_of_all(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, num_served = llm.core.step, []
+
+    def watched_step() -> list[Event]:
+        events = step()
+        num_served.append(len({event.request_id for event in events if isinstance(event, TokensEvent)}))
+        return events
+
+    monkeypatch.setattr(llm.core, "step", watched_step)
+    before = llm.core.load.num_preemptions
+    result = measure_latency(llm, Batch(8, 16, 300), num_iterations=1, num_warm_up=0)  # of 160 blocks there are 128
+    assert llm.core.load.num_preemptions > before
+    assert 0 < result.token.count <= num_served.count(8)
 
 
 def test_figures_are_as_long_as_the_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
