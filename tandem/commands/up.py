@@ -310,16 +310,18 @@ def _rounded_down(gib: float) -> str:
 
 
 class StopSignals:
-    """Ctrl-C and similar signals: the first one during the start raises StartCancelled, later ones set `stop`."""
+    """Ctrl-C and similar signals: the first one during the start of `stack` raises StartCancelled; later ones, and
+    those during the cleanup of a start that failed, set `stop`."""
 
-    def __init__(self) -> None:
+    def __init__(self, stack: LocalStack) -> None:
+        self._stack = stack
         self.stop = threading.Event()
         self.raises = True
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         # In a thread: the interrupted one may hold the event's lock, which is not reentrant.
         threading.Thread(target=self.stop.set).start()
-        if self.raises:
+        if self.raises and not self._stack.is_stopping:
             self.raises = False  # a second signal must not interrupt the cleanup
             raise StartCancelled
 
@@ -338,9 +340,9 @@ def _show_unraisable(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
-    signals = StopSignals()
-    signals.install()
     stack = LocalStack(settings)
+    signals = StopSignals(stack)
+    signals.install()
     started_s = time.monotonic()
     try:
         click.echo(

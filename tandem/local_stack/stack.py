@@ -78,6 +78,8 @@ class LocalStack:
         self._supervisor: Supervisor | None = None
         self._announced: RunningStack | None = None
         self._stop_starting: threading.Event | None = None
+        self.is_stopping = False
+        """Or it has stopped: nothing may interrupt that."""
 
     @property
     def folder(self) -> Path:
@@ -122,7 +124,7 @@ class LocalStack:
 
         Raises StackFailed, or StartCancelled once `stop` is set, and leaves nothing behind.
         """
-        self._stop_starting = stop
+        self._stop_starting, self.is_stopping = stop, False
         registry.sweep()
         folder = StackFolder()
         self._cleanup.callback(folder.remove)
@@ -254,6 +256,7 @@ class LocalStack:
 
     def stop(self) -> None:
         """Ends every process and removes the folder and the state file. Idempotent."""
+        self.is_stopping = True
         self._announced = self._folder = None
         self._cleanup.close()
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -21,10 +22,13 @@ from tandem.client.credentials import PLAINTEXT, Credentials
 from tandem.commands import up
 from tandem.demo import MODEL_DIR
 from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.stack import LocalStack
+from tandem.local_stack.supervisor import StackFailed
 from tests.fakes.model_folder import write_model_folder
 from tests.router.rig import running
 
 TOKEN = "a" * 32
+SETTINGS = StackSettings(model=MODEL_DIR, model_name="demo")
 
 
 @pytest.fixture
@@ -207,7 +211,7 @@ async def test_a_try_out_that_fails_says_why_and_ends_nothing(
 
 
 def test_a_signal_inside_of_the_events_lock_does_not_block() -> None:
-    signals = up.StopSignals()
+    signals = up.StopSignals(LocalStack(SETTINGS))
     signals.raises = False
     with signals.stop._cond:  # type: ignore[attr-defined]  # where the main thread is while it waits
         signals(signal.SIGINT, None)
@@ -229,11 +233,26 @@ def test_a_signal_inside_of_a_librarys_callback_cancels_without_a_traceback(
 
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)  # restored afterwards
-    signals = up.StopSignals()
+    signals = up.StopSignals(LocalStack(SETTINGS))
     signals.install()
     assert "ZeroDivisionError" in end(lambda reference: 1 // 0)
     assert end(lambda reference: signals(signal.SIGINT, None)) == ""
     assert signals.stop.wait(20)
+
+
+def test_a_signal_while_a_failed_start_is_cleaned_up_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: dict[int, Callable[[int, None], None]] = {}
+
+    class Failing(LocalStack):
+        def _prepare_folder(self) -> None:
+            self._cleanup.callback(handlers[signal.SIGINT], signal.SIGINT, None)
+            raise StackFailed("decode-0 exited")
+
+    monkeypatch.setattr("signal.signal", handlers.__setitem__)
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)  # restored afterwards
+    monkeypatch.setattr(up, "LocalStack", Failing)
+    with pytest.raises(click.ClickException, match="decode-0 exited"):
+        up._run_stack(SETTINGS, "demo", False)
 
 
 def test_the_commands_to_try_are_those_that_the_shell_finds(monkeypatch: pytest.MonkeyPatch) -> None:
