@@ -14,6 +14,7 @@ Leaving a stream early (break, an exception, a cancelled task) cancels the call;
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,15 @@ from tandem.client.request import Prompt, RequestOptions, generate_request, show
 from tandem.client.resumption import DEFAULT_MAX_RESUMPTIONS, Resumption
 
 DEFAULT_TIMEOUT_S = 600.0
+_MAX_TIMEOUT_S = 1e8
+"""Three years. An infinite one overflows in gRPC, whose calls then end at once."""
+
+
+def _supported(timeout_s: float) -> float:
+    """Raises ValueError."""
+    if math.isnan(timeout_s):
+        raise ValueError(f"timeout_s: is {timeout_s}; give seconds, or math.inf for no limit")
+    return min(timeout_s, _MAX_TIMEOUT_S)
 
 
 def _ignore(connectivity: grpc.ChannelConnectivity) -> None:
@@ -52,7 +62,7 @@ class _BaseClient(ABC):
             raise ValueError(f"max_resumptions: is {max_resumptions}; it must be at least 0")
         target = router_target(address, retries)
         self.address = target.address
-        self._timeout_s = timeout_s
+        self._timeout_s = _supported(timeout_s)
         self._max_resumptions = max_resumptions
         self._credentials = credentials_for(self.address) if credentials is None else credentials
         self._open(target)
@@ -63,7 +73,7 @@ class _BaseClient(ABC):
     def _prepare(self, prompt: Prompt, options: RequestOptions) -> tuple[CompletionAssembler, Resumption]:
         """Of one request: what assembles its answer, and its calls."""
         timeout_s = options.get("timeout_s")
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else _supported(timeout_s)
         request, assembler = generate_request(prompt, options), CompletionAssembler(options.get("n") or 1)
         return assembler, Resumption(request, assembler, timeout_s, self._max_resumptions)
 

@@ -80,7 +80,7 @@ class RequestOptions(Sampling, total=False):
     template_variables: Mapping[str, object]
     """The chat template's own switches, such as enable_thinking."""
     timeout_s: float
-    """Limit on the whole time of this request; absent: the client's."""
+    """Limit on the whole time of this request, math.inf for none; absent: the client's."""
 
 
 def shows_options(method: F) -> F:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -189,6 +190,22 @@ def test_a_deadline_ends_the_call(router: tuple[ScriptedRouter, str]) -> None:
     with Client(router[1]) as client, pytest.raises(TandemError) as caught:
         client.generate("endless", timeout_s=0.2)
     assert caught.value.status == "DEADLINE_EXCEEDED"
+
+
+def test_a_call_without_a_limit_is_answered(router: tuple[ScriptedRouter, str]) -> None:
+    async def ask() -> str:
+        async with AsyncClient(router[1], timeout_s=1e20) as client:
+            return (await client.generate("go", timeout_s=math.inf)).text
+
+    with Client(router[1], timeout_s=math.inf) as client:
+        assert client.generate("go").text == client.generate("go", timeout_s=1e20).text == "Once upon a time"
+        with pytest.raises(TandemError, match="UNIMPLEMENTED"):
+            client.model_info()
+        with pytest.raises(ValueError, match="timeout_s: is nan"):
+            client.generate("go", timeout_s=math.nan)
+    assert asyncio.run(ask()) == "Once upon a time"
+    with pytest.raises(ValueError, match="timeout_s: is nan"):
+        Client(router[1], timeout_s=math.nan)
 
 
 def test_a_router_that_is_not_there_is_named() -> None:
