@@ -128,7 +128,7 @@ def _grammar_of_choice(texts: Any) -> str:
 
 def _escaped(text: str) -> str:
     """`text` inside the quotes of an EBNF string."""
-    return re.sub(r'["\\\x00-\x1f\x7f]', lambda match: f"\\x{ord(match[0]):02x}", text)
+    return re.sub(r'["\\\x00-\x1f\x7f]', lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _translated_pattern(pattern: str) -> str:

@@ -331,6 +331,12 @@ def test_the_output_is_one_of_the_choices(walker: Walker) -> None:
     assert set(walker.outputs(check(choice=texts), range(200))) == set(texts)
 
 
+@pytest.mark.parametrize("text", ['"face"', "a\nbad", "a\\b", "a\r\n1", "\tFeed", "\x7fab", "\x00b", "é\n12345"])
+def test_a_choice_has_hexadecimal_digits_behind_an_escaped_character(walker: Walker, text: str) -> None:
+    assert walker.accepts(check(choice=[text]), text)
+    assert set(walker.outputs(check(choice=[text]), range(5))) == {text}
+
+
 SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     "person": lambda: {
         "type": "object",
