@@ -142,6 +142,8 @@ _CLASS_ESCAPES = "dDwWsS"
 _CHARACTER_ESCAPES = "nrtfv"
 _REPEAT = re.compile(r"\{[0-9]{1,9}(,[0-9]{0,9})?\}")
 _HEX = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4})")
+_CARET = r"\^"
+_BEGINS_WITH_CARET = re.compile(r"\[(?:\\\^|\\x5e|\\u005e)(?:\^|\\\^|\\x5e|\\u005e)*", re.IGNORECASE)
 _AS_GRAMMAR = "é{0}"
 """Changes no text of a pattern. xgrammar makes an automaton of a pattern that is ASCII alone, at times a wrong one:
 that of `a(x[0-9]+)?b` has `a1b`. Of others, and of regular expressions outside of JSON, it makes a grammar."""
@@ -233,7 +235,8 @@ def _translated(token: str) -> str:
     if token in (r"\s", r"\S"):
         return f"[{'^' if token[1] == 'S' else ''}{_SPACES}]"
     if token.startswith("["):
-        return re.sub(r"\\(.)", lambda match: _SPACES if match[1] == "s" else match[0], token, flags=re.DOTALL)
+        token = re.sub(r"\\(.)", lambda match: _SPACES if match[1] == "s" else match[0], token, flags=re.DOTALL)
+        return _with_caret_last(token)
     return token
 
 
@@ -251,7 +254,19 @@ def _class_in_json(token: str) -> str:
     is_part = [code >= 0x20 and chr(code) not in '"\\' and matches(chr(code)) is not None for code in range(0x80)]
     if matches("é"):  # as all characters do that are not ASCII
         return f"[^{_ranges(not one for one in is_part)}]"
-    return f"[{_ranges(is_part)}]" if any(is_part) else ""
+    caret, is_part[ord("^")] = _CARET if is_part[ord("^")] else "", False
+    return f"[{_ranges(is_part)}{caret}]" if any(is_part) else caret
+
+
+def _with_caret_last(token: str) -> str:
+    """xgrammar takes an escaped caret at the beginning of a class for its negation."""
+    begins = _BEGINS_WITH_CARET.match(token)
+    if begins is None:
+        return token
+    rest = token[begins.end() : -1]
+    if len(rest) > 1 and rest[0] == "-":  # a range from the caret
+        rest = chr(ord("^") + 1) + rest
+    return f"[{rest}{_CARET}]" if rest else _CARET
 
 
 def _ranges(is_part: Iterable[bool]) -> str:
