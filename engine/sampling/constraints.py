@@ -142,8 +142,9 @@ _CLASS_ESCAPES = "dDwWsS"
 _CHARACTER_ESCAPES = "nrtfv"
 _REPEAT = re.compile(r"\{[0-9]{1,9}(,[0-9]{0,9})?\}")
 _HEX = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4})")
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|.)", re.DOTALL)
 _CARET = r"\^"
-_BEGINS_WITH_CARET = re.compile(r"\[(?:\\\^|\\x5e|\\u005e)(?:\^|\\\^|\\x5e|\\u005e)*", re.IGNORECASE)
+_BEGINS_WITH_CARET = re.compile(r"\[(?:\\\^|\\u005e)(?:\^|\\\^|\\u005e)*", re.IGNORECASE)
 _AS_GRAMMAR = "é{0}"
 """Changes no text of a pattern. xgrammar makes an automaton of a pattern that is ASCII alone, at times a wrong one:
 that of `a(x[0-9]+)?b` has `a1b`. Of others, and of regular expressions outside of JSON, it makes a grammar."""
@@ -229,15 +230,19 @@ def _is_class(token: str) -> bool:
 
 
 def _translated(token: str) -> str:
-    """xgrammar's `.` includes the line feed, and its `\\s` the no-break space."""
+    """xgrammar's `.` includes the line feed, its `\\s` the no-break space, and its `\\x` all digits that follow."""
     if token == ".":
         return r"[^\n]"
     if token in (r"\s", r"\S"):
         return f"[{'^' if token[1] == 'S' else ''}{_SPACES}]"
-    if token.startswith("["):
-        token = re.sub(r"\\(.)", lambda match: _SPACES if match[1] == "s" else match[0], token, flags=re.DOTALL)
-        return _with_caret_last(token)
-    return token
+    token = _ESCAPE.sub(_translated_escape, token)
+    return _with_caret_last(token) if token[0] == "[" else token
+
+
+def _translated_escape(escape: re.Match[str]) -> str:
+    if escape[0] == r"\s":
+        return _SPACES
+    return f"\\u00{escape[1]}" if escape[1] else escape[0]
 
 
 def _translated_in_json(token: str) -> str:
