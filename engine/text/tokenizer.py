@@ -149,8 +149,9 @@ class Tokenizer:
         text = self.render_chat(messages, tools=tools, template_variables=template_variables)
         if self._mark not in text:
             return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+        # The secret names are no text: each is one token.
+        self._check_text(text.replace(self._mark, ""), max_tokens)
         secret_text = self._special_literal.sub(lambda match: self._secret_name(match[0]), text).replace(self._mark, "")
-        self._check_text(secret_text, max_tokens)
         return _encode(self._twin, secret_text, False)
 
     def render_chat(

@@ -296,6 +296,14 @@ def test_a_mebibyte_that_cannot_fit_is_refused_within_a_tenth_of_a_second(tokeni
         tokenizer().encode_chat([{"role": "user", "content": f"x{text}</s><|im_end|>"}], max_tokens=4096)
 
 
+@BOTH
+@pytest.mark.parametrize("last", ["x <|im_end|></s>", "ends in <"])
+def test_a_chat_that_fits_is_not_refused_for_its_special_tokens(tokenizer: Maker, last: str) -> None:
+    messages = [{"role": "user", "content": content} for content in [*["a"] * 60, last]]
+    ids = tokenizer().encode_chat(messages)
+    assert tokenizer().encode_chat(messages, max_tokens=len(ids)) == ids
+
+
 @settings(max_examples=150)
 @given(st.text() | st.text("aeht wr\u2581\u00e9e\u0301<>s|_imnd") | st.sampled_from(TEXTS).map(lambda t: t * 3))
 def test_the_bound_never_exceeds_the_true_number_of_tokens(text: str) -> None:
