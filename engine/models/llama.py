@@ -71,9 +71,12 @@ class LlamaModel:
         self._layers = [_take_layer(config, linears, self._elementwise, layer) for layer in part.layers]
         if part.is_last_stage:
             self._norm = weights.take("model.norm.weight", (config.hidden_size,))
-            self._lm_head = make_linear(self._embedding if is_tied else weights.take("lm_head.weight", vocab_shape))
-        # The first is a table in old checkpoints.
-        weights.finish(ignored=("rotary_emb.inv_freq", *(("lm_head.weight",) if is_tied else ())))
+            head = self._embedding if is_tied else weights.take("lm_head.weight", vocab_shape)
+            if is_tied and weights.has("lm_head.weight"):
+                own = weights.take("lm_head.weight", vocab_shape)
+                head = head if torch.equal(own, head) else own  # a fine-tune's, which transformers does not tie either
+            self._lm_head = make_linear(head)
+        weights.finish(ignored=("rotary_emb.inv_freq",))  # a table in old checkpoints
 
     @torch.inference_mode()
     def forward(

@@ -28,6 +28,9 @@ _MAX_NAMED = 5
 class WeightSource(Protocol):
     """Returns each tensor of a model once."""
 
+    def has(self, name: str) -> bool:
+        """Whether a tensor that a model may lack is there."""
+
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor called `name`, of this shape, on the source's device and of its dtype."""
 
@@ -53,6 +56,9 @@ class SafetensorsWeights(WeightSource):
             self._files[file_name] = _open(folder / file_name)
             for name in self._files[file_name].keys():  # noqa: SIM118 - a handle is not a dict
                 self._file_of[name] = file_name
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """See `WeightSource.take`. Raises InvalidCheckpoint, naming tensor and file."""
@@ -93,6 +99,9 @@ class DummyWeights(WeightSource):
         self._dtype = dtype
         self._device = device
 
+    def has(self, name: str) -> bool:
+        return False
+
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
@@ -116,6 +125,9 @@ class PartWeights(WeightSource):
         self._source = source
         self._part = part
         self._config = config
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._source.take(name, shape)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
 from engine.errors import InvalidCheckpoint
@@ -63,6 +64,17 @@ def test_stages_have_the_bits_of_one_stage(
     for pipeline in (2, 3) if tensor == 1 else (3,):
         for found, one in zip(computed(engine, tensor, pipeline), expected, strict=True):
             assert torch.equal(found, one)
+
+
+def test_a_head_of_its_own_beside_a_tied_embedding_is_that_of_the_last_stage(tmp_path: Path) -> None:
+    engine = EngineConfig(model=str(lively_checkpoint(tmp_path, "qwen3")), dtype="float32", num_threads=1)
+    shared = computed(engine, 1, 1)[1]
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    for tensor, pipeline in ((1, 1), (2, 2)):
+        logits = computed(engine, tensor, pipeline)[1]
+        torch.testing.assert_close(logits, shared.flip(1), atol=2e-4, rtol=1e-4)
 
 
 def mixed_step(vocab_size: int) -> tuple[StepInputs, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.errors import InvalidCheckpoint
@@ -21,6 +22,7 @@ from tests.builders import lively_checkpoint, paged_step
 
 CPU = torch.device("cpu")
 PROMPT = torch.arange(40, 64)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def _load(folder: Path, **options: Any) -> LlamaModel:
@@ -110,9 +112,20 @@ def test_an_index_may_not_point_outside_the_folder(checkpoint: Path) -> None:
 def test_tables_of_old_checkpoints_and_the_copy_of_a_tied_head_are_ignored(tmp_path: Path) -> None:
     folder = lively_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     expected = _logits(_load(folder))
-    extra = {"lm_head.weight": torch.zeros(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
-    _rewrite(folder, lambda tensors: tensors.update(extra))
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    _rewrite(folder, lambda tensors: tensors.update(table))
+    _rewrite(folder, lambda tensors: tensors.update({_HEAD: tensors[_EMBEDDING].clone()}))
     assert torch.equal(_logits(_load(folder)), expected)
+
+
+def test_a_head_of_its_own_is_computed_although_the_config_ties_it(tmp_path: Path) -> None:
+    """As in transformers: fine-tunes save one, and leave the config as it was."""
+    folder = lively_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    _rewrite(folder, lambda tensors: tensors.update({_HEAD: tensors[_EMBEDDING].flip(0).contiguous()}))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = theirs(PROMPT[None]).logits[0]
+    torch.testing.assert_close(_logits(_load(folder)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_dummy_weights_depend_on_seed_and_name_alone() -> None:
