@@ -43,6 +43,8 @@ class Constraint(NamedTuple):
     source: str
     limits_whitespace: bool = False
     """To MAX_WHITESPACE, by the masks (`WhitespaceLimit`): its grammar does not."""
+    is_json: bool = False
+    """At least in part: the output has no control characters but line feeds."""
 
 
 def has_xgrammar() -> bool:
@@ -63,12 +65,13 @@ def check_constraint(fields: dict[str, Any]) -> Constraint | None:
     value = fields[name]
     match name:
         case "json_object":
-            return Constraint("json_schema", '{"type": "object"}', limits_whitespace=True)
+            return Constraint("json_schema", '{"type": "object"}', limits_whitespace=True, is_json=True)
         case "choice":
             return Constraint("grammar", _grammar_of_choice(value))
         case "json_schema":
             text = _text(name, value, MAX_CONSTRAINT_BYTES)
-            return Constraint("json_schema", checked_schema(text, _translated_pattern), limits_whitespace=True)
+            schema = checked_schema(text, _translated_pattern)
+            return Constraint("json_schema", schema, limits_whitespace=True, is_json=True)
         case "regex":
             return Constraint("regex", translated_regex(name, _text(name, value, MAX_REGEX_CHARS)))
         case "grammar":
@@ -86,11 +89,12 @@ def _structural_tag(text: str) -> Constraint:
         return _part_of_tag(kind, source)
 
     checked = checked_structural_tag(text, checked_part, {})
-    if kinds <= {"json_schema"}:
-        return Constraint("structural_tag", checked, limits_whitespace=True)
-    return Constraint(
-        "structural_tag", checked_structural_tag(text, _part_of_tag, {"max_whitespace_cnt": MAX_WHITESPACE})
-    )
+    if "json_schema" not in kinds:
+        return Constraint("structural_tag", checked)
+    if kinds == {"json_schema"}:
+        return Constraint("structural_tag", checked, limits_whitespace=True, is_json=True)
+    checked = checked_structural_tag(text, _part_of_tag, {"max_whitespace_cnt": MAX_WHITESPACE})
+    return Constraint("structural_tag", checked, is_json=True)
 
 
 def _part_of_tag(kind: str, source: Any) -> str:

@@ -135,8 +135,8 @@ class _Library:
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Raises InvalidRequest with xgrammar's own words."""
-        kind, source, limits_whitespace = constraint
-        compiler, textless_ids, whitespace = self.compilers()[kind in ("json_schema", "structural_tag")]
+        kind, source, limits_whitespace, is_json = constraint
+        compiler, textless_ids, whitespace = self.compilers()[is_json]
         try:
             match kind:
                 case "json_schema":

@@ -11,6 +11,7 @@ Anything else is rejected with its path. The constraints inside are checked like
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ MAX_DEPTH = 8
 MAX_FORMATS = 1000
 """Of a tag together; each is a rule of its grammar or several."""
 
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f]")
 _TEXTS = {"const_string": ("value",), "tag": ("begin", "end"), "tags_with_separator": ("separator",)}
 _LISTS = {"sequence": "elements", "or": "elements", "triggered_tags": "tags", "tags_with_separator": "tags"}
 _LEAVES = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}
@@ -50,7 +52,10 @@ def checked_structural_tag(text: str, check_leaf: LeafCheck, json_options: dict[
     if not isinstance(tag, dict) or set(tag) != {"type", "format"} or tag["type"] != "structural_tag":
         raise _wrong("", "is not a structural tag", '{"type": "structural_tag", "format": {…}}')
     checker = _Checker(check_leaf, json_options)
-    return json.dumps({"type": "structural_tag", "format": checker.checked(tag["format"], "/format", 0)})
+    checked = checker.checked(tag["format"], "/format", 0)
+    if checker.has_json and checker.excluded_by_json is not None:
+        raise checker.excluded_by_json
+    return json.dumps({"type": "structural_tag", "format": checked})
 
 
 def _wrong(path: str, problem: str, allowed: str | None = None) -> InvalidRequest:
@@ -64,6 +69,9 @@ class _Checker:
         self._check_leaf = check_leaf
         self._json_options = json_options
         self._num_formats = 0
+        self.has_json = False
+        self.excluded_by_json: InvalidRequest | None = None
+        """A text that an output with JSON in it cannot have."""
 
     def checked(self, given: Any, path: str, depth: int) -> dict[str, Any]:
         kind = given.get("type") if isinstance(given, dict) else None
@@ -77,6 +85,11 @@ class _Checker:
         if unknown := set(given) - _MEMBERS[kind] - {"type"}:
             raise _wrong(path, f"{kind} has no {shown(min(unknown))}", ", ".join(sorted(_MEMBERS[kind])))
         _check_members(given, kind, path)
+        self.has_json |= kind == "json_schema"
+        for name in _TEXTS.get(kind, ()):
+            if _CONTROL.search(given[name]) and self.excluded_by_json is None:
+                problem = f"{name} {shown(given[name])} has control characters, which are excluded beside JSON"
+                self.excluded_by_json = _wrong(path, problem, "line feeds")
         checked = dict(given)
         if kind in _LEAVES:
             checked |= self._leaf(kind, given[_LEAVES[kind]], path)

@@ -38,6 +38,10 @@ def tagged(form: dict[str, Any]) -> dict[str, Any]:
     return {"type": "structural_tag", "format": form}
 
 
+def beside_json(form: dict[str, Any]) -> dict[str, Any]:
+    return tagged({"type": "sequence", "elements": [form, {"type": "json_schema", "json_schema": {}}]})
+
+
 def wrapped(depth: int) -> dict[str, Any]:
     return {"type": "optional", "content": wrapped(depth - 1)} if depth else {"type": "any_text"}
 
@@ -154,6 +158,11 @@ REJECTED: list[tuple[str, Any, str]] = [
             ),
             (tagged({"type": "triggered_tags", "triggers": ["a"], "tags": [{"type": "any_text"}]}), "another format"),
             (tagged({"type": "sequence", "elements": [{"type": "any_text"}] * 1001}), "too many formats"),
+            (
+                beside_json({"type": "const_string", "value": "a\tb"}),
+                r"elements/0: value 'a\\tb' has control characters",
+            ),
+            (beside_json({"type": "tag", "begin": "\r", "content": {"type": "any_text"}, "end": ""}), "0: begin '"),
             (tagged(wrapped(9)), "too many formats; allowed: 1000, and 8 inside each other"),
         )
     ),
@@ -341,6 +350,29 @@ def test_the_output_is_one_of_the_choices(walker: Walker) -> None:
 def test_a_choice_has_hexadecimal_digits_behind_an_escaped_character(walker: Walker, text: str) -> None:
     assert walker.accepts(check(choice=[text]), text)
     assert set(walker.outputs(check(choice=[text]), range(5))) == {text}
+
+
+TABBED = {"type": "tag", "begin": "<\t>", "content": {"type": "const_string", "value": "a\r\nb"}, "end": ""}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"type": "const_string", "value": "a\tb"}, "a\tb"),
+        ({"type": "regex", "pattern": r"a\tb"}, "a\tb"),
+        ({"type": "grammar", "grammar": r'root ::= "\r" [\t]'}, "\r\t"),
+        ({"type": "any_text"}, "\ta"),
+        (TABBED, "<\t>a\r\nb"),
+        ({"type": "tags_with_separator", "tags": [TABBED], "separator": "\t"}, "<\t>a\r\nb\t<\t>a\r\nb"),
+        (beside_json({"type": "const_string", "value": "a\nb"})["format"], "a\nb1"),
+    ],
+    ids=str,
+)
+def test_the_texts_of_a_structural_tag_may_have_control_characters(
+    walker: Walker, form: dict[str, Any], text: str
+) -> None:
+    """Beside JSON line feeds alone."""
+    assert walker.accepts(check(structural_tag=json.dumps(tagged(form))), text)
 
 
 SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
