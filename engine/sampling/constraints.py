@@ -163,9 +163,9 @@ def translated_regex(field: str, regex: str, *, in_json: bool = False) -> str:
 
     `in_json`: for the inside of a JSON string, where no character may need an escape.
     """
-    parts, depth, position = [], 0, 0
+    parts, depth, position, before = [], 0, 0, ""
     for token in _tokens(field, regex):
-        problem = _problem(regex, position, token, depth, in_json=in_json)
+        problem = _problem(regex, position, before, token, depth, in_json=in_json)
         if problem is not None:
             raise InvalidRequest(field, f"at position {position}: {problem} is not supported", _ALLOWED)
         depth += (token in ("(", "(?:")) - (token == ")")
@@ -174,6 +174,7 @@ def translated_regex(field: str, regex: str, *, in_json: bool = False) -> str:
             raise InvalidRequest(field, f"at position {position}: {problem}", _ALLOWED)
         parts.append(_translated_in_json(token) if in_json else _translated(token))
         position += len(token)
+        before = token
     return "".join(parts) + (_AS_GRAMMAR if in_json else "")
 
 
@@ -194,7 +195,7 @@ def _end_of_token(regex: str, start: int) -> int | None:
             hexadecimal = _HEX.match(regex, start)
             return hexadecimal.end() if hexadecimal else start + 2 if start + 2 <= len(regex) else None
         case "[":
-            ended = re.compile(r"\[\^?(?:\\.|[^\]\\])+\]", re.DOTALL).match(regex, start)
+            ended = re.compile(r"\[(?!\^\])\^?(?:\\.|[^\]\\])+\]", re.DOTALL).match(regex, start)
             return ended.end() if ended else None
         case "(" if regex.startswith("(?:", start):
             return start + 3
@@ -205,10 +206,10 @@ def _end_of_token(regex: str, start: int) -> int | None:
             return start + 1
 
 
-def _problem(regex: str, position: int, token: str, depth: int, *, in_json: bool) -> str | None:
-    """What xgrammar would ignore or read otherwise than Python."""
+def _problem(regex: str, position: int, before: str, token: str, depth: int, *, in_json: bool) -> str | None:
+    """What xgrammar would ignore or read otherwise than Python. `before` is the token before."""
     end = position + len(token)
-    before, after = regex[position - 1 : position], regex[end : end + 1]
+    after = regex[end : end + 1]
     if token == "(" and after == "?":
         return shown(regex[position : position + 4])
     if token == "^" and not (depth == 0 and before in ("", "|")):
@@ -226,6 +227,8 @@ def _problem(regex: str, position: int, token: str, depth: int, *, in_json: bool
         return f"{shown(token)}, which JSON would escape,"
     if in_json and _is_class(token) and not _class_in_json(token):
         return f"{shown(token)}, which matches no character that JSON does not escape,"
+    if not in_json and not _translated(token):
+        return f"{shown(token)}, which matches no character,"
     return None
 
 
@@ -239,6 +242,8 @@ def _translated(token: str) -> str:
         return r"[^\n]"
     if token in (r"\s", r"\S"):
         return f"[{'^' if token[1] == 'S' else ''}{_SPACES}]"
+    if token.startswith("[^") and any(escape[0] == r"\S" for escape in _ESCAPE.finditer(token)):
+        return _class_of_spaces(token)
     token = _ESCAPE.sub(_translated_escape, token)
     return _with_caret_last(token) if token[0] == "[" else token
 
@@ -247,6 +252,16 @@ def _translated_escape(escape: re.Match[str]) -> str:
     if escape[0] == r"\s":
         return _SPACES
     return f"\\u00{escape[1]}" if escape[1] else escape[0]
+
+
+def _class_of_spaces(token: str) -> str:
+    """For a negated class with `\\S`, to which xgrammar would add the no-break space; empty if it has no character."""
+    try:
+        matches = re.compile(token, re.ASCII).fullmatch
+    except re.error:
+        return token  # the compiler says why
+    members = "".join(f"\\u{ord(char):04x}" for char in " \t\n\r\f\v" if matches(char))
+    return f"[{members}]" if members else ""
 
 
 def _translated_in_json(token: str) -> str:

@@ -81,6 +81,9 @@ REJECTED: list[tuple[str, Any, str]] = [
     ("regex", r"\Aa\Z", r"\\A is not supported"),
     ("regex", "a^b", r"at position 1: \^ here is not supported"),
     ("regex", "a$b", r"at position 1: \$ here is not supported"),
+    ("regex", r"a\|^b", r"at position 3: \^ here is not supported"),
+    ("regex", "[^]abc]", r"at position 0: '\[\^\]abc\]' cannot be read"),
+    ("regex", r"[^\s\S]", r"at position 0: .*, which matches no character,"),
     ("regex", "a{,3}", r"at position 1: '\{,3\}' cannot be read"),
     ("regex", "a{1000000000}", "cannot be read"),
     # row 49, 50
@@ -113,6 +116,7 @@ REJECTED: list[tuple[str, Any, str]] = [
     ("json_schema", {"type": "string", "pattern": 'a"'}, "pattern at position 1: '\"', which JSON would escape"),
     ("json_schema", {"type": "string", "format": "json-pointer"}, "format 'json-pointer' is not supported"),
     ("json_schema", {"type": "string", "format": ["date"]}, "format \\['date'\\] is not supported"),
+    ("json_schema", {"type": "string", "pattern": "[^]abc]"}, "cannot be read"),
     ("json_schema", {"type": "string", "pattern": 'a["]'}, "which JSON would escape"),
     ("json_schema", {"type": "string", "pattern": "[^ -~\x80-\U0010ffff]"}, "which JSON would escape"),
     ("json_schema", {"minProperties": 1}, "minProperties without properties is not supported"),
@@ -327,6 +331,7 @@ def test_a_pattern_of_a_schema_is_not_an_approximation(walker: Walker, pattern: 
 
 REGEXES = [
     r"[a-z]+@[a-z]+\.(com|org)", r"\d{3}-\d{4}", r"(?:ab|c)*d?", r"^a|b$", r".{2,5}", r"\s\S\w\W\D", r"[^\s]{2}",
+    r"[^\S\n]", r"[^\S]{3}", r"[^,\S]a", r"[^\\S]{3}",
     r"[\^+]", r"[\^]{2}", r"[\^-z]", r"[\^-]", r"[\^^\^a-c]", r"[^\^a]", r"[\x5E_]", r"[\u005e\]]",
     r"x*?y+?", r"\x41\u0042[\x43-\x45]", r"\x41b[\x41b][\\x41]", r"\xe9a\\x41",
     r"\t\n", r"é[ö-ü]?", r"a{2}|a{4,}", r"[\]\\-]", r"\"\\", r"|a",
