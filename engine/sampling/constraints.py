@@ -245,7 +245,7 @@ def _translated(token: str) -> str:
     if token.startswith("[^") and any(escape[0] == r"\S" for escape in _ESCAPE.finditer(token)):
         return _class_of_spaces(token)
     token = _ESCAPE.sub(_translated_escape, token)
-    return _with_caret_last(token) if token[0] == "[" else token
+    return _with_caret_apart(token) if token[0] == "[" else token
 
 
 def _translated_escape(escape: re.Match[str]) -> str:
@@ -282,7 +282,7 @@ def _class_in_json(token: str) -> str:
     return f"[{_ranges(is_part)}{caret}]" if any(is_part) else caret
 
 
-def _with_caret_last(token: str) -> str:
+def _with_caret_apart(token: str) -> str:
     """xgrammar takes an escaped caret at the beginning of a class for its negation."""
     begins = _BEGINS_WITH_CARET.match(token)
     if begins is None:
@@ -290,7 +290,7 @@ def _with_caret_last(token: str) -> str:
     rest = token[begins.end() : -1]
     if len(rest) > 1 and rest[0] == "-":  # a range from the caret
         rest = chr(ord("^") + 1) + rest
-    return f"[{rest}{_CARET}]" if rest else _CARET
+    return f"(?:{_CARET}|[{rest}])" if rest else _CARET
 
 
 def _ranges(is_part: Iterable[bool]) -> str:
