@@ -93,6 +93,7 @@ class _Family:
     mlp_bias: bool = False
     """Whether `mlp_bias` is read."""
     rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
     experts: ExpertNames | None = None
     """Whose names the fields and tensors of experts have; None: no experts."""
 
@@ -107,6 +108,7 @@ _FAMILIES = {
         sliding_window=None,
         qkv_bias=False,
         rope_theta=1e6,
+        rms_norm_eps=1e-5,
         experts="mixtral",
     ),
     "Qwen2ForCausalLM": _Family(num_kv_heads=32, window="by_layer", qkv_bias=True),
@@ -226,7 +228,7 @@ def _parse(fields: ConfigFields) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", family.num_kv_heads or num_heads),
         head_dim=fields.integer("head_dim", family.head_dim or hidden_size // max(num_heads, 1)),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
         rope=parse_rope(fields, max_position, family.rope_theta),
         max_position_embeddings=max_position,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),

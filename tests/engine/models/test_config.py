@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from engine.errors import InvalidCheckpoint, UnsupportedModel
-from engine.models.config import ModelConfig
+from engine.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,6 +53,12 @@ def test_sizes_and_defaults(tmp_path: Path) -> None:
     assert config.rope.theta == 10000.0
     assert config.sliding_windows == (None,) * 4
     assert not any((config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm, config.tie_word_embeddings))
+
+
+def test_the_epsilon_of_a_norm_has_its_architectures_default(tmp_path: Path) -> None:
+    for name in SUPPORTED_ARCHITECTURES:
+        theirs = transformers.AutoConfig.for_model(name.removesuffix("ForCausalLM").lower().replace("3moe", "3_moe"))
+        assert _config(tmp_path, architectures=[name]).rms_norm_eps == theirs.rms_norm_eps, name
 
 
 def test_layers_with_a_window_by_layer_types_and_by_max_window_layers(tmp_path: Path) -> None:
