@@ -374,7 +374,8 @@ class RopeParameters:
 
 def parse_rope(fields: ConfigFields, max_position_embeddings: int, default_theta: float) -> RopeParameters:
     """Reads `rope_parameters`, or `rope_scaling` and `rope_theta`; without them plain RoPE with the default theta."""
-    scaling = fields.section("rope_scaling") or fields.section("rope_parameters") or ConfigFields({})
+    name = "rope_scaling" if fields.raw("rope_scaling") else "rope_parameters"
+    scaling = fields.section(name) or ConfigFields({})
     theta = scaling.number("rope_theta", fields.number("rope_theta", default_theta))
     partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:

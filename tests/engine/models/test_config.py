@@ -61,6 +61,13 @@ def test_the_epsilon_of_a_norm_has_its_architectures_default(tmp_path: Path) -> 
         assert _config(tmp_path, architectures=[name]).rms_norm_eps == theirs.rms_norm_eps, name
 
 
+def test_an_empty_rope_scaling_is_none(tmp_path: Path) -> None:
+    parameters = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    config = _config(tmp_path, rope_scaling={}, rope_parameters=parameters)
+    assert config == _config(tmp_path, rope_parameters=parameters)
+    assert config.rope.factor == 2.0
+
+
 def test_layers_with_a_window_by_layer_types_and_by_max_window_layers(tmp_path: Path) -> None:
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "use_sliding_window": True}
     by_count = _config(tmp_path, **qwen, max_window_layers=3)
