@@ -355,9 +355,11 @@ def _dummy_model(folder: Path, dtype: torch.dtype, seed: int) -> Any:
 class _Packed(torch.nn.Module):
     """A linear layer for inputs of any number of dimensions."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
+        """`weight`: that of the layer it replaces."""
         super().__init__()
         self._linear = linear
+        self.weight = weight.new_empty(0)  # routers read its type; code that multiplies with it fails
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
@@ -376,7 +378,7 @@ def _pack_linear_layers(model: Any, dtype: torch.dtype, quantization: Quantizati
         for name, layer in list(parent.named_children()):
             if type(layer) is torch.nn.Linear or type(layer) is Conv1D:
                 kept = "none" if layer is output_layer else quantization
-                setattr(parent, name, _Packed(_packed(layer, dtype, kept)))
+                setattr(parent, name, _Packed(_packed(layer, dtype, kept), layer.weight.detach()))
 
 
 def _packed(layer: Any, dtype: torch.dtype, quantization: Quantization) -> Linear:
