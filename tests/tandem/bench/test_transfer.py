@@ -154,7 +154,7 @@ def test_whatever_ends_it_leaves_no_process_and_ctrl_c_no_file_either(tmp_path: 
     )
     try:
         # STEP wait until server and holder are there, and let some rounds pass
-        parent, deadline = psutil.Process(process.pid), time.monotonic() + 30
+        parent, deadline = psutil.Process(process.pid), time.monotonic() + 90
         while len(parent.children()) < 2:
             assert time.monotonic() < deadline
             assert process.poll() is None
