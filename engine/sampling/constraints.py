@@ -148,6 +148,7 @@ _REPEAT = re.compile(r"\{[0-9]{1,9}(,[0-9]{0,9})?\}")
 _HEX = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4})")
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|.)", re.DOTALL)
 _CARET = r"\^"
+"""xgrammar takes an escaped caret at the beginning of a class for its negation."""
 _BEGINS_WITH_CARET = re.compile(r"\[(?:\\\^|\\u005e)(?:\^|\\\^|\\u005e)*", re.IGNORECASE)
 _AS_GRAMMAR = "é{0}"
 """Changes no text of a pattern. xgrammar makes an automaton of a pattern that is ASCII alone, at times a wrong one:
@@ -283,7 +284,7 @@ def _class_in_json(token: str) -> str:
 
 
 def _with_caret_apart(token: str) -> str:
-    """xgrammar takes an escaped caret at the beginning of a class for its negation."""
+    """A caret at the beginning of a class as an alternative to the rest."""
     begins = _BEGINS_WITH_CARET.match(token)
     if begins is None:
         return token
