@@ -84,12 +84,26 @@ def connector_config(
         if not any(name not in _KNOWN or option in _KNOWN[name].takes for name in names):
             raise SettingsError(f"{_SETTINGS[option]} is not supported by the {connector} connector")
     configs = []
+    _check_max_lease(names[0], options, lease_s)
     for name, own_options in zip(names, _split_options(names, options), strict=True):
         configs.append(_one(name, given, own_options, advertised_host, lease_s))
     if len(configs) == 1:
         return configs[0]
     members = [{"class_path": config.class_path, "options": config.options} for config in configs]
     return KVConnectorConfig(class_path=_LIST, options={"connectors": members})
+
+
+def _check_max_lease(name: str, options: Mapping[str, Any], lease_s: float) -> None:
+    """Of the first connector, which alone hands over."""
+    try:
+        max_lease_s = float(options.get("max_lease_s", options.get(f"{name}.max_lease_s", lease_s)))
+    except (TypeError, ValueError):
+        return  # the connector says what it takes
+    if max_lease_s < lease_s:
+        raise SettingsError(
+            f"transfer.options: max_lease_s of {name} is {max_lease_s:g};"
+            f" it must not be less than transfer.lease_s (--lease-s), which is {lease_s:g}"
+        )
 
 
 def _split_options(names: list[str], options: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -111,12 +125,6 @@ def _one(
     own = {option: value for option, value in given.items() if known is None or option in known.takes}
     if twice := own.keys() & options.keys():
         raise SettingsError(f"transfer.options.{min(twice)} has a setting of its own; give it there")
-    max_lease_s = options.get("max_lease_s")
-    if isinstance(max_lease_s, int | float) and max_lease_s < lease_s:
-        raise SettingsError(
-            f"transfer.options: max_lease_s of {name} is {max_lease_s:g};"
-            f" it must not be less than transfer.lease_s (--lease-s), which is {lease_s:g}"
-        )
     if known is None:
         return KVConnectorConfig(class_path=name, options={**options, **own})
     if name == "null" and options:

@@ -145,6 +145,9 @@ class EngineCore:
     def handle(self, command: Command) -> None:
         """Apply one command, between steps. `Shutdown` is left to the owner."""
         self.idle = False
+        if isinstance(command, AddRequest | AbortRequests):
+            # Blocks that an abandoned read may still write to must not be freed with the request.
+            self._apply_io()
         match command:
             case AddRequest(spec) if spec.request_id in self.scheduler.held:
                 error = f"request id {spec.request_id} is in use: KV of an earlier request with it is still transferred"
@@ -161,7 +164,6 @@ class EngineCore:
                 )
                 self.scheduler.add_request(request, time.monotonic())
             case AbortRequests(request_ids):
-                self._apply_io()  # blocks that an abandoned read may still write to must not be freed with the request
                 for request_id in request_ids:
                     self.scheduler.abort(request_id)
             case Seed(request_id, token_ids):

@@ -288,7 +288,7 @@ def _with_caret_apart(token: str) -> str:
     begins = _BEGINS_WITH_CARET.match(token)
     if begins is None:
         return token
-    rest = token[begins.end() : -1]
+    rest = re.sub(r"^-(?:\^|\\\^|\\u005e)", "", token[begins.end() : -1], flags=re.IGNORECASE)  # a range of one
     if len(rest) > 1 and rest[0] == "-":  # a range from the caret
         rest = chr(ord("^") + 1) + rest
     return f"(?:{_CARET}|[{rest}])" if rest else _CARET

@@ -131,6 +131,8 @@ class _Library:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._compilers: dict[bool, _Compiler] = {}
+        self._problem: InvalidRequest | None = None
+        """Why there are none. What takes time is not tried again."""
         self._num_failed_bytes = 0
 
     def compile(self, constraint: Constraint) -> Grammar:
@@ -162,6 +164,8 @@ class _Library:
     def compilers(self) -> dict[bool, _Compiler]:
         """Those for JSON and for other text, made by the first call. Raises InvalidRequest."""
         with self._lock:
+            if self._problem is not None:
+                raise self._problem
             if not self._compilers:
                 if not has_xgrammar():
                     raise InvalidRequest(
@@ -174,7 +178,8 @@ class _Library:
                     self._compilers = {is_json: _compiler(vocabulary, is_json=is_json) for is_json in (True, False)}
                 except Exception as error:  # a library that cannot be loaded, a vocabulary that xgrammar rejects
                     reason = str(error)[:_MAX_ERROR_CHARS]
-                    raise InvalidRequest("constraint", f"xgrammar fails: {reason}", "no constraint") from error
+                    self._problem = InvalidRequest("constraint", f"xgrammar fails: {reason}", "no constraint")
+                    raise self._problem from error
             return self._compilers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from engine.errors import EngineError
@@ -16,8 +17,8 @@ from kv_transfer.page.naming import PageNaming
 from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, CircuitBreaker, PageIO, self_test_store
 from kv_transfer.transfer.connector import SKIPPED, OpResult, TransferConnector, TransferOptions
-from kv_transfer.transfer.loader import Loader, LoadOp
-from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, Producer, SaveOp
+from kv_transfer.transfer.loader import Load, Loader, LoadOp
+from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, ProducedTransfer, Producer, SaveOp
 
 
 class StoreOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,13 +54,17 @@ class StoreConnector(TransferConnector):
         self._options = options
         self._io: PageIO
         self._naming: PageNaming
-        self._submitted: dict[int, tuple[float, SaveOp | LoadOp]] = {}
-        """Operations that have not ended, with their starts, by their id; the oldest is first."""
+        self._submitted: dict[int, float] = {}
+        """Start of each operation that has not ended, by its id; the oldest is first."""
+        self._saves: dict[int, SaveOp] = {}
+        """Those of them that save."""
         self._ended_at = -math.inf
         """When a thread has last ended an operation."""
         self._queued: dict[int, SaveOp | LoadOp] = {}
         """Operations that no thread has begun, by their id. They belong to the one that takes them out: a thread that
         begins one, or the step loop."""
+        self._num_ops: Counter[ProducedTransfer | Load] = Counter()
+        """Operations that have not ended, by their owner."""
 
     # Worker side
 
@@ -94,7 +99,8 @@ class StoreConnector(TransferConnector):
         for _ in range(self._loader.expire(now)):
             self._io.load_breaker.record(ok=False)  # a store that hangs reports nothing itself
         self._give_up_late_saves(now)
-        self._end_cancelled(now)
+        if any(owner.has_cancelled for owner in self._num_ops):
+            self._end_cancelled(now)
         for key in self._producer.take_deletes():
             self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
         return self._output()
@@ -121,12 +127,15 @@ class StoreConnector(TransferConnector):
     def _submit(self, op: SaveOp | LoadOp) -> None:
         """Threads that hang in a store do not report it: operations that would only queue behind them fail here."""
         now = self._clock()
-        oldest, _ = next(iter(self._submitted.values()), (now, None))
+        self._num_ops[op.owner] += 1
+        oldest = next(iter(self._submitted.values()), now)
         is_any_open = self._io.save_breaker.is_open or self._io.load_breaker.is_open
         if is_any_open and now - oldest > self._options.breaker_retry_s:
             self._end_op(OpResult(op, STORE_DOWN))
             return
-        self._submitted[id(op)] = now, op
+        self._submitted[id(op)] = now
+        if isinstance(op, SaveOp):
+            self._saves[id(op)] = op
         self._queued[id(op)] = op
         self._threads.submit(lambda: self._run(op))
 
@@ -139,9 +148,9 @@ class StoreConnector(TransferConnector):
 
     def _oldest_save(self) -> tuple[SaveOp | None, float | None]:
         """Of those that are still wanted, and when it is late: while a slow store ends operations, none is."""
-        for submitted_at, op in self._submitted.values():
-            if isinstance(op, SaveOp) and not op.is_cancelled:
-                return op, max(submitted_at, self._ended_at) + self._options.load_timeout_s
+        for op in self._saves.values():
+            if not op.is_cancelled:
+                return op, max(self._submitted[id(op)], self._ended_at) + self._options.load_timeout_s
         return None, None
 
     def _give_up_late_saves(self, now: float) -> None:
@@ -162,6 +171,10 @@ class StoreConnector(TransferConnector):
 
     def _apply(self, result: OpResult, now: float) -> None:
         self._submitted.pop(id(result.op), None)
+        self._saves.pop(id(result.op), None)
+        self._num_ops[result.op.owner] -= 1
+        if self._num_ops[result.op.owner] <= 0:
+            del self._num_ops[result.op.owner]
         if isinstance(result.op, SaveOp):
             self.counters.num_shared_blocks += result.failure is None and result.num_bytes == 0
         elif result.is_damage:

@@ -120,9 +120,8 @@ class PageIO:
 
     def inspect(self, name: PageName) -> None:
         """Verify one page, and remove it if it is damaged."""
-        header, page = bytearray(HEADER_BYTES), bytearray(name.spec.payload_bytes)
         try:
-            self._read(name, header, page)
+            self._read(name, bytearray(HEADER_BYTES), bytearray(name.spec.payload_bytes))
         except (PageError, BadValue):
             self.delete(name.key)
         except Exception as error:

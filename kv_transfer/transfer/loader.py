@@ -63,6 +63,11 @@ class Load:
     """Given up: what `take_output` will name as freed."""
 
     @property
+    def has_cancelled(self) -> bool:
+        """Some of its reads are not to be begun any more."""
+        return self.skip_from < len(self.pages)
+
+    @property
     def is_over(self) -> bool:
         """There is nothing left to wait for."""
         all_read = self.complete and self.num_started == len(self.pages)

@@ -49,6 +49,11 @@ class ProducedTransfer:
     """The request has finished and its blocks are still in use."""
 
     @property
+    def has_cancelled(self) -> bool:
+        """Saves of it that have not begun are not to be begun any more."""
+        return self.cancelled
+
+    @property
     def is_complete(self) -> bool:
         return self.num_ready_pages == self.num_pages
 

@@ -71,7 +71,9 @@ class EndpointPicker:
         allowed = _subset(first.metadata_context)
         candidates = [one for one in self.routers() if allowed is None or one.address in allowed]
         if not candidates:
-            yield _unavailable("no router is known" if allowed is None else "none of the endpoints is a router")
+            yield _unavailable(
+                "no router serves" if allowed is None else "none of the endpoints is a router that serves"
+            )
             return
         yield _destination(in_order(candidates, key or secrets.token_hex(8)))
         for part in held:

@@ -264,7 +264,12 @@ class Dispatcher:
         """Where a stream may go whose instance is about to end. Nothing is broken yet: a stream that stays runs on
         until the grace period is over. So it moves only to an instance that has a place for it now."""
         plan = self._plan_now(flow)
-        if isinstance(plan, NoPlan) or not has_place(plan.decode, flow.choice.num_tokens):
+        if isinstance(plan, NoPlan):
+            return None
+        # What was sent there since its report counts, and with it the moves of this moment. A split request whose
+        # prefill instance is about to end has its place.
+        num_tokens = plan.decode.num_unreported_tokens + flow.choice.num_tokens
+        if plan.decode.key != flow.choice.decode_key and not has_place(plan.decode, num_tokens):
             return None
         return self._instance(plan.decode)
 

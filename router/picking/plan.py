@@ -63,7 +63,8 @@ def make_plan(
         filters.append(picker.supports_constraint(constraint))
     filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if settings.mode == "auto" and criteria.has_objectives:
-        may_split = all(_has_next(choice, view) for view in decode_views)
+        able = [view for view in decode_views if picker.rejection(view, filters) is None]
+        may_split = all(_has_next(choice, view) for view in able)
         placed = _by_step_costs([*prefill_views, *decode_views], choice, filters, rng, criteria, may_split=may_split)
         if placed is not None:
             has_prefill = any(picker.rejection(view, filters) is None for view in prefill_views)
@@ -170,7 +171,7 @@ def _without_prefill(plan: Plan) -> Plan:
 
 
 def has_place(view: InstanceView, num_tokens: int) -> bool:
-    """Whether the instance has blocks and a slot for a request of `num_tokens` now, behind all that was sent to it."""
+    """Whether the instance has a slot, behind all that was sent to it, and blocks for a request of `num_tokens` now."""
     num_waiting, num_running = queue_now(view)
     is_full = 0 < view.info.max_num_seqs <= num_waiting + num_running
     return has_room(view, num_tokens) and not is_full
@@ -264,12 +265,11 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def has_room(view: InstanceView, num_tokens: int) -> bool:
-    """Whether the instance's last report and what was sent since leave blocks for `num_tokens` and a next one; unknown
-    sizes count as room."""
+    """Whether the instance's last report leaves blocks for `num_tokens` and a next one; unknown sizes count as room."""
     block_size = view.info.identity.block_size
     if not view.info.num_blocks or not block_size:
         return True
-    return view.load.usable_blocks > (view.num_unreported_tokens + num_tokens) // block_size
+    return view.load.usable_blocks > num_tokens // block_size
 
 
 def explain(

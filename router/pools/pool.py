@@ -158,6 +158,7 @@ class Pools:
         self._tasks: list[asyncio.Task[None]] = []
         self._reported_mismatches: set[tuple[InstanceKey, InstanceKey]] = set()
         self._last_decode_infos: tuple[InstanceInfo, ...] = ()
+        self._last_prefill_infos: tuple[InstanceInfo, ...] = ()
 
     async def start(self) -> None:
         self._tasks = [asyncio.create_task(pool.follow(), name="pool") for pool in self.by_role.values()]
@@ -182,9 +183,12 @@ class Pools:
         return self._last_decode_infos
 
     def prefill_infos(self) -> tuple[InstanceInfo, ...]:
-        """Of the ready prefill instances that pair with a ready decode instance."""
+        """Of the ready prefill instances that pair with a ready decode instance; while there is none, of those that
+        were ready last."""
         pairings = {info.pairing for info in self.decode_infos()}
-        return tuple(view.info for view in self.prefill.views() if view.out is None and view.info.pairing in pairings)
+        infos = (view.info for view in self.prefill.views() if view.out is None)
+        self._last_prefill_infos = tuple(info for info in infos if info.pairing in pairings) or self._last_prefill_infos
+        return self._last_prefill_infos
 
     def identity(self, fingerprint: str) -> Identity | None:
         """The identity with this fingerprint; None if no instance that has reported, ready or not, has it."""
@@ -198,6 +202,7 @@ class Pools:
 
     def _on_change(self) -> None:
         self.decode_infos()
+        self.prefill_infos()
         self._log_mismatches()
         self._changed.notify()
 

@@ -90,7 +90,7 @@ def test_no_connector_ends_a_lease_before_the_setting_does(connector: str) -> No
     [("shared_storage", "max_lease_s"), ("nixl,shared_storage", "nixl.max_lease_s"), ("acme.kv:Own", "max_lease_s")],
 )
 def test_no_option_ends_a_lease_before_the_setting_does(connector: str, option: str) -> None:
-    def config(max_lease_s: float) -> KVConnectorConfig:
+    def config(max_lease_s: float | str, option: str = option) -> KVConnectorConfig:
         transfer = TransferSection(
             connector=connector, folder=Path("kv"), secret_file=Path("secret"), options={option: max_lease_s}
         )
@@ -99,6 +99,10 @@ def test_no_option_ends_a_lease_before_the_setting_does(connector: str, option: 
     assert config(30.0)
     with pytest.raises(SettingsError, match=r"max_lease_s of .* is 5; it must not be less than transfer\.lease_s"):
         config(5.0)
+    with pytest.raises(SettingsError, match=r"max_lease_s of .* is 5; it must not be less than transfer\.lease_s"):
+        config("5")
+    if "," in connector:
+        assert config(5.0, "shared_storage.max_lease_s"), "it grants no lease"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ class PrefillServiceStub:
 
     - INVALID_ARGUMENT: a field is out of range.
     - NOT_FOUND: the adapter is not loaded here.
-    - ALREADY_EXISTS: the request id is running here.
+    - ALREADY_EXISTS: the request id is in use here.
     - RESOURCE_EXHAUSTED: too many requests; or, without a retry hint, a prompt of more blocks than exist.
     - UNAVAILABLE: the engine of this instance has ended. With tandem-crashed in the trailers, it ended while it ran this request.
     """
@@ -39,7 +39,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
 
         - INVALID_ARGUMENT: a field is out of range.
         - NOT_FOUND: the adapter is not loaded here.
-        - ALREADY_EXISTS: the request id is running here.
+        - ALREADY_EXISTS: the request id is in use here.
         - RESOURCE_EXHAUSTED: too many requests; or, without a retry hint, a prompt of more blocks than exist.
         - UNAVAILABLE: the engine of this instance has ended. With tandem-crashed in the trailers, it ended while it ran this request.
         """

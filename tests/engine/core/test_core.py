@@ -99,7 +99,7 @@ def test_an_id_whose_blocks_are_held_is_rejected(tmp_path: Path) -> None:
     assert (event.finish_reason, event.error_kind) == ("error", "id_in_use")
     assert core.load.held_blocks == 3
     connector.next.freed_request_ids.append("again")
-    core.step()
+    core.poll_connector()  # as while a step computes
     core.handle(AddRequest(again))
     assert not core.take_events()
     core.shutdown()

@@ -332,6 +332,7 @@ def test_a_pattern_of_a_schema_is_not_an_approximation(walker: Walker, pattern: 
 REGEXES = [
     r"[a-z]+@[a-z]+\.(com|org)", r"\d{3}-\d{4}", r"(?:ab|c)*d?", r"^a|b$", r".{2,5}", r"\s\S\w\W\D", r"[^\s]{2}",
     r"[^\S\n]", r"[^\S]{3}", r"[^,\S]a", r"[^\\S]{3}",
+    r"[\^-\^]", r"[\^-^ab]",
     r"[\^+]", r"[\^]{2}", r"[\^-z]", r"[\^-]", r"[\^+*/-]", r"[\^^\^a-c]", r"[^\^a]", r"[\x5E_]", r"[\u005e\]]",
     r"x*?y+?", r"\x41\u0042[\x43-\x45]", r"\x41b[\x41b][\\x41]", r"\xe9a\\x41",
     r"\t\n", r"é[ö-ü]?", r"a{2}|a{4,}", r"[\]\\-]", r"\"\\", r"|a",

@@ -36,7 +36,7 @@ def view(role: Role, name: str = "", throughput: ThroughputEstimate = UNMEASURED
 
 
 def choice(num_tokens: int = 1000, emitted: int = 0, **params: Any) -> Choice:
-    sampling = SamplingParams(max_tokens=100, **params)
+    sampling = SamplingParams(**{"max_tokens": 100, **params})
     request = GenerationRequest("mine", "id", "model", tuple(range(num_tokens)), sampling, seed=7)
     return Choice(request, 0, token_ids=[5] * emitted)
 
@@ -209,7 +209,7 @@ def test_engines_are_not_the_reason_where_an_equal_instance_is_unavailable_too()
 def test_a_context_with_room_for_one_token_only_is_not_split(mode: str) -> None:
     decode, prefill = view("decode"), [view("prefill")]
     full, roomy = (replace(decode, info=replace(decode.info, max_model_len=length)) for length in (1051, 1052))
-    for wanted in (choice(1050), choice(1000, emitted=50)):
+    for wanted in (choice(1050, max_tokens=1), choice(1000, emitted=50, max_tokens=51)):
         found = planned([full], prefill, wanted, mode=mode)
         assert found.prefill is None
         assert found.disaggregation[:2] == (Decision.LOCAL, Reason.CONTEXT)

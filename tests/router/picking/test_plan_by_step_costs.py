@@ -89,7 +89,9 @@ def test_by_step_costs_a_context_with_room_for_one_token_only_is_not_split() -> 
     prefill = [measured("prefill", throughput=busy)]
     for length, is_split in ((4001, False), (4002, True)):
         limited = replace(decode, info=replace(decode.info, max_model_len=length))
-        assert (planned_by_objectives([limited], prefill, choice(4000)).prefill is not None) == is_split
+        wanted = choice(3900, emitted=100, max_tokens=length - 3900)
+        for others in ([], [replace(limited, info=replace(limited.info, max_model_len=64))]):  # cannot get it
+            assert (planned_by_objectives([limited, *others], prefill, wanted).prefill is not None) == is_split
 
 
 def test_overload_and_its_reason() -> None:
