@@ -108,8 +108,8 @@ class StoreConnector(TransferConnector):
     def next_deadline_s(self) -> float | None:
         if self._producer.deletes:
             return 0.0
-        _, saved_by = self._oldest_save()
-        known = (self._leases.next_deadline, self._loader.next_deadline, saved_by)
+        oldest = self._oldest_save()
+        known = (self._leases.next_deadline, self._loader.next_deadline, oldest and oldest[1])
         deadlines = [at for at in known if at is not None]
         return max(0.0, min(deadlines) - self._clock()) if deadlines else None
 
@@ -146,22 +146,17 @@ class StoreConnector(TransferConnector):
             self._ended_at = self._clock()
             self._end_op(result)
 
-    def _oldest_save(self) -> tuple[SaveOp | None, float | None]:
+    def _oldest_save(self) -> tuple[SaveOp, float] | None:
         """Of those that are still wanted, and when it is late: while a slow store ends operations, none is."""
-        for op in self._saves.values():
-            if not op.is_cancelled:
-                return op, max(self._submitted[id(op)], self._ended_at) + self._options.load_timeout_s
-        return None, None
+        op = next((op for op in self._saves.values() if not op.is_cancelled), None)
+        return None if op is None else (op, max(self._submitted[id(op)], self._ended_at) + self._options.load_timeout_s)
 
     def _give_up_late_saves(self, now: float) -> None:
         """Each counts once per request, as late reads do."""
-        op, saved_by = self._oldest_save()
-        while op is not None and saved_by is not None and saved_by <= now:
+        failure = f"the store did not take KV within {self._options.load_timeout_s:g} s"
+        while (oldest := self._oldest_save()) is not None and oldest[1] <= now:
             self._io.save_breaker.record(ok=False)
-            self._producer.give_up(
-                op.owner, f"the store did not take KV within {self._options.load_timeout_s:g} s", now
-            )
-            op, saved_by = self._oldest_save()
+            self._producer.give_up(oldest[0].owner, failure, now)
 
     def _end_cancelled(self, now: float) -> None:
         """Ends what was cancelled before it began, so that it keeps no blocks while the threads hang in the store."""

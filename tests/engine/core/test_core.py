@@ -35,8 +35,8 @@ class ScriptedConnector(NullKVConnector):
         return output
 
 
-def scripted_core(tmp_path: Path) -> tuple[EngineCore, Any]:
-    """A core and its connector."""
+def loading_core(tmp_path: Path) -> tuple[EngineCore, Any]:
+    """A core that loads three blocks for request "r", and its connector."""
     connector_config = KVConnectorConfig(class_path="tests.engine.core.test_core:ScriptedConnector")
     config = EngineConfig(
         model=str(lively_checkpoint(tmp_path / "model", "llama")),
@@ -47,15 +47,15 @@ def scripted_core(tmp_path: Path) -> tuple[EngineCore, Any]:
     core = EngineCore(config, wake=lambda: None)
     connector: Any = core._connector
     assert type(connector).__name__ == "ScriptedConnector"
-    return core, connector
-
-
-def test_an_abort_does_not_free_blocks_that_a_given_up_read_may_write_to(tmp_path: Path) -> None:
-    core, connector = scripted_core(tmp_path)
     remote = RemoteKV(transfer_id="t", reservation_s=60.0)
     spec = EngineRequest(request_id="r", prompt_token_ids=list(range(40)), params=SamplingParams(), remote_kv=remote)
     core.handle(AddRequest(spec))
     core.step()
+    return core, connector
+
+
+def test_an_abort_does_not_free_blocks_that_a_given_up_read_may_write_to(tmp_path: Path) -> None:
+    core, connector = loading_core(tmp_path)
     given_up = KVLoadResult("r", 0, 0, 3, reason="late", retained_id="late")
     connector.next.loaded.append(given_up)
 
@@ -72,11 +72,7 @@ def test_an_abort_does_not_free_blocks_that_a_given_up_read_may_write_to(tmp_pat
 
 
 def test_blocks_that_are_pinned_before_the_scheduler_hears_of_it_are_in_one_class(tmp_path: Path) -> None:
-    core, connector = scripted_core(tmp_path)
-    remote = RemoteKV(transfer_id="t", reservation_s=60.0)
-    spec = EngineRequest(request_id="r", prompt_token_ids=list(range(40)), params=SamplingParams(), remote_kv=remote)
-    core.handle(AddRequest(spec))
-    core.step()
+    core, connector = loading_core(tmp_path)
     connector.num_pinned = 3
     load = core.load
     classes = (load.free_blocks, load.cached_blocks, load.running_blocks, load.held_blocks, load.quarantined_blocks)
@@ -86,11 +82,7 @@ def test_blocks_that_are_pinned_before_the_scheduler_hears_of_it_are_in_one_clas
 
 def test_an_id_whose_blocks_are_held_is_rejected(tmp_path: Path) -> None:
     """The blocks of the earlier request would lose their owner."""
-    core, connector = scripted_core(tmp_path)
-    remote = RemoteKV(transfer_id="t", reservation_s=60.0)
-    spec = EngineRequest(request_id="r", prompt_token_ids=list(range(40)), params=SamplingParams(), remote_kv=remote)
-    core.handle(AddRequest(spec))
-    core.step()
+    core, connector = loading_core(tmp_path)
     connector.next.loaded.append(KVLoadResult("r", 0, 0, 3, reason="late", retained_id="again"))
     core.step()
     again = EngineRequest(request_id="again", prompt_token_ids=[1, 2], params=SamplingParams())

@@ -56,8 +56,8 @@ def plan(decode_up_s: float, prefill_up_s: float | None) -> Plan:
         return view
 
     prefill = None if prefill_up_s is None else at("prefill-0", prefill_up_s)
-    decision = Disaggregation(Decision.LOCAL, Reason.OFF, "as told")
-    return Plan(at("decode-0", decode_up_s), prefill, decision, Work(0, 0), "as told")
+    decision = Disaggregation(Decision.LOCAL, Reason.OFF, "as the test says")
+    return Plan(at("decode-0", decode_up_s), prefill, decision, Work(0, 0), "as the test says")
 
 
 @pytest.mark.parametrize(

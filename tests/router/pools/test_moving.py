@@ -186,10 +186,12 @@ async def test_moving_uses_up_no_retries_and_no_resumptions(run: Run) -> None:
         assert num_failovers(rig) == 0
 
 
-async def test_a_prompt_that_is_being_computed_moves_as_well(run: Run) -> None:
+@pytest.mark.parametrize("slots", [None, 1])
+async def test_a_prompt_that_is_being_computed_moves_as_well(run: Run, slots: int | None) -> None:
+    """At its decode instance it has a place already."""
     prefill = [FakeInstance("prefill", f"prefill-{i}", behaviour=Behaviour(num_running=50 * i)) for i in range(2)]
     prefill[0].behaviour.prefill_s = 60.0
-    async with run(prefill=prefill, decode=1, disaggregation={"mode": "always"}) as rig:
+    async with run(prefill=prefill, decode=decodes(Behaviour(slots=slots)), disaggregation={"mode": "always"}) as rig:
         asking = asyncio.create_task(rig.generate(max_tokens=10))
         await prefill[0].until("prefill")
         ask_to_leave(prefill[0])
