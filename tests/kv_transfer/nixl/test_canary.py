@@ -164,6 +164,7 @@ def test_above_the_cap_pages_are_used_again_while_their_producers_are_still_froz
         reader.receive(producer, name)
     reader.run_until(lambda: producers.keys() <= reader.loaded.keys())
     reader.run_until(lambda: not reader.pinned and not reader.held)
+    reader.run_until(lambda: reader.connector.num_rebuilt > 0)  # the reads end before that does
     assert reader.connector.num_rebuilt == 1
     # STEP both prompts are computed where the reads would have written, and the producers wake
     reader.run_until(lambda: len(reader.scheduler.running) == len(producers))
