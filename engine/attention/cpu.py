@@ -140,7 +140,7 @@ def _plan_of_single_tokens(metadata: AttentionMetadata) -> _Plan:
     num_requests = len(metadata.seq_lens)
     tiles = torch.empty((num_requests, 4), dtype=torch.int32)
     arguments = _TilesArguments(0, num_requests, metadata.seq_lens.data_ptr(), tiles.data_ptr())
-    launcher_for(cpu_kernels.single_tiles_address, tiles.dtype)(1, arguments)
+    launcher_for(cpu_kernels.single_tiles_address, tiles.dtype)(None, arguments)
     return _Plan(tiles, 1, num_requests * metadata.max_seq_len)
 
 

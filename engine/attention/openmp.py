@@ -30,10 +30,11 @@ from engine.attention.openmp_kernels import run_launches_address
 logger = logging.getLogger(__name__)
 
 Arguments = ctypes.Array[ctypes.c_int64]
-Launcher = Callable[[int, Arguments], None]
-"""Takes the number of threads and the kernel's arguments."""
+Launcher = Callable[[int | None, Arguments], None]
+"""Takes the number of threads and the kernel's arguments. None, for short work: this thread, which keeps the GIL. With
+a number other Python threads run meanwhile, also beside a single thread."""
 
-_SERIAL_ELEMENTS = 1 << 15
+_SHORT_ELEMENTS = 1 << 15
 """Below this many elements one thread finishes before a second has started."""
 _LINE = 8
 """Numbers of a cache line: counters that several threads change have lines of their own."""
@@ -66,26 +67,28 @@ def recording(launches: list[Launch]) -> Iterator[None]:
         _recording.launches = outer
 
 
-def launcher(kernel_address: int, *, keeps_gil: bool = True) -> Launcher:
-    """A function that runs the kernel at this address on `num_threads` threads and waits for them. `keeps_gil`: on one
-    thread, which is cheaper for short work."""
-    alone = (ctypes.PYFUNCTYPE if keeps_gil else ctypes.CFUNCTYPE)(None, ctypes.c_void_p)(kernel_address)
+def launcher(kernel_address: int) -> Launcher:
+    """A function that runs the kernel at this address and waits for it."""
+    keeping_gil = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel_address)
+    without_gil = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address)
     gomp = _gomp()
 
-    def launch(num_threads: int, arguments: Arguments) -> None:
+    def launch(num_threads: int | None, arguments: Arguments) -> None:
         if _recording.launches is not None:
-            _recording.launches.append(Launch(kernel_address, num_threads, bytes(arguments)))
+            _recording.launches.append(Launch(kernel_address, num_threads or 1, bytes(arguments)))
+        elif num_threads is None:
+            keeping_gil(ctypes.addressof(arguments))
         elif num_threads > 1 and gomp is not None:
             gomp.parallel(kernel_address, ctypes.addressof(arguments), num_threads, 0)
         else:
-            alone(ctypes.addressof(arguments))
+            without_gil(ctypes.addressof(arguments))
 
     return launch
 
 
-def num_threads_for(num_elements: int) -> int:
-    """Of a kernel that works on so many elements."""
-    return torch.get_num_threads() if num_elements >= _SERIAL_ELEMENTS else 1
+def num_threads_for(num_elements: int) -> int | None:
+    """For a `Launcher` whose kernel works on so many elements."""
+    return torch.get_num_threads() if num_elements >= _SHORT_ELEMENTS else None
 
 
 @functools.cache
@@ -155,7 +158,8 @@ def _openmp_libraries() -> list[Path]:
     """The OpenMP runtimes loaded in this process (Linux), else those shipped with torch."""
     maps = Path("/proc/self/maps")
     if maps.exists():
-        loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line}
+        # The sixth field is the path, which may contain spaces.
+        loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "omp" in line}
         paths = [Path(name) for name in loaded if Path(name).name.startswith(("libgomp", "libomp", "libiomp"))]
     else:
         paths = [*(Path(torch.__file__).parent / "lib").glob("lib*omp*")]

@@ -127,7 +127,7 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-_SERIAL_PRODUCTS = 1 << 16
+_SHORT_PRODUCTS = 1 << 16
 """With fewer multiplications of numbers one thread finishes before a second has started."""
 
 _Arguments = ctypes.c_int64 * 8
@@ -181,8 +181,8 @@ class PanelLinear:
             self._bias.data_ptr(),
             output.data_ptr(),
         )
-        is_serial = num_rows * self._panels.numel() < _SERIAL_PRODUCTS
-        self._launch(1 if is_serial else torch.get_num_threads(), arguments)
+        is_short = num_rows * self._panels.numel() < _SHORT_PRODUCTS
+        self._launch(None if is_short else torch.get_num_threads(), arguments)
         return output if self._outputs == self.out_features else output[:, : self.out_features].contiguous()
 
 

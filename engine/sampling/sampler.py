@@ -225,7 +225,7 @@ _Arguments = ctypes.c_int64 * 9
 
 @functools.cache
 def _launch() -> Launcher:
-    return launcher(sampler_kernels.sample_address(), keeps_gil=False)
+    return launcher(sampler_kernels.sample_address())
 
 
 def _spec(row: SamplingRow) -> tuple[float, ...]:

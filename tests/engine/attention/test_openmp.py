@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from numba import cfunc
 
+from engine.attention import openmp
 from engine.attention.compilation import SIGNATURE
-from engine.attention.openmp import Launch, LaunchProgram, launcher, recording
+from engine.attention.openmp import Launch, LaunchProgram, launcher, num_threads_for, recording
 from engine.attention.simd import INT64, next_task, pointer
+from engine.models.linear import PanelLinear
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +104,47 @@ def test_another_threads_launches_are_not_recorded(count_tasks: int) -> None:
     with recording(launches), ThreadPoolExecutor(1) as pool:
         assert torch.equal(pool.submit(_run, count_tasks, 1, 50).result(), torch.ones(50, dtype=torch.int64))
     assert not launches
+
+
+def test_other_python_threads_run_beside_a_kernel_of_one_thread() -> None:
+    most = 1 << 32  # some 20 s, if the counter is left to the kernel
+
+    @cfunc(SIGNATURE)
+    def kernel(a):  # type: ignore[no-untyped-def]
+        num_drawn = 0
+        while next_task(a) < a[1]:
+            num_drawn += 1
+        a[2] = num_drawn
+
+    arguments = (ctypes.c_int64 * 3)(0, most, 0)
+
+    def end_it() -> None:
+        while not arguments[0]:
+            time.sleep(0.001)
+        arguments[0] = most
+
+    other = threading.Thread(target=end_it)
+    other.start()
+    launcher(int(kernel.address))(1, arguments)
+    other.join()
+    assert arguments[2] < most
+
+
+def test_only_short_work_keeps_the_gil_where_torch_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert num_threads_for(100) is None
+    assert num_threads_for(1 << 20) == 1
+    layer = PanelLinear(torch.zeros(512, 256), None)  # of any processor: nothing is multiplied
+    launches: list[int | None] = []
+    monkeypatch.setattr(layer, "_launch", lambda num_threads, _: launches.append(num_threads))
+    layer(torch.zeros(8, 256))
+    assert launches == [1]
+
+
+def test_a_runtime_in_a_folder_with_a_space_is_found(tmp_path: Path) -> None:
+    (loaded, *_) = openmp._openmp_libraries()
+    copy = tmp_path / "my programs" / loaded.name
+    copy.parent.mkdir()
+    shutil.copy(loaded, copy)
+    ctypes.CDLL(str(copy))
+    assert copy in openmp._openmp_libraries()
