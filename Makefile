@@ -19,6 +19,9 @@ PYTEST := $(BIN)/python -m pytest
 # Processes that run tests side by side: four more than cores, because tests also wait.
 WORKERS ?= $(shell expr $$(nproc) + 4)
 ARGS ?=
+# Where torch's build comes from: https://download.pytorch.org/whl/cpu for a machine without a GPU. PyPI's has CUDA.
+TORCH_INDEX ?=
+PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many images, each of the tests' processes would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -37,13 +40,13 @@ $(RUNNABLE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "This Python has no venv. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing what serving needs into $(VENV): about 1.3 GB."
-	$(BIN)/python -m pip install -c constraints.txt -e '.[hub,top]'
+	@echo "Installing what serving needs into $(VENV): 1.3 GB, or several GB if torch's build has CUDA (see README)."
+	$(PIP_INSTALL) -e '.[hub,top]'
 	@touch $@
 
 $(INSTALLED): $(RUNNABLE)
 	@echo "Installing what the checks and tests need into $(VENV): about 2 GB more."
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) --quiet -e '.[dev]'
 	@touch $@
 
 $(NODE_INSTALLED): package.json package-lock.json

@@ -52,6 +52,22 @@ def test_an_extra_is_added_to_a_checkout_without_replacing_its_editable_install(
     assert set(named) <= extras.keys()
 
 
+def test_the_pins_fit_torchs_cuda_build() -> None:
+    """It is PyPI's build for Linux. The CPU build, which the tests have, does not require Triton."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    required_triton = {"2.11.0": "3.6.0", "2.13.0": "3.7.1"}
+    assert pins["triton"] == required_triton[pins["torch"]]
+
+
+def test_torchs_build_can_be_chosen() -> None:
+    def steps(*variables: str) -> str:
+        make = ["make", "--dry-run", "--always-make", "install", *variables]
+        return subprocess.run(make, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    assert "index-url" not in steps()
+    assert steps("TORCH_INDEX=https://example.org/whl").count("--extra-index-url https://example.org/whl -") == 2
+
+
 def test_a_checkout_is_imported_beside_its_own_folder(tmp_path: Path) -> None:
     """As in `cd parent; tandem/.venv/bin/python script.py`, where the folder `tandem` is the checkout."""
     build = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
