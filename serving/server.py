@@ -114,7 +114,7 @@ _log = logging.getLogger(__name__)
 _PROBES = ServerSettings(max_connections=256, max_idle_s=10.0, max_calls=256, max_calls_per_peer=256)
 """Of the port for probes: a probe connects, asks once and leaves."""
 _CHECK_TLS_S = 60.0
-_END_S = 1.0  # for calls to end before the port closes
+_END_S = 1.0  # for calls to end before the port closes, and then for their status to be sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class Server:
             self._checking_tls.cancel()
         self.abuse_limits.close()
         await self.health.end(_END_S)
-        await self._server.stop(grace=None)
+        await self._server.stop(grace=_END_S)
         if self._probe_server is not None:
             await self._probe_server.stop(grace=None)
         return self._num_cut_off == 0
