@@ -107,7 +107,7 @@ def _choice(
     if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise invalid_argument("request.cache_salt", "is too long", f"at most {MAX_SALT_BYTES} bytes")
     if request.lora:
-        raise NotFound(f"request.lora: adapter {shown(request.lora)} is not loaded")
+        raise NotFound(f"request.lora: adapter {shown(request.lora)} is not supported")
     prompt = token_ids("request.prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     emitted = token_ids("request.emitted_token_ids", request.emitted_token_ids, limits.vocab_size)
     if not prompt:

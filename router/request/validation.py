@@ -146,7 +146,11 @@ async def validated(
 def check_model(name: str, model: ServedModel) -> None:
     """Raises NotFound for the name of another model."""
     if name not in ("", model.name):
-        raise NotFound(f"model: {shown(name)} is not served here; served: {shown(model.name)}")
+        raise unknown_model(name, model)
+
+
+def unknown_model(name: str, model: ServedModel) -> NotFound:
+    return NotFound(f"model: {shown(name)} is not served; served: {shown(model.name)}")
 
 
 @contextmanager
@@ -180,7 +184,7 @@ def _check_extras(request: generation_pb2.GenerateRequest) -> None:
     if request.lora:
         if not _LABEL.fullmatch(request.lora):
             raise invalid_argument("lora", f"{shown(request.lora)} has {len(request.lora)} characters", _LABEL_ALLOWED)
-        raise NotFound(f"lora: adapter {shown(request.lora)} is not loaded here")
+        raise NotFound(f"lora: adapter {shown(request.lora)} is not supported")
     if request.idempotency_key:
         raise NotSupported("idempotency_key", shown(request.idempotency_key))
 

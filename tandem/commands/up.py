@@ -118,8 +118,8 @@ _DEMO_TOKENS = 60
 )  # fmt: skip
 @click.option(
     "--device", type=Choice(["cpu", "cuda"]), default="cpu", show_default=True,
-    help="cuda: each instance on a GPU of its own, or one for each of its ranks; fewer are shared, which requires "
-    "--kv-memory.",
+    help="cuda: each instance on a GPU of its own; fewer are shared, which requires --kv-memory. Several ranks: each "
+    "on a GPU, without a KV connector only (docs/gpu.md).",
 )  # fmt: skip
 @click.option(
     "--tensor-parallel-size", type=IntRange(min=1), default=1, show_default=True,

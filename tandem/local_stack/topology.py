@@ -31,6 +31,7 @@ _LOOPBACK = "127.0.0.1"
 """Host of the instances and the admin listener, whatever the clients' address is."""
 TOKENS_FILE = "tokens"
 """In the stack's folder: the digest of its `api_key`, for the router."""
+NO_CONNECTOR = "engine.kv_connector:NullKVConnector"
 _MAX_KV_BYTES = 2 << 30
 _KV_SHARE = 0.4
 """Of the free memory, for the KV of all instances; weights and activations need the rest."""
@@ -102,10 +103,24 @@ def check_gpus(settings: StackSettings) -> None:
             f"--device cuda: torch finds {num_gpus} GPUs on this machine, and an instance needs {num_ranks}; "
             "omit it to use the CPU"
         )
+    if num_ranks > 1:
+        _check_ranks_on_gpus(settings)
     if settings.num_planned * num_ranks > num_gpus and not _has_kv_size(settings):
         raise ValueError(
             f"{settings.num_planned} instances share {num_gpus} GPU(s): set --kv-memory, the GiB of KV of each"
         )
+
+
+def _check_ranks_on_gpus(settings: StackSettings) -> None:
+    """Each rank has a part of the KV on a GPU of its own. Connectors need whole pages."""
+    flag = f"--{settings.parallelism.name.replace('_', '-')}"
+    if settings.connector != NO_CONNECTOR:
+        raise ValueError(
+            f"--device cuda: {flag} above 1 is supported without a KV connector, not with {settings.connector}; "
+            f"set it to 1, or give --connector {NO_CONNECTOR}, which hands nothing over"
+        )
+    if not _has_kv_size(settings):
+        raise ValueError(f"--device cuda: {flag} above 1 requires --kv-memory, the GiB of KV of each instance")
 
 
 def _has_kv_size(settings: StackSettings) -> bool:

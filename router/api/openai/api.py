@@ -47,8 +47,8 @@ from router.api.openai.strict_model import StrictModel
 from router.dispatch.dispatcher import run_together
 from router.dispatch.handler import RequestHandler
 from router.request.chat import Tools
-from router.request.validation import check_model, prompt_ids, service_errors
-from serving.errors import NotFound, Unavailable
+from router.request.validation import check_model, prompt_ids, service_errors, unknown_model
+from serving.errors import Unavailable
 
 _PROBLEMS = {
     status.HTTP_404_NOT_FOUND: "unknown path; docs/openai.md lists the endpoints",
@@ -194,7 +194,7 @@ class OpenAIApi:
 
         async def handler(exchange: Exchange) -> None:
             if name != self.model.name:
-                raise NotFound(f"model: {name[:64]!r} is not served; served: {self.model.name!r}")
+                raise unknown_model(name, self.model)
             await exchange.send_json(self._description())
 
         return self._exchange(handler)

@@ -107,11 +107,11 @@ CASES = [
     sampling("42 bias 1e9", "[-100,100]", logit_bias={20: 1e9}),
     sampling("42 10^5 biases", "at most 1024", logit_bias=dict.fromkeys(range(100_000), 1.0)),
     sampling("43 no allowed ids", "no token can be sampled", allowed_token_ids=common_pb2.TokenIds()),
-    Case("60 unknown adapter", request(lora="mine"), NOT_FOUND, "'mine'"),
+    Case("60 unknown adapter", request(lora="mine"), NOT_FOUND, "lora: adapter 'mine' is not supported"),
     Case("61 adapter path", request(lora="../../etc/passwd"), IA, "[A-Za-z0-9._-]", "lora"),
     Case("61 adapter 10 KiB", request(lora="x" * 10240), IA, "1..128", "lora"),
     Case("61 adapter NUL", request(lora="a\0b"), IA, "a\\x00b", "lora"),
-    Case("63 unknown model", request(model="gpt"), NOT_FOUND, "model: 'gpt'"),
+    Case("63 unknown model", request(model="gpt"), NOT_FOUND, "model: 'gpt' is not served; served: "),
     Case(
         "64 salt 1 MiB", request(cache_salt="x" * 2**20), IA, "1048576 bytes; allowed: at most 256 bytes", "cache_salt"
     ),

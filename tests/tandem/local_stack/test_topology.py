@@ -13,7 +13,14 @@ from tandem.client.credentials import ROUTER
 from tandem.local_stack.desired_state import InvalidSize
 from tandem.local_stack.process import ManagedProcess, ProcessSpec
 from tandem.local_stack.settings import StackSettings
-from tandem.local_stack.topology import LocalProcesses, Topology, check_gpus, free_ports, share_cores
+from tandem.local_stack.topology import (
+    NO_CONNECTOR,
+    LocalProcesses,
+    Topology,
+    check_gpus,
+    free_ports,
+    share_cores,
+)
 
 
 def topology(**fields: object) -> Topology:
@@ -297,5 +304,10 @@ def test_a_stack_that_the_gpus_cannot_hold_is_rejected() -> None:
         check(num_prefill=3, num_decode=3)
     with pytest.raises(ValueError, match="torch finds 4 GPUs on this machine, and an instance needs 8"):
         check(tensor_parallel_size=8)
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size above 1 .* not with nixl; set it to 1, or give"):
+        check(tensor_parallel_size=2, connector="nixl", kv_cache_bytes=1 << 30)
+    with pytest.raises(ValueError, match="--pipeline-parallel-size above 1 requires --kv-memory"):
+        check(pipeline_parallel_size=2, connector=NO_CONNECTOR)
+    check(tensor_parallel_size=2, connector=NO_CONNECTOR, kv_cache_bytes=1 << 30)
     with pytest.raises(ValueError, match="--quantization int8 is for --device cpu"):
         check(quantization="int8")

@@ -26,7 +26,10 @@ async def test_an_unknown_model_is_not_found(run_http: RunHttp) -> None:
         with pytest.raises(openai.NotFoundError) as raised:
             await http.openai.completions.create(model="gpt-9", prompt="x")
         assert (raised.value.param, raised.value.code) == ("model", "model_not_found")
-        assert "served: 'fake'" in raised.value.message
+        problem = "model: 'gpt-9' is not served; served: 'fake'"
+        assert problem in raised.value.message
+        by_name = await http.http.get("/v1/models/gpt-9")
+        assert by_name.json()["error"]["message"] == problem
 
 
 async def test_no_instance_is_unavailable_with_a_retry_hint(run_http: RunHttp) -> None:
