@@ -165,7 +165,7 @@ class InstanceServer:
 
         The core reports every 250 ms, but not during a step. Silence of seconds, and of several times the predicted
         step, means that no work gets done (not ready: no new requests); half a minute means that the core hangs (not
-        alive: the supervisor restarts the process). The core's death is noticed at once, by `wait_dead`.
+        alive: Kubernetes restarts the process). The core's death is noticed at once, by `wait_dead`.
         """
         health, limits = self.grpc_server.health, self.settings.instance
         ready = alive = True

@@ -26,9 +26,8 @@ if _version_not_supported:
 
 
 class ExternalScalerStub(object):
-    """Offered by every router, on the listener of its signals. A trigger's metadata has `pool`: prefill or decode.
-
-    Every rpc answers INVALID_ARGUMENT for metadata without such a pool.
+    """Offered by every router, on the listener of its signals. A trigger's metadata has `pool`: prefill or decode; without it
+    each of its rpcs answers INVALID_ARGUMENT.
     """
 
     def __init__(self, channel):
@@ -60,9 +59,8 @@ class ExternalScalerStub(object):
 
 
 class ExternalScalerServicer(object):
-    """Offered by every router, on the listener of its signals. A trigger's metadata has `pool`: prefill or decode.
-
-    Every rpc answers INVALID_ARGUMENT for metadata without such a pool.
+    """Offered by every router, on the listener of its signals. A trigger's metadata has `pool`: prefill or decode; without it
+    each of its rpcs answers INVALID_ARGUMENT.
     """
 
     def IsActive(self, request, context):
@@ -127,9 +125,8 @@ def add_ExternalScalerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExternalScaler(object):
-    """Offered by every router, on the listener of its signals. A trigger's metadata has `pool`: prefill or decode.
-
-    Every rpc answers INVALID_ARGUMENT for metadata without such a pool.
+    """Offered by every router, on the listener of its signals. A trigger's metadata has `pool`: prefill or decode; without it
+    each of its rpcs answers INVALID_ARGUMENT.
     """
 
     @staticmethod

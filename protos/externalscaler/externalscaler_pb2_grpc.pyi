@@ -15,9 +15,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ExternalScalerStub:
-    """Offered by every router, on the listener of its signals. A trigger's metadata has `pool`: prefill or decode.
-
-    Every rpc answers INVALID_ARGUMENT for metadata without such a pool.
+    """Offered by every router, on the listener of its signals. A trigger's metadata has `pool`: prefill or decode; without it
+    each of its rpcs answers INVALID_ARGUMENT.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -34,9 +33,8 @@ class ExternalScalerStub:
     """
 
 class ExternalScalerServicer(metaclass=_abc_1.ABCMeta):
-    """Offered by every router, on the listener of its signals. A trigger's metadata has `pool`: prefill or decode.
-
-    Every rpc answers INVALID_ARGUMENT for metadata without such a pool.
+    """Offered by every router, on the listener of its signals. A trigger's metadata has `pool`: prefill or decode; without it
+    each of its rpcs answers INVALID_ARGUMENT.
     """
 
     @_abc_1.abstractmethod

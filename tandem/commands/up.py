@@ -149,7 +149,7 @@ _DEMO_TOKENS = 60
 )
 @click.option(
     "--router-workers", type=IntRange(1, 64), default=1, show_default=True,
-    help="Processes of the router, which share its ports and limits; one takes up to a core.",
+    help="Processes of the router, which share its ports and fixed limits; one takes up to a core.",
 )  # fmt: skip
 @click.option(
     "--router-arg", "router_args", multiple=True, metavar="FLAG=VALUE",
