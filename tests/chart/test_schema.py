@@ -99,7 +99,7 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a built-in engine on several GPUs": (
         {"instance": {"gpu": {"count": 2}, "tensorParallelSize": 2}},
-        "tensorParallelSize of prefill: 2 on GPUs, and the built-in engine divides a model on CPUs only",
+        "tensorParallelSize of prefill: 2 on GPUs, and this chart divides the built-in engine on CPUs only",
     ),
     "vLLM's arguments without it": (
         {"pools": {"decode": {"vllmArgs": {"enforce_eager": True}}}},

@@ -65,7 +65,7 @@ vllm_args: {{- toYaml . | nindent 2 }}
 {{- fail (printf "vllmArgs of %s: the engine is %s, which has no such arguments; set instance.engine=vllm, or leave them out" $role $spec.engine) -}}
 {{- else if and (gt $workers 1) (eq (dig "engine" "device" (ternary "cuda" "cpu" (gt $gpus 0)) $spec.settings) "cuda") -}}
 {{- $name := ternary "tensorParallelSize" "pipelineParallelSize" (gt (int $spec.tensorParallelSize) 1) -}}
-{{- fail (printf "%s of %s: %d on GPUs, and the built-in engine divides a model on CPUs only; set instance.engine=vllm" $name $role (int (get $spec $name))) -}}
+{{- fail (printf "%s of %s: %d on GPUs, and this chart divides the built-in engine on CPUs only; set instance.engine=vllm" $name $role (int (get $spec $name))) -}}
 {{- end -}}
 {{- end -}}
 {{- if ne (first $engines) (last $engines) -}}
