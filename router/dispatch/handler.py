@@ -234,9 +234,9 @@ class RequestHandler:
             raise Aborted("aborted while no instance was available") from None
 
     def _choice(self, request: GenerationRequest, index: int) -> Choice:
-        """Raises Unavailable for a resumed one whose identity no instance has."""
+        """Raises Unavailable for a resumed one that has not finished and whose identity no instance has."""
         choice = Choice(request, index)
-        if choice.token_ids and (fingerprint := request.resumed[index].fingerprint):
+        if choice.token_ids and not choice.finished and (fingerprint := request.resumed[index].fingerprint):
             identity = self.dispatcher.pools.identity(fingerprint)
             if identity is None:
                 known = "no instance computes what the answer began with: its fingerprint is"

@@ -148,6 +148,15 @@ async def test_only_instances_that_compute_the_same_go_on(run: Run) -> None:
         await rig.until_idle()
 
 
+async def test_a_finished_choice_needs_no_instance_that_computes_the_same(run: Run) -> None:
+    async with run(prefill=0) as rig:
+        before = expected_ids(PROMPT, SEED, 3)
+        answer = await rig.generate(request_of(n=2, resume=resumed(before, None, finished=[0], fingerprint="gone")))
+        assert not answer.chunks(0)
+        assert answer.is_exactly(NUM_TOKENS, choice=1)
+        await rig.until_idle()
+
+
 async def test_it_waits_for_an_instance_as_a_stream_that_has_begun_does(run: Run) -> None:
     async with run(prefill=0, failover={"resume_wait_s": 20.0}) as rig:
         [decode] = rig.decode
