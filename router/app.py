@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from protos.externalscaler import externalscaler_pb2
 from protos.tandem.v1 import generation_pb2, pools_pb2, signals_pb2
-from router.admission.capacity import capacity_of
+from router.admission.capacity import Capacity, capacity_of
 from router.admission.controller import AdmissionController
 from router.api.admin import PoolsService
 from router.api.endpoint_picker import SERVICE as _PICKER_SERVICE
@@ -109,7 +109,7 @@ class RouterApp:
         self.peers = peers = self._peers(security) if settings.signals.routers else None
         self.admission = AdmissionController(
             settings.admission,
-            lambda: capacity_of(self._servable(), self.pools.prefill.views()),
+            self._capacity,
             (lambda: peers.num_routers) if peers is not None else None,
         )
         self.affinity = Affinity(settings.picking)
@@ -309,6 +309,11 @@ class RouterApp:
     def _servable(self) -> list[InstanceView]:
         """The decode instances that new requests can go to now."""
         return servable(self.pools.decode.views(), self.pools.prefill.views(), self._settings.disaggregation)
+
+    def _capacity(self) -> Capacity:
+        """For new requests; in `never` no prefill instance computes a prompt."""
+        uses_prefill = self._settings.disaggregation.mode != "never"
+        return capacity_of(self._servable(), self.pools.prefill.views() if uses_prefill else ())
 
     async def drain(self) -> bool:
         """Drains as the module says; False if requests were cut off at the end of the grace."""

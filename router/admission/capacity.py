@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.admission.settings import AdmissionSettings
-from router.pools.instance_info import InstanceView
+from router.pools.instance_info import InstanceView, Role
 from router.request.generation_request import GenerationRequest
 
 _WINDOW_S = 1.0
@@ -40,6 +40,8 @@ class Capacity:
     """Choices at the decode instances, of all routers."""
     used_blocks: int = 0
     """Blocks of the decode instances in use."""
+    prefilled_by: Role = "decode"
+    """The pool whose instances compute the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +62,23 @@ class Limits:
     num_blocks: float = math.inf
     num_prefill_tokens: float = math.inf
     """Prompt tokens without a first token yet; another prompt may begin while there are fewer."""
+    prefilled_by: Role = "decode"
+    """The pool that computes these prompts."""
 
 
 def capacity_of(decode: Sequence[InstanceView], prefill: Sequence[InstanceView]) -> Capacity:
     """Sums over the instances that may be picked. Without prefill instances the decode instances prefill."""
     ready = [view for view in decode if view.out is None]
-    prefilling = [view for view in prefill if view.out is None] or ready
+    ready_prefill = [view for view in prefill if view.out is None]
     return Capacity(
         num_instances=len(ready),
         num_sequences=_total(view.info.max_num_seqs for view in ready),
         num_blocks=_total(view.info.num_blocks for view in ready),
         block_size=max((view.info.identity.block_size for view in ready), default=0) or 1,
-        num_batched_tokens=_total(view.info.max_num_batched_tokens for view in prefilling),
+        num_batched_tokens=_total(view.info.max_num_batched_tokens for view in ready_prefill or ready),
         used_sequences=sum(view.num_requests for view in ready),
         used_blocks=sum(view.num_used_blocks for view in ready),
+        prefilled_by="prefill" if ready_prefill else "decode",
     )
 
 
@@ -92,6 +97,7 @@ def limits_of(capacity: Capacity, external: ExternalLoad, settings: AdmissionSet
         num_sequences=max(sequences - external.num_sequences, sequences * part),
         num_blocks=max(blocks - external.num_blocks, blocks * part * _GUARANTEED_PART_OF_BLOCKS),
         num_prefill_tokens=_times(settings.prefill_steps * part, capacity.num_batched_tokens),
+        prefilled_by=capacity.prefilled_by,
     )
 
 

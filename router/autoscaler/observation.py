@@ -278,7 +278,7 @@ def lacking_pool(admission: AdmissionController) -> Role | None:
     in_use, limits = admission.in_use, admission.limits
     if in_use.num_requests >= limits.num_requests or in_use.num_tokens >= limits.num_tokens:
         return None
-    return "prefill" if in_use.num_prefill_tokens >= limits.num_prefill_tokens else "decode"
+    return limits.prefilled_by if in_use.num_prefill_tokens >= limits.num_prefill_tokens else "decode"
 
 
 def is_for_decode(lacking: Role | None, prefill: PoolObservation) -> bool:

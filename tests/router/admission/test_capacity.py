@@ -41,7 +41,7 @@ def view(name: str, *, out: str | None = None, load: dict[str, Any] | None = Non
 
 def test_capacity_is_the_sum_of_what_is_ready() -> None:
     capacity = capacity_of([view("a"), view("b"), view("c", out="draining")], [view("p")])
-    assert capacity == Capacity(2, 16, 200, 16, 512, 0, 0)
+    assert capacity == Capacity(2, 16, 200, 16, 512, 0, 0, "prefill")
 
 
 def test_capacity_follows_the_pools() -> None:
@@ -60,8 +60,9 @@ def test_what_one_instance_does_not_tell_bounds_nothing() -> None:
 
 def test_without_a_ready_prefill_instance_the_decode_instances_prefill() -> None:
     decode = [view("a", max_num_batched_tokens=100)]
-    assert capacity_of(decode, [view("p")]).num_batched_tokens == 512
-    assert capacity_of(decode, [view("p", out="silent")]).num_batched_tokens == 100
+    for prefill, num_tokens, role in ((view("p"), 512, "prefill"), (view("p", out="silent"), 100, "decode")):
+        capacity = capacity_of(decode, [prefill])
+        assert (capacity.num_batched_tokens, capacity.prefilled_by) == (num_tokens, role)
 
 
 def test_used_is_what_the_reports_say_corrected_by_what_is_on_its_way() -> None:

@@ -6,11 +6,12 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from router.admission.capacity import Charge, Limits
+from router.admission.capacity import Charge, ExternalLoad, Limits, limits_of
 from router.admission.controller import AdmissionController
 from router.admission.settings import AdmissionSettings
 from router.app import RouterApp
@@ -106,14 +107,27 @@ def admission_of(held: Charge, limits: Limits) -> AdmissionController:
 @pytest.mark.parametrize(
     ("limits", "role"),
     [
-        (Limits(num_prefill_tokens=100), "prefill"),
-        (Limits(num_prefill_tokens=101, num_blocks=10), "decode"),
+        (Limits(num_prefill_tokens=100, prefilled_by="prefill"), "prefill"),
+        (Limits(num_prefill_tokens=100, prefilled_by="decode"), "decode"),
+        (Limits(num_prefill_tokens=101, num_blocks=10, prefilled_by="prefill"), "decode"),
         (Limits(num_prefill_tokens=100, num_requests=1), None),
         (Limits(num_prefill_tokens=100, num_tokens=150), None),
     ],
 )
 def test_the_queue_waits_for_the_pool_whose_limit_is_reached(limits: Limits, role: str | None) -> None:
     assert lacking_pool(admission_of(Charge(1, 150, 10, 100), limits)) == role
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "mode", "role"), [(1, "auto", "prefill"), (0, "auto", "decode"), (1, "never", "decode")]
+)
+async def test_queued_prompts_wait_for_the_pool_that_computes_them(
+    run: Run, num_prefill: int, mode: str, role: str
+) -> None:
+    async with run(prefill=num_prefill, disaggregation={"mode": mode}) as rig:
+        limits = limits_of(rig.app.admission.capacity(), ExternalLoad(), AdmissionSettings())
+        admission = admission_of(Charge(1, 150, 10, 100), replace(limits, num_prefill_tokens=100))
+        assert lacking_pool(admission) == role
 
 
 def test_the_queue_waits_for_decode_where_prefill_stands_still_for_what_it_holds() -> None:
