@@ -81,7 +81,8 @@ class GenerationService:
     def limits(self) -> ModelLimits:
         """What a valid request may ask for; raises Unavailable while no decode instance is known."""
         is_split = self.dispatcher.disaggregation.mode == "always"
-        limits = ModelLimits.of(self.pools.decode_infos(), self.pools.prefill_infos() if is_split else ())
+        known = [view.info for view in self.pools.decode.views()]
+        limits = ModelLimits.of(self.pools.decode_infos(), self.pools.prefill_infos() if is_split else (), known)
         if limits is None:
             raise Unavailable("no decode instance is available")
         return limits

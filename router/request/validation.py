@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,16 +75,26 @@ class ModelLimits:
 
     max_model_len: int
     vocab_size: int
+    longest: int
+    """The longest context of a decode instance, ready or not: an answer that has begun was accepted already, and waits
+    for an instance where it fits."""
 
     @classmethod
-    def of(cls, decode: Sequence[InstanceInfo], prefill: Sequence[InstanceInfo] = ()) -> ModelLimits | None:
-        """The tightest of `decode`, and the longest context of `prefill`; None when there is no decode instance."""
+    def of(
+        cls,
+        decode: Sequence[InstanceInfo],
+        prefill: Sequence[InstanceInfo] = (),
+        known: Sequence[InstanceInfo] = (),
+    ) -> ModelLimits | None:
+        """The tightest of `decode`, and the longest context of `prefill`; None when there is no decode instance.
+        `known` decode instances count for the longest context alone."""
         if not decode:
             return None
         contexts = [info.max_model_len for info in decode]
+        longest = max(info.max_model_len for info in (*decode, *known))
         if prefill:
             contexts.append(max(info.max_model_len for info in prefill))
-        return cls(min(contexts), min(info.vocab_size for info in decode))
+        return cls(min(contexts), min(info.vocab_size for info in decode), longest)
 
 
 _LABEL = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -108,13 +118,17 @@ async def validated(
     Unsupported."""
     label = _checked_label(request.request_id) if request.request_id else secrets.token_hex(8)
     check_model(request.model, model)
+    shortest = limits.max_model_len
+    if request.resume.choices:
+        limits = replace(limits, max_model_len=limits.longest)
     with service_errors():
         _check_extras(request)
         tools = Tools.of(request.chat, model.tool_format)
         prompt = await prompt_ids(request, model, limits, tools=tools)
         validate_prompt(prompt, limits.vocab_size, limits.max_model_len)
         output = _chat_output(request, model, tools, prompt)
-        params = _params(request, model, limits, len(prompt), output)
+        default = _default_max_tokens(request.resume, len(prompt), shortest, limits.longest)
+        params = _params(request, model, limits, len(prompt), default, output)
         if request.resume.choices and params.seed is None:
             raise InvalidRequest("sampling.seed", "is missing, and the answer is resumed", "that of its first message")
         resumed = await resumed_choices(
@@ -251,18 +265,25 @@ def _chat_output(
     return ChatOutput(tools, thinks=True, is_thinking=end.rstrip().endswith(BEGIN))
 
 
+def _default_max_tokens(resume: generation_pb2.Resume, num_prompt_tokens: int, shortest: int, longest: int) -> int:
+    """The tokens that fit behind the prompt, in the shortest context unless a choice has got further: then the router
+    where it began knew a longer one."""
+    num_begun = max([1, *(len(choice.token_ids) + (not choice.finished) for choice in resume.choices)])
+    return (shortest if num_prompt_tokens + num_begun <= shortest else longest) - num_prompt_tokens
+
+
 def _params(
     request: generation_pb2.GenerateRequest,
     model: ServedModel,
     limits: ModelLimits,
     num_prompt_tokens: int,
+    default_max_tokens: int,
     output: ChatOutput,
 ) -> SamplingParams:
     sampling = request.sampling
     params = from_wire(sampling, model.defaults.sampling_fields())
-    room = limits.max_model_len - num_prompt_tokens
-    if not sampling.HasField("max_tokens") and params.max_tokens is not None and params.max_tokens > room:
-        params = msgspec.structs.replace(params, max_tokens=room)  # a default, not a value that the client has set
+    if not sampling.HasField("max_tokens") and (params.max_tokens is None or params.max_tokens > default_max_tokens):
+        params = msgspec.structs.replace(params, max_tokens=default_max_tokens)  # not a value that the client has set
     if model.tokenizer is not None:
         params = with_bad_word_ids(params, partial(model.tokenizer.encode, add_special_tokens=False))
     params = output.constrained(params)

@@ -171,6 +171,50 @@ async def test_it_waits_for_an_instance_as_a_stream_that_has_begun_does(run: Run
         assert rest_of(await generating, 3)
 
 
+def two_contexts(short: int) -> list[FakeInstance]:
+    """Decode instances with a context of `short` tokens and with one of 4096."""
+    return [FakeInstance("decode", "short", max_model_len=short), FakeInstance("decode", "long")]
+
+
+@pytest.mark.parametrize(("context", "num_before"), [(128, 5), (128, 40), (64, 5)])
+async def test_what_was_accepted_goes_on_where_another_context_is_too_short(
+    run: Run, context: int, num_before: int
+) -> None:
+    """For its max_tokens, for the ids that have come, or for the prompt: the short one has joined meanwhile."""
+    async with run(prefill=0, decode=two_contexts(context)) as rig:
+        before = expected_ids(PROMPT, SEED, num_before)
+        answer = await rig.generate(request_of(max_tokens=50, resume=resumed(before)))
+        assert rest_of(answer, num_before, num_tokens=50)
+        assert not rig.decode[0].recorded("decode")
+
+
+async def test_it_waits_for_an_instance_with_a_context_of_its_length(run: Run) -> None:
+    short, long = two_contexts(128)
+    long.behaviour.draining = True
+    async with run(prefill=0, decode=[short, long], wait=False, failover={"resume_wait_s": 20.0}) as rig:
+        await rig.until_ready(num_decode=1)
+        while len(rig.app.pools.decode.views()) < 2:
+            await asyncio.sleep(0.01)
+        resume = resumed(expected_ids(PROMPT, SEED, 5))
+        generating = asyncio.create_task(rig.generate(request_of(max_tokens=50, resume=resume)))
+        while not rig.app.admission.in_use.num_requests:
+            assert not generating.done()
+            await asyncio.sleep(0.01)
+        long.behaviour.draining = False
+        assert rest_of(await generating, 5, num_tokens=50)
+
+
+@pytest.mark.parametrize(("num_before", "num_tokens"), [(5, 28), (27, 28), (28, 60), (40, 60)])
+async def test_without_max_tokens_an_answer_ends_at_the_shortest_context_that_it_can_have_begun_with(
+    run: Run, num_before: int, num_tokens: int
+) -> None:
+    async with run(prefill=0, decode=two_contexts(len(PROMPT) + 28)) as rig:
+        rig.decode[1].behaviour.stop_at = 59
+        request = request_of(resume=resumed(expected_ids(PROMPT, SEED, num_before)))
+        request.sampling.ClearField("max_tokens")
+        assert rest_of(await rig.generate(request), num_before, num_tokens)
+
+
 IDS = expected_ids(SHORT, SEED, NUM_TOKENS)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an id out of range": ({"resume": resumed([300])}, "resume.choices[0].token_ids[0]=300 out of range 0..299"),
