@@ -9,6 +9,7 @@ const PROTOS = process.env.TANDEM_PROTOS ?? fileURLToPath(new URL("../../protos"
 
 // Tried again until the answer begins, after the time that the server names in `grpc-retry-pushback-ms`. Of a stream that
 // has begun only the rest is asked for (Progress): when its router dies. Between instances the router moves it itself.
+// Calls for the rest are not retried by gRPC: Progress sees the end of each.
 const SERVICE_CONFIG = JSON.stringify({
   methodConfig: [
     {
@@ -26,8 +27,11 @@ const SERVICE_CONFIG = JSON.stringify({
 
 const MAX_RESUMPTIONS = 3;
 const RESUME_WAIT_MS = 30_000; // enough for a router that is restarted
+const MIN_DELAY_MS = 200;
+const MAX_DELAY_MS = 1000;
+const CONNECTION_LOST = /^(Connection dropped|(read|write) (ECONNRESET|ETIMEDOUT))/; // gRPC's own texts
 
-/** A connection to the router at `address` (host:port), shared by all requests of a process. */
+/** A client of the router at `address` (host:port), whose connections all requests of a process share. */
 export async function connect(address) {
   const definition = await protoLoader.load("tandem/v1/generation.proto", {
     includeDirs: [PROTOS],
@@ -38,19 +42,24 @@ export async function connect(address) {
     oneofs: true,
   });
   const { GenerationService } = grpc.loadPackageDefinition(definition).tandem.v1;
-  const client = new GenerationService(address, grpc.credentials.createInsecure(), {
-    "grpc.service_config": SERVICE_CONFIG,
-    "grpc.enable_retries": 1,
-    "grpc.keepalive_time_ms": 30_000,
+  const clientWith = (options) =>
+    new GenerationService(address, grpc.credentials.createInsecure(), { "grpc.keepalive_time_ms": 30_000, ...options });
+  const beginning = clientWith({ "grpc.service_config": SERVICE_CONFIG, "grpc.enable_retries": 1 });
+  const resuming = clientWith({
+    "grpc.enable_retries": 0,
+    "grpc.initial_reconnect_backoff_ms": 100, // a router that restarts is found again at once
+    "grpc.max_reconnect_backoff_ms": 500,
   });
-  return new Tandem(client);
+  return new Tandem(beginning, resuming);
 }
 
 class Tandem {
-  #client;
+  #beginning;
+  #resuming;
 
-  constructor(client) {
-    this.#client = client;
+  constructor(beginning, resuming) {
+    this.#beginning = beginning;
+    this.#resuming = resuming;
   }
 
   /**
@@ -63,9 +72,11 @@ class Tandem {
     const deadline = Date.now() + deadlineMs;
     const progress = new Progress(request);
     for (;;) {
-      const call = this.#client.Generate(progress.request, grpc.Metadata.fromHttp2Headers(metadata), { deadline });
+      const client = progress.hasBegun ? this.#resuming : this.#beginning;
+      const call = client.Generate(progress.request, grpc.Metadata.fromHttp2Headers(metadata), { deadline });
       call.on("error", () => {}); // the loop below throws it; without a listener a late one would end the process
       const cancel = () => call.cancel();
+      let delayMs = MIN_DELAY_MS;
       signal?.addEventListener("abort", cancel, { once: true });
       if (signal?.aborted) cancel();
       try {
@@ -77,16 +88,18 @@ class Tandem {
       } catch (error) {
         if (!signal?.aborted && progress.isComplete) return; // only the end of the call is missing
         if (signal?.aborted || !progress.mayResume(error)) throw error;
+        delayMs = Math.max(delayMs, Math.min(pushbackMs(error) ?? 0, MAX_DELAY_MS));
       } finally {
         signal?.removeEventListener("abort", cancel);
         call.cancel(); // nothing, if it is over
       }
-      await sleep(200);
+      await sleep(delayMs);
     }
   }
 
   close() {
-    this.#client.close();
+    this.#beginning.close();
+    this.#resuming.close();
   }
 }
 
@@ -105,9 +118,13 @@ class Progress {
     this.#original = request;
   }
 
+  get hasBegun() {
+    return this.#choices.size > 0;
+  }
+
   /** The request as it is to be sent now. */
   get request() {
-    if (this.#choices.size === 0) return this.#original;
+    if (!this.hasBegun) return this.#original;
     const sampling = { ...this.#original.sampling, seed: this.#seed };
     const resume = { choices: [...this.#choices.values()] };
     return { ...this.#original, request_id: this.#requestId, sampling, resume };
@@ -131,18 +148,28 @@ class Progress {
     this.#numTokens += tokens.token_ids.length;
   }
 
-  /** Whether an answer that has begun, and broke off, can go on: its router is gone, or none is there yet. */
+  /** Whether an answer that has begun, and broke off, can go on: its router is gone, or none can continue it yet. */
   mayResume(error) {
-    if (error.code !== grpc.status.UNAVAILABLE || this.#choices.size === 0) return false;
-    if (this.#numTokens > this.#numTokensBefore) {
-      // A router that answers says when to retry; what it has tried itself is not worth more attempts.
-      const isAnswer = error.metadata.get("grpc-retry-pushback-ms").length > 0;
-      const isCutOff = error.metadata.get("tandem-cut-off").length > 0; // it ends, and its streams with it
-      if ((isAnswer && !isCutOff) || this.#numLeft === 0) return false;
+    const { UNAVAILABLE, RESOURCE_EXHAUSTED } = grpc.status;
+    if (![UNAVAILABLE, RESOURCE_EXHAUSTED].includes(error.code) || !this.hasBegun) return false;
+    // A router that answers says when to retry; what it has tried itself is not worth more attempts.
+    const isAnswer = error.code !== UNAVAILABLE || pushbackMs(error) !== undefined;
+    const isCutOff = error.metadata.get("tandem-cut-off").length > 0; // it ends, and its streams with it
+    const isNew = this.#numTokens > this.#numTokensBefore;
+    if (isNew && isAnswer && !isCutOff) return false;
+    // A router that had the request meanwhile, and has died, counts even without a token: it may have died of it.
+    if (isNew || isCutOff || (!isAnswer && CONNECTION_LOST.test(error.details))) {
+      if (this.#numLeft === 0) return false;
       this.#numLeft -= 1;
       this.#numTokensBefore = this.#numTokens;
       this.#until = Date.now() + RESUME_WAIT_MS;
     }
     return Date.now() < this.#until;
   }
+}
+
+/** When to retry, as a router says with each UNAVAILABLE of its own; undefined: it does not. */
+function pushbackMs(error) {
+  const [value] = error.metadata.get("grpc-retry-pushback-ms");
+  return value === undefined ? undefined : Number(value);
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx
+import pytest
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.app import RouterApp
 from router.request.validation import ServedModel
+from serving.errors import CutOff, Overloaded, ServiceError, Unavailable, trailers
 from serving.settings import parse_address
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -147,24 +149,91 @@ async def test_a_stream_whose_router_ends_goes_on_at_its_successor(tmp_path: Pat
         assert text == expected_text(decode, 256) + "\n"
 
 
-async def test_a_connection_that_breaks_behind_the_answer_costs_nothing(run: Run) -> None:
-    class Breaking(generation_pb2_grpc.GenerationServiceServicer):
-        num_calls = 0
+TEXTS = ["Yes", ", we", " do."]
+LOST = "Connection dropped"
 
-        async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:
-            self.num_calls += 1
-            if request.HasField("resume"):
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "every choice has finished")
-            chunk = common_pb2.TokenChunk(token_ids=[5], text="Yes.")
-            chunk.finish.reason = common_pb2.FINISH_REASON_STOP
+
+class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
+    """Answers each call as `calls` says, the last one for all that follow: how many messages come, and how it ends
+    then. None: well."""
+
+    def __init__(self, *calls: tuple[int, str | ServiceError | None]) -> None:
+        self.calls = calls
+        self.num_calls = 0
+        self.before_end: Callable[[], None] = lambda: None
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:
+        num_messages, end = self.calls[min(self.num_calls, len(self.calls) - 1)]
+        self.num_calls += 1
+        num_before = len(request.resume.choices[0].token_ids) if request.resume.choices else 0
+        for position in range(num_before, num_before + num_messages):
+            chunk = common_pb2.TokenChunk(token_index=position, token_ids=[position], text=TEXTS[position])
+            if position == len(TEXTS) - 1:
+                chunk.finish.reason = common_pb2.FINISH_REASON_STOP
             yield generation_pb2.GenerateResponse(tokens=chunk, seed=3, model="scripted")
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "Connection dropped")
+        self.before_end()
+        if isinstance(end, ServiceError):
+            await context.abort(end.code, end.message, trailers(end, end.message))
+        if end is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, end)
 
-    server, breaking = grpc.aio.server(), Breaking()
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(breaking, server)
+
+@asynccontextmanager
+async def scripted(run: Run, router: ScriptedRouter, **env: str) -> AsyncIterator[httpx.AsyncClient]:
+    """The backend, with `router` in place of a real one."""
+    server = grpc.aio.server()
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(router, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    async with run(prefill=0) as rig, backend(rig, TANDEM_ADDRESS=address) as client:
-        response = await client.post("/ask", content="hi")
-    await server.stop(None)
-    assert (response.text, breaking.num_calls) == ("Yes.\n", 1)
+    try:
+        async with run(prefill=0) as rig, backend(rig, TANDEM_ADDRESS=address, **env) as client:
+            yield client
+    finally:
+        await server.stop(None)
+
+
+async def test_a_connection_that_breaks_behind_the_answer_costs_nothing(run: Run) -> None:
+    router = ScriptedRouter((3, LOST))
+    async with scripted(run, router) as client:
+        assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
+    assert router.num_calls == 1
+
+
+@pytest.mark.parametrize("status", [Overloaded("the router is full", 0.01), Unavailable("no instance", 0.01)])
+async def test_a_stream_that_broke_asks_again_until_a_router_has_room(run: Run, status: ServiceError) -> None:
+    router = ScriptedRouter((1, LOST), *[(0, status)] * 6, (2, None))
+    async with scripted(run, router) as client:
+        assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
+    assert router.num_calls == 8
+
+
+@pytest.mark.parametrize("end", [CutOff("the router ended", 0.01), LOST])
+async def test_each_router_that_dies_counts_as_a_resumption(run: Run, end: str | ServiceError) -> None:
+    router = ScriptedRouter((1, LOST), (0, end))
+    async with scripted(run, router) as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/ask", content="hi")
+    assert router.num_calls == 4
+
+
+async def test_a_router_that_dies_after_long_silence_starts_the_wait_anew(run: Run, tmp_path: Path) -> None:
+    """The process's clock jumps while the second router has the stream."""
+    jumped, clock = tmp_path / "jumped", tmp_path / "clock.mjs"
+    clock.write_text(
+        'import { existsSync } from "node:fs";\n'
+        "const now = Date.now;\n"
+        "Date.now = () => now() + (existsSync(process.env.JUMPED) ? 31_000 : 0);\n"
+    )
+    router = ScriptedRouter(
+        (1, LOST), (0, CutOff("ended", 0.01)), *[(0, Unavailable("no instance", 0.01))] * 6, (2, None)
+    )
+
+    def jump() -> None:
+        if router.num_calls == 2:
+            jumped.touch()
+
+    router.before_end = jump
+    env = {"NODE_OPTIONS": f"--import={clock}", "JUMPED": str(jumped), "DEADLINE_MS": "600000"}
+    async with scripted(run, router, **env) as client:
+        assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
+    assert router.num_calls == 9
