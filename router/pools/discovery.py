@@ -36,7 +36,7 @@ _EMPTY_ANSWERS = 3
 """Empty answers in a row that count: a service whose instances are all unready briefly has no addresses."""
 _NO_ADDRESSES = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 _STACK_RETRY_S = 0.2
-"""The stack's socket is local, and this router is its only client."""
+"""The stack's socket is local, and its clients are few: the workers of this router."""
 
 
 class Target(NamedTuple):

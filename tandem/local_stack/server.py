@@ -18,9 +18,10 @@ from protos.tandem.v1 import instance_pb2, stack_pb2, stack_pb2_grpc
 from serving.server import ServerSettings, server_options
 from tandem.local_stack.desired_state import ROLES, DesiredState, InvalidSize, Role, Snapshot
 
-_MAX_WATCHES = 24
+_MAX_WATCHES = 2 * 64 + 24
+"""Each worker of the router watches both pools, and there are up to 64; the rest is for those who ask for the sizes."""
 _NUM_THREADS = _MAX_WATCHES + 8
-"""A watch occupies a thread; the other calls return at once."""
+"""A watch occupies a thread, which starts with it; the other calls return at once."""
 _MAX_TTL_S = 3600.0
 _MAX_HOLDER_LEN = 128
 _WIRE_ROLES: dict[Role, instance_pb2.Role.ValueType] = {

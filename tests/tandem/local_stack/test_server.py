@@ -190,13 +190,14 @@ def test_invalid_requests_are_answered_with_what_is_allowed(
     assert owned.snapshot is before
 
 
-def test_too_many_watches_are_rejected_and_the_rest_continues(server: StackServer, address: str) -> None:
+def test_64_workers_watch_both_pools_and_too_many_watches_are_rejected(server: StackServer, address: str) -> None:
+    num_watches = 2 * 64 + 24
     with grpc.insecure_channel(address) as channel:
         stub = blocking_stub(stack_pb2_grpc.StackServiceStub, channel)
-        watches = [stub.WatchStack(stack_pb2.WatchStackRequest(), timeout=TIMEOUT_S) for _ in range(24)]
+        watches = [stub.WatchStack(stack_pb2.WatchStackRequest(), timeout=TIMEOUT_S) for _ in range(num_watches)]
         for watch in watches:
             next(watch)
-        with pytest.raises(grpc.RpcError, match="24 watches"):
+        with pytest.raises(grpc.RpcError, match=f"has {num_watches} watches"):
             next(stub.WatchStack(stack_pb2.WatchStackRequest(), timeout=TIMEOUT_S))
         assert stub.TakeLead(stack_pb2.TakeLeadRequest(holder="x", ttl_s=1), timeout=TIMEOUT_S).granted
         for watch in watches:
