@@ -51,6 +51,7 @@ class ManagedProcess:
         self.started_s = 0.0
         self.ready_s: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._start_error: OSError | None = None
         self._group_is_gone = False
 
     @property
@@ -60,17 +61,18 @@ class ManagedProcess:
     @property
     def pid(self) -> int:
         """Of the current process, or the last one."""
-        assert self._process is not None, f"{self.name} was never started"
+        assert self._process is not None, f"{self.name} has no process"
         return self._process.pid
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs and before the first start; negative for a signal."""
+        """None while it runs, before the first start and after one that failed; negative for a signal."""
         return None if self._process is None else self._process.poll()
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self.exit_status is None
+        process = self._process  # read once: a start on another thread may change it
+        return process is not None and process.poll() is None
 
     @property
     def ready(self) -> bool:
@@ -79,17 +81,27 @@ class ManagedProcess:
             self.ready_s = time.monotonic()
         return self.ready_s is not None and self.running
 
-    def start(self, bond: ParentBond) -> None:
-        """Starts the process in an empty run folder. It ends with `bond`; its output is appended to the log file."""
+    def start(self, bond: ParentBond) -> bool:
+        """Starts the process in an empty run folder. It ends with `bond`; its output is appended to the log file.
+
+        False: the start failed, as at a limit on processes. It counts as an exit, and `exit_text` says why.
+        """
         assert not self.running, f"{self.name} runs already"
+        self.ready_s = self._process = self._start_error = None
+        self._group_is_gone = False
+        self.started_s = time.monotonic()
+        try:
+            self._process = self._new_process(bond)
+        except OSError as error:
+            self._start_error = error
+        return self._process is not None
+
+    def _new_process(self, bond: ParentBond) -> subprocess.Popen[bytes]:
         self.spec.ready_file.unlink(missing_ok=True)
         shutil.rmtree(self.spec.run_folder, ignore_errors=True)  # a process that was killed leaves its files there
         self.spec.run_folder.mkdir(mode=0o700)
-        self.ready_s = None
-        self._group_is_gone = False
-        self.started_s = time.monotonic()
         with self.spec.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 self.spec.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -123,6 +135,8 @@ class ManagedProcess:
 
     def exit_text(self) -> str:
         """How it ended, for messages."""
+        if self._start_error is not None:
+            return f"could not be started ({self._start_error})"
         status = self.exit_status
         if status is None:
             return "is still running"

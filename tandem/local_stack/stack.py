@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -224,8 +224,10 @@ class LocalStack:
         assert self._supervisor is not None, "the stack has not started"
         events = self._supervisor.check()
         if self._announced is not None and self._announced.instances != self.instances:
-            self._announced = replace(self._announced, instances=self.instances)
-            registry.announce(self._announced)
+            announced = replace(self._announced, instances=self.instances)
+            with suppress(OSError):  # as on a full disk: the next check repeats it
+                registry.announce(announced)
+                self._announced = announced
         return events
 
     def serve(self, stop: threading.Event, on_event: Callable[[StackEvent], None]) -> None:

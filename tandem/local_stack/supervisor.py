@@ -5,8 +5,8 @@
                             └──cannot start, or exits as often──▶ dropped: its pool stays one smaller
     any of them ──no longer desired: SIGTERM──▶ leaving ──exits──▶ gone: files, name and cores are free
 
-A leaving instance drains by its own rules (docs/operations.md), is not restarted, and is killed only long after the end
-of its drain.
+A start that fails counts as an exit. A leaving instance drains by its own rules (docs/operations.md), is not restarted,
+and is killed only long after the end of its drain.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Supervisor:
         self._restarts: defaultdict[str, _Restarts] = defaultdict(_Restarts)
         self._starting: set[str] = set()
         self._leave_until_s: dict[str, float] = {}
-        self._reported_pids: dict[str, int] = {}
+        self._reported_starts_s: dict[str, float] = {}
         """By name, of the last process whose exit was an event."""
         self._version = processes.desired.snapshot.version
 
@@ -108,8 +108,8 @@ class Supervisor:
         for instance in snapshot.instances:
             if instance.name not in processes:
                 self._starting.add(instance.name)
-                self._processes.start(self._processes.add(instance))
-                yield StackEvent(f"{instance.name} started at {instance.address}")
+                if self._processes.start(self._processes.add(instance)):
+                    yield StackEvent(f"{instance.name} started at {instance.address}")
 
     def _check_leaving(self, process: ManagedProcess, now_s: float) -> Iterator[StackEvent]:
         if process.running and now_s < self._leave_until_s[process.name]:
@@ -120,13 +120,13 @@ class Supervisor:
         if timed_out:
             within_s = self._processes.drain_s + _LEAVE_TIMEOUT_S
             yield StackEvent(f"{process.name} did not exit within {within_s:g} s and was killed")
-        elif is_clean or self._reported_pids.get(process.name) == process.pid:
+        elif is_clean or self._reported_starts_s.get(process.name) == process.started_s:
             yield StackEvent(f"{process.name} is gone")
         else:
             text = f"{process.name} is gone before the end of its drain: it {process.exit_text()}"
             yield StackEvent(text, tuple(process.last_lines()))
         del self._leave_until_s[process.name]
-        self._reported_pids.pop(process.name, None)
+        self._reported_starts_s.pop(process.name, None)
         self._processes.remove(process)
 
     def _check_exited(self, process: ManagedProcess, now_s: float) -> Iterator[StackEvent]:
@@ -135,12 +135,12 @@ class Supervisor:
             yield self._record_exit(process, now_s)
         elif now_s >= restarts.due_s:
             restarts.due_s = None
-            self._processes.start(process)
-            yield StackEvent(f"{process.name} was restarted")
+            if self._processes.start(process):
+                yield StackEvent(f"{process.name} was restarted")
 
     def _record_exit(self, process: ManagedProcess, now_s: float) -> StackEvent:
         process.kill()  # its engine core may be left
-        self._reported_pids[process.name] = process.pid
+        self._reported_starts_s[process.name] = process.started_s
         lines = tuple(process.last_lines())
         backoff_s = self._restarts[process.name].record_exit(now_s)
         is_hopeless = backoff_s is None or process.exit_status == EXIT_CANNOT_START

@@ -323,8 +323,9 @@ class LocalProcesses:
     def add(self, instance: DesiredInstance) -> ManagedProcess:
         return self._add(self._topology.instance(instance.name, instance.address))
 
-    def start(self, process: ManagedProcess) -> None:
-        process.start(self._bond)
+    def start(self, process: ManagedProcess) -> bool:
+        """False: the start failed, which counts as an exit."""
+        return process.start(self._bond)
 
     def remove(self, process: ManagedProcess) -> None:
         """Removes the files of a process that is gone, and frees its name, address, cores and GPUs."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from tandem.client.registry import running_stacks
+from tandem.client.registry import running_stacks, state_dir
 from tandem.local_stack import supervisor, topology
 from tandem.local_stack.desired_state import InvalidSize
 from tandem.local_stack.stack import LocalStack
+from tandem.local_stack.supervisor import StackFailed
 from tests.tandem.local_stack.scripted_stack import (
     BECOMES_READY,
     DIES,
@@ -134,6 +138,68 @@ def test_a_dead_instance_is_not_restarted_to_drain(monkeypatch: pytest.MonkeyPat
         assert "decode-1 was killed by SIGKILL; restarting in 0.5 s" in texts
 
 
+def fail_starts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Makes the next starts of processes fail, as at a limit on processes."""
+    errors, start = [OSError(errno.EAGAIN, "no process")] * count, subprocess.Popen
+
+    def start_or_fail(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if errors:
+            raise errors.pop()
+        return start(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_or_fail)
+
+
+def test_a_start_that_fails_is_repeated_and_the_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, {})
+    with LocalStack(settings()) as stack:
+        router_pid = stack.processes["router"].pid
+        # STEP: a new instance
+        fail_starts(monkeypatch, 1)
+        stack.resize("decode", 2)
+        texts = until(stack, lambda: "decode-1" in stack.processes and stack.processes["decode-1"].ready)
+        assert texts == [
+            "decode-1 could not be started ([Errno 11] no process); restarting in 0.5 s",
+            "decode-1 was restarted",
+        ]
+        # STEP: one that was killed
+        fail_starts(monkeypatch, 1)
+        stack.processes["decode-0"].kill()
+        texts = until(stack, lambda: stack.processes["decode-0"].ready)
+        assert [text for text in texts if text.startswith("decode-0")] == [
+            "decode-0 was killed by SIGKILL; restarting in 0.5 s",
+            "decode-0 could not be started ([Errno 11] no process); restarting in 1 s",
+            "decode-0 was restarted",
+        ]
+        assert stack.processes["router"].pid == router_pid
+        # STEP: one that is removed before its start succeeds
+        fail_starts(monkeypatch, 1)
+        stack.resize("decode", 3)
+        stack.supervise()
+        stack.resize("decode", 2)
+        assert until(stack, lambda: "decode-2" not in stack.processes)[-1] == "decode-2 is gone"
+
+
+def test_a_new_instance_that_no_start_begins_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+    scripted(monkeypatch, {})
+    with LocalStack(settings()) as stack:
+        fail_starts(monkeypatch, supervisor.MAX_EXITS + 1)
+        stack.resize("decode", 2)
+        texts = until(stack, lambda: "decode-1" in stack.processes)
+        texts += until(stack, lambda: "decode-1" not in stack.processes)
+        assert sum("restarting in" in text for text in texts) == supervisor.MAX_EXITS
+        assert texts[-2].endswith("before it was ready; its pool continues without it")
+        assert texts[-1] == "decode-1 is gone"
+
+
+def test_a_stack_whose_first_start_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, {})
+    fail_starts(monkeypatch, 1)
+    with pytest.raises(StackFailed, match=r"router could not be started \(\[Errno 11\] no process\)"):
+        LocalStack(settings()).start()
+
+
 def test_a_new_instance_gets_the_cores_of_a_removed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "usable_cores", lambda: [0, 1])
     scripted(monkeypatch, {})
@@ -214,4 +280,13 @@ def test_the_announced_stack_follows_its_pools(monkeypatch: pytest.MonkeyPatch, 
         [found] = running_stacks()
         assert found.instances == stack.instances
         assert len(found.instances) == 2
+        # STEP: while its state file cannot be written, the stack runs on
+        shutil.rmtree(state_dir())
+        state_dir().touch()
+        stack.resize("decode", 3)
+        stack.supervise()
+        state_dir().unlink()
+        stack.supervise()
+        [found] = running_stacks()
+        assert len(found.instances) == 3
     assert running_stacks() == []
