@@ -2,7 +2,7 @@
 
     desired ──started──▶ starting ──ready──▶ running ──exits──▶ restarted after 0.5 s, 1 s, 2 s … 8 s
                             │                   └──more than 5 times within a minute──▶ StackFailed
-                            └──cannot start, or exits as often──▶ dropped: its pool stays one smaller
+                            └──cannot start, or exits more than 5 times──▶ dropped: its pool stays one smaller
     any of them ──no longer desired: SIGTERM──▶ leaving ──exits──▶ gone: files, name and cores are free
 
 A start that fails counts as an exit. A leaving instance drains by its own rules (docs/operations.md), is not restarted,
@@ -47,6 +47,7 @@ class _Restarts:
     """Backoff and limit of one process's restarts; all times are of the monotonic clock."""
 
     exits_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_EXITS + 1))
+    """The last ones: all that count."""
     due_s: float | None = None
     """Of the restart after the last exit; None once it is made."""
 
@@ -142,8 +143,9 @@ class Supervisor:
         process.kill()  # its engine core may be left
         self._reported_starts_s[process.name] = process.started_s
         lines = tuple(process.last_lines())
-        backoff_s = self._restarts[process.name].record_exit(now_s)
-        is_hopeless = backoff_s is None or process.exit_status == EXIT_CANNOT_START
+        restarts = self._restarts[process.name]
+        backoff_s = restarts.record_exit(now_s)
+        is_hopeless = len(restarts.exits_s) > MAX_EXITS or process.exit_status == EXIT_CANNOT_START
         if process.name in self._starting and is_hopeless and self._processes.desired.drop(process.name):
             text = f"{process.name} {process.exit_text()} before it was ready; its pool continues without it"
             return StackEvent(text, lines)

@@ -234,8 +234,13 @@ def test_a_new_instance_that_cannot_start_is_dropped(monkeypatch: pytest.MonkeyP
         assert list(stack.instances) == ["decode-0"]
 
 
-def test_a_new_instance_that_keeps_exiting_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window_s", [supervisor.WINDOW_S, 0.0])
+def test_a_new_instance_that_keeps_exiting_is_dropped_however_long_its_starts_take(
+    monkeypatch: pytest.MonkeyPatch, window_s: float
+) -> None:
+    """With a window of 0 each exit is as far from the others as those of a large model."""
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(supervisor, "WINDOW_S", window_s)
     scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": BECOMES_READY}, others=DIES)
     with LocalStack(settings()) as stack:
         stack.resize("decode", 2)
