@@ -177,9 +177,9 @@ def command(
     """Start a router and its prefill and decode instances on this machine.
 
     It runs until Ctrl-C, which ends every process and removes every file of the stack. An instance or router that exits
-    is restarted after 0.5 s, then 1 s, 2 s … 8 s; one that exits more than five times within a minute, or before it was
-    ready for the first time, ends the stack with the last lines of its log. An instance that a resize adds
-    ends alone if it cannot start or exits six times before it is ready.
+    is restarted after 0.5 s, then 1 s, 2 s … 8 s; one that exits more than five times within a minute, or before all
+    are ready for the first time, ends the stack with the last lines of its log. An instance that a resize adds ends
+    alone if it cannot start or exits six times before it is ready.
 
     \b
     Examples:

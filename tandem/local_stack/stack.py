@@ -17,7 +17,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +39,8 @@ _CHECK_INTERVAL_S = 0.05
 _LOOK_INTERVAL_S = 0.2
 """Between two looks into the logs of processes that start."""
 _SERVING_TIMEOUT_S = 60.0
+_SERVING_LOOK_S = 5.0
+"""How long the router is asked before the processes are looked at again."""
 STOP_GRACE_S = 1.0
 
 Progress = Callable[[str], None]
@@ -64,6 +66,14 @@ class _StartUp:
             if text not in self._shown:
                 self._shown.add(text)
                 self._progress(text)
+
+
+def _check_running(processes: Iterable[ManagedProcess]) -> None:
+    """Raises StackFailed for one that has exited, also if it was ready before."""
+    for process in processes:
+        if not process.running:
+            when = "before it was ready" if process.ready_s is None else "before the stack was ready"
+            raise StackFailed(exit_report(process, when))
 
 
 class LocalStack:
@@ -152,19 +162,18 @@ class LocalStack:
 
     def wait_ready(self, *names: str, progress: Progress = lambda line: None) -> None:
         """Waits until the named processes, or all, are ready; raises StackFailed if one exits or takes too long."""
-        waiting = [self.processes[name] for name in names or self.processes]
+        waiting = processes = [self.processes[name] for name in names or self.processes]
         deadline_s = time.monotonic() + self.settings.start_timeout_s
         start_up = _StartUp(progress)
         while waiting:
             start_up.show(waiting)
+            _check_running(processes)
             still_waiting = []
             for process in waiting:
                 if process.ready:
                     progress(f"{process.name} is ready after {time.monotonic() - process.started_s:.1f} s")
-                elif process.running:
-                    still_waiting.append(process)
                 else:
-                    raise StackFailed(exit_report(process, "before it was ready"))
+                    still_waiting.append(process)
             waiting = still_waiting
             if waiting and time.monotonic() > deadline_s:
                 late = ", ".join(process.name for process in waiting)
@@ -174,20 +183,25 @@ class LocalStack:
             self._pause()
 
     def _wait_serving(self) -> None:
-        """Waits until the router serves and every instance may be picked."""
+        """Waits until the router serves and every instance may be picked; raises StackFailed if one exits meanwhile."""
         from tandem.client.channel import ROUTER_SERVICE
         from tandem.client.health import wait_serving
 
         deadline_s = time.monotonic() + _SERVING_TIMEOUT_S
-        missing = "the router is not ready"
-        if wait_serving(self.address, ROUTER_SERVICE, _SERVING_TIMEOUT_S, credentials=self.credentials):
-            while (missing := self._instances_out()) and time.monotonic() < deadline_s:
-                self._pause()
-        if missing:
-            raise StackFailed(
-                f"the router did not find its instances within {_SERVING_TIMEOUT_S:g} s: {missing}\n"
-                f"{log_end(self.processes[ROUTER])}"
+        is_serving, missing = False, "the router is not ready"
+        while True:
+            _check_running(self.processes.values())
+            is_serving = is_serving or wait_serving(
+                self.address, ROUTER_SERVICE, _SERVING_LOOK_S, credentials=self.credentials
             )
+            if is_serving and not (missing := self._instances_out()):
+                return
+            if time.monotonic() >= deadline_s:
+                raise StackFailed(
+                    f"the router did not find its instances within {_SERVING_TIMEOUT_S:g} s: {missing}\n"
+                    f"{log_end(self.processes[ROUTER])}"
+                )
+            self._pause()
 
     def _pause(self) -> None:
         if self._stop_starting is not None and self._stop_starting.is_set():

@@ -107,6 +107,35 @@ def test_a_process_that_cannot_start_is_named_with_the_end_of_its_log(monkeypatc
     assert not any(process.running for process in stack.processes.values())
 
 
+def test_a_process_that_dies_while_others_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(line: str) -> None:
+        if line.startswith("prefill-0 is ready"):
+            stack.processes["prefill-0"].kill()
+
+    scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": "import time; time.sleep(60)"})
+    stack = LocalStack(settings(num_prefill=1))
+    problem = r"(?s)prefill-0 was killed by SIGKILL before the stack was ready.*log of prefill-0"
+    with pytest.raises(StackFailed, match=problem):
+        stack.start(kill)
+    assert not any(process.running for process in stack.processes.values())
+
+
+def test_a_process_that_dies_before_the_router_finds_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_serving = LocalStack._wait_serving
+    scripted(monkeypatch, {})
+    monkeypatch.setattr(LocalStack, "_instances_out", lambda stack: "127.0.0.1:1 is lost")
+    with LocalStack(settings()) as stack:
+
+        def serving_with_a_death(*args: object, **named: object) -> bool:
+            stack.processes["decode-0"].kill()
+            return False
+
+        monkeypatch.setattr(health, "wait_serving", serving_with_a_death)
+        problem = r"(?s)decode-0 was killed by SIGKILL before the stack was ready.*log of decode-0"
+        with pytest.raises(StackFailed, match=problem):
+            wait_serving(stack)
+
+
 def test_a_process_that_never_becomes_ready_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     passed_s = 0.0
 
