@@ -63,6 +63,11 @@ class StackFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unlocked.rename(self.path / _LOCK)  # locked from its first moment: another stack's sweep may come at any time
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other stack of this user starts or runs. Of two that start at once, at least one is not alone."""
+        return all(folder == self.path for folder in _locked_folders())
+
     def remove(self) -> None:
         """Deletes the folder and its content; called once."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -97,7 +97,8 @@ _DEMO_TOKENS = 60
     "--port",
     type=IntRange(0, 65535),
     default=0,
-    help="Port of the router; 0 chooses one, the same at each start while it is free.  [default: 0]",
+    help="Port of the router; 0 chooses one, the same at each start while it is free and this user has no other "
+    "stack.  [default: 0]",
 )
 @click.option(
     "--http-port", type=IntRange(0, 65535), default=0,

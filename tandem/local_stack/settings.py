@@ -46,7 +46,8 @@ class StackSettings:
     http_port: int | None = None
     """None disables the router's OpenAI API."""
     port_seed: int | None = None
-    """Equal seeds try free ports in the same order, so that a stack has the same ones at each start."""
+    """Equal seeds try free ports in the same order, so that a stack has the same ones at each start.
+    Not used beside another stack of this user."""
     dtype: str | None = None
     model_impl: ModelImpl = "auto"
     quantization: Quantization = "none"

@@ -145,7 +145,9 @@ class LocalStack:
         self._cleanup.callback(lambda: stop_all(list(self.processes.values()), STOP_GRACE_S))
         try:
             self._prepare_folder()
-            self._processes = LocalProcesses(self.settings, self.folder, bond, self._env)
+            # Another stack that starts would choose the same ports by the seed: they are free until processes listen.
+            settings = self.settings if folder.is_alone else replace(self.settings, port_seed=None)
+            self._processes = LocalProcesses(settings, self.folder, bond, self._env)
             for process in self.processes.values():
                 self._processes.start(process)
             self._supervisor = Supervisor(self._processes)

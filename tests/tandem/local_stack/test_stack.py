@@ -22,7 +22,7 @@ from tandem.client import health
 from tandem.client.registry import credentials_for
 from tandem.commands.up import usage_text
 from tandem.local_stack import stack as stack_module
-from tandem.local_stack import supervisor
+from tandem.local_stack import supervisor, topology
 from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackFailed
 from tests.tandem.local_stack.scripted_stack import (
@@ -229,6 +229,23 @@ def assert_swept(folder: Path) -> None:
 
     assert sweep() == 1
     assert not folder.exists()
+
+
+def test_a_stack_beside_another_one_chooses_other_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the other one are free until its processes bind them; the scripts never do."""
+    seeds: list[int | None] = []
+
+    def free_ports(count: int, host: str, seed: int | None = None) -> list[int]:
+        seeds.append(seed)
+        return choose(count, host, seed)
+
+    choose = topology.free_ports
+    monkeypatch.setattr(topology, "free_ports", free_ports)
+    scripted(monkeypatch, {})
+    for _ in range(2):
+        with LocalStack(settings(port_seed=7)), LocalStack(settings(port_seed=7)):
+            pass
+    assert seeds == [7, None, 7, None]
 
 
 def test_environment_reaches_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
