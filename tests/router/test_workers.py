@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
+import math
 import os
 import re
 import signal
@@ -49,7 +51,6 @@ def test_fixed_limits_are_divided_and_the_first_worker_alone_leads() -> None:
     assert first.router.admin_listen
     assert second.router.admin_listen is None
     assert first.signals.routers == f"{first.signals.listen},{second.signals.listen}"
-    assert RouterSettings(**first.model_dump(mode="json")) == first, "they are sent as JSON"
 
 
 def test_what_is_for_several_routers_is_refused_with_workers() -> None:
@@ -114,8 +115,10 @@ class ProcessStub:
         self.stdin = self.stdout = self
         self.returncode: int | None = None
         self.ended = asyncio.Event()
+        self.written = b""
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes) -> None:
+        self.written += data
 
     def close(self) -> None: ...
 
@@ -132,6 +135,32 @@ class ProcessStub:
 
 
 READY = b'{"address": "a", "metrics": null}\n'
+
+
+async def test_workers_get_every_setting_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes: list[ProcessStub] = []
+    sent: list[RouterSettings] = []
+
+    async def start(*arguments: str, **options: Any) -> ProcessStub:
+        processes.append(ProcessStub(READY))
+        return processes[-1]
+
+    def recorded_settings(whole: RouterSettings, ports: Ports) -> list[RouterSettings]:
+        sent.extend(worker_settings(whole, ports))
+        return sent
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    monkeypatch.setattr("router.workers.worker_settings", recorded_settings)
+    sections: dict[str, Any] = {
+        "router": {"model": "m", "workers": NUM_WORKERS, "listen": "127.0.0.1:0"},
+        "server": {"max_deadline_s": math.inf, "drain_grace_s": math.inf},
+        "admission": {"queue_timeout_s": math.inf, "max_requests": 9},
+    }
+    with closing(Workers(settings(**sections))) as workers:
+        await workers.start()
+        assert await workers.stop()
+    assert len(processes) == NUM_WORKERS
+    assert [RouterSettings(**json.loads(process.written)) for process in processes] == sent
 
 
 async def test_a_worker_that_cannot_be_started_once_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
