@@ -149,7 +149,7 @@ def test_text_in_text_out(stack: Stack) -> None:
         completion = client.generate(prompt, **sampling)
     assert_same_answer(completion, stack.reference.answer(prompt, **sampling))
     assert "".join(piece.text for piece in pieces) == completion.text
-    assert len(pieces) > 10, "the answer came in one piece"
+    assert len(pieces) > 1, "the answer came in one piece"
 
 
 @on_stack("pair shared_storage")
