@@ -154,20 +154,22 @@ def test_whatever_ends_it_leaves_no_process_and_ctrl_c_no_file_either(tmp_path: 
     )
     try:
         # STEP wait until server and holder are there, and let some rounds pass
-        parent, deadline = psutil.Process(process.pid), time.monotonic() + 90
+        parent, started_s = psutil.Process(process.pid), time.monotonic()
         while len(parent.children()) < 2:
-            assert time.monotonic() < deadline
+            assert time.monotonic() < started_s + 90
             assert process.poll() is None
             time.sleep(0.02)
+        start_s = time.monotonic() - started_s
         time.sleep(1.5)
         children = parent.children(recursive=True)
         # STEP end it
         process.send_signal(number)
-        started = time.monotonic()
-        process.wait(10)
-        gone, alive = psutil.wait_procs(children, timeout=8)
+        ended_s = time.monotonic()
+        process.wait(60)
+        gone, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
-        assert time.monotonic() - started < 8, "it takes tenths of a second where nothing else runs"
+        end_s = time.monotonic() - ended_s
+        assert end_s < max(8, 3 * start_s), "it takes a tenth of the start's time"
         assert len(gone) >= 2
         if number == signal.SIGINT:
             assert process.returncode == 130
