@@ -16,6 +16,7 @@ import llvmlite.binding
 from numba import cfunc, types
 from numba.core import event
 
+from engine.attention.kernel_cache import KernelCache
 from engine.machine import START_UP
 
 logger = logging.getLogger(__name__)
@@ -55,12 +56,13 @@ def _compiled(body, *, cache: bool):
 
 def kernel(body):
     """Compiles `void body(int64 *arguments)`, or loads it from numba's cache beside the source, in NUMBA_CACHE_DIR or
-    in the home folder. Of several processes that start together, one compiles and the others load. Without a writable
-    cache it compiles at every start, some seconds in all."""
+    in the home folder, where that was made of the present sources. Of several processes that start together, one
+    compiles and the others load. Without a writable cache it compiles at every start, some seconds in all."""
     with contextlib.ExitStack() as lock:
         with contextlib.suppress(OSError):  # no file, or a file system without locks
             fcntl.flock(lock.enter_context(open(body.__code__.co_filename, "rb")), fcntl.LOCK_EX)
         try:
+            KernelCache.of(body).remove_other_sources()
             return _compiled(body, cache=True)
         except RuntimeError as error:
             logger.warning("%s is compiled at every start: %s; set NUMBA_CACHE_DIR", body.__qualname__, error)

@@ -1,0 +1,104 @@
+"""Kernels come from numba's cache only if it fits their sources."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from numba import njit
+from numba.core.caching import IndexDataCacheFile
+
+from engine.attention import kernel_cache
+from engine.attention.compilation import kernel
+from engine.attention.simd import INT64, pointer
+
+ROOT = Path(__file__).parents[3]
+_CALLED = "def value(): return {}"
+_KERNEL = "def body(a): pointer(a[0], INT64)[0] = value()"
+
+
+class Package:
+    """A kernel, `kernels.py`, and what it calls, `called.py`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder = folder
+        monkeypatch.setattr(kernel_cache, "sources", lambda: sorted(folder.glob("*.py")))
+
+    def install(self, value: int, *, before: str = "", after: str = "") -> None:
+        """A release in which the kernel writes this value and has this text before and after it."""
+        (self._folder / "called.py").write_text(_CALLED.format(value))
+        (self._folder / "kernels.py").write_text(f"{before}{_KERNEL}{after}")
+
+    def start(self) -> int:
+        """What the kernel writes in a new process: nothing that an older one found stays."""
+        kernel_cache.sources_digest.cache_clear()
+        names: dict[str, Any] = {"__name__": __name__, "pointer": pointer, "INT64": INT64}
+        for file in (self._folder / "called.py", self._folder / "kernels.py"):
+            exec(compile(file.read_text(), str(file), "exec"), names)
+            if "body" not in names:
+                names["value"] = njit(names["value"])
+        compiled = kernel(names["body"])
+        self.was_cached = bool(compiled.cache_hits)
+        target = ctypes.c_int64()
+        arguments = ctypes.c_int64(ctypes.addressof(target))
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)(ctypes.addressof(arguments))
+        return target.value
+
+    def files(self, pattern: str) -> list[Path]:
+        return sorted(self._folder.rglob(pattern))
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
+    yield Package(tmp_path, monkeypatch)
+    kernel_cache.sources_digest.cache_clear()
+
+
+def test_a_kernel_is_compiled_again_after_a_change_of_what_it_calls(package: Package) -> None:
+    for value in (1, 2, 1):
+        package.install(value)
+        assert package.start() == value
+        assert not package.was_cached
+        assert package.start() == value
+        assert package.was_cached
+
+
+def test_code_of_older_releases_is_not_kept(package: Package) -> None:
+    for value in (1, 2, 3):
+        package.install(value, before=value * "\n")
+        assert package.start() == value
+    assert len(package.files("*.nbi")) == len(package.files("*.nbc")) == 1
+
+
+def test_an_index_that_was_written_without_its_code_leads_to_no_older_code(package: Package) -> None:
+    """A process is killed between numba's two writes of a release that changes the kernel's file, too."""
+    package.install(1)
+    package.start()
+    package.install(2, after="\n# changed")
+
+    def is_killed(self: object, name: str, data: object) -> None:
+        raise SystemExit
+
+    with patch.object(IndexDataCacheFile, "_save_data", is_killed), pytest.raises(SystemExit):
+        package.start()
+    assert package.files("*.nbi")
+    assert package.start() == 2
+
+
+def test_the_stamp_covers_what_kernels_are_made_of() -> None:
+    """Each file with a kernel, and each file of the engine from which one takes a name."""
+    sources = set(kernel_cache.sources())
+    assert {file for file in (ROOT / "engine").rglob("*.py") if "    @kernel\n" in file.read_text()} < sources
+    for file in sources - {ROOT / "engine/attention/compilation.py"}:  # what this one imports makes no code
+        assert set(_imported(file)) <= sources, file
+
+
+def _imported(file: Path) -> Iterator[Path]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("engine."):
+            yield ROOT / f"{str(node.module).replace('.', '/')}.py"
