@@ -45,7 +45,7 @@ class _Compilation(event.Listener):
 
 def _compiled(body, *, cache: bool):
     started_s = time.monotonic()
-    how_often = "once for this installation" if cache else "at every start"
+    how_often = "once for this installation" if cache else "without a cache"
     with event.install_listener("numba:run_pass", _Compilation(how_often)):
         compiled = cfunc(SIGNATURE, cache=cache)(body)
     if not compiled.cache_hits:
@@ -57,15 +57,23 @@ def _compiled(body, *, cache: bool):
 def kernel(body):
     """Compiles `void body(int64 *arguments)`, or loads it from numba's cache beside the source, in NUMBA_CACHE_DIR or
     in the home folder, where that was made of the present sources. Of several processes that start together, one
-    compiles and the others load. Without a writable cache it compiles at every start, some seconds in all."""
+    compiles and the others load. Without a writable cache it compiles at every start, some seconds in all. A cache that
+    fails, for want of space or because of a damaged file, is removed, and the next start fills it."""
     with contextlib.ExitStack() as lock:
         with contextlib.suppress(OSError):  # no file, or a file system without locks
             fcntl.flock(lock.enter_context(open(body.__code__.co_filename, "rb")), fcntl.LOCK_EX)
         try:
-            KernelCache.of(body).remove_other_sources()
-            return _compiled(body, cache=True)
-        except RuntimeError as error:
+            cache = KernelCache.of(body)
+        except Exception as error:  # RuntimeError, or another of a numba whose cache cannot be found
             logger.warning("%s is compiled at every start: %s; set NUMBA_CACHE_DIR", body.__qualname__, error)
+            return _compiled(body, cache=False)
+        try:
+            cache.remove_other_sources()
+            return _compiled(body, cache=True)
+        except Exception as error:  # a full disk, or what unpickling raises of a damaged file
+            logger.warning("cached code of %s in %s is removed, not used: %r", cache.module, cache.folder, error)
+            with contextlib.suppress(OSError):
+                cache.remove()
             return _compiled(body, cache=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,59 @@ def test_an_index_that_was_written_without_its_code_leads_to_no_older_code(packa
         package.start()
     assert package.files("*.nbi")
     assert package.start() == 2
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+@pytest.mark.parametrize("pattern", ["*.nbc", "*.nbi"])
+def test_damaged_files_are_removed(
+    pattern: str, share: float, package: Package, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A power cut leaves the beginning of a file."""
+    package.install(1)
+    package.start()
+    (file,) = package.files(pattern)
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+    assert package.start() == 1
+    assert "removed" in caplog.text
+    assert package.start() == 1
+    assert package.start() == 1
+    assert package.was_cached
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("writer", [(IndexDataCacheFile, "_save_data"), (Path, "write_text")], ids=["code", "stamp"])
+def test_a_kernel_needs_no_space_on_the_disk(
+    writer: tuple[type, str], package: Package, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing stays of what was begun, so that the next start finds no older code."""
+    package.install(1)
+    package.start()
+    package.install(2)
+    with patch.object(*writer, side_effect=OSError(errno.ENOSPC, "No space left on device")) as written:
+        assert package.start() == 2
+    assert written.called
+    assert "No space left on device" in caplog.text
+    assert not package.files("*.nb*")
+    for _ in range(2):
+        assert package.start() == 2
+    assert package.was_cached
+
+
+def test_files_that_cannot_be_removed_are_not_used(package: Package) -> None:
+    package.install(1)
+    package.start()
+    package.install(2)
+    with patch.object(Path, "unlink", side_effect=PermissionError) as removed:
+        assert package.start() == 2
+    assert removed.called
+
+
+def test_a_numba_that_names_no_folder_compiles_without_one(package: Package, caplog: pytest.LogCaptureFixture) -> None:
+    package.install(1)
+    with patch.object(kernel_cache.numba, "njit", return_value=lambda body: body):
+        assert package.start() == 1
+    assert "has no attribute 'stats'" in caplog.text
+    assert not package.files("*.nb*")
 
 
 def test_the_stamp_covers_what_kernels_are_made_of() -> None:
