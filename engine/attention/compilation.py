@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels once for an installation, and says what this processor has for them."""
+"""Compiles the CPU kernels once for an installation, and says what they may use of this processor."""
 
 # Functions that numba calls with types have no useful annotations of their own.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-unimported"
@@ -13,7 +13,7 @@ import platform
 import time
 
 import llvmlite.binding
-from numba import cfunc, types
+from numba import cfunc, config, types
 from numba.core import event
 
 from engine.attention.kernel_cache import KernelCache
@@ -78,24 +78,37 @@ def kernel(body):
 
 
 @functools.cache
+def _features() -> frozenset[str]:
+    """What numba compiles for: this processor's, unless NUMBA_CPU_FEATURES, NUMBA_CPU_NAME=generic or NUMBA_ENABLE_AVX
+    leave some out. LLVM ends the process at an instruction without its feature."""
+    named = getattr(config, "CPU_FEATURES", None)
+    if named is not None:
+        return frozenset(feature[1:] for feature in named.split(",") if feature.startswith("+"))
+    host = {feature for feature, is_there in llvmlite.binding.get_host_cpu_features().items() if is_there}
+    if not getattr(config, "ENABLE_AVX", True):
+        host = {feature for feature in host if not feature.startswith("avx")}
+    return frozenset(host)
+
+
+@functools.cache
 def has_wide_registers() -> bool:
-    """Whether this processor has 32 registers of sixteen floats (AVX-512)."""
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+    """Whether there are 32 registers of sixteen floats (AVX-512)."""
+    return "avx512f" in _features()
 
 
 @functools.cache
 def multiplies_pairs() -> bool:
-    """Whether this processor multiplies pairs of bfloat16, twice as many in the time of float32 (AVX512_BF16)."""
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
+    """Whether pairs of bfloat16 are multiplied at once, twice as many in the time of float32 (AVX512_BF16)."""
+    return "avx512bf16" in _features()
 
 
 @functools.cache
 def multiplies_tiles() -> bool:
-    """Whether this processor multiplies tiles of bfloat16 (AMX), which oneDNN uses and no kernel here."""
+    """Whether this processor multiplies tiles of bfloat16 (AMX), which oneDNN uses whatever numba compiles for."""
     return bool(llvmlite.binding.get_host_cpu_features().get("amx-bf16"))
 
 
 @functools.cache
 def converts_float16() -> bool:
-    """Whether this processor converts float16: otherwise LLVM calls functions that are not there."""
-    return platform.machine() == "aarch64" or bool(llvmlite.binding.get_host_cpu_features().get("f16c"))
+    """Whether float16 is converted by an instruction: otherwise LLVM calls functions that are not there."""
+    return platform.machine() == "aarch64" or "f16c" in _features()

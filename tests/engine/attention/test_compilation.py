@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import ctypes
 import errno
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,3 +159,22 @@ def _imported(file: Path) -> Iterator[Path]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("engine."):
             yield ROOT / f"{str(node.module).replace('.', '/')}.py"
+
+
+@pytest.mark.parametrize("variable", ["NUMBA_CPU_NAME=generic", "NUMBA_CPU_FEATURES=+avx2,+fma", "NUMBA_ENABLE_AVX=0"])
+def test_kernels_use_what_numba_compiles_for(variable: str, tmp_path: Path) -> None:
+    """A processor's instructions that numba's settings leave out would end the process."""
+    name, _, value = variable.partition("=")
+    environment = os.environ | {name: value, "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", _MULTIPLY], env=environment, cwd=ROOT, check=True)
+
+
+_MULTIPLY = """
+import torch
+from engine.attention import compilation
+from engine.models.linear import PanelLinear
+
+assert not compilation.has_wide_registers() and not compilation.multiplies_pairs()
+matrix, rows = torch.randn(64, 32).bfloat16(), torch.randn(5, 32).bfloat16()
+torch.testing.assert_close(PanelLinear(matrix, None)(rows), torch.nn.functional.linear(rows, matrix))
+"""
