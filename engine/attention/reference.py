@@ -86,5 +86,7 @@ def _attend(
     hidden = key_positions > query_positions
     if sliding_window is not None:
         hidden |= key_positions <= query_positions - sliding_window
+        # The null block in the place of these may have what is not finite, and a weight of 0 does not remove that.
+        values = values.masked_fill(hidden.all(dim=0)[:, None, None], 0.0)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqs,shd->qhd", weights, values).to(query.dtype)

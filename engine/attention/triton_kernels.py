@@ -40,21 +40,25 @@ def write_kv(
 
 @triton.jit
 def _add_keys(
-    q, maximum, total, values, begin, end, last, position, cache, table, page_stride, plane_stride, head,
+    q, maximum, total, values, begin, end, first, last, position, cache, table, page_stride, plane_stride, head,
     scale, window, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
     IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     """Goes on with the keys [begin, end) in tiles, of which those below `last` exist; `begin` and, if not IS_MASKED,
-    `end` are multiples of TILE_KEYS. IS_MASKED: there are keys that some row does not see. `scale` and `softcap` are
-    those of scores in powers of 2."""
+    `end` are multiples of TILE_KEYS. IS_MASKED: there are keys that some row does not see. No row sees those below
+    `first`, and they are not loaded: the null block in their place may have what is not finite, and a weight of 0 does
+    not remove that. `scale` and `softcap` are those of scores in powers of 2."""
     d = tl.arange(0, BLOCK_D)
     for start in range(begin, end, TILE_KEYS):
         key = start + tl.arange(0, TILE_KEYS)
         is_loaded = (d < HEAD_DIM)[None, :]
         if IS_MASKED:
-            block = tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0).to(tl.int64)
-            is_loaded = is_loaded & (key < last)[:, None]
+            exists = key < last
+            if HAS_WINDOW:
+                exists = exists & (key >= first)
+            block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+            is_loaded = is_loaded & exists[:, None]
         else:
             block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
         place = block * page_stride + (head * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
@@ -112,22 +116,23 @@ def attend(
     table = tables + request * table_stride
     end = first_position + num_tokens
     # Of [begin, end), every row sees [seen, unseen).
-    begin, seen, unseen = 0, 0, (first_position + 1) // TILE_KEYS * TILE_KEYS
+    first, seen, unseen = 0, 0, (first_position + 1) // TILE_KEYS * TILE_KEYS
     if HAS_WINDOW:
-        begin = tl.maximum(first_position - window + 1, 0) // TILE_KEYS * TILE_KEYS
+        first = tl.maximum(first_position - window + 1, 0)
+        begin = first // TILE_KEYS * TILE_KEYS
         seen = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE_KEYS) * TILE_KEYS, unseen)
         seen = tl.maximum(seen, begin)
         unseen = tl.maximum(unseen, seen)
         maximum, total, values = _add_keys(
-            q, maximum, total, values, begin, seen, end, position, cache, table, page_stride, plane_stride, head,
+            q, maximum, total, values, begin, seen, first, end, position, cache, table, page_stride, plane_stride, head,
             scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, True, True, HAS_SOFTCAP, WIDENS,
         )  # fmt: skip
     maximum, total, values = _add_keys(
-        q, maximum, total, values, seen, unseen, end, position, cache, table, page_stride, plane_stride, head,
+        q, maximum, total, values, seen, unseen, first, end, position, cache, table, page_stride, plane_stride, head,
         scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, False, HAS_WINDOW, HAS_SOFTCAP, WIDENS,
     )  # fmt: skip
     maximum, total, values = _add_keys(
-        q, maximum, total, values, unseen, end, end, position, cache, table, page_stride, plane_stride, head,
+        q, maximum, total, values, unseen, end, first, end, position, cache, table, page_stride, plane_stride, head,
         scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, True, HAS_WINDOW, HAS_SOFTCAP, WIDENS,
     )  # fmt: skip
     heads = tl.num_programs(1) * GROUP
@@ -158,17 +163,17 @@ def attend_in_splits(
         q = q.to(tl.float32)
     position = tl.zeros((ROWS,), tl.int32) + last
     table = tables + request * table_stride
-    first_key = 0
+    first = 0
     if HAS_WINDOW:
-        first_key = tl.maximum(last - window + 1, 0)
-    for split in range(first_key // SPLIT_KEYS + tl.program_id(2), last // SPLIT_KEYS + 1, tl.num_programs(2)):
+        first = tl.maximum(last - window + 1, 0)
+    for split in range(first // SPLIT_KEYS + tl.program_id(2), last // SPLIT_KEYS + 1, tl.num_programs(2)):
         begin, end = split * SPLIT_KEYS, tl.minimum((split + 1) * SPLIT_KEYS, last + 1)
         if HAS_WINDOW:
-            begin = tl.maximum(begin, first_key // TILE_KEYS * TILE_KEYS)
+            begin = tl.maximum(begin, first // TILE_KEYS * TILE_KEYS)
         maximum, total = tl.full((ROWS,), UNSEEN, tl.float32), tl.zeros((ROWS,), tl.float32)
         values = tl.zeros((ROWS, BLOCK_D), tl.float32)
         maximum, total, values = _add_keys(
-            q, maximum, total, values, begin, end, end, position, cache, table, page_stride, plane_stride, head,
+            q, maximum, total, values, begin, end, first, end, position, cache, table, page_stride, plane_stride, head,
             scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, True, HAS_WINDOW, HAS_SOFTCAP, WIDENS,
         )  # fmt: skip
         part = ((tile * tl.num_programs(1) + head) * num_splits + split).to(tl.int64) * GROUP + row

@@ -168,6 +168,9 @@ class Scheduler:
             request.num_computed_tokens += share.num_tokens
             num_prompt_tokens = min(request.num_computed_tokens, request.num_initial_tokens) - share.start
             self.counters.num_prefilled_tokens += max(0, num_prompt_tokens)
+            if share.samples and not sampled.is_finite(request.request_id):  # its KV may not be either
+                self._fail(request, "the model's logits are not finite: no token can be sampled")
+                continue
             self.kv.publish(request)
             self._offer(request, request.num_computed_tokens)
             if not request.is_handed_over:  # its reader needs them all
@@ -456,16 +459,13 @@ class Scheduler:
     def _append_token(self, request: Request, sampled: Sampled) -> None:
         token_id = sampled.token_ids.get(request.request_id)
         if token_id is None:
-            if request.request_id in sampled.nothing_allowed:
-                self._fail(
-                    request,
-                    "allowed_token_ids, bad_words, logit_bias, min_tokens and the constraint exclude every token, "
-                    "or the constraint is too ambiguous to be followed in time, "
-                    f"or repetition_penalty={request.spec.params.repetition_penalty} makes logits that are not finite",
-                    "nothing_allowed",
-                )
-            else:
-                self._fail(request, "the model's logits are not finite: no token can be sampled")
+            self._fail(
+                request,
+                "allowed_token_ids, bad_words, logit_bias, min_tokens and the constraint exclude every token, "
+                "or the constraint is too ambiguous to be followed in time, "
+                f"or repetition_penalty={request.spec.params.repetition_penalty} makes logits that are not finite",
+                "nothing_allowed",
+            )
             return
         request.token_ids.append(token_id)
         request.is_entering = False

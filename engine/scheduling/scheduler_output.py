@@ -59,6 +59,10 @@ class Sampled:
     nothing_allowed: frozenset[str] = frozenset()
     """Requests whose own parameters exclude every token or made logits that are not finite, though the model's are."""
 
+    def is_finite(self, request_id: str) -> bool:
+        """Whether the model's logits for a request that samples are finite."""
+        return request_id in self.token_ids or request_id in self.nothing_allowed
+
     def event(self, request: Request, *, finish_reason: FinishReason | None, stop_token_id: int | None) -> TokensEvent:
         """The event of this request's token."""
         request_id = request.request_id

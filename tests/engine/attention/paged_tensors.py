@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from engine.attention.backend import AttentionMetadata
+from tests.builders import paged_step
 
 NUM_LAYERS = 3
 
@@ -31,6 +35,20 @@ def paged_tensors(
     fused = torch.randn(num_tokens, (group + 2) * kv_heads, head_dim, generator=generator).to(dtype)
     query, key, value = fused.split([group * kv_heads, kv_heads, kv_heads], dim=1)
     return query, key, value, cache.to(dtype)
+
+
+def step_behind_windows(
+    requests: Sequence[tuple[int, int]], *, block_size: int, window: int
+) -> tuple[AttentionMetadata, AttentionMetadata, int]:
+    """A step of `requests` that have no block 0, with whole tables, and as `KVCacheManager.drop_unseen` leaves them:
+    with block 0 in the place of those that no row of the step sees. Third, the number of blocks."""
+    metadata, _, num_blocks = paged_step(requests, block_size=block_size)
+    tables, slots = metadata.block_tables + 1, metadata.slot_mapping + block_size
+    dropped = tables.clone()
+    for table, (query_len, seq_len) in zip(dropped, requests, strict=True):
+        table[: max(0, seq_len - query_len - window + 1) // block_size] = 0
+    whole = replace(metadata, block_tables=tables, slot_mapping=slots)
+    return whole, replace(whole, block_tables=dropped), num_blocks + 1
 
 
 def in_vectors(cache: torch.Tensor) -> torch.Tensor:

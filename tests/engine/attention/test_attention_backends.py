@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +19,7 @@ from engine.attention.compilation import multiplies_pairs
 from engine.attention.reference import ReferenceAttention
 from engine.errors import UnsupportedModel
 from tests.builders import paged_step
-from tests.engine.attention.paged_tensors import in_tokens, in_vectors, paged_tensors
+from tests.engine.attention.paged_tensors import in_tokens, in_vectors, paged_tensors, step_behind_windows
 
 CPU = torch.device("cpu")
 BFLOAT16_STEP = 2**-7
@@ -121,6 +122,30 @@ def pairs(are_multiplied: bool) -> Iterator[None]:
     """As on a processor that multiplies pairs of bfloat16, where this is one, or on another one."""
     with patch.object(cpu, "multiplies_pairs", lambda: are_multiplied and multiplies_pairs()):
         yield
+
+
+@pytest.mark.parametrize("requests", [[(1, 100), (1, 500), (1, 7)], [(4, 100), (70, 200), (1, 70)]])
+@pytest.mark.parametrize("window", [1, 40])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", ["cpu", "cpu in pairs", "reference"])
+def test_a_window_leaves_out_what_lies_in_the_null_block(
+    name: str, dtype: torch.dtype, window: int, requests: list[tuple[int, int]]
+) -> None:
+    sizes: dict[str, Any] = {"block_size": 16, "kv_heads": 2, "group": 3, "head_dim": 64, "dtype": dtype}
+    whole, dropped, num_blocks = step_behind_windows(requests, block_size=16, window=window)
+    query, key, value, cache = paged_tensors(whole, num_blocks, **sizes)
+    assert cache[0].isnan().all()
+    backend = select_backend(name.split()[0], block_size=16, head_dim=64, dtype=dtype, device=CPU)
+    pages = cache if name == "reference" else in_vectors(cache)
+    with pairs(name == "cpu in pairs"):
+        outputs = [
+            backend.forward(
+                query, key, value, pages.clone(), layer=LAYER, metadata=metadata, scale=0.125, sliding_window=window
+            )
+            for metadata in (whole, dropped)
+        ]
+    assert outputs[0].isfinite().all()
+    assert torch.equal(*outputs)
 
 
 def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.attention.backend import AttentionMetadata
 from engine.attention.reference import ReferenceAttention
 from tests.builders import paged_step
-from tests.engine.attention.paged_tensors import paged_tensors
+from tests.engine.attention.paged_tensors import paged_tensors, step_behind_windows
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read as triton is imported
@@ -105,6 +105,22 @@ def test_kernels_equal_the_reference_for_every_size(head_dim: int, group: int) -
 
 def test_scores_are_capped() -> None:
     check([(1, 40), (6, 20)], 16, 1, 2, 64, None, torch.float32, softcap=3.0)
+
+
+@pytest.mark.parametrize("requests", [[(1, 100), (1, SPLIT_KEYS + 30), (1, 7)], [(4, 100), (9, 90), (1, 70)]])
+def test_a_window_leaves_out_what_lies_in_the_null_block(requests: Requests) -> None:
+    sizes: dict[str, Any] = {"block_size": 16, "kv_heads": 2, "group": 2, "head_dim": 64, "dtype": torch.float32}
+    whole, dropped, num_blocks = step_behind_windows(requests, block_size=16, window=40)
+    query, key, value, cache = (tensor.to(DEVICE) for tensor in paged_tensors(whole, num_blocks, **sizes))
+    assert cache[0].isnan().all()
+    outputs = [
+        TritonAttention().forward(
+            query, key, value, cache.clone(), layer=LAYER, metadata=on_device(metadata), scale=0.125, sliding_window=40
+        )
+        for metadata in (whole, dropped)
+    ]
+    assert outputs[0].isfinite().all()
+    assert torch.equal(*outputs)
 
 
 def test_a_rank_reads_and_writes_its_slice_of_the_pages() -> None:
