@@ -19,6 +19,9 @@ import triton.language as tl
 
 UNSEEN = tl.constexpr(-1e30)
 """Score of a position that a row does not see. Finite, so that differences are numbers."""
+OF_A_STEP = {"do_not_specialize": ["table_stride", "num_splits"], "do_not_specialize_on_alignment": ["tables"]}
+"""Triton compiles a kernel anew where a number is 1 or a multiple of 16, or an address is one. These change from step
+to step, and streams would wait for a second: the warm-up compiles the one variant that there is."""
 
 
 @triton.jit
@@ -89,7 +92,7 @@ def _add_keys(
     return maximum, total, values
 
 
-@triton.jit
+@triton.jit(**OF_A_STEP)
 def attend(
     query, cache, tiles, tables, output, query_stride, table_stride, page_stride, plane_stride, scale, window, softcap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -141,7 +144,7 @@ def attend(
     tl.store(output + target[:, None] + d[None, :], result.to(output.dtype.element_ty), mask=is_row)
 
 
-@triton.jit
+@triton.jit(**OF_A_STEP)
 def attend_in_splits(
     query, cache, tiles, tables, parts, sums, query_stride, table_stride, page_stride, plane_stride, num_splits,
     scale, window, softcap,
@@ -182,7 +185,7 @@ def attend_in_splits(
         tl.store(sums + 2 * part + 1, total, mask=row < GROUP)
 
 
-@triton.jit
+@triton.jit(**OF_A_STEP)
 def add_splits(
     parts, sums, tiles, output, num_splits, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_KEYS: tl.constexpr,

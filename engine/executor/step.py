@@ -143,10 +143,15 @@ class StepInputs:
 
 
 def _on(device: torch.device, *arrays: Int32 | Int64) -> list[torch.Tensor]:
-    """Arrays, those of larger elements first, on the device: in one copy, each of which takes 10 us."""
-    tensors = [torch.from_numpy(array) for array in arrays]
+    """Arrays, those of larger elements first, on the device. On CPU they share memory."""
     if device.type == "cpu":
-        return tensors
+        return [torch.from_numpy(array) for array in arrays]
+    return in_one_copy(device, *arrays)
+
+
+def in_one_copy(device: torch.device, *arrays: Int32 | Int64) -> list[torch.Tensor]:
+    """To a GPU, where each copy takes 10 us."""
+    tensors = [torch.from_numpy(array) for array in arrays]
     together = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
     parts = torch.from_numpy(together).to(device).split([array.nbytes for array in arrays])
     return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -32,10 +33,21 @@ OTHERS = ["attention in float32", "attention with wide heads", "attention with w
     ],
 )
 def test_kernels_compile_for_a_gpu_and_fit(capability: int, cases: list[str]) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.engine.compile_kernels", str(capability), *cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    compiled = results_of("tests.engine.compile_kernels", str(capability), *cases)
     assert [one["kernel"] for one in compiled] == [name for case in cases for name in KERNELS[case.split()[0]]]
     assert max(one["shared"] for one in compiled) <= SHARED_BYTES, compiled
+
+
+@pytest.mark.parametrize("mode", ["graphs", "eager"])
+def test_no_step_needs_a_variant_of_an_attention_kernel_that_the_warm_up_has_not_compiled(mode: str) -> None:
+    (variants,) = results_of("tests.engine.triton_variants", mode)
+    assert variants == {name: [1, 0] for name in KERNELS["attention"]}
+
+
+def results_of(module: str, *arguments: str) -> list[Any]:
+    """The lines of JSON that a process without the interpreter prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
