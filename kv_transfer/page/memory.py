@@ -76,10 +76,14 @@ class LayeredHostPages:
 
 
 class DevicePages:
-    """Pages of a KV memory on a GPU, copied after all steps that the model's stream has been given until then: what
-    writes a block has ended before it is read, and what reads it before it is written."""
+    """Pages of a KV memory on a GPU, copied while steps run. The engine core waits for the end of a step before its
+    blocks are announced or freed: no step that has been given to the device writes a block that is copied, or reads one
+    that is loaded. Only the memory's zeros may still be on their way.
 
-    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+    With `follows_steps` a copy follows all steps that the model's stream has been given until then: the caller may have
+    one in flight over blocks that it has freed."""
+
+    def __init__(self, layers: Sequence[torch.Tensor], *, follows_steps: bool) -> None:
         import torch
 
         self._torch = torch
@@ -87,6 +91,8 @@ class DevicePages:
         self._bounds = _bounds([layer.shape[1] for layer in self._layers])
         self._steps = torch.cuda.default_stream(layers[0].device)
         self._stream = torch.cuda.Stream(layers[0].device)
+        self._stream.wait_stream(self._steps)
+        self._follows_steps = follows_steps
 
     def page_out(self, block_id: int) -> memoryview:
         host = self._staging()
@@ -108,7 +114,8 @@ class DevicePages:
         return self._torch.empty(self._bounds[-1][1], dtype=self._torch.uint8, pin_memory=True)
 
     def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._stream.wait_stream(self._steps)
+        if self._follows_steps:
+            self._stream.wait_stream(self._steps)
         with self._torch.cuda.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -122,10 +129,11 @@ def layers_of(kv_cache: KVMemory) -> Sequence[torch.Tensor]:
 
 
 def make_page_memory(kv_cache: KVMemory) -> PageMemory:
-    """Pages of a KV memory on a CPU or GPU, each array of which is contiguous."""
+    """Pages of a KV memory on a CPU or GPU, each array of which is contiguous. Several arrays are vLLM's, whose worker
+    may begin a step before the last one has ended."""
     layers = layers_of(kv_cache)
     if layers[0].device.type != "cpu":
-        return DevicePages(layers)
+        return DevicePages(layers, follows_steps=isinstance(kv_cache, Sequence))
     return LayeredHostPages(layers) if isinstance(kv_cache, Sequence) else HostPages(kv_cache)
 
 

@@ -105,13 +105,18 @@ class Streams:
         return torch.empty(size, dtype=dtype)
 
 
-def test_copies_of_a_gpu_follow_the_steps_given_before_and_end_before_the_page_is_used(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("follows_steps", "at_each_copy"), [(False, []), (True, ["wait for steps on cpu"])], ids=["built-in", "vllm"]
+)
+def test_copies_of_a_gpu_follow_its_zeros_and_end_before_the_page_is_used(
+    follows_steps: bool, at_each_copy: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = Streams()
     monkeypatch.setattr(torch, "cuda", streams)
     source, target = kv_memory("cpu"), torch.zeros_like(kv_memory("cpu"))
-    pages, targets = DevicePages([source]), DevicePages([target])
+    pages, targets = (DevicePages([one], follows_steps=follows_steps) for one in (source, target))
+    assert streams.calls == ["wait for steps on cpu"] * 2, "the zeros"
+    streams.calls.clear()
     pages._torch = targets._torch = streams  # type: ignore[assignment]
     page = pages.page_out(3)
     assert bytes(page) == bytes_of(source, 3)
@@ -119,7 +124,24 @@ def test_copies_of_a_gpu_follow_the_steps_given_before_and_end_before_the_page_i
     entering[:] = page
     targets.commit(1, entering)
     assert torch.equal(target[1], source[3])
-    assert streams.calls == ["wait for steps on cpu", "copy", "record", "synchronize"] * 2
+    assert streams.calls == [*at_each_copy, "copy", "record", "synchronize"] * 2
+
+
+def test_copies_wait_for_a_step_that_runs_only_where_memory_is_divided_into_layers_as_vllms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Streams()
+    monkeypatch.setattr(torch, "cuda", streams)
+    kv = kv_memory("meta")
+    waits = []
+    for memory in (kv, [kv]):
+        pages = make_page_memory(memory)
+        assert isinstance(pages, DevicePages)
+        pages._torch = streams  # type: ignore[assignment]
+        streams.calls.clear()
+        pages._copy(())
+        waits.append("wait for steps on meta" in streams.calls)
+    assert waits == [False, True]
 
 
 @pytest.mark.parametrize("block_id", [-1, 5])
