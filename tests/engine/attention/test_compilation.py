@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numba
 import pytest
 from numba import njit
 from numba.core.caching import IndexDataCacheFile
@@ -141,7 +142,7 @@ def test_files_that_cannot_be_removed_are_not_used(package: Package) -> None:
 
 def test_a_numba_that_names_no_folder_compiles_without_one(package: Package, caplog: pytest.LogCaptureFixture) -> None:
     package.install(1)
-    with patch.object(kernel_cache.numba, "njit", return_value=lambda body: body):
+    with patch.object(numba, "njit", return_value=lambda body: body):
         assert package.start() == 1
     assert "has no attribute 'stats'" in caplog.text
     assert not package.files("*.nb*")
