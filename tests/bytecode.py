@@ -44,8 +44,8 @@ def compile_modules(config: pytest.Config) -> None:
 
 
 def compile_kernels() -> subprocess.Popen[bytes] | None:
-    """In a process of its own, which the caller ends; None where it has been done."""
-    if sys.dont_write_bytecode or [*(ROOT / "engine" / "attention").rglob("*.nbi")]:
+    """In a process of its own, which the caller ends. It ends by itself where they are compiled."""
+    if sys.dont_write_bytecode:
         return None
     command = [sys.executable, "-c", _COMPILE_KERNELS]
     # Ctrl-C is for pytest.
@@ -53,7 +53,16 @@ def compile_kernels() -> subprocess.Popen[bytes] | None:
 
 
 _COMPILE_KERNELS = """
+import sys
+from pathlib import Path
+
+from engine.attention.kernel_cache import sources_digest
+
+if any(stamp.read_text() == sources_digest() for stamp in Path("engine", "attention").rglob("*.sources")):
+    sys.exit()
+
 from engine import LLM, SamplingParams
+
 for dtype in ("float32", "bfloat16"):
     llm = LLM("demo", dtype=dtype, num_gpu_blocks_override=64)
     llm.generate(["Once"], SamplingParams(max_tokens=2), use_tqdm=False)

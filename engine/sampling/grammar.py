@@ -9,6 +9,8 @@ resumed elsewhere advances a new matcher over the ids emitted so far. xgrammar i
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import re
 import threading
@@ -22,15 +24,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.attention.openmp import Launcher, launcher
 from engine.errors import InvalidRequest
 from engine.machine import useful_threads
 from engine.sampling.constraints import INSTALL_XGRAMMAR, MAX_WHITESPACE, Constraint, has_xgrammar
+from engine.sampling.grammar_kernels import exclude_address
 from engine.scheduling.request import Request
 from engine.text.token_bytes import Vocabulary, read_vocabulary
 
@@ -112,7 +115,7 @@ def _prepare_thread(library: _Library) -> None:
     with suppress(OSError):  # not every sandbox allows it
         niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICENESS
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-    _exclude_row(np.zeros(1, np.float32), np.zeros(1, np.int32))  # it is compiled here, not in a step
+    _exclude_launcher()  # it is compiled here, not in a step
 
 
 class _Compiler(NamedTuple):
@@ -293,7 +296,7 @@ class GrammarMasks:
         for row in rows:
             self._grammar_of(requests[row]).fill_mask(requests[row], masks, row)
         if logits.device.type == "cpu":
-            _exclude(logits.numpy(), masks, rows)
+            _exclude(logits, masks, rows)
         else:
             import xgrammar
 
@@ -307,27 +310,21 @@ class GrammarMasks:
         return found
 
 
-def _exclude(logits: npt.NDArray[np.float32], masks: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
-    for row in rows:
-        _exclude_row(logits[row], masks[row])
+def _exclude(logits: Tensor, masks: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
+    if logits.stride(1) != 1:
+        contiguous = logits.contiguous()
+        _exclude(contiguous, masks, rows)
+        logits.copy_(contiguous)
+        return
+    row_bytes = logits.stride(0) * logits.element_size()
+    addresses = np.array([(logits.data_ptr() + row * row_bytes, masks[row].ctypes.data) for row in rows], np.int64)
+    arguments = (ctypes.c_int64 * 4)(0, len(rows), logits.shape[1], addresses.ctypes.data)
+    _exclude_launcher()(1, arguments)
 
 
-def _compiled(kernel: Callable[..., None]) -> Callable[..., None]:
-    try:
-        return numba.njit(cache=True, nogil=True)(kernel)  # type: ignore[no-any-return]
-    except RuntimeError:  # no cache can be written
-        return numba.njit(nogil=True)(kernel)  # type: ignore[no-any-return]
-
-
-@_compiled
-def _exclude_row(logits: npt.NDArray[np.float32], mask: npt.NDArray[np.int32]) -> None:
-    for index in range(mask.size):
-        word = mask[index]
-        if word != -1:
-            first = index * 32
-            for bit in range(min(32, logits.size - first)):
-                if not (word >> bit) & 1:
-                    logits[first + bit] = -np.inf
+@functools.cache
+def _exclude_launcher() -> Launcher:
+    return launcher(exclude_address())
 
 
 # White space

@@ -436,15 +436,17 @@ def test_constraints_that_cannot_be_compiled_fill_no_memory(checkpoint: Path) ->
 
 
 @pytest.mark.parametrize("num_allowed", [0, 3, 500, 997, 1000])
-def test_a_mask_excludes_the_tokens_of_its_rows(num_allowed: int) -> None:
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_mask_excludes_the_tokens_of_its_rows(num_allowed: int, *, is_transposed: bool) -> None:
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    logits = logits.t().contiguous().t() if is_transposed else logits
     source = np.random.default_rng(num_allowed)
     bits = np.zeros((3, 1024), np.uint8)
     for row in bits:
         row[source.choice(1000, num_allowed, replace=False)] = 1
     expected = logits.masked_fill(torch.from_numpy(bits[:, :1000] == 0), -torch.inf)
     expected[1] = logits[1]
-    grammar._exclude(logits.numpy(), np.packbits(bits, axis=1, bitorder="little").view(np.int32), [0, 2])
+    grammar._exclude(logits, np.packbits(bits, axis=1, bitorder="little").view(np.int32), [0, 2])
     assert torch.equal(logits, expected)
 
 
