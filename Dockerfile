@@ -35,8 +35,12 @@ USER 65532:65532
 EXPOSE 50051 50053 50054 9090
 CMD ["tandem", "--help"]
 
-# With TORCH_INDEX of a CUDA build. Its libraries come with torch; the driver is the node's.
+# With TORCH_INDEX of a CUDA build. Its libraries come with torch; the driver is the node's. Triton calls a C compiler at
+# its first launch.
 FROM runtime AS cuda
+USER root
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+USER 65532:65532
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 FROM runtime AS cpu

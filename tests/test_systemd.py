@@ -71,3 +71,10 @@ def test_each_user_has_a_cache_folder_of_its_own() -> None:
     for name, folder in folders.items():
         assert unit(name).get("User", name.partition("@")[0].removesuffix(".service")) == folder
         assert f"XDG_CACHE_HOME=/var/cache/{folder}" in unit(name)["Environment"].split()
+
+
+def test_instances_keep_compiled_kernels() -> None:
+    """Without its own variable Triton writes into HOME, which is the private /tmp of a start."""
+    variables = dict(one.split("=", 1) for one in unit("tandem-instance@.service")["Environment"].split())
+    for name in ("NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert variables[name].startswith("/var/cache/tandem-instance/")

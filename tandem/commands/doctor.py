@@ -24,7 +24,7 @@ import click
 
 from engine.checkpoint import ModelNotFound, check_checkpoint, display_name, resolve
 from engine.errors import to_install
-from engine.machine import available_bytes, cpu_quota, usable_cores
+from engine.machine import available_bytes, cpu_quota, usable_cores, visible_gpus
 from tandem.client.registry import temporary_folder
 from tandem.commands.options import kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options, split_connectors
@@ -114,7 +114,7 @@ def command(
         choices = split_connectors(connector, kv_url, kv_folder, options)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    checks = [check_python(), check_packages(), check_machine(), check_kernel(), check_extras()]
+    checks = [check_python(), check_packages(), check_machine(), check_kernel(), check_compiler(), check_extras()]
     checks.append(check_model(model_name))
     if not quick:
         checks += [check_connector(choice) for choice in choices]
@@ -195,6 +195,18 @@ def check_kernel() -> Iterator[Finding]:
         "the local store lies there; set TMPDIR to a larger disk",
     )
     yield _ok_or_warn(free > _LOW_MEMORY, "temporary files", text, remedy)
+
+
+def check_compiler() -> Iterator[Finding]:
+    """The C compiler that Triton calls at its first launch on a GPU."""
+    subject, chosen = "C compiler", os.environ.get("CC")
+    found = next(filter(None, map(shutil.which, ("gcc", "clang") if chosen is None else (chosen,))), None)
+    if found is not None:
+        yield Finding("ok", subject, f"{found}, for the kernels of GPUs")
+        return
+    text = "neither gcc nor clang is installed" if chosen is None else f"CC={chosen} is not found"
+    remedy = "apt-get install gcc libc6-dev python3-dev, or give another one by CC"
+    yield _ok_or_warn(not visible_gpus(), subject, f"{text}; only needed for --device cuda", remedy)
 
 
 def check_model(name: str) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """A Dockerfile's steps, performed in a folder in place of an image: enough to see that they fit together.
 
 Paths that a step names with a leading slash lie under the folder. What needs a Docker engine or root is not performed:
-pulling the base image, making users, dropping to one.
+pulling the base image, installing its packages, making users, dropping to one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 _OWN_PATHS = re.compile(r"(?<![\w./:])/(src|wheels|opt|models)(?=[/\s\"'):]|$)")
 _REFERENCE = re.compile(r"\$\{(\w+)\}")
-_NEEDS_ROOT = "groupadd"
+_NEEDS_ROOT = ("groupadd", "apt-get")
 
 
 @dataclass(frozen=True)

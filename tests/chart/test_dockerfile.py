@@ -66,8 +66,19 @@ def run(built: Build, *command: str) -> str:
     return done.stdout
 
 
-def test_only_the_users_are_not_made(built: Build) -> None:
-    assert [re.findall(r"--(?:uid|gid) (\d+)", command) for command in built.skipped] == [["65532", "65532", "65532"]]
+def test_only_the_users_and_the_systems_packages_are_not_made(built: Build) -> None:
+    users, packages = built.skipped
+    assert re.findall(r"--(?:uid|gid) (\d+)", users) == ["65532", "65532", "65532"]
+    assert packages.startswith("apt-get update && apt-get install ")
+
+
+def test_gpus_image_has_the_c_compiler_that_triton_calls() -> None:
+    own = [step for step in STEPS if step.word in ("FROM", "USER", "RUN")]
+    start = own.index(Step("FROM", "runtime AS cuda"))
+    as_root, install, back = own[start + 1 : own.index(Step("FROM", "runtime AS cpu"))]
+    assert (as_root.rest, back) == ("root", Step("USER", "65532:65532"))
+    packages = re.findall(r"apt-get install -y --no-install-recommends ([^&]+) &&", install.rest)
+    assert [one.split() for one in packages] == [["gcc", "libc6-dev"]]
 
 
 @pytest.mark.parametrize("component", ["router", "prefill", "decode"])
@@ -132,7 +143,7 @@ def test_vllms_image_is_tandems_on_top_of_the_tested_vllm() -> None:
             arguments[name] = value
         own.setdefault(step.word, []).append(step.rest)
     assert re.fullmatch(rf"docker\.io/vllm/vllm-openai:v{re.escape(TESTED)}\.\d+", arguments["BASE"])
-    assert own["USER"] == [step.rest for step in STEPS if step.word == "USER"]
+    assert own["USER"] == [step.rest for step in STEPS if step.word == "USER"][:1]
     performed = [step.rest for step in STEPS if step.word == "RUN"]
     others = [rest for rest in own["RUN"] if rest.replace("python3 -m venv", "python -m venv") not in performed]
     into_vllm = "${VLLM_PYTHON} -m pip install --no-deps --constraint constraints.txt /wheels/tandem_llm-*.whl "

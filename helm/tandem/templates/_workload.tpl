@@ -224,6 +224,7 @@ volumeMounts: {{- include "tandem.mounts" . | nindent 2 }}
   valueFrom: {resourceFieldRef: {containerName: {{ .component }}, resource: {{ $which }}.cpu}}
 {{- end }}
 - {name: NUMBA_CACHE_DIR, value: /var/cache/tandem/numba}
+- {name: TRITON_CACHE_DIR, value: /var/cache/tandem/triton}
 {{- include "tandem.connectorEnv" .root }}
 {{- end }}
 - {name: XDG_CACHE_HOME, value: /var/cache/tandem}

@@ -73,6 +73,26 @@ def test_low_disk_and_shared_memory_are_warnings(monkeypatch: pytest.MonkeyPatch
     assert found["/dev/shm"].verdict == found["temporary files"].verdict == "warn"
 
 
+@pytest.mark.parametrize(("gpus", "verdict"), [(["0"], "warn"), ([], "ok")])
+def test_a_missing_c_compiler_is_a_warning_where_there_is_a_gpu(
+    gpus: list[str], verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: gpus)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    [finding] = doctor.check_compiler()
+    assert (finding.verdict, finding.subject) == (verdict, "C compiler")
+    assert finding.text.startswith("neither gcc nor clang is installed")
+    assert ("apt-get install gcc" in finding.remedy) == (verdict == "warn")
+    (tmp_path / "mycc").touch(0o755)
+    monkeypatch.setenv("CC", "mycc")
+    [finding] = doctor.check_compiler()
+    assert (finding.verdict, finding.text) == ("ok", f"{tmp_path}/mycc, for the kernels of GPUs")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    [finding] = doctor.check_compiler()
+    assert (finding.verdict, finding.text[:32]) == (verdict, "CC=no-such-compiler is not found")
+
+
 def test_a_model_that_the_engine_does_not_know_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["CarrierPigeonForCausalLM"], "model_type": "pigeon"})
