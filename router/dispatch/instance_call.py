@@ -69,7 +69,7 @@ _GRPCIO_INTERNAL = "Internal error from Core"
 _LAST_TOKENS_S = 1.0
 """A call's good end was sent after its last message, which came in another stream and may be read a little later. When
 nothing has come for so long, nothing will."""
-_RELEASE_TIMEOUT_S = 1.0
+_RELEASE_TIMEOUT_S = 5.0
 
 
 class ReceiveDrain:
