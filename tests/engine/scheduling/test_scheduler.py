@@ -496,25 +496,3 @@ def test_aborting_in_every_state_frees_everything() -> None:
     assert not step(scheduler).scheduled
     assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
     assert not scheduler.requests
-
-
-def num_found_after_a_failure(*, are_logits_finite: bool) -> int:
-    """The cached tokens of a prompt of three blocks, after a request with the same prompt got no token."""
-    scheduler = make_scheduler(budget=16)
-    request = add(scheduler, list(range(3 * BLOCK_SIZE)))
-    output = scheduler.schedule()
-    assert [share.request for share in output.scheduled if share.samples] == [request]
-    scheduler.update_from_output(output, Sampled(nothing_allowed=frozenset([request.request_id] * are_logits_finite)))
-    check_blocks(scheduler)
-    assert request.finish_reason == "error"
-    again = add(scheduler, list(range(3 * BLOCK_SIZE)))
-    step(scheduler)
-    return again.num_cached_tokens
-
-
-def test_no_request_finds_the_blocks_of_a_prompt_whose_logits_are_not_finite() -> None:
-    assert num_found_after_a_failure(are_logits_finite=False) == 0
-
-
-def test_the_blocks_of_a_prompt_whose_parameters_exclude_every_token_stay_cached() -> None:
-    assert num_found_after_a_failure(are_logits_finite=True) == 2 * BLOCK_SIZE

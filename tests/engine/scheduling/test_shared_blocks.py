@@ -18,7 +18,7 @@ from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
-from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, HoldingConnector, add, check_blocks, make_scheduler
+from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, HoldingConnector, add, check_blocks, make_scheduler, step
 from tests.prefix_cache import forget_all
 
 PROMPT = list(range(100, 118))
@@ -276,3 +276,25 @@ def check_whatever_arrives(seeks: bool, data: st.DataObject) -> None:
     assert not scheduler.requests
     assert all(request.status is RequestStatus.FINISHED for request in memory.finished.values())
     assert scheduler.kv.pool.num_available == num_blocks
+
+
+def num_found_after_a_failure(*, are_logits_finite: bool) -> int:
+    """The cached tokens of a prompt of three blocks, after a request with the same prompt got no token."""
+    scheduler = make_scheduler(budget=16)
+    request = add(scheduler, list(range(3 * BLOCK_SIZE)))
+    output = scheduler.schedule()
+    assert [share.request for share in output.scheduled if share.samples] == [request]
+    scheduler.update_from_output(output, Sampled(nothing_allowed=frozenset([request.request_id] * are_logits_finite)))
+    check_blocks(scheduler)
+    assert request.finish_reason == "error"
+    again = add(scheduler, list(range(3 * BLOCK_SIZE)))
+    step(scheduler)
+    return again.num_cached_tokens
+
+
+def test_no_request_finds_the_blocks_of_a_prompt_whose_logits_are_not_finite() -> None:
+    assert num_found_after_a_failure(are_logits_finite=False) == 0
+
+
+def test_the_blocks_of_a_prompt_whose_parameters_exclude_every_token_stay_cached() -> None:
+    assert num_found_after_a_failure(are_logits_finite=True) == 2 * BLOCK_SIZE
