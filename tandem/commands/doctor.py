@@ -140,8 +140,8 @@ def _guarded(check: Iterator[Finding]) -> Iterator[Finding]:
 
 def check_python() -> Iterator[Finding]:
     version = platform.python_version()
-    if sys.version_info < (3, 11):  # noqa: UP036 - the sources may be run without installing them
-        yield Finding("fail", "python", version, "use Python 3.11 or newer")
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):  # the sources may be run without installing them
+        yield Finding("fail", "python", version, "use Python 3.11, 3.12 or 3.13")
     else:
         yield Finding("ok", "python", f"{version} on {platform.system()} {platform.machine()}")
 
