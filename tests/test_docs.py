@@ -18,7 +18,9 @@ from tandem.cli import main as tandem
 from tools.site import ROOT, links, pages
 
 PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
-NOT_OF_THE_ENGINE = ("engine/vllm_names.py", "engine/attention/cpu.py", "tandem/bench/transfer/media.py")
+NOT_OF_THE_ENGINE = (
+    "engine/vllm_names.py", "engine/attention/cpu.py", "tandem/bench/transfer/media.py", "tandem/commands/doctor.py",
+)  # fmt: skip
 """These name devices and do not run on a GPU."""
 SERVICES = ("router", "prefill_service", "decode_service")
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)

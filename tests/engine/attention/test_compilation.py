@@ -162,7 +162,14 @@ def _imported(file: Path) -> Iterator[Path]:
             yield ROOT / f"{str(node.module).replace('.', '/')}.py"
 
 
-@pytest.mark.parametrize("variable", ["NUMBA_CPU_NAME=generic", "NUMBA_CPU_FEATURES=+avx2,+fma", "NUMBA_ENABLE_AVX=0"])
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "NUMBA_CPU_NAME=generic",
+        pytest.param("NUMBA_CPU_FEATURES=+avx2,+fma", marks=pytest.mark.slow),
+        pytest.param("NUMBA_ENABLE_AVX=0", marks=pytest.mark.slow),
+    ],
+)
 def test_kernels_use_what_numba_compiles_for(variable: str, tmp_path: Path) -> None:
     """A processor's instructions that numba's settings leave out would end the process."""
     name, _, value = variable.partition("=")
