@@ -67,17 +67,22 @@ class OpenCalls:
         self._max_per_peer = max_per_peer
         self._max_in_all = max_in_all
         self._requests: Counter[str] = Counter()
-        self._others: Counter[str] = Counter()
-        self.num_awaited = 0  # open calls that a drain waits for
+        self._controls: Counter[str] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
-        self._bounds: set[asyncio.Timeout] = set()
+        self._awaited: set[asyncio.Timeout] = set()
+        self._others: set[asyncio.Timeout] = set()
         self._is_cut_off = False
 
     @property
     def num_open(self) -> int:
         return self._requests.total()
+
+    @property
+    def num_awaited(self) -> int:
+        """Open calls that a drain waits for."""
+        return len(self._awaited)
 
     def begin_draining(self) -> None:
         """Rejects requests with UNAVAILABLE from now on."""
@@ -85,8 +90,15 @@ class OpenCalls:
 
     def cut_off(self) -> None:
         """Ends the calls that a drain waits for with UNAVAILABLE."""
+        self._end(self._awaited)
+
+    def cut_off_others(self) -> None:
+        """Ends those that a drain does not wait for, such as streams of load reports, which have no end."""
+        self._end(self._others)
+
+    def _end(self, bounds: set[asyncio.Timeout]) -> None:
         self._is_cut_off = True
-        for bound in self._bounds:
+        for bound in bounds:
             if not bound.expired():
                 bound.reschedule(0.0)
 
@@ -98,7 +110,7 @@ class OpenCalls:
         """Holds one place for a call from `peer`; raises Overloaded or Unavailable instead of entering."""
         if self.draining and not policy.admit_while_draining:
             raise Unavailable("draining", _RETRY_ELSEWHERE_S)
-        key, by_peer = peer_key(peer), self._requests if policy.counted else self._others
+        key, by_peer = peer_key(peer), self._requests if policy.counted else self._controls
         if by_peer[key] >= self._max_per_peer:
             raise Overloaded(f"this client has {self._max_per_peer} open calls, the most allowed", _RETRY_AFTER_S)
         if by_peer.total() >= self._max_in_all:
@@ -113,14 +125,13 @@ class OpenCalls:
 
     @contextmanager
     def awaited(self, bound: asyncio.Timeout, policy: CallPolicy) -> Iterator[None]:
-        """Makes a drain wait while a handler runs inside `bound`, which `cut_off` ends: that TimeoutError, and no
-        other, becomes CutOff. To be left before the status is sent, which a slow reader can delay."""
-        if not policy.drain_waits:
-            yield
-            return
-        self.num_awaited += 1
-        self._idle.clear()
-        self._bounds.add(bound)
+        """Makes a drain wait, by its policy, while a handler runs inside `bound`, which `cut_off` ends: that
+        TimeoutError, and no other, becomes CutOff. To be left before the status is sent, which a slow reader can
+        delay."""
+        bounds = self._awaited if policy.drain_waits else self._others
+        bounds.add(bound)
+        if self._awaited:
+            self._idle.clear()
         try:
             yield
         except TimeoutError as error:
@@ -128,9 +139,8 @@ class OpenCalls:
                 raise CutOff("ended before the request was finished", _RETRY_ELSEWHERE_S) from error
             raise
         finally:
-            self._bounds.discard(bound)
-            self.num_awaited -= 1
-            if self.num_awaited == 0:
+            bounds.discard(bound)
+            if not self._awaited:
                 self._idle.set()
 
 

@@ -261,6 +261,7 @@ class Server:
             self._checking_tls.cancel()
         self.abuse_limits.close()
         await self.health.end(_END_S)
+        self.calls.cut_off_others()
         await self._server.stop(grace=_END_S)
         if self._probe_server is not None:
             await self._probe_server.stop(grace=None)

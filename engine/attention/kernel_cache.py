@@ -51,7 +51,7 @@ class KernelCache:
     def remove_other_sources(self) -> None:
         """Removes the files unless they were made of these sources."""
         stamp = self.folder / f"{self.module}.sources"
-        if not stamp.exists() or stamp.read_text() != sources_digest():
+        if not stamp.exists() or stamp.read_text(errors="replace") != sources_digest():
             self.remove()
             stamp.write_text(sources_digest())
 

@@ -78,10 +78,12 @@ class GenerationService:
         infos = self.pools.decode_infos()
         return infos[0].identity.fingerprint if infos else None
 
-    def limits(self) -> ModelLimits:
-        """What a valid request may ask for; raises Unavailable while no decode instance is known."""
+    def limits(self, request: generation_pb2.GenerateRequest | None = None) -> ModelLimits:
+        """What a valid request, or this one, may ask for; raises Unavailable while no decode instance is known."""
         is_split = self.dispatcher.disaggregation.mode == "always"
-        known = [view.info for view in self.pools.decode.views()]
+        known = (
+            [view.info for view in self.pools.decode.views()] if request is not None and request.resume.choices else []
+        )
         limits = ModelLimits.of(self.pools.decode_infos(), self.pools.prefill_infos() if is_split else (), known)
         if limits is None:
             raise Unavailable("no decode instance is available")

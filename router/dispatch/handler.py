@@ -171,7 +171,7 @@ class RequestHandler:
     """One request and its outcome. Owned by the call's task, which calls `handle` once."""
 
     model: ServedModel
-    limits: Callable[[], ModelLimits]
+    limits: Callable[[generation_pb2.GenerateRequest], ModelLimits]
     admission: AdmissionController
     dispatcher: Dispatcher
     abort_registry: AbortRegistry
@@ -200,7 +200,7 @@ class RequestHandler:
             self._caller = caller = self.callers.of(metadata)
             await self._instance_available(message.request_id)
             self.request = request = await validated(
-                message, self.model, self.limits(), deadline_s=deadline_s, caller=caller
+                message, self.model, self.limits(message), deadline_s=deadline_s, caller=caller
             )
             set_request_id(request.label)
             self._choices = [self._choice(request, index) for index in range(request.params.n)]

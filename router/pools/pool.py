@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 Dial = Callable[[str], grpc.aio.Channel]
 
-_LINGER_S = 2.0
+_LINGER_S = 5.0
 """How long the connection of a leaving instance outlives its last call: a release may still be on its way."""
 
 

@@ -75,9 +75,11 @@ class ModelLimits:
 
     max_model_len: int
     vocab_size: int
+    longest_ready: int
+    """The longest context of a ready decode instance."""
     longest: int
-    """The longest context of a decode instance, ready or not: an answer that has begun was accepted already, and waits
-    for an instance where it fits."""
+    """The same, ready or not: an answer that has begun was accepted already, and waits for an instance where it
+    fits."""
 
     @classmethod
     def of(
@@ -91,10 +93,11 @@ class ModelLimits:
         if not decode:
             return None
         contexts = [info.max_model_len for info in decode]
-        longest = max(info.max_model_len for info in (*decode, *known))
+        longest_ready = max(contexts)
+        longest = max([longest_ready, *(info.max_model_len for info in known)])
         if prefill:
             contexts.append(max(info.max_model_len for info in prefill))
-        return cls(min(contexts), min(info.vocab_size for info in decode), longest)
+        return cls(min(contexts), min(info.vocab_size for info in decode), longest_ready, longest)
 
 
 _LABEL = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -127,7 +130,7 @@ async def validated(
         prompt = await prompt_ids(request, model, limits, tools=tools)
         validate_prompt(prompt, limits.vocab_size, limits.max_model_len)
         output = _chat_output(request, model, tools, prompt)
-        default = _default_max_tokens(request.resume, len(prompt), shortest, limits.longest)
+        default = _default_max_tokens(request.resume, len(prompt), shortest, limits)
         params = _params(request, model, limits, len(prompt), default, output)
         if request.resume.choices and params.seed is None:
             raise InvalidRequest("sampling.seed", "is missing, and the answer is resumed", "that of its first message")
@@ -265,11 +268,14 @@ def _chat_output(
     return ChatOutput(tools, thinks=True, is_thinking=end.rstrip().endswith(BEGIN))
 
 
-def _default_max_tokens(resume: generation_pb2.Resume, num_prompt_tokens: int, shortest: int, longest: int) -> int:
+def _default_max_tokens(
+    resume: generation_pb2.Resume, num_prompt_tokens: int, shortest: int, limits: ModelLimits
+) -> int:
     """The tokens that fit behind the prompt, in the shortest context unless a choice has got further: then the router
     where it began knew a longer one."""
     num_begun = max([1, *(len(choice.token_ids) + (not choice.finished) for choice in resume.choices)])
-    return (shortest if num_prompt_tokens + num_begun <= shortest else longest) - num_prompt_tokens
+    contexts = shortest, limits.longest_ready, limits.longest
+    return next((one for one in contexts if num_prompt_tokens + num_begun <= one), limits.longest) - num_prompt_tokens
 
 
 def _params(

@@ -13,9 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
+from protos.tandem.v1.generation_pb2_grpc import GenerationServiceStub
 from serving.channel import open_channel
 from serving.errors import is_cut_off
 from serving.interceptor import Context
+from serving.limits import CONTROL
 from serving.server import HealthSettings, Server, ServerSettings, server_options
 from serving.settings import format_address
 from tests.channels import PATIENT
@@ -158,6 +160,20 @@ async def test_calls_cut_off_get_a_retry_hint_and_say_so(rigs: Rigs) -> None:
         assert ("grpc-retry-pushback-ms", "250") in tuple(await call.trailing_metadata())
         assert is_cut_off(await call.trailing_metadata())
     assert await rig.server.stop() is False  # its word stays
+
+
+async def test_a_stop_ends_streams_without_an_end_by_a_status() -> None:
+    """Those that a drain does not wait for, such as load reports."""
+    server, servicer = Server(ServerSettings()), Scripted()
+    await server.register(SERVICE, servicer, {"Generate": CONTROL})
+    await server.start()
+    async with open_channel(server.address, PATIENT) as channel:
+        call = GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="wait"))
+        assert (await next_message(call)).model == "started"
+        assert await server.stop() is True
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        assert is_cut_off(await call.trailing_metadata())
+    assert servicer.num_running == 0
 
 
 async def test_a_stop_reports_that_it_cut_off_no_call(rigs: Rigs) -> None:

@@ -208,8 +208,13 @@ async def test_it_waits_for_an_instance_with_a_context_of_its_length(run: Run) -
 async def test_without_max_tokens_an_answer_ends_at_the_shortest_context_that_it_can_have_begun_with(
     run: Run, num_before: int, num_tokens: int
 ) -> None:
-    async with run(prefill=0, decode=two_contexts(len(PROMPT) + 28)) as rig:
-        rig.decode[1].behaviour.stop_at = 59
+    short, long = two_contexts(len(PROMPT) + 28)
+    leaving = FakeInstance("decode", "leaving", max_model_len=8192)
+    leaving.behaviour.draining, long.behaviour.stop_at = True, 59
+    async with run(prefill=0, decode=[short, long, leaving], wait=False) as rig:
+        await rig.until_ready(num_decode=2)
+        while len(rig.app.pools.decode.views()) < 3:
+            await asyncio.sleep(0.01)
         request = request_of(resume=resumed(expected_ids(PROMPT, SEED, num_before)))
         request.sampling.ClearField("max_tokens")
         assert rest_of(await rig.generate(request), num_before, num_tokens)
