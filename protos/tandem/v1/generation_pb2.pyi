@@ -321,7 +321,9 @@ class ResumedChoice(_message.Message):
     finished: _builtins.bool
     """Its finish has been read: nothing is generated for it."""
     fingerprint: _builtins.str
-    """GenerateResponse.fingerprint of its first message: only instances that compute the same continue it. Empty: any."""
+    """GenerateResponse.fingerprint of its first message: only instances that compute the same continue it. Empty, or
+    `finished`: any.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All of its ids so far, from all messages: token_index and text_offset of the next message continue behind them."""
