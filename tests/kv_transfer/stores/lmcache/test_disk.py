@@ -29,7 +29,8 @@ from tests.waiting import Stopwatch
 
 
 def disk(path: Path, **options: object) -> LMCacheDisk:
-    return LMCacheDisk(path, **{"capacity_bytes": 1 << 30, **options})  # type: ignore[arg-type]
+    """Patient: a busy machine is not a broken disk."""
+    return LMCacheDisk(path, **{"capacity_bytes": 1 << 30, "timeout_s": 20.0, **options})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_two_processes_share_pages(store: LMCacheDisk) -> None:
         "import sys; sys.path.insert(0, '.')\n"
         "from kv_transfer.stores.lmcache.disk import LMCacheDisk\n"
         "from tests.kv_transfer.stores.contract import read, key_of, HEADER, PAGE\n"
-        "store = LMCacheDisk(sys.argv[1], capacity_bytes=1 << 30)\n"
+        "store = LMCacheDisk(sys.argv[1], capacity_bytes=1 << 30, timeout_s=20.0)\n"
         "assert read(store, key_of(1)) == (HEADER, PAGE)\n"
         "store.put(key_of(2), (HEADER, PAGE)); store.delete(key_of(1)); store.close()\n"
     )
@@ -165,7 +166,7 @@ def test_full_disk_is_an_error_with_a_name(tmp_path: Path) -> None:
         "from kv_transfer.stores.lmcache.disk import LMCacheDisk\n"
         "from kv_transfer.page.naming import PageKey\n"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "store = LMCacheDisk(sys.argv[1], capacity_bytes=1 << 30)\n"
+        "store = LMCacheDisk(sys.argv[1], capacity_bytes=1 << 30, timeout_s=20.0)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "try:\n    store.put(PageKey(bytes(32), bytes(32)), (b'h', bytes(3 << 20)))\n"
         "except Exception as error:\n    print(type(error).__name__)\n"

@@ -56,7 +56,7 @@ def server(folder: Path) -> Iterator[ServerProcess]:
 
 def test_store_keeps_its_contract_and_leaves_nothing(server: ServerProcess, folder: Path) -> None:
     with nothing_leaks():
-        store = LMCacheServer(server.url)
+        store = LMCacheServer(server.url, timeout_s=20.0)
         check_contract(store)
         check_many_threads(store)
         store.close()
@@ -65,7 +65,7 @@ def test_store_keeps_its_contract_and_leaves_nothing(server: ServerProcess, fold
 
 
 def test_pages_go_to_both_folders_and_come_from_there(server: ServerProcess, folder: Path) -> None:
-    store = LMCacheServer(server.url)
+    store = LMCacheServer(server.url, timeout_s=20.0)
     tail = key_of(3, transfer="../../etc/passwd")
     for key in (key_of(1), key_of(2), tail):
         store.put(key, (HEADER, PAGE))
