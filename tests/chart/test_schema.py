@@ -333,7 +333,7 @@ def test_an_argument_of_vllm_that_is_a_value_names_it(name: str, instead: str) -
         ),
         (
             {"pipelineParallelSize": 3, "gpu": {"count": 3}},
-            "pipelineParallelSize of prefill: 3 on GPUs, and the built-in",
+            "pipelineParallelSize of prefill: 3 on GPUs, and this chart divides the built-in",
         ),
     ],
 )
