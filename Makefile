@@ -40,7 +40,7 @@ $(RUNNABLE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "This Python has no venv. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing what serving needs into $(VENV): 1.3 GB, or several GB if torch's build has CUDA (see README)."
+	@echo "Installing what serving needs into $(VENV): 1.3 GB, or 5 GB if torch's build has CUDA (see README)."
 	$(PIP_INSTALL) -e '.[hub,top]'
 	@touch $@
 
