@@ -107,7 +107,7 @@ def test_a_wheel_has_every_file_of_the_packages_and_the_right_metadata(tmp_path:
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, metadata.partition("/")[0]}
     assert (about["Name"], about["Requires-Python"], about["License-Expression"]) == (
         "tandem-llm",
-        ">=3.11",
+        "<3.14,>=3.11",
         "Apache-2.0",
     )
     assert {"hub", "nixl", "top", "docs", "dev"} <= set(about.get_all("Provides-Extra", []))
