@@ -23,7 +23,14 @@ from tandem.client.registry import made_state_dir
 from tandem.commands.options import Choice, FloatRange, IntRange
 from tandem.connectors import ConnectorChoice
 from tandem.local_stack.addresses import check_addresses
-from tandem.local_stack.settings import Disaggregation, StackSettings, autoscaled, parse_bounds
+from tandem.local_stack.desired_state import MAX_SIZE
+from tandem.local_stack.settings import (
+    MAX_ROUTER_WORKERS,
+    Disaggregation,
+    StackSettings,
+    autoscaled,
+    parse_bounds,
+)
 from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackEvent, StackFailed
 from tandem.local_stack.topology import check_gpus
@@ -54,10 +61,12 @@ _DEMO_TOKENS = 60
     help="YAML file with these options, `decode: 2`; those of the command line win.",
 )  # fmt: skip
 @click.option(
-    "--prefill", "num_prefill", type=IntRange(0, 64), default=1, show_default=True,
+    "--prefill", "num_prefill", type=IntRange(0, MAX_SIZE), default=1, show_default=True,
     help="Prefill instances; 0 serves without disaggregation.",
 )  # fmt: skip
-@click.option("--decode", "num_decode", type=IntRange(1, 64), default=1, show_default=True, help="Decode instances.")
+@click.option(
+    "--decode", "num_decode", type=IntRange(1, MAX_SIZE), default=1, show_default=True, help="Decode instances."
+)
 @click.option(
     "--autoscale", multiple=True, metavar="POOL=MIN..MAX",
     help="Let this pool grow and shrink with the load, as in decode=1..3; may be given for both pools.",
@@ -149,7 +158,7 @@ _DEMO_TOKENS = 60
     "--pin/--no-pin", default=True, show_default=True, help="Give every instance its own cores, if there are enough."
 )
 @click.option(
-    "--router-workers", type=IntRange(1, 64), default=1, show_default=True,
+    "--router-workers", type=IntRange(1, MAX_ROUTER_WORKERS), default=1, show_default=True,
     help="Processes of the router, which share its ports and fixed limits; one takes up to a core.",
 )  # fmt: skip
 @click.option(

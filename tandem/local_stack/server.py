@@ -17,9 +17,10 @@ import grpc
 from protos.tandem.v1 import instance_pb2, stack_pb2, stack_pb2_grpc
 from serving.server import ServerSettings, server_options
 from tandem.local_stack.desired_state import ROLES, DesiredState, InvalidSize, Role, Snapshot
+from tandem.local_stack.settings import MAX_ROUTER_WORKERS
 
-_MAX_WATCHES = 2 * 64 + 24
-"""Each worker of the router watches both pools, and there are up to 64; the rest is for those who ask for the sizes."""
+_MAX_WATCHES = 2 * MAX_ROUTER_WORKERS + 24
+"""Each worker of the router watches both pools; the rest is for those who ask for the sizes."""
 _NUM_THREADS = _MAX_WATCHES + 8
 """A watch occupies a thread, which starts with it; the other calls return at once."""
 _MAX_TTL_S = 3600.0

@@ -15,6 +15,8 @@ from tandem.client.credentials import TOKEN
 from tandem.connectors import split_connectors
 from tandem.local_stack.desired_state import MAX_SIZE, ROLES, Role
 
+MAX_ROUTER_WORKERS = 64
+"""As many as the router's own `workers` allows."""
 _LOCAL_HOSTS = ("127.0.0.1", "localhost")
 Disaggregation = Literal["always", "auto", "never"]
 _BOUNDS = re.compile(r"(?P<pool>[^=]*)=(?P<min>[0-9]{1,4})\.\.(?P<max>[0-9]{1,4})")
