@@ -30,6 +30,7 @@ const RESUME_WAIT_MS = 30_000; // enough for a router that is restarted
 const MIN_DELAY_MS = 200;
 const MAX_DELAY_MS = 1000;
 const CONNECTION_LOST = /^(Connection dropped|(read|write) (ECONNRESET|ETIMEDOUT))/; // gRPC's own texts
+const STREAM_RESET = /^Received RST_STREAM/; // of an INTERNAL: a proxy has ended the stream, since its router has died
 
 /** A client of the router at `address` (host:port), whose connections all requests of a process share. */
 export async function connect(address) {
@@ -150,10 +151,11 @@ class Progress {
 
   /** Whether an answer that has begun, and broke off, can go on: its router is gone, or none can continue it yet. */
   mayResume(error) {
-    const { UNAVAILABLE, RESOURCE_EXHAUSTED } = grpc.status;
-    if (![UNAVAILABLE, RESOURCE_EXHAUSTED].includes(error.code) || !this.hasBegun) return false;
+    const { INTERNAL, UNAVAILABLE, RESOURCE_EXHAUSTED } = grpc.status;
+    const isReset = error.code === INTERNAL && STREAM_RESET.test(error.details);
+    if (!(isReset || [UNAVAILABLE, RESOURCE_EXHAUSTED].includes(error.code)) || !this.hasBegun) return false;
     // A router that answers says when to retry; what it has tried itself is not worth more attempts.
-    const isAnswer = error.code !== UNAVAILABLE || pushbackMs(error) !== undefined;
+    const isAnswer = !isReset && (error.code !== UNAVAILABLE || pushbackMs(error) !== undefined);
     const isCutOff = error.metadata.get("tandem-cut-off").length > 0; // it ends, and its streams with it
     const isNew = this.#numTokens > this.#numTokensBefore;
     if (isNew && isAnswer && !isCutOff) return false;

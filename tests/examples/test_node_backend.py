@@ -17,7 +17,7 @@ import pytest
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.app import RouterApp
 from router.request.validation import ServedModel
-from serving.errors import CutOff, Overloaded, ServiceError, Unavailable, trailers
+from serving.errors import CutOff, InternalError, Overloaded, ServiceError, Unavailable, trailers
 from serving.settings import parse_address
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -151,6 +151,8 @@ async def test_a_stream_whose_router_ends_goes_on_at_its_successor(tmp_path: Pat
 
 TEXTS = ["Yes", ", we", " do."]
 LOST = "Connection dropped"
+RESET = "Received RST_STREAM with code 2 (Internal server error)"
+"""What grpc-js says of a stream that a proxy resets."""
 
 
 class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
@@ -175,7 +177,8 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
         if isinstance(end, ServiceError):
             await context.abort(end.code, end.message, trailers(end, end.message))
         if end is not None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, end)
+            code = grpc.StatusCode.INTERNAL if end == RESET else grpc.StatusCode.UNAVAILABLE
+            await context.abort(code, end)
 
 
 @asynccontextmanager
@@ -192,8 +195,9 @@ async def scripted(run: Run, router: ScriptedRouter, **env: str) -> AsyncIterato
         await server.stop(None)
 
 
-async def test_a_connection_that_breaks_behind_the_answer_costs_nothing(run: Run) -> None:
-    router = ScriptedRouter((3, LOST))
+@pytest.mark.parametrize("end", [LOST, RESET])
+async def test_a_connection_that_breaks_behind_the_answer_costs_nothing(run: Run, end: str) -> None:
+    router = ScriptedRouter((3, end))
     async with scripted(run, router) as client:
         assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
     assert router.num_calls == 1
@@ -205,6 +209,21 @@ async def test_a_stream_that_broke_asks_again_until_a_router_has_room(run: Run, 
     async with scripted(run, router) as client:
         assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
     assert router.num_calls == 8
+
+
+async def test_a_stream_that_a_proxy_resets_goes_on(run: Run) -> None:
+    router = ScriptedRouter((1, RESET), (0, RESET), (2, None))
+    async with scripted(run, router) as client:
+        assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
+    assert router.num_calls == 3
+
+
+async def test_an_internal_error_of_a_router_is_final(run: Run) -> None:
+    router = ScriptedRouter((1, InternalError("a fault")), (2, None))
+    async with scripted(run, router) as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/ask", content="hi")
+    assert router.num_calls == 1
 
 
 @pytest.mark.parametrize("end", [CutOff("the router ended", 0.01), LOST])
