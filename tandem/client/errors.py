@@ -172,6 +172,7 @@ def _ssl_context(credentials: Credentials) -> ssl.SSLContext:
         context.verify_mode = ssl.CERT_NONE  # only to detect TLS
     else:
         context = ssl.create_default_context(cafile=credentials.ca_file)
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python sets it from 3.13 on, gRPC does not
         if credentials.cert_file is not None:
             context.load_cert_chain(credentials.cert_file, credentials.key_file)
     context.set_alpn_protocols(["h2"])

@@ -43,6 +43,7 @@ class StackCa:
         self._certificate = (
             self._builder(self._name, self._key, now - _CLOCK_SKEW, now + _LIFETIME)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_key_usage(certificates=True), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
@@ -67,6 +68,7 @@ class StackCa:
         certificate = (
             self._builder(_common_name(name), key, not_before or now - _CLOCK_SKEW, not_after or now + _LIFETIME)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(certificates=False), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(usage, critical=False)
             # Distinguishes two CAs of one name, such as an old one and its successor.
@@ -102,6 +104,21 @@ def write_stack_files(folder: Path, host: str) -> None:
 
 def _common_name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _key_usage(*, certificates: bool) -> x509.KeyUsage:
+    """What the key signs. Python's ssl requires it of a CA from 3.13 on (VERIFY_X509_STRICT)."""
+    return x509.KeyUsage(
+        digital_signature=not certificates,
+        key_cert_sign=certificates,
+        crl_sign=certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _alternative_name(host: str) -> x509.GeneralName:

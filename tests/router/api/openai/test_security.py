@@ -77,6 +77,7 @@ async def serving(tls: HttpTls | None, **limits: Any) -> AsyncIterator[str]:
 
 async def hello(url: str, believed: Files, own: Files | None = None) -> str:
     context = ssl.create_default_context(cafile=str(believed.ca))
+    context.verify_flags |= ssl.VERIFY_X509_STRICT  # Python's default from 3.13 on
     if own is not None:
         context.load_cert_chain(own.certificate, own.key)
     async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
