@@ -169,7 +169,7 @@ class FakeInstance:
         """Everything of one kind that happened so far."""
         return [record for record in self.records if record.what == what]
 
-    async def until(self, what: str, count: int = 1, timeout_s: float = 5.0) -> list[Record]:
+    async def until(self, what: str, count: int = 1, timeout_s: float = 30.0) -> list[Record]:
         """Waits until something has happened `count` times."""
         async with asyncio.timeout(timeout_s):
             while len(self.recorded(what)) < count:

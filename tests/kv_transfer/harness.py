@@ -173,7 +173,7 @@ class Core:
         self.connector.start_io()
         return output
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         """Step whenever the connector wakes, or its deadline comes, until the condition holds."""
         deadline = time.monotonic() + timeout_s
         self.step()

@@ -100,7 +100,7 @@ class Rig:
             while (self.app.pools.prefill.num_ready(), self.app.pools.decode.num_ready()) != wanted:
                 await asyncio.sleep(0.01)
 
-    async def until_idle(self, timeout_s: float = 10.0) -> None:
+    async def until_idle(self, timeout_s: float = 30.0) -> None:
         """Waits until nothing runs anywhere and no prefill instance holds KV."""
         async with asyncio.timeout(timeout_s):
             while self._is_router_busy() or any(fake.is_busy for fake in [*self.prefill, *self.decode]):

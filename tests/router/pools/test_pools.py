@@ -38,7 +38,7 @@ async def health(rig: Rig, service: str = SERVICE) -> str:
     return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
 
 
-async def until_health(rig: Rig, wanted: str, timeout_s: float = 2.0) -> None:
+async def until_health(rig: Rig, wanted: str, timeout_s: float = 20.0) -> None:
     async with asyncio.timeout(timeout_s):
         while await health(rig) != wanted:
             await asyncio.sleep(0.01)
