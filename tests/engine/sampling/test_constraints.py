@@ -96,7 +96,7 @@ REJECTED: list[tuple[str, Any, str]] = [
     ("json_schema", {"$ref": "http://169.254.169.254/"}, "remote .ref is not supported"),
     ("json_schema", {"$ref": "#/$defs/x"}, r"'#/\$defs/x' does not exist"),
     # row 53, 54
-    ("json_schema", "[" * 5000 + "]" * 5000, "nested too deeply"),
+    ("json_schema", "[" * 5000 + "]" * 5000, "nested too deeply|nested more than 100 deep"),
     ("json_schema", nested(34), "the schema is nested more than 32 deep"),
     ("json_schema", {"const": json.loads("[" * 101 + "]" * 101)}, "nested more than 100 deep"),
     ("json_schema", {"enum": list(range(1001))}, "enum makes more than 1000 values"),
