@@ -60,6 +60,8 @@ def busy(report: instance_pb2.WatchLoadResponse) -> dict[str, int]:
         "running blocks": report.blocks.running,
         "held blocks": report.blocks.held,
         "quarantined blocks": report.blocks.quarantined,
+        # In a step a core reports nothing, and its last report is older than the step's requests.
+        "seconds of the core's silence": int(report.core_silence_s),
     }
     return {name: amount for name, amount in amounts.items() if amount}
 
@@ -98,8 +100,11 @@ def footprint(rig: Rig) -> Footprint:
 
 def assert_no_leak(before: Footprint, rig: Rig, within_s: float = IDLE_WITHIN_S) -> None:
     """`rig` is idle again and occupies what it did `before`, except for a few files and threads of caches."""
+    deadline_s = time.monotonic() + within_s * PATIENCE
     wait_idle(rig, within_s)
     after = footprint(rig)
+    while after.usable_blocks != before.usable_blocks and time.monotonic() < deadline_s:
+        after = footprint(rig)  # a step may have hidden a request from the reports before
     assert after.usable_blocks == before.usable_blocks
     assert after.private_files <= before.private_files, "files of single transfers, or unfinished ones, are left"
     assert after.processes.keys() == before.processes.keys(), "processes have come or gone"
