@@ -33,7 +33,8 @@ def link_installed(site: Path, linked: Path) -> None:
     for own in site.glob("setuptools*"):  # the interpreter's, older than torch wants
         shutil.rmtree(own)
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if not OURS.match(entry.name) and entry.name not in ("pip", "_distutils_hack") and entry.suffix != ".pth":
+        is_there = entry.name in ("pip", "_distutils_hack") and (site / entry.name).exists()  # with Python's own venv
+        if not (OURS.match(entry.name) or is_there or entry.suffix == ".pth"):
             (linked / entry.name).symlink_to(entry)
     (site / "installed.pth").write_text(f"{linked}\n")
 
