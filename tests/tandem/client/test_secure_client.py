@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from cryptography import x509
 
 from protos.tandem.v1 import common_pb2, generation_pb2
 from serving.interceptor import Context
@@ -211,6 +213,27 @@ def test_each_tls_problem_has_its_own_message(server_files: Files, problems: dic
             assert_refused(running.address, credentials, text)
             asyncio.run(ask(text, credentials))
         assert running.echo.tokens == []
+
+
+def test_the_cause_is_found_where_pythons_ssl_is_stricter_than_grpc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is from 3.13 on. gRPC accepts a CA without a key usage."""
+    add_extension, new_context = x509.CertificateBuilder.add_extension, ssl.create_default_context
+
+    def add_no_key_usage(builder: x509.CertificateBuilder, extension: x509.ExtensionType, critical: bool) -> Any:
+        return builder if isinstance(extension, x509.KeyUsage) else add_extension(builder, extension, critical)
+
+    def new_strict_context(**options: Any) -> ssl.SSLContext:
+        context = new_context(**options)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(x509.CertificateBuilder, "add_extension", add_no_key_usage)
+    monkeypatch.setattr(ssl, "create_default_context", new_strict_context)
+    files = files_of(tmp_path, "router", StackCa())
+    with serving(files, require_client_cert=True) as running:
+        assert_refused(running.address, Credentials(ca_file=files.ca), "requires a client certificate")
 
 
 def assert_refused(address: str, credentials: Credentials, problem: str) -> None:
