@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from router.config import RouterSettings
+from router.config import RouterSection, RouterSettings
 from serving.settings import settings_options
 from tandem.cli import main
 from tandem.local_stack.addresses import check_addresses
-from tandem.local_stack.settings import Bounds, StackSettings, autoscaled, parse_bounds
+from tandem.local_stack.settings import MAX_ROUTER_WORKERS, Bounds, StackSettings, autoscaled, parse_bounds
 
 
 def settings(**fields: Any) -> StackSettings:
@@ -35,6 +35,11 @@ def test_the_router_takes_the_flags_as_they_are() -> None:
 
 def test_a_connector_class_of_ones_own_may_have_a_server() -> None:
     check_addresses(settings(connector="my.pages:Store", kv_url="s3://bucket"))
+
+
+def test_a_stack_may_have_as_many_router_workers_as_the_router_allows() -> None:
+    allowed = RouterSection.model_fields["workers"].metadata
+    assert [limit.le for limit in allowed if hasattr(limit, "le")] == [MAX_ROUTER_WORKERS]
 
 
 def test_without_bounds_nothing_changes() -> None:
