@@ -3,6 +3,7 @@ of a stack are: servers without torch, each of which ends with its engine core."
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +72,8 @@ def test_auto_hands_over_long_prompts_and_prefills_short_ones_where_they_are_dec
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> Iterator[Rig]:
     """A decode instance without a prefill pool."""
-    rig = Rig(rig_settings(checkpoint, num_prefill=0, disaggregation="auto"))
+    settings = rig_settings(checkpoint, num_prefill=0, disaggregation="auto")
+    rig = Rig(settings, failpoints={"decode-0": ("engine.step",)})
     rig.start()
     try:
         yield rig
@@ -94,13 +96,14 @@ def test_without_a_prefill_pool_the_decode_instance_does_it_all(
 async def test_an_instance_ends_with_its_core(alone: Rig) -> None:
     process = alone.stack.processes["decode-0"]
     [core] = psutil.Process(process.pid).children()
-    async with open_channel(alone.stack.instances["decode-0"]) as channel:
-        request = instance_request(prompt_token_ids=[5], sampling={"max_tokens": 1000, "ignore_eos": True})
-        call = DecodeServiceStub(channel).Decode()
-        await call.write(decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(request=request)))
-        await call.read()
-        core.kill()
-        assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
+    with alone.armed("decode-0", "engine.step") as step:
+        async with open_channel(alone.stack.instances["decode-0"]) as channel:
+            call = DecodeServiceStub(channel).Decode()
+            start = decode_pb2.DecodeStart(request=instance_request(prompt_token_ids=[5]))
+            await call.write(decode_pb2.DecodeRequest(start=start))
+            assert (await asyncio.to_thread(step.wait)).pid == core.pid
+            core.kill()
+            assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
     await until(lambda: not process.running)
     assert process.exit_status == EXIT_FAILED
     alone.stack.restart("decode-0")  # a rig in which a process has ended by itself is a failure

@@ -59,13 +59,19 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
         self._port.close()
 
     def start(self) -> None:
-        self._server = grpc.server(ThreadPoolExecutor(4))
+        self._server: Any = grpc.server(ThreadPoolExecutor(4))
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, self._server)  # type: ignore[arg-type]
         self._server.add_insecure_port(self.address)
         self._server.start()
 
     def stop(self) -> None:
-        self._server.stop(None).wait()
+        """Waits for a connection of its own first: grpcio 1.78 crashes where a server stops while it accepts one."""
+        if (server := self._server) is None:
+            return
+        self._server = None
+        with grpc.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            grpc.channel_ready_future(channel).result(20)
+            server.stop(None).wait()
 
     def Generate(self, request: Any, context: Any) -> Iterator[generation_pb2.GenerateResponse]:  # type: ignore[override]
         num_messages, end = self.calls[min(len(self.requests), len(self.calls) - 1)]
