@@ -233,11 +233,16 @@ class Dispatcher:
 
     def _wait_s(self, flow: _Flow) -> float:
         """How long a request waits for an instance: one whose client has read tokens, of this router or another. A new
-        one only where an engine core is silent, which on a busy machine is in a long step, and will go on."""
+        one only where an instance or its engine core is silent, as on a busy machine, and may go on."""
         has_begun = flow.trace.request.has_first_token or flow.choice.num_emitted > 0
         needed = [self.pools.decode, *([self.pools.prefill] if self.disaggregation.mode == "always" else [])]
-        may_come = has_begun or any(one.state == "wedged" for pool in needed for one in pool.instances)
-        return self.failover.resume_wait_s if may_come else 0.0
+        wait_s, vanished = self.failover.resume_wait_s, flow.history.vanished
+        may_come = has_begun or any(
+            one.may_go_on(wait_s) or (one.state == "ready" and one.key in vanished)
+            for pool in needed
+            for one in pool.instances
+        )
+        return wait_s if may_come else 0.0
 
     def _aims(self, flow: _Flow) -> Aims:
         """Of the next attempt: of a stream that has begun the pace alone."""

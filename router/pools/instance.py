@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ _SILENT_STEPS = 5
 _LATE_S = 0.1
 _GRACE_S = 0.25
 _RESOLUTION_S = 0.001
+_TIMED_OUT = re.compile(r"ping timeout|timed out", re.IGNORECASE)
 _REPORTS_PER_TIMEOUT = 4
 """At least so many load reports come within `beat_timeout_s`: a late one is no silence."""
 
@@ -184,6 +186,7 @@ class UpstreamInstance:
             on_wedged=self._on_wedged,
         )
         self._is_silent = False  # whether silence has ended this connection
+        self._silent_since_s: float | None = None  # of one that is lost by silence; its process may run on
         self._reports: Any = None  # the call of WatchLoad: grpc.aio's type of it has no name to import
 
     @property
@@ -225,6 +228,13 @@ class UpstreamInstance:
     def report_age_s(self) -> float:
         return self._failure_detector.report_age_s
 
+    def may_go_on(self, within_s: float) -> bool:
+        """Whether it is out because of silence, its engine core's or, for less than `within_s`, its own, as on a busy
+        or halted machine; its process may run."""
+        if self.state == "wedged":
+            return True
+        return self._silent_since_s is not None and time.monotonic() - self._silent_since_s < within_s
+
     def set_leaving(self, is_leaving: bool) -> None:
         """Whether its address has left the pool. Then it gets no new calls, and those that run there run on."""
         if is_leaving != self._is_leaving:
@@ -236,15 +246,16 @@ class UpstreamInstance:
         while True:
             started_s = time.monotonic()
             state: State = "lost"
+            is_silence = False
             try:
                 reason = await self._connect()
             except grpc.aio.AioRpcError as error:
-                reason = _failure_text(error)
+                reason, is_silence = _failure_text(error), _is_silence(error)
             except TimeoutError:
-                reason = self._silence
+                reason, is_silence = self._silence, True
             except _UnexpectedInstance as error:
                 reason, state = str(error), "foreign"
-            self._lose(reason, state)
+            self._lose(reason, state, is_silence=is_silence)
             self.calls.instance_ended(reason)
             if time.monotonic() - started_s > 2 * self.settings.max_backoff_s:
                 delay_s = self.settings.min_backoff_s
@@ -305,7 +316,7 @@ class UpstreamInstance:
         if self.info is None or report.epoch != self.info.epoch:
             return False
         before = self.out if self._load is not None else "connecting"
-        self._load, self._lost = report, None
+        self._load, self._lost, self._silent_since_s = report, None, None
         if report.num_without_room:
             self.last_full_s = time.monotonic() - report.core_silence_s
         self._failure_detector.report_received(report.core_silence_s, report.step_s)
@@ -339,7 +350,7 @@ class UpstreamInstance:
 
     def _on_silent(self) -> None:
         self._is_silent = True
-        self._lose(self._silence, "lost")
+        self._lose(self._silence, "lost", is_silence=True)
         self.calls.instance_lost(self._silence)
         if self._reports is not None:
             self._reports.cancel()
@@ -348,8 +359,12 @@ class UpstreamInstance:
         self.calls.instance_lost("its engine core is silent")
         self._notify(self.out)
 
-    def _lose(self, reason: str, state: State) -> None:
+    def _lose(self, reason: str, state: State, *, is_silence: bool) -> None:
         is_new = reason != self._lost
+        if not is_silence:
+            self._silent_since_s = None
+        elif self._lost is None:
+            self._silent_since_s = time.monotonic()
         self._lost, self._lost_state = reason, state
         if is_new:
             self._notify(reason)
@@ -370,3 +385,10 @@ def _failure_text(error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE and "Connection refused" in (error.details() or ""):
         return "starting: nothing listens at its address yet"
     return f"its load stream failed: {error.code().name}"
+
+
+def _is_silence(error: grpc.aio.AioRpcError) -> bool:
+    """Whether nothing answered, not even that nothing listens. A ping without an answer is UNAVAILABLE, as is a
+    connection that its peer has closed."""
+    timed_out = error.code() is grpc.StatusCode.UNAVAILABLE and _TIMED_OUT.search(error.details() or "") is not None
+    return timed_out or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED

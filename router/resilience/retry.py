@@ -28,7 +28,7 @@ class FailoverSettings(Section):
     max_resumptions: int = setting(3, "Times that a stream continues on another instance.", ge=0)
     resume_wait_s: float = setting(
         5.0,
-        "Seconds that a stream waits for an instance on which to continue, and a new request for a silent engine core.",
+        "Seconds that a stream waits for an instance on which to continue, and a new request for one that is silent.",
         ge=0,
     )
     retry_share: float = setting(0.2, "Concurrent retries, as a share of the active choices of requests.", ge=0, le=1)
@@ -86,6 +86,8 @@ class AttemptHistory:
     """Reported an internal error, which the request may have caused: never used again."""
     set_aside: set[InstanceKey] = field(default_factory=set)
     """Were overloaded or unavailable: not used while there are others."""
+    vanished: set[InstanceKey] = field(default_factory=set)
+    """Of those set aside: may have ended, or be silent for a while; their pool is about to know."""
     last_error: ServiceError | None = None
 
     @property
@@ -95,6 +97,8 @@ class AttemptHistory:
     def record(self, failure: CallFailed, *, progressed: bool) -> None:
         """Records one failed attempt; `progressed` if it brought tokens."""
         (self.failed if failure.kind == "internal" else self.set_aside).add(failure.key)
+        if failure.death == "vanished":
+            self.vanished.add(failure.key)
         self.num_internal += failure.kind == "internal"
         self.num_fruitless = 0 if progressed else self.num_fruitless + 1
         self.num_resumptions += progressed
@@ -103,6 +107,7 @@ class AttemptHistory:
     def forgive(self) -> None:
         """An overloaded instance may have room by now, and an unavailable one may be back."""
         self.set_aside.clear()
+        self.vanished.clear()
 
 
 def give_up(

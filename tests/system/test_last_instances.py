@@ -168,14 +168,38 @@ async def test_a_successor_that_comes_in_time_goes_on_with_the_streams(run: Run)
 
 
 async def test_a_frozen_last_decode_instance_is_noticed_within_its_beat_timeout(run: Run) -> None:
+    """Its machine may be held up: new requests wait for it, until it has been silent for `resume_wait_s`."""
     decode = fakes("decode", 1, token_s=TOKEN_S)
-    async with run(prefill=1, decode=decode, pools={"beat_timeout_s": 0.5}) as rig, health_of(rig) as until:
+    pools, failover = {"beat_timeout_s": 0.5}, {"resume_wait_s": 3.0}
+    async with run(prefill=1, decode=decode, pools=pools, failover=failover) as rig, health_of(rig) as until:
         await until(SERVING)
         decode[0].freeze()
         assert await until(NOT_SERVING) < WITHIN_S
-        await rejected(rig)
+        await rejected(rig, HANG_S)
+        await rejected(rig)  # at once
         decode[0].thaw()
         await until(SERVING)
+        assert (await rig.generate()).is_exactly(12)
+
+
+@pytest.mark.parametrize("frozen", ["decode", "prefill"])
+async def test_a_new_request_is_served_when_the_frozen_last_instance_goes_on(run: Run, frozen: str) -> None:
+    settings: dict[str, Any] = {
+        "disaggregation": {"mode": "always"},
+        "pools": {"beat_timeout_s": 0.5},
+        "failover": {"resume_wait_s": 20.0},
+    }
+    async with run(prefill=1, decode=1, **settings) as rig, health_of(rig) as until:
+        await until(SERVING)
+        [fake] = rig.decode if frozen == "decode" else rig.prefill
+        fake.freeze()
+        await until(NOT_SERVING)
+        asking = asyncio.create_task(rig.generate())
+        while not rig.app.admission.in_use.num_requests:
+            assert not asking.done()
+            await asyncio.sleep(0.01)
+        fake.thaw()
+        assert (await asking).is_exactly(12)
 
 
 # No prefill instance left

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from serving.lifecycle import EXIT_FAILED
 from tandem import Client
 from tests.instance.rig import instance_request, refusal
 from tests.lively import random_prompt, rig_settings
+from tests.system.background_request import BackgroundRequest
 from tests.system.checker import assert_same_answer, assert_usage, wait_idle
 from tests.system.reference import Reference
 from tests.system.rig import Rig
 from tests.system.stacks import GREEDY, Stack, on_stack
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 TEXT = {"temperature": 0.0, "max_tokens": 48}
 # In full: the router fills what is missing from the model's generation_config.json, the offline engine does not.
@@ -72,7 +74,8 @@ def test_auto_hands_over_long_prompts_and_prefills_short_ones_where_they_are_dec
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> Iterator[Rig]:
     """A decode instance without a prefill pool."""
-    settings = rig_settings(checkpoint, num_prefill=0, disaggregation="auto")
+    long_wait = ("--failover-resume-wait-s", "30")
+    settings = rig_settings(checkpoint, num_prefill=0, disaggregation="auto", router_args=long_wait)
     rig = Rig(settings, failpoints={"decode-0": ("engine.step",)})
     rig.start()
     try:
@@ -91,6 +94,19 @@ def test_without_a_prefill_pool_the_decode_instance_does_it_all(
         assert_same_answer(completion, reference.answer(prompt, **GREEDY))
         assert completion.usage.external_tokens == 0
     wait_idle(alone, 15.0)
+
+
+def test_a_request_waits_for_the_only_instance_while_its_machine_is_held_up(
+    alone: Rig, reference: Reference, prompts: random.Random
+) -> None:
+    prompt = random_prompt(prompts, 20)
+    num_out = alone.router_warnings().count(" is out: ")
+    with alone.frozen("decode-0"):
+        wait_until(lambda: alone.router_warnings().count(" is out: ") > num_out, "no one notices that it is silent")
+        request = BackgroundRequest(alone.address, prompt, **GREEDY)
+        time.sleep(1.0)  # longer than a rejection takes
+    assert_same_answer(request.completion(), reference.answer(prompt, **GREEDY))
+    wait_until(lambda: alone.is_ready("decode-0"), "it is not ready again")
 
 
 async def test_an_instance_ends_with_its_core(alone: Rig) -> None:

@@ -75,6 +75,15 @@ async def test_a_stream_that_a_prefill_instance_serves_alone_goes_on_elsewhere(r
         assert (calls.num_unreported_tokens, calls.is_empty) == (0, True)
 
 
+async def test_a_call_that_broke_at_the_only_instance_is_tried_there_again(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(Behaviour(prefill_s=60.0))) as rig:
+        asked = asyncio.create_task(rig.generate())
+        await rig.decode[0].until("decode")
+        rig.decode[0].behaviour.prefill_s = 0.0
+        rig.decode[0].break_token_streams()
+        assert (await asked).is_exactly(12)
+
+
 async def test_a_frozen_prefill_instance_is_left_before_the_first_token(run: Run) -> None:
     async with run(prefill=prefills(Behaviour(freeze_at=0), busy()), pools=NOTICED_BY_BEATS) as rig:
         assert (await rig.generate()).is_exactly(12)
