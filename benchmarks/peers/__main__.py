@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +19,9 @@ import click
 import torch
 
 from benchmarks import page, vllm_hand_over
-from benchmarks.engine_vs_transformers import measure_bandwidth, timed
+from benchmarks.engine_vs_transformers import timed
 from benchmarks.peers import shapes_option, vllm_python_option
-from benchmarks.peers.engine_vs_vllm import LONG_DECODING, WORKS, Comparison, both_sides
+from benchmarks.peers.engine_vs_vllm import DECODING, WORKS, Comparison, both_sides
 from benchmarks.shapes import bytes_of_step, operations_of_prefill
 from tandem.bench.serve.results import versions
 
@@ -79,34 +79,25 @@ def engine_section(vllm_python: Path, shapes: Sequence[str], repeat: int, thread
             rows.append((shape, "process start to ready", f"{sides.ours.start_s:.1f}", f"{sides.theirs.start_s:.1f}",
                          f"{ready:.2f}", ""))  # fmt: skip
             for work in WORKS[shape]:
-                found, bandwidth = with_bandwidth(partial(sides.compare, work, repeat), threads)
+                found = sides.compare(work, repeat)
                 rows.append(engine_row(shape, str(work), found))
-                limits += [(shape, *share) for share in shares(shape, found, bandwidth, speed)]
+                limits += [(shape, *share) for share in shares(shape, found, speed)]
                 click.echo(" ".join(rows[-1]))
-        if shape not in LONG_DECODING:
-            continue
         with both_sides(vllm_python, shape, threads, is_cached=True) as sides:
-            for work in LONG_DECODING[shape]:
-                found, bandwidth = with_bandwidth(partial(sides.compare_decoding, work, repeat), threads)
+            for work in DECODING[shape]:
+                found = sides.compare_decoding(work, repeat)
                 rows.append(engine_row(shape, f"{work}, decoding alone", found))
-                limits.append((shape, *share_of_decoding(shape, found, bandwidth)))
+                limits.append((shape, *share_of_decoding(shape, found)))
                 click.echo(" ".join(rows[-1]))
     return (
         "## The engine (`n`x`prompt`->`answer`, offline)\n\n"
         f"{page.table(_ENGINE_HEAD, rows)}\n\n"
-        f"Share of this machine's limits, of the least times: matrices of bfloat16 are multiplied at {speed / 1e9:.0f} "
-        "GFLOP/s (2048 x 2048 x 2048, oneDNN), and memory is read as fast as before and after the work. The operations "
-        "are those of all layers; Tandem leaves out what the last one does for tokens that are not needed. Decoding "
-        "alone: all tokens but the first, with cached prompts.\n\n"
+        f"Share of this machine's limits. Of the least time: matrices of bfloat16 are multiplied at {speed / 1e9:.0f} "
+        "GFLOP/s (2048 x 2048 x 2048, oneDNN); the operations are those of all layers, and Tandem leaves out what the "
+        "last one does for tokens that are not needed. Of memory, the median of the runs: each beside how fast memory "
+        "was read just before and after it. Decoding alone: all tokens but the first, with cached prompts.\n\n"
         f"{page.table(('shape', 'work', 'limit', 'Tandem', 'vLLM'), limits)}"
     )
-
-
-def with_bandwidth(compare: Callable[[], Comparison], threads: int) -> tuple[Comparison, float]:
-    """A comparison, and how fast memory was read before and after it, in bytes per second."""
-    before = measure_bandwidth(threads)
-    found = compare()
-    return found, statistics.mean((before, measure_bandwidth(threads)))
 
 
 def engine_row(shape: str, name: str, found: Comparison) -> tuple[str, ...]:
@@ -120,27 +111,33 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return " · ".join(f"{value:.{digits}f}" for value in three)
 
 
-def shares(shape: str, found: Comparison, bandwidth: float, speed: float) -> Iterator[tuple[str, ...]]:
-    """How near to its limit the least time of each side is: prompts to the products, decoding of one request (its
-    prompt included) to the memory. Other works have no single limit."""
-    work, sides = found.work, (found.ours_s, found.theirs_s)
+def shares(shape: str, found: Comparison, speed: float) -> Iterator[tuple[str, ...]]:
+    """How near to its limit each side is: prompts to the products, decoding of one request (its prompt included) to
+    the memory. Other works have no single limit."""
+    work = found.work
     if work.output_len == 1:
-        limit, least_s = "products", operations_of_prefill(shape, work.num_requests, work.input_len) / speed
+        least_s = operations_of_prefill(shape, work.num_requests, work.input_len) / speed
+        yield str(work), "products", *(f"{least_s / min(side):.0%}" for side in (found.ours_s, found.theirs_s))
     elif work.num_requests == 1:
-        limit = f"memory, {bandwidth / 1e9:.0f} GB/s"
-        least_s = work.output_len * bytes_of_step(shape, 1, work.input_len) / bandwidth
-    else:
-        return
-    yield str(work), limit, *(f"{least_s / min(side):.0%}" for side in sides)
+        yield str(work), *share_of_memory(found, work.output_len * bytes_of_step(shape, 1, work.input_len))
 
 
-def share_of_decoding(shape: str, found: Comparison, bandwidth: float) -> tuple[str, ...]:
+def share_of_decoding(shape: str, found: Comparison) -> tuple[str, ...]:
     """The same of decoding alone, which reads the weights and the KV of each request for each token but the first."""
-    work, sides = found.work, (found.ours_s, found.theirs_s)
+    work = found.work
     lens = range(work.input_len + 1, work.input_len + work.output_len)
-    least_s = sum(bytes_of_step(shape, work.num_requests, length) for length in lens) / bandwidth
-    limit = f"memory, {bandwidth / 1e9:.0f} GB/s"
-    return f"{work}, decoding alone", limit, *(f"{least_s / min(side):.0%}" for side in sides)
+    num_bytes = sum(bytes_of_step(shape, work.num_requests, length) for length in lens)
+    return f"{work}, decoding alone", *share_of_memory(found, num_bytes)
+
+
+def share_of_memory(found: Comparison, num_bytes: int) -> tuple[str, str, str]:
+    """The limit, and each side's share of it."""
+    bandwidth = statistics.median(run.bandwidth for run in (*found.ours, *found.theirs))
+    ours, theirs = (
+        statistics.median(num_bytes / run.bandwidth / run.seconds for run in side)
+        for side in (found.ours, found.theirs)
+    )
+    return f"memory, {bandwidth / 1e9:.0f} GB/s", f"{ours:.0%}", f"{theirs:.0%}"
 
 
 def hand_over_section(interpreter: str, repeat: int) -> str:

@@ -4,7 +4,7 @@
 
 `make test-vllm` makes that environment. Each side is a process that loads the shape once and computes what it is asked
 for; the other one waits meanwhile. Greedy, forced length, eager, prefix caches off, new prompts in each run. Decoding
-of long contexts is measured alone, with cached prompts: the time of all tokens less that of the first. The median of
+is measured alone too, with cached prompts: the time of all tokens less that of the first. The median of
 the repeats counts, and what is compared is the ratio: above 1 the built-in engine is faster.
 """
 
@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -37,19 +38,35 @@ WORKS = {
         Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(1, 1024, 1), Work(8, 512, 1), Work(1, 4095, 1),
     ],
 }  # fmt: skip
-LONG_DECODING = {"33m": [Work(16, 4032, 64)]}
+DECODING = {"33m": [Work(16, 4032, 64)], "0.6b": [Work(1, 32, 64)]}
 _LONGEST = 4096
 _PEER = Path(__file__).with_name("offline_peer.py")
 _NAMES = dict.fromkeys(str(work) for works in WORKS.values() for work in works)
 
 
+class Run(NamedTuple):
+    """One work of one side."""
+
+    seconds: float
+    bandwidth: float
+    """How fast memory was read just before and after it, in bytes per second: the mean."""
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Seconds of each run, ours and theirs in turns."""
+    """The runs of both sides, in turns."""
 
     work: Work
-    ours_s: Sequence[float]
-    theirs_s: Sequence[float]
+    ours: Sequence[Run]
+    theirs: Sequence[Run]
+
+    @property
+    def ours_s(self) -> list[float]:
+        return [run.seconds for run in self.ours]
+
+    @property
+    def theirs_s(self) -> list[float]:
+        return [run.seconds for run in self.theirs]
 
     @property
     def ratio(self) -> float:
@@ -85,20 +102,26 @@ class Sides:
 
     ours: Side
     theirs: Side
+    threads: int
 
     def compare(self, work: Work, repeat: int) -> Comparison:
         """`repeat` turns, after one to warm up."""
-        pairs = [(self.ours.seconds(work, seed), self.theirs.seconds(work, seed)) for seed in range(1 + repeat)]
-        ours_s, theirs_s = zip(*pairs[1:], strict=True)
-        return Comparison(work, ours_s, theirs_s)
+        return self._in_turns(work, repeat, lambda side, turn: side.seconds(work, seed=turn))
 
     def compare_decoding(self, work: Work, repeat: int) -> Comparison:
         """Of all tokens but the first, where both sides have prefix caches; the first turn computes the prompts."""
         first = replace(work, output_len=1)
-        turns = [[side.seconds(work, 0) - side.seconds(first, 0) for side in (self.ours, self.theirs)]
-                 for _ in range(1 + repeat)]  # fmt: skip
-        ours_s, theirs_s = zip(*turns[1:], strict=True)
-        return Comparison(work, ours_s, theirs_s)
+        return self._in_turns(work, repeat, lambda side, _: side.seconds(work, 0) - side.seconds(first, 0))
+
+    def _in_turns(self, work: Work, repeat: int, measure: Callable[[Side, int], float]) -> Comparison:
+        runs: tuple[list[Run], list[Run]] = ([], [])
+        before = measure_bandwidth(self.threads)
+        for turn in range(1 + repeat):
+            for of_side, side in zip(runs, (self.ours, self.theirs), strict=True):
+                seconds, after = measure(side, turn), measure_bandwidth(self.threads)
+                of_side.append(Run(seconds, (before + after) / 2))
+                before = after
+        return Comparison(work, runs[0][1:], runs[1][1:])
 
 
 @click.command(help=__doc__)
@@ -114,9 +137,9 @@ def main(vllm_python: Path, shapes: tuple[str, ...], only: tuple[str, ...], repe
         with both_sides(vllm_python, shape, threads) as sides:
             for work in _chosen(WORKS[shape], only):
                 _show(shape, str(work), sides.compare(work, repeat))
-        if long_decoding := _chosen(LONG_DECODING.get(shape, []), only):
+        if decoding := _chosen(DECODING[shape], only):
             with both_sides(vllm_python, shape, threads, is_cached=True) as sides:
-                for work in long_decoding:
+                for work in decoding:
                     _show(shape, f"{work} alone", sides.compare_decoding(work, repeat))
 
 
@@ -139,7 +162,7 @@ def both_sides(vllm_python: Path, shape: str, threads: int, *, is_cached: bool =
         _side(sys.executable, "tandem", write_config(Path(folder), shape), threads, is_cached) as ours,
         _side(str(vllm_python), "vllm", Path(folder), threads, is_cached) as theirs,
     ):
-        yield Sides(ours, theirs)
+        yield Sides(ours, theirs, threads)
 
 
 @contextmanager

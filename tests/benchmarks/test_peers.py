@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import transformers
 
 from benchmarks.engine_vs_transformers import Work
 from benchmarks.peers.__main__ import engine_row, share_of_decoding, shares
-from benchmarks.peers.engine_vs_vllm import Comparison, Side, Sides
+from benchmarks.peers.engine_vs_vllm import Comparison, Run, Side, Sides
 from benchmarks.shapes import SHAPES, bytes_of_step, layer_weights, operations_of_prefill, write_config
 
 
@@ -32,37 +33,49 @@ def test_a_prompt_of_one_token_is_multiplied_with_every_weight_and_sees_itself()
     assert operations_of_prefill("33m", 3, 5) == 3 * (2 * 5 * layer_weights("33m") + 2 * 2 * heads * 15)
 
 
+def compared(
+    work: Work, ours_s: Sequence[float], theirs_s: Sequence[float], bandwidths: Sequence[float] = ()
+) -> Comparison:
+    """Runs of so many seconds; `bandwidths`: of each turn, 1 byte per second if none is given."""
+    ours, theirs = (
+        [Run(*run) for run in zip(side, bandwidths or [1.0] * len(side), strict=True)] for side in (ours_s, theirs_s)
+    )
+    return Comparison(work, ours, theirs)
+
+
 def test_medians_are_compared_and_the_extremes_shown() -> None:
-    found = Comparison(Work(8, 512, 1), ours_s=[1.0, 2.0, 4.0], theirs_s=[3.0, 3.0, 3.0])
+    found = compared(Work(8, 512, 1), [1.0, 2.0, 4.0], [3.0, 3.0, 3.0])
     assert engine_row("33m", "8x512->1", found) == (
         "33m", "8x512->1", "1.000 · 2.000 · 4.000", "3.000 · 3.000 · 3.000", "1.50", "0.75 · 3.00",
     )  # fmt: skip
 
 
 def test_prompts_are_compared_with_the_products() -> None:
-    prompts = Comparison(Work(16, 4032, 1), ours_s=[2.0, 2.5], theirs_s=[3.0, 3.1])
+    prompts = compared(Work(16, 4032, 1), [2.0, 2.5], [3.0, 3.1])
     products_s = operations_of_prefill("33m", 16, 4032) / 1e12
-    found = list(shares("33m", prompts, bandwidth=1.0, speed=1e12))
+    found = list(shares("33m", prompts, speed=1e12))
     assert found == [("16x4032->1", "products", f"{products_s / 2:.0%}", f"{products_s / 3:.0%}")]
 
 
 def test_one_request_is_compared_with_reading_every_weight_once_a_token() -> None:
-    alone = Comparison(Work(1, 32, 64), ours_s=[1.0], theirs_s=[2.0])
-    least_s = 64 * bytes_of_step("0.6b", 1, 32) / 1e11
-    found = list(shares("0.6b", alone, bandwidth=1e11, speed=1.0))
-    assert found == [("1x32->64", "memory, 100 GB/s", f"{least_s:.0%}", f"{least_s / 2:.0%}")]
+    num_bytes = 64 * bytes_of_step("0.6b", 1, 32)
+    # The memory's speed changes: each run is compared with what was measured beside it, and the median counts.
+    alone = compared(Work(1, 32, 64), [1.0, 1.0, 4.0], [2.0, 2.0, 8.0], bandwidths=[1e11, 1.1e11, 0.5e11])
+    [(work, limit, ours, theirs)] = shares("0.6b", alone, speed=1.0)
+    assert (work, limit) == ("1x32->64", "memory, 100 GB/s")
+    assert (ours, theirs) == (f"{num_bytes / 1.1e11:.0%}", f"{num_bytes / 1.1e11 / 2:.0%}")
 
 
 def test_a_batch_that_decodes_has_no_single_limit() -> None:
-    batch = Comparison(Work(8, 32, 64), ours_s=[1.0], theirs_s=[2.0])
-    assert not list(shares("33m", batch, bandwidth=1.0, speed=1.0))
+    batch = compared(Work(8, 32, 64), [1.0], [2.0])
+    assert not list(shares("33m", batch, speed=1.0))
 
 
 def test_decoding_alone_is_compared_with_reading_weights_and_kv_once_a_token() -> None:
-    found = Comparison(Work(16, 4032, 3), ours_s=[2.0, 1.0], theirs_s=[4.0, 4.0])
+    found = compared(Work(16, 4032, 3), [2.0], [4.0], bandwidths=[1e9])
     least_s = (bytes_of_step("33m", 16, 4033) + bytes_of_step("33m", 16, 4034)) / 1e9
-    row = ("16x4032->3, decoding alone", "memory, 1 GB/s", f"{least_s:.0%}", f"{least_s / 4:.0%}")
-    assert share_of_decoding("33m", found, bandwidth=1e9) == row
+    row = ("16x4032->3, decoding alone", "memory, 1 GB/s", f"{least_s / 2:.0%}", f"{least_s / 4:.0%}")
+    assert share_of_decoding("33m", found) == row
 
 
 class _Timed(Side):
@@ -72,7 +85,12 @@ class _Timed(Side):
         return 0.1 * work.output_len + 1.0
 
 
-def test_decoding_alone_is_the_difference_of_two_runs_with_the_same_prompts() -> None:
+def test_decoding_alone_is_the_difference_of_two_runs_with_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter(range(10, 100, 10))
+    monkeypatch.setattr("benchmarks.peers.engine_vs_vllm.measure_bandwidth", lambda threads: next(readings))
     side = _Timed(None, 0.0)  # type: ignore[arg-type]
-    found = Sides(side, side).compare_decoding(Work(16, 4032, 64), repeat=2)
+    found = Sides(side, side, threads=2).compare_decoding(Work(16, 4032, 64), repeat=2)
     assert found.ours_s == found.theirs_s == pytest.approx((6.3, 6.3))
+    # Before and after each run: 10 ours 20 theirs 30 to warm up, then 30 ours 40 theirs 50 ours 60 theirs 70.
+    assert [run.bandwidth for run in found.ours] == [35, 55]
+    assert [run.bandwidth for run in found.theirs] == [45, 65]
