@@ -14,7 +14,6 @@ import asyncio
 import logging
 import math
 import random
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +43,8 @@ _SILENT_STEPS = 5
 _LATE_S = 0.1
 _GRACE_S = 0.25
 _RESOLUTION_S = 0.001
-_TIMED_OUT = re.compile(r"ping timeout|timed out", re.IGNORECASE)
+_TIMED_OUT = ("ping timeout", "timed out")
+"""What gRPC says of a connection on which nothing has answered, besides UNAVAILABLE."""
 _REPORTS_PER_TIMEOUT = 4
 """At least so many load reports come within `beat_timeout_s`: a late one is no silence."""
 
@@ -231,8 +231,8 @@ class UpstreamInstance:
     def may_go_on(self, within_s: float) -> bool:
         """Whether it is out because of silence, its engine core's or, for less than `within_s`, its own, as on a busy
         or halted machine; its process may run."""
-        if self.state == "wedged":
-            return True
+        if self.state != "lost":
+            return self.state == "wedged"
         return self._silent_since_s is not None and time.monotonic() - self._silent_since_s < within_s
 
     def set_leaving(self, is_leaving: bool) -> None:
@@ -388,7 +388,7 @@ def _failure_text(error: grpc.aio.AioRpcError) -> str:
 
 
 def _is_silence(error: grpc.aio.AioRpcError) -> bool:
-    """Whether nothing answered, not even that nothing listens. A ping without an answer is UNAVAILABLE, as is a
-    connection that its peer has closed."""
-    timed_out = error.code() is grpc.StatusCode.UNAVAILABLE and _TIMED_OUT.search(error.details() or "") is not None
-    return timed_out or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    """Whether nothing answered, not even that nothing listens."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return any(text in (error.details() or "") for text in _TIMED_OUT)
+    return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -111,6 +111,24 @@ async def test_an_instance_in_trouble_is_out_and_comes_back(run: Run, fault: str
         await rig.until_ready()
 
 
+async def test_a_silent_instance_may_go_on_but_not_one_that_leaves_or_has_ended(run: Run) -> None:
+    async with run(prefill=0, decode=1, pools={"beat_timeout_s": 0.5}) as rig:
+        fake, [instance] = rig.decode[0], rig.app.pools.decode.instances
+        assert not instance.may_go_on(60)
+        fake.freeze()
+        await rig.until_ready(num_decode=0)
+        assert instance.may_go_on(60)
+        assert not instance.may_go_on(0)
+        instance.set_leaving(True)
+        assert not instance.may_go_on(60)
+        instance.set_leaving(False)
+        await fake.kill()
+        await until(lambda: not instance.may_go_on(60))
+        fake.thaw()
+        await fake.restart()
+        await rig.until_ready()
+
+
 class SilentWithReport:
     """A load stream whose next report arrives in the same turn of the event loop in which the silence is noticed."""
 
