@@ -4,8 +4,8 @@
 
 `make test-vllm` makes that environment. Each side is a process that loads the shape once and computes what it is asked
 for; the other one waits meanwhile. Greedy, forced length, eager, prefix caches off, new prompts in each run. Decoding
-is measured alone too, with cached prompts: the time of all tokens less that of the first. The median of
-the repeats counts, and what is compared is the ratio: above 1 the built-in engine is faster.
+is measured alone too, with cached prompts: the time of all tokens less that of the first. The median of the repeats
+counts, and what is compared is the ratio: above 1 the built-in engine is faster.
 """
 
 from __future__ import annotations
