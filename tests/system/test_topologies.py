@@ -102,7 +102,9 @@ def test_a_request_waits_for_the_only_instance_while_its_machine_is_held_up(
     prompt = random_prompt(prompts, 20)
     num_out = alone.router_warnings().count(" is out: ")
     with alone.frozen("decode-0"):
-        wait_until(lambda: alone.router_warnings().count(" is out: ") > num_out, "the router does not notice that it is silent")
+        wait_until(
+            lambda: alone.router_warnings().count(" is out: ") > num_out, "the router does not notice that it is silent"
+        )
         request = BackgroundRequest(alone.address, prompt, **GREEDY)
         time.sleep(1.0)  # longer than a rejection takes
     assert_same_answer(request.completion(), reference.answer(prompt, **GREEDY))
