@@ -1,10 +1,12 @@
 """Goodput of `auto`, with objectives and without, against static stacks, in virtual time.
 
-    python -m benchmarks.goodput_simulation [--seconds 60] [--seed 1] [--only 4] [--noise 0.1]
+    python -m benchmarks.goodput_simulation [--seconds 60] [--seed 1] [--only 4] [--noise 0.1] [--hardware core]
 
 The engine's step budget (engine/scheduling/step_budget.py), the fit of its costs and the router's decision
 (router/picking/placement.py) are the product's; instances are stubs whose steps take base + per_stream * streams +
-per_token * prompt tokens, times a random factor if wanted (`--noise`). Everything else is ideal: enough KV, no
+per_token * prompt tokens, times a random factor if wanted (`--noise`). `--hardware core` is a core of the 33m shape as
+measured, with the objectives of `pd_isolation`: a step with both streams and prompts takes longer than the sum, and
+prompts alone hide the base, which the fit does not know of. Everything else is ideal: enough KV, no
 contention for cores, load reports of this very moment. 27 points: 2, 4 and 8 instances, three mixes, three rates.
 Beside `auto`, with objectives and without, run the static stacks with the same instances: aggregated with each chunk
 budget (all with streams first, as the engine has them), and split always with each division into pools.
@@ -32,9 +34,31 @@ from engine.scheduling.step_cost import StepCostEstimator
 from router.picking.placement import STEP_STRETCH, Goal, Site, place
 from router.picking.settings import DisaggregationSettings
 
-COST = StepCost(0.0035, 0.0006, 1 / 4500)
+
+class Hardware(NamedTuple):
+    """What a step takes, and the objectives that suit it."""
+
+    cost: StepCost
+    ttft_s: float
+    itl_s: float
+    mixed_s: float = 0.0
+    """More, of a step with both streams and prompts."""
+    hides_base: bool = False
+    """A step of prompts alone takes what its tokens take; the weights are read meanwhile."""
+    max_tokens: int = 2048
+
+    def seconds(self, num_streams: int, num_tokens: int) -> float:
+        cost = self.cost
+        if num_streams == 0 and self.hides_base:
+            return max(cost.base_s, cost.per_token_s * num_tokens)
+        return cost.seconds(num_streams, num_tokens) + (self.mixed_s if num_streams and num_tokens else 0.0)
+
+
+HARDWARE = {
+    "linear": Hardware(StepCost(0.0035, 0.0006, 1 / 4500), 1.0, 0.012),
+    "core": Hardware(StepCost(0.006, 0.0004, 0.0004), 1.5, 0.018, 0.004, hides_base=True, max_tokens=512),
+}
 HAND_OVER_S, HAND_OVER_TOKEN_S = 0.025, 25e-6
-TTFT_S, ITL_S = 1.0, 0.012
 CHUNKS = (128, 256, 512, 2048)
 SIZES = (2, 4, 8)
 LOADS = (0.4, 0.65, 0.9)
@@ -85,11 +109,10 @@ class Request:
     def is_begun(self) -> bool:
         return self.num_left < self.work.num_input
 
-    @property
-    def is_good(self) -> bool:
+    def is_good(self, hardware: Hardware) -> bool:
         tpot_s = (self.last_s - self.first_s) / max(self.work.num_output - 1, 1)
         is_complete = self.num_out >= self.work.num_output
-        return is_complete and self.first_s - self.arrived_s <= TTFT_S and tpot_s <= ITL_S
+        return is_complete and self.first_s - self.arrived_s <= hardware.ttft_s and tpot_s <= hardware.itl_s
 
 
 @dataclass(eq=False)
@@ -98,7 +121,6 @@ class Instance:
 
     simulation: Simulation
     chunk: int | None
-    max_tokens: int = 2048
     prompts: list[Request] = field(default_factory=list)
     streams: list[Request] = field(default_factory=list)
     num_coming: int = 0
@@ -106,6 +128,10 @@ class Instance:
     is_stepping: bool = False
     estimator: StepCostEstimator = field(default_factory=StepCostEstimator)
     assigned: deque[tuple[float, int]] = field(default_factory=deque)
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.simulation.hardware
 
     @property
     def num_uncomputed(self) -> int:
@@ -127,7 +153,7 @@ class Instance:
         since_s = self.simulation.now_s - _SHARE_WINDOW_S
         while self.assigned and self.assigned[0][0] < since_s:
             self.assigned.popleft()
-        return min(0.95, sum(num for _, num in self.assigned) * COST.per_token_s / _SHARE_WINDOW_S)
+        return min(0.95, sum(num for _, num in self.assigned) * self.hardware.cost.per_token_s / _SHARE_WINDOW_S)
 
     def join(self, request: Request) -> None:
         self.num_coming -= 1
@@ -156,7 +182,7 @@ class Instance:
             shares.append((request, num_tokens))
             left -= num_tokens
         num_tokens = sum(num for _, num in shares)
-        seconds = COST.seconds(num_streams, num_tokens) * self.simulation.factor()
+        seconds = self.hardware.seconds(num_streams, num_tokens) * self.simulation.factor()
         self.estimator.record(seconds, num_streams, num_tokens)
         self.simulation.later(seconds, self._end, shares, list(self.streams))
 
@@ -164,21 +190,20 @@ class Instance:
         cost = self.estimator.cost
         if self.chunk is not None or self.simulation.policy == "free":
             return True
-        return step_budget.may_begin(cost, ITL_S, num_streams, is_late=request.is_late)
+        return step_budget.may_begin(cost, self.hardware.itl_s, num_streams, is_late=request.is_late)
 
     def _budget(self) -> int:
         if self.chunk is not None:
             return max(self.chunk - len(self.streams), 0)
         if self.simulation.policy == "free":
             return self._stretched()
-        now_s, cost = self.simulation.now_s, self.estimator.cost
-        streams = [Stream(ITL_S, step_budget.slack_s(ITL_S, one.first_s, one.num_out, now_s)) for one in self.streams]
+        now_s, cost, hardware = self.simulation.now_s, self.estimator.cost, self.hardware
+        itl_s, max_tokens = hardware.itl_s, hardware.max_tokens
+        streams = [Stream(itl_s, step_budget.slack_s(itl_s, one.first_s, one.num_out, now_s)) for one in self.streams]
         planned = [
-            Prompt(one.num_left, one.arrived_s + TTFT_S - now_s, one.is_begun)
-            for one in self.prompts
-            if not one.is_late
+            Prompt(one.num_left, one.arrived_s + hardware.ttft_s - now_s) for one in self.prompts if not one.is_late
         ]
-        late = set(step_budget.late(cost, len(streams), planned, self.max_tokens))
+        late = set(step_budget.late(cost, len(streams), planned, max_tokens))
         if late:
             on_time = [one for one in self.prompts if not one.is_late]
             for index in late:
@@ -186,13 +211,13 @@ class Instance:
             self.prompts.sort(key=lambda one: one.is_late)
             planned = [prompt for index, prompt in enumerate(planned) if index not in late]
         are_late = any(one.is_late for one in self.prompts)
-        return step_budget.prompt_budget(cost, streams, len(streams), planned, self.max_tokens, are_late=are_late)
+        return step_budget.prompt_budget(cost, streams, len(streams), planned, max_tokens, are_late=are_late)
 
     def _stretched(self) -> int:
         num_streams, num_tokens = len(self.streams), None
         if num_streams:
             num_tokens = step_budget.stretched_tokens(self.estimator.cost, num_streams, len(self.prompts), STEP_STRETCH)
-        return self.max_tokens if num_tokens is None else min(num_tokens, self.max_tokens)
+        return self.hardware.max_tokens if num_tokens is None else min(num_tokens, self.hardware.max_tokens)
 
     def _end(self, shares: list[tuple[Request, int]], streams: list[Request]) -> None:
         for request in streams:
@@ -232,18 +257,26 @@ class Simulation:
     """One stack under one load."""
 
     def __init__(
-        self, policy: Policy, num_prefill: int, num_decode: int, chunk: int | None, seed: int, noise: float
+        self,
+        policy: Policy,
+        num_prefill: int,
+        num_decode: int,
+        chunk: int | None,
+        hardware: Hardware,
+        seed: int,
+        noise: float,
     ) -> None:
         self.now_s = 0.0
         self.reasons: dict[str, int] = {}
         self.gaps_s: list[float] = []
         """Between the tokens of a stream."""
         self.policy = policy
+        self.hardware = hardware
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
         self._rng, self._noise, self._noise_rng = random.Random(seed), noise, random.Random(seed)
         self._lengths: deque[int] = deque(maxlen=64)
-        prefill_chunk = 2048 if policy == "split" else chunk
+        prefill_chunk = hardware.max_tokens if policy == "split" else chunk
         self._prefill = [Instance(self, prefill_chunk) for _ in range(num_prefill)]
         self._decode = [Instance(self, chunk) for _ in range(num_decode)]
 
@@ -264,7 +297,7 @@ class Simulation:
             self.now_s, _, call, args = heapq.heappop(self._events)
             call(*args)
         counted = [request for request in requests if request.arrived_s >= _WARM_UP_S]
-        return sum(request.is_good for request in counted) / (end_s - _WARM_UP_S)
+        return sum(request.is_good(self.hardware) for request in counted) / (end_s - _WARM_UP_S)
 
     def _arrive(self, request: Request) -> None:
         self._lengths.append(request.work.num_output)
@@ -284,7 +317,7 @@ class Simulation:
         return min(instances, key=lambda one: (4 * len(one.prompts) + one.num_streams, self._rng.random()))
 
     def _place(self, request: Request) -> None:
-        prefill, decode, ttft_s, itl_s = self._prefill, self._decode, TTFT_S, ITL_S
+        prefill, decode, ttft_s, itl_s = self._prefill, self._decode, self.hardware.ttft_s, self.hardware.itl_s
         if self.policy == "free":
             prefill, decode = [self._least(prefill)], [self._least(decode)]
             steps_s = (_cost(one).seconds(one.num_streams + 1) for one in (*prefill, *decode))
@@ -297,7 +330,7 @@ class Simulation:
             Site(
                 goal,
                 _cost(instance),
-                instance.max_tokens,
+                self.hardware.max_tokens,
                 instance.num_uncomputed,
                 instance.num_streams,
                 share,
@@ -319,7 +352,7 @@ class Simulation:
 
 def _cost(instance: Instance) -> StepCost:
     cost = instance.estimator.cost
-    return cost if cost is not None and min(cost.base_s, cost.per_token_s) > 0 else COST
+    return cost if cost is not None and min(cost.base_s, cost.per_token_s) > 0 else instance.hardware.cost
 
 
 def arrivals(mix: str, rate: float, seconds: float, seed: int) -> list[Request]:
@@ -330,12 +363,13 @@ def arrivals(mix: str, rate: float, seconds: float, seed: int) -> list[Request]:
     return requests
 
 
-def full_rate(mix: str, num_instances: int) -> float:
+def full_rate(mix: str, num_instances: int, hardware: Hardware) -> float:
     """Requests a second at which the instances' time is used up, with steps as long as the objective."""
     rng = random.Random(0)
     works = [MIXES[mix](rng) for _ in range(2000)]
-    streams = (ITL_S - COST.base_s) / COST.per_stream_s
-    busy_s = fmean(one.num_input * COST.per_token_s + one.num_output * ITL_S / streams for one in works)
+    cost, itl_s = hardware.cost, hardware.itl_s
+    streams = (itl_s - cost.base_s) / cost.per_stream_s
+    busy_s = fmean(one.num_input * cost.per_token_s + one.num_output * itl_s / streams for one in works)
     return num_instances / busy_s
 
 
@@ -347,16 +381,20 @@ class Stack(NamedTuple):
     chunk: int | None
 
 
-def static_stacks(size: int) -> Iterator[Stack]:
-    for chunk in CHUNKS:
+def static_stacks(size: int, hardware: Hardware) -> Iterator[Stack]:
+    for chunk in (chunk for chunk in CHUNKS if chunk <= hardware.max_tokens):
         yield Stack(f"aggregated, {chunk}", "aggregated", 0, size, chunk)
     for num_prefill in sorted({max(1, size // 4), size // 2, size - max(1, size // 4)}):
-        yield Stack(f"{num_prefill}P{size - num_prefill}D always", "split", num_prefill, size - num_prefill, 2048)
+        yield Stack(
+            f"{num_prefill}P{size - num_prefill}D always", "split", num_prefill, size - num_prefill, hardware.max_tokens
+        )
 
 
-def simulate(stack: Stack, mix: str, rate: float, seconds: float, seed: int, noise: float) -> tuple[float, float]:
+def simulate(
+    stack: Stack, mix: str, rate: float, hardware: Hardware, *, seconds: float, seed: int, noise: float
+) -> tuple[float, float]:
     """Goodput, and the 99th percentile of the gaps between tokens, in seconds."""
-    simulation = Simulation(stack.policy, stack.num_prefill, stack.num_decode, stack.chunk, seed, noise)
+    simulation = Simulation(stack.policy, stack.num_prefill, stack.num_decode, stack.chunk, hardware, seed, noise)
     goodput, gaps_s = simulation.run(arrivals(mix, rate, seconds, seed)), sorted(simulation.gaps_s)
     return goodput, gaps_s[len(gaps_s) * 99 // 100]
 
@@ -380,17 +418,20 @@ class Point(NamedTuple):
         return self.auto / self.best if self.best else math.inf
 
 
-def measure(size: int, mix: str, load: float, *, seconds: float, seed: int, noise: float = 0.0) -> Point:
-    rate = load * full_rate(mix, size)
+def measure(
+    size: int, mix: str, load: float, *, seconds: float, seed: int, noise: float = 0.0, hardware: str = "linear"
+) -> Point:
+    machine = HARDWARE[hardware]
+    rate = load * full_rate(mix, size, machine)
     half = size // 2
 
     def run(stack: Stack) -> tuple[float, float]:
-        return simulate(stack, mix, rate, seconds, seed, noise)
+        return simulate(stack, mix, rate, machine, seconds=seconds, seed=seed, noise=noise)
 
     auto, itl_p99_s = run(Stack("auto", "auto", half, size - half, None))
     free, free_itl_p99_s = run(Stack("free", "free", half, size - half, None))
     alone, _ = run(Stack("alone", "alone", half, size - half, None))
-    best, name = max((run(one)[0], one.name) for one in static_stacks(size))
+    best, name = max((run(one)[0], one.name) for one in static_stacks(size, machine))
     return Point(size, mix, load, rate, auto, alone, best, name, itl_p99_s * 1e3, free, free_itl_p99_s * 1e3)
 
 
@@ -399,7 +440,8 @@ def measure(size: int, mix: str, load: float, *, seconds: float, seed: int, nois
 @click.option("--seed", default=1, show_default=True)
 @click.option("--only", type=int, help="Only stacks of so many instances.")
 @click.option("--noise", default=0.0, show_default=True, help="Standard deviation of the logarithm of a step's time.")
-def main(seconds: float, seed: int, only: int | None, noise: float) -> None:
+@click.option("--hardware", type=click.Choice(list(HARDWARE)), default="linear", show_default=True)
+def main(seconds: float, seed: int, only: int | None, noise: float, hardware: str) -> None:
     """Print goodput of auto, with objectives and without, and of the best static stack at each point, as a Markdown
     table."""
     click.echo(
@@ -411,7 +453,7 @@ def main(seconds: float, seed: int, only: int | None, noise: float) -> None:
     for size in SIZES if only is None else (only,):
         for mix in MIXES:
             for load in LOADS:
-                point = measure(size, mix, load, seconds=seconds, seed=seed, noise=noise)
+                point = measure(size, mix, load, seconds=seconds, seed=seed, noise=noise, hardware=hardware)
                 ratios.append(point.ratio)
                 click.echo(
                     f"| {size} | {mix} | {load:g} | {point.rate:.1f} | {point.auto:.2f} | {point.itl_p99_ms:.0f} | "

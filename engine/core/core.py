@@ -237,14 +237,7 @@ class EngineCore:
         # The scheduler learns of a load that was given up only after the step.
         held = max(len(scheduler.held_ids), quarantined)
         return EngineLoad(
-            num_waiting=len(scheduler.waiting) + len(scheduler.compiling),
-            num_running=len(scheduler.running),
-            num_loading=len(scheduler.loading),
-            num_waiting_tokens=scheduler.num_waiting_tokens,
-            num_uncomputed_tokens=scheduler.num_uncomputed_tokens,
-            num_prefilling=scheduler.num_prefilling,
             step_cost=scheduler.step_cost,
-            num_without_room=scheduler.num_without_room,
             free_blocks=pool.num_available - pool.num_cached,
             cached_blocks=pool.num_cached,
             running_blocks=scheduler.kv.num_blocks - pool.num_available - held,
@@ -254,6 +247,7 @@ class EngineCore:
             step_s=self.step_time.predicted_s,
             num_expired_leases=self._num_expired_leases,
             kv_totals=self._connector.totals,
+            **scheduler.queue_load._asdict(),
             **scheduler.counters.totals(),
         )
 

@@ -54,7 +54,7 @@ class Request:
     """Monotonic time at which waiting for blocks, KV or seed ends with an error."""
     arrived_s: float = field(default_factory=time.monotonic)
     queue_s: float | None = None
-    """Seconds from arrival until it first ran; None: it has not run yet."""
+    """Seconds from arrival until the first step that computes tokens of it; None: there was none yet."""
     stream_from: tuple[float, int] | None = None
     """When it was first scheduled as a stream, and its output tokens then."""
     is_late: bool = False
@@ -130,18 +130,26 @@ class Request:
 
     @property
     def has_ttft(self) -> bool:
-        """It waits for its first step, and its first token has a time by which it should come."""
-        is_new = self.status is RequestStatus.WAITING and not self.awaits_kv and not self.is_late
-        return is_new and self.spec.ttft_s is not None
+        """Its first token comes from here, and has a time by which it should."""
+        return self.spec.ttft_s is not None and self.spec.remote_kv is None and not self.num_output_tokens
+
+    @property
+    def waits_on_time(self) -> bool:
+        """No step has computed anything of it, and its first token may still come in time."""
+        return self.has_ttft and self.status is RequestStatus.WAITING and not self.is_late
 
     @property
     def is_compiled(self) -> bool:
         """It has no constraint, or its grammar is there."""
         return self.grammar is None or (self.grammar.done() and self.grammar.exception() is None)
 
-    def start_running(self) -> None:
-        """The request has blocks, KV and seed: steps compute it from now on."""
-        self.status = RequestStatus.RUNNING
+    @property
+    def is_untouched(self) -> bool:
+        """Nothing has been computed for it, here or elsewhere: its blocks can be taken, and nothing is wasted."""
+        return self.queue_s is None and self.spec.remote_kv is None and not self.num_output_tokens
+
+    def begin(self) -> None:
+        """A step computes tokens of it."""
         if self.queue_s is None:
             self.queue_s = time.monotonic() - self.arrived_s
 
@@ -163,8 +171,8 @@ class Request:
 
     def planned(self, now: float) -> Prompt:
         """Of a prompt, what is left to compute, and in what time."""
-        left_s = math.inf if self.spec.ttft_s is None else self.arrived_s + self.spec.ttft_s - now
-        return Prompt(self.num_uncomputed_tokens, left_s, self.status is RequestStatus.RUNNING)
+        left_s = self.arrived_s + (self.spec.ttft_s or 0.0) - now if self.has_ttft else math.inf
+        return Prompt(self.num_uncomputed_tokens, left_s)
 
     def expired(self) -> tuple[str, ErrorKind]:
         """What a request past its deadline lacks."""

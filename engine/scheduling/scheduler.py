@@ -25,6 +25,7 @@ from engine.scheduling import step_budget
 from engine.scheduling.kv_cache_manager import KVBlock, KVCacheManager
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler_output import (
+    QueueLoad,
     Sampled,
     ScheduledRequest,
     SchedulerCounters,
@@ -142,20 +143,23 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: streams, each with its one token, then, within the prompts' budget, running prompts
-        and waiting requests, each first come, first served."""
+        and waiting requests, each first come, first served, and those that are late."""
         self._undo_interrupted_step()
         self._is_step_open = True
         streams = [request for request in self.running if not request.is_prompt]
-        prompts = [request for request in self.running if request.is_prompt]
-        budget = self._prompt_budget(streams, prompts)
+        budget = self._prompt_budget(streams, self._running_prompts())
+        prompts = self._running_prompts()  # those that were found late may wait now
         self.kv.begin_step()
         scheduled: list[ScheduledRequest] = []
         num_tokens = max(self.config.max_num_batched_tokens, len(self.running))  # with fewer some would stand still
         num_left, preempted = self._schedule_running(streams, num_tokens, scheduled)
-        num_left, too = self._schedule_running(prompts, min(num_left, budget), scheduled)
+        on_time = [request for request in prompts if not request.is_late]
+        num_left, too = self._schedule_running(on_time, min(num_left, budget), scheduled)
         scheduled = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
+        late = [request for request in prompts if request.is_late and request.status is RequestStatus.RUNNING]
         if self.waiting and not (preempted or too):
-            self._admit(num_left, scheduled)
+            num_left = self._admit(num_left, scheduled, may_be_late=not late)
+        self._schedule_running(late, num_left, scheduled, may_preempt=not scheduled)
         self._is_step_open = bool(scheduled)
         return SchedulerOutput(scheduled)
 
@@ -193,27 +197,8 @@ class Scheduler:
         return {block.block_id for blocks in self.held.values() for block in blocks if block is not null}
 
     @property
-    def num_waiting_tokens(self) -> int:
-        """Tokens that waiting requests have yet to compute, without regard to prefix hits."""
-        return sum(request.num_uncomputed_tokens for request in self.waiting)
-
-    @property
-    def num_without_room(self) -> int:
-        """Waiting requests with KV of another instance: only blocks, a place in the batch or a grammar are missing."""
-        return sum(request.awaits_kv for request in (*self.waiting, *self.compiling.values()))
-
-    @property
-    def num_prefilling(self) -> int:
-        """Running requests that are no streams yet."""
-        return sum(request.is_prompt for request in self.running)
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Prompt tokens that waiting and running requests have yet to compute, without regard to prefix hits. Those of
-        late prompts delay no other."""
-        running = sum(request.num_uncomputed_tokens for request in self.running if request.is_prompt)
-        waiting = (request for request in self.waiting if not (request.awaits_kv or request.is_late))
-        return running + sum(request.num_uncomputed_tokens for request in waiting)
+    def queue_load(self) -> QueueLoad:
+        return QueueLoad.of(self.waiting, self.running, self.loading.values(), self.compiling.values())
 
     # Internals
 
@@ -228,25 +213,36 @@ class Scheduler:
             else:
                 self._preempt(request)
 
+    def _running_prompts(self) -> list[Request]:
+        """Those of which something is computed first, then in order: what was looked up in a store is running too."""
+        prompts = [request for request in self.running if request.is_prompt]
+        return sorted(prompts, key=lambda request: (request.is_untouched, request.is_untouched and request.order))
+
     def _prompt_budget(self, streams: list[Request], prompts: list[Request]) -> int:
         """Prompt tokens of the next step, so that requests with objectives meet them, and those that have waited for a
         grammar do not stop the streams (step_budget.py)."""
         cost, max_tokens = self.step_cost, self.config.max_num_batched_tokens
         bounds = (self._num_entering_tokens(streams, prompts), self._num_stretched_tokens(streams, prompts))
         num_calm = min((bound for bound in bounds if bound is not None), default=None)
-        untouched = [request for request in self.waiting if request.has_ttft][:_MAX_PLANNED]
         paced = [request.paced(self._now) for request in streams if request.spec.itl_s is not None]
-        if cost is None or not (untouched or paced):
+        untouched = [request for request in self.waiting if request.waits_on_time][:_MAX_PLANNED]
+        candidates = [*(request for request in prompts if not request.is_late), *untouched]
+        if cost is None or not (paced or any(request.has_ttft for request in candidates)):
             return min(max_tokens, num_calm or max_tokens)
-        planned = [request.planned(self._now) for request in (*prompts, *untouched)]
+        planned = [request.planned(self._now) for request in candidates]
         late = set(step_budget.late(cost, len(streams), planned, max_tokens))
         for index in late:
-            untouched[index - len(prompts)].is_late = True
-        if late:
-            self.waiting.sort(key=lambda request: request.order)
-        on_time = [prompt for index, prompt in enumerate(planned) if index not in late]
+            self._put_last(candidates[index])
+        left = [prompt for index, prompt in enumerate(planned) if index not in late]
         are_late = bool(paced) and any(request.is_late for request in (*prompts, *self.waiting))
-        return step_budget.prompt_budget(cost, paced, len(streams), on_time, max_tokens, num_calm, are_late=are_late)
+        return step_budget.prompt_budget(cost, paced, len(streams), left, max_tokens, num_calm, are_late=are_late)
+
+    def _put_last(self, request: Request) -> None:
+        """A prompt is late. If it is running but untouched, it waits again, unless the connector knows its blocks."""
+        request.is_late = True
+        if request.status is RequestStatus.RUNNING and request.is_untouched and not request.is_offered:
+            self._preempt(request)
+        self.waiting.sort(key=lambda request: request.order)
 
     def _num_stretched_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
         """None: no bound."""
@@ -279,7 +275,7 @@ class Scheduler:
         return step_budget.entering_tokens(self.step_cost, len(streams), num_left)
 
     def _schedule_running(
-        self, requests: list[Request], budget: int, scheduled: list[ScheduledRequest]
+        self, requests: list[Request], budget: int, scheduled: list[ScheduledRequest], *, may_preempt: bool = True
     ) -> tuple[int, bool]:
         """Add the shares of running requests. Returns what is left of the budget, and whether one was preempted."""
         preempted = False
@@ -288,10 +284,12 @@ class Scheduler:
                 break
             self._adopt(request)
             num_tokens = min(request.num_uncomputed_tokens, budget)
+            make_room = self._make_room if may_preempt else self.kv.allocate
             is_running = request.status is RequestStatus.RUNNING
-            if not (is_running and self._make_room(request, request.num_computed_tokens + num_tokens)):
+            if not (is_running and make_room(request, request.num_computed_tokens + num_tokens)):
                 preempted = True
                 continue
+            request.begin()
             scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
             if request.is_prompt and request.moves_kv:  # it is not preempted, so that others can rely on it
                 self.kv.expect(request, request.num_computed_tokens + num_tokens)
@@ -313,21 +311,21 @@ class Scheduler:
         request.deadline = None if remote_kv is None else now + remote_kv.reservation_s
         insort(self.waiting, request, key=lambda other: other.order)
 
-    def _admit(self, budget: int, scheduled: list[ScheduledRequest]) -> None:
+    def _admit(self, budget: int, scheduled: list[ScheduledRequest], *, may_be_late: bool) -> int:
         """Begin waiting requests. Their prefix may be what this step computes for others: none of these is preempted
-        from here on."""
+        from here on. Returns what is left of the budget."""
         for share in scheduled:
             self.kv.expect(share.request, share.start + share.num_tokens)
         num_held_back, num_streams = 0, len(self.loading) + sum(not request.is_handed_over for request in self.running)
         while len(self.waiting) > num_held_back and len(self.running) + len(self.loading) < self.config.max_num_seqs:
             request = self.waiting[num_held_back]
-            if not self._may_begin(request, num_streams):
+            if not self._may_begin(request, num_streams) or (request.is_late and not may_be_late):
                 num_held_back += 1
                 continue
             if budget == 0 and not request.awaits_kv and not self._num_external_tokens(request, 0):
-                return
+                break
             if not self._allocate_first(request, budget):
-                return
+                break
             self.waiting.pop(num_held_back)
             num_streams += not request.is_handed_over
             num_external = self._num_external_tokens(request, request.num_computed_tokens)
@@ -337,9 +335,11 @@ class Scheduler:
             self._run(request, self.kv.num_published_tokens(request))
             num_tokens = min(request.num_uncomputed_tokens, budget)
             if num_tokens:
+                request.begin()
                 scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
                 self.kv.expect(request, request.num_computed_tokens + num_tokens)
                 budget -= num_tokens
+        return budget
 
     def _may_begin(self, request: Request, num_streams: int) -> bool:
         """False: one more stream would leave too little of a step to prompts. What a client has begun to read, and what
@@ -373,7 +373,7 @@ class Scheduler:
             return False
         request.num_computed_tokens = num_hit
         if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = num_hit
+            request.num_cached_tokens = max(num_hit - request.num_external_tokens, 0)
         return True
 
     def _may_hold(self, request: Request, num_tokens: int) -> bool:
@@ -415,7 +415,7 @@ class Scheduler:
 
     def _run(self, request: Request, num_ready_tokens: int) -> None:
         """`num_ready_tokens`: those whose KV is in the blocks already, not only at the end of this step."""
-        request.start_running()
+        request.status = RequestStatus.RUNNING
         self.running.append(request)
         if num_ready_tokens:
             self._offer(request, num_ready_tokens)
@@ -449,10 +449,10 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        self.counters.num_preemptions += 1
+        self.counters.num_preemptions += not request.is_untouched
         self.running.remove(request)
         self.kv.pool.release(self.kv.close_table(request.request_id))
-        request.status = RequestStatus.PREEMPTED
+        request.status = RequestStatus.WAITING if request.is_untouched else RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         insort(self.waiting, request, key=lambda other: other.order)
 

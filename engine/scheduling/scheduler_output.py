@@ -1,10 +1,11 @@
-"""The scheduler's decisions and the model runner's results, as values."""
+"""The scheduler's decisions and load, and the model runner's results, as values."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -100,3 +101,42 @@ class SchedulerCounters(msgspec.Struct):
     def totals(self) -> dict[str, Any]:
         """As they are now, for EngineLoad."""
         return msgspec.structs.asdict(self) | {"steps_by_tokens": list(self.steps_by_tokens)}
+
+
+class QueueLoad(NamedTuple):
+    """The requests of a scheduler, by the names of EngineLoad. Running requests that no step has computed tokens of, as
+    after a look-up in a store, count as waiting."""
+
+    num_waiting: int
+    num_running: int
+    num_loading: int
+    num_waiting_tokens: int
+    """Without regard to prefix hits, as the next one."""
+    num_uncomputed_tokens: int
+    """Late prompts do not count: theirs delay no other."""
+    num_prefilling: int
+    num_without_room: int
+    """Waiting requests with KV of another instance: only blocks, a place in the batch or a grammar are missing."""
+
+    @classmethod
+    def of(
+        cls,
+        waiting: Collection[Request],
+        running: Collection[Request],
+        loading: Collection[Request],
+        compiling: Collection[Request],
+    ) -> QueueLoad:
+        """Of the requests with each status."""
+        queued = (*waiting, *(request for request in running if request.is_untouched))
+        begun = [request for request in running if not request.is_untouched]
+        prompts = [request for request in begun if request.is_prompt]
+        on_time = (request for request in queued if not (request.awaits_kv or request.is_late))
+        return cls(
+            num_waiting=len(queued) + len(compiling),
+            num_running=len(begun),
+            num_loading=len(loading),
+            num_waiting_tokens=sum(request.num_uncomputed_tokens for request in queued),
+            num_uncomputed_tokens=sum(request.num_uncomputed_tokens for request in (*prompts, *on_time)),
+            num_prefilling=len(prompts),
+            num_without_room=sum(request.awaits_kv for request in (*waiting, *compiling)),
+        )

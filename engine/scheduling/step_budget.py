@@ -7,18 +7,20 @@ A stream's tokens should come within its inter-token objective, a prompt's first
     needed tokens                = those with which each prompt is computed in 0.8 of the time that it has left
     calm tokens                  = needed tokens, but not fewer than streams allow for m = 1, nor more than for m = 2
     urgent tokens                = up to a prompt that is on time only at full speed from now on
-    prompt tokens                = the larger of the last two, within 16 … max_tokens
+    prompt tokens                = the larger of the last two, at most max_tokens
+
+Fewer than 16 are none where the streams soon have time for 16: a step with a few tokens takes much longer than one
+without, and neither the streams nor the prompts would get on.
 
 The slack of a stream is the time until its next token is due, had all come at 0.95 S since its first: after a step that
 took longer than planned the next one is shorter. A stream that is ahead allows longer steps, which waste less time on
 what a step costs without prompts, but each is a gap in the stream: they are taken where prompts need them, and while
 prompts are late, since an engine with too much to do has no time to waste. Urgent tokens are the guard against
-saturation: bounded by the streams
-alone, an engine computes fewer prompt tokens than arrive, and in the end no request meets its TTFT. It acts late and at
-once: until then the streams run undisturbed, and some end, and one long interruption costs fewer streams their
-objective than many that are somewhat too long. It acts only where it saves at least as many prompts as it costs
-streams, or an engine with too much to do would lose both. Prompts that not even full speed can save are computed last
-(`late`).
+saturation: bounded by the streams alone, an engine computes fewer prompt tokens than arrive, and in the end no request
+meets its TTFT. It acts late and at once: until then the streams run undisturbed, and some end, and one long
+interruption costs fewer streams their objective than many that are somewhat too long. It acts only where it saves at
+least as many prompts as it costs streams, or an engine with too much to do would lose both. Prompts that not even full
+speed can save are computed last (`late`), begun or not: those on time would miss theirs behind them.
 
 What a prompt becomes matters as much: each stream lengthens every step. Prompts begin while all streams together take
 at most half of what the objective leaves beside the base of a step (`may_begin`); the other half is the prompts', so
@@ -42,7 +44,7 @@ from typing import NamedTuple
 from engine.core.messages import StepCost
 
 MIN_TOKENS = 16
-"""A step beside streams takes at least so many prompt tokens."""
+"""A step beside streams takes at least so many prompt tokens, or none."""
 PACE = 0.95
 """Of the objective: where a stream's tokens are aimed."""
 _MIN_PACED, _UNHURRIED, _MAX_PACED = 0.7, 1.0, 2.0
@@ -79,7 +81,6 @@ class Prompt(NamedTuple):
     """Left to compute."""
     left_s: float = math.inf
     """Until its first token is due; infinite without an objective."""
-    is_begun: bool = False
 
 
 def slack_s(itl_s: float, first_s: float, num_tokens: int, now_s: float) -> float:
@@ -105,25 +106,25 @@ def prompt_budget(
         return calm
     prompts = list(prompts)
     if streams:
-        least, most = (
+        unhurried, most = (
             (_paced_s(streams, longest) - cost.seconds(num_streams)) / cost.per_token_s
             for longest in (_UNHURRIED, _MAX_PACED)
         )
         needed = math.inf if are_late else _num_needed(cost, num_streams, prompts)
-        paced = min(max(least, needed), most, max_tokens)
-        calm = min(calm, max(int(paced), MIN_TOKENS))
+        paced = min(max(unhurried, needed), most, max_tokens)
+        calm = min(calm, int(paced) if paced >= MIN_TOKENS else _num_least(cost, num_streams, streams))
     urgent = _num_urgent(_token_s(cost, num_streams, max_tokens), streams, prompts) if calm < max_tokens else 0
     return min(max(calm, urgent), max_tokens)
 
 
 def late(cost: StepCost | None, num_streams: int, prompts: Iterable[Prompt], max_tokens: int) -> Iterator[int]:
-    """The indices of the prompts, none of them begun, that miss their TTFT even at full speed, with every prompt found
-    late behind the others."""
+    """The indices of the prompts that miss their TTFT even at full speed, with every prompt found late behind the
+    others."""
     if cost is None or cost.per_token_s <= 0:
         return
     token_s, ahead = _token_s(cost, num_streams, max_tokens), 0
-    for index, (num_tokens, left_s, is_begun) in enumerate(prompts):
-        if (ahead + num_tokens) * token_s > left_s and not is_begun:
+    for index, (num_tokens, left_s) in enumerate(prompts):
+        if (ahead + num_tokens) * token_s > left_s:
             yield index
         else:
             ahead += num_tokens
@@ -177,11 +178,18 @@ def _paced_s(streams: Sequence[Stream], longest: float) -> float:
     return min(alive, default=longest * min(stream.itl_s for stream in streams))
 
 
+def _num_least(cost: StepCost, num_streams: int, streams: Sequence[Stream]) -> int:
+    """Tokens of a step in which streams have no time for any: none, if they alone catch up and then have time."""
+    itl_s = min(stream.itl_s for stream in streams)
+    catches_up = cost.seconds(num_streams) <= _MIN_PACED * itl_s
+    return 0 if catches_up and cost.seconds(num_streams, MIN_TOKENS) <= PACE * itl_s else MIN_TOKENS
+
+
 def _num_needed(cost: StepCost, num_streams: int, prompts: Iterable[Prompt]) -> float:
     """Tokens of each step with which every prompt, behind those before it, is computed in a part of its time left.
     Infinite where no step is long enough, and for prompts without an objective: they take what they can get."""
     ahead, per_s = 0, 0.0
-    for num_tokens, left_s, _ in prompts:
+    for num_tokens, left_s in prompts:
         ahead += num_tokens
         per_s = max(per_s, ahead / (_NEEDED * left_s) if 0 < left_s < math.inf else math.inf)
     prompt_part = per_s * cost.per_token_s
@@ -189,18 +197,15 @@ def _num_needed(cost: StepCost, num_streams: int, prompts: Iterable[Prompt]) -> 
 
 
 def _num_urgent(token_s: float, streams: Sequence[Stream], prompts: Iterable[Prompt]) -> int:
-    """Tokens of all prompts up to the last urgent one that can still be on time, with no more streams lost than urgent
-    prompts saved."""
+    """Tokens of all prompts up to the last urgent one, with no more streams lost than urgent prompts saved."""
     ahead = urgent = num_saved = 0
-    for num_tokens, left_s, is_begun in prompts:
-        needed_s = (ahead + num_tokens) * token_s
-        is_on_time = needed_s <= left_s
-        if is_on_time and needed_s > _URGENT * left_s:
+    for num_tokens, left_s in prompts:
+        ahead += num_tokens
+        needed_s = ahead * token_s
+        if _URGENT * left_s < needed_s <= left_s:
             num_saved += 1
             num_lost = sum(-_LOST_S <= stream.slack_s < needed_s - _LOST_S for stream in streams)
-            urgent = ahead + num_tokens if num_lost <= num_saved else urgent
-        if is_on_time or is_begun:
-            ahead += num_tokens
+            urgent = ahead if num_lost <= num_saved else urgent
     return urgent
 
 

@@ -5,6 +5,11 @@
 Observations lie in buckets of similar steps, and each bucket counts with the median of its last few: a stall, a
 compilation or a cold cache changes nothing while most steps of a bucket were normal, and rare steps weigh as much as
 frequent ones. The fit is by relative error, so that short steps are predicted as well as long ones.
+
+Steps of prompts alone count as those of one stream: they take no less than one, and often hide what a step costs
+without prompts (reading the weights) behind their products. If nothing but such steps and those of one stream was
+observed, the difference would be taken for the cost of a stream, a second one would not be let in, and the mistake not
+be found.
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ class StepCostEstimator:
         key = (num_streams.bit_length(), num_prompt_tokens.bit_length())
         bucket = self._buckets.setdefault(key, _Bucket())
         bucket.latest = self._num_observations
-        bucket.observations.append((num_streams, num_prompt_tokens, seconds))
+        bucket.observations.append((max(num_streams, 1), num_prompt_tokens, seconds))
         if self._num_observations <= _EAGER_FITS or self._num_observations % _FIT_INTERVAL == 0:
             self._fit()
 

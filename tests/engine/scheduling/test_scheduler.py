@@ -264,9 +264,9 @@ def test_any_number_of_new_prompts_waits_in_the_order_of_arrival() -> None:
 def test_late_prompts_do_not_count_as_queued_work() -> None:
     scheduler = make_scheduler(num_blocks=64, budget=50)
     late, other = add(scheduler, [2] * 30, ttft_s=1.0), add(scheduler, [3] * 20, ttft_s=1.0)
-    assert scheduler.num_uncomputed_tokens == 50
+    assert scheduler.queue_load.num_uncomputed_tokens == 50
     late.is_late = True
-    assert scheduler.num_uncomputed_tokens == other.num_uncomputed_tokens
+    assert scheduler.queue_load.num_uncomputed_tokens == other.num_uncomputed_tokens
 
 
 def test_the_latest_request_is_preempted_and_comes_back() -> None:
@@ -412,11 +412,11 @@ def test_a_request_that_waits_for_its_grammar_keeps_its_reservation_waiting() ->
     remote_kv = RemoteKV(transfer_id="a", reservation_s=5.0)
     spec = EngineRequest(request_id="r", prompt_token_ids=[1] * 10, params=SamplingParams(), remote_kv=remote_kv)
     scheduler.add_request(Request.from_spec(spec, arrival=1, fingerprint="f", grammar=grammar), 0.0)
-    assert scheduler.num_without_room == 1
+    assert scheduler.queue_load.num_without_room == 1
     grammar.set_result(None)
     scheduler.take_compiled(30.0)
     step(scheduler)
-    assert (scheduler.num_without_room, list(scheduler.loading)) == (0, ["r"])
+    assert (scheduler.queue_load.num_without_room, list(scheduler.loading)) == (0, ["r"])
     scheduler.expire(34.9)
     assert "r" in scheduler.requests
 
@@ -472,11 +472,11 @@ def test_the_wait_for_room_is_reported_and_takes_nothing_from_the_reservation() 
     third = add(scheduler, [3] * 10, now=101.0, remote_kv=RemoteKV(transfer_id="c", reservation_s=5.0))
     add(scheduler, [4] * 10, now=101.0)
     step(scheduler)
-    assert (len(scheduler.waiting), scheduler.num_without_room) == (3, 2)
+    assert (len(scheduler.waiting), scheduler.queue_load.num_without_room) == (3, 2)
     scheduler.expire(104.0)
     scheduler.abort(first.request_id)
     step(scheduler)
-    assert (len(scheduler.waiting), scheduler.num_without_room) == (2, 1)
+    assert (len(scheduler.waiting), scheduler.queue_load.num_without_room) == (2, 1)
     scheduler.expire(108.9)
     assert list(scheduler.loading) == [second.request_id]
     assert third.request_id not in scheduler.requests, "it had no room for 5 s"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.messages import HoldKV, RemoteKV
+from engine.core.messages import HoldKV, RemoteKV, StepCost
 from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
@@ -241,10 +241,13 @@ def test_whatever_arrives_at_length(seeks: bool, data: st.DataObject) -> None:
 
 
 def check_whatever_arrives(seeks: bool, data: st.DataObject) -> None:
-    """Prompts with few beginnings, of several priorities, handed over or not, more than the blocks hold at once."""
+    """Prompts with few beginnings, of several priorities, handed over or not, late or not, more than the blocks hold at
+    once."""
     num_blocks, budget = data.draw(st.integers(16, 40), "blocks"), data.draw(st.integers(3, 40), "budget")
     memory = Memory(scheduler := make_scheduler(num_blocks, budget=budget, max_num_seqs=5), seeks=seeks)
+    scheduler.step_cost = StepCost(0.0, 0.0, 0.01)
     for number in range(40):
+        scheduler.expire(number / 10)
         for _ in range(data.draw(st.integers(0, 3), "arrivals") if number < 15 else 0):
             beginning = [data.draw(st.integers(1, 2), "beginning")] * data.draw(st.integers(1, 25), "length")
             kinds = [
@@ -253,7 +256,9 @@ def check_whatever_arrives(seeks: bool, data: st.DataObject) -> None:
                 *({"priority": priority} for priority in range(3)),
             ]
             fields: dict[str, Any] = data.draw(st.sampled_from(kinds), "kind")
-            add(scheduler, [*beginning, 50 + number], max_tokens=data.draw(st.integers(1, 9), "output"), **fields)
+            fields["ttft_s"] = data.draw(st.sampled_from([None, 0.2, 0.5]), "objective")
+            num_output = data.draw(st.integers(1, 9), "output")
+            add(scheduler, [*beginning, 50 + number], max_tokens=num_output, **fields).arrived_s = number / 10
         if scheduler.requests and data.draw(st.integers(0, 9), "aborts") == 0:
             scheduler.abort(data.draw(st.sampled_from(list(scheduler.requests)), "aborted"))
         for request in list(scheduler.loading.values()):

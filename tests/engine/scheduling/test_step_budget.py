@@ -30,9 +30,7 @@ MAX = 2048
 
 costs = st.builds(StepCost, st.floats(1e-4, 0.1), st.floats(0, 1e-3), st.floats(1e-6, 1e-2))
 streams = st.lists(st.builds(Stream, st.floats(0.001, 0.2), st.floats(-1, 1)), min_size=1, max_size=8)
-prompts = st.lists(
-    st.builds(Prompt, st.integers(1, 10_000), st.floats(-1, 5) | st.just(math.inf), st.booleans()), max_size=8
-)
+prompts = st.lists(st.builds(Prompt, st.integers(1, 10_000), st.floats(-1, 5) | st.just(math.inf)), max_size=8)
 
 
 def budget(streams: list[Stream], prompts: list[Prompt] | None = None, cost: StepCost | None = COST) -> int:
@@ -68,7 +66,7 @@ def test_a_prompt_with_time_is_computed_in_it(num_tokens: int, left_s: float, nu
     assume(-(-num_tokens // longest) * COST.seconds(num_streams, longest) <= 0.75 * left_s)
     used_s = 0.0
     while num_tokens > 0:
-        chosen = budget(running, [Prompt(num_tokens, left_s - used_s, True)])
+        chosen = budget(running, [Prompt(num_tokens, left_s - used_s)])
         assert chosen <= longest, "full speed was not needed"
         used_s += COST.seconds(num_streams, min(chosen, num_tokens))
         num_tokens -= chosen
@@ -90,6 +88,15 @@ def test_streams_far_behind_still_leave_tokens_for_prompts() -> None:
     assert behind == int((0.7 * ITL_S - COST.seconds(1)) * 4500) > MIN_TOKENS
 
 
+def test_streams_that_can_catch_up_are_not_held_up_by_a_few_tokens() -> None:
+    """A step of 16 tokens often takes more than twice as long as one without."""
+    cost = StepCost(0.007, 0.0, 0.0004)
+    assert budget([Stream(0.018, -0.1)], cost=cost) == 0
+    assert budget([Stream(0.018, 0.0142)], cost=cost) == 18
+    assert budget([Stream(0.012, 0.0)], cost=cost) == MIN_TOKENS, "a step with so many is never short enough"
+    assert budget([Stream(0.009, -0.1)], cost=cost) == MIN_TOKENS, "they cannot: prompts must get on all the same"
+
+
 def test_without_an_objective_or_a_measured_cost_nothing_is_bounded() -> None:
     assert budget([]) == MAX
     assert budget([Stream(ITL_S, 0.0)], cost=None) == MAX
@@ -109,7 +116,7 @@ def test_a_prompt_waits_while_it_can_and_then_gets_all_that_it_needs() -> None:
     calm = budget(running)
     assert budget(running, [Prompt(1500, 1.0)]) == calm
     assert budget(running, [Prompt(1500, 0.4)]) == 1500
-    assert budget(running, [Prompt(500, 1.0, True), Prompt(1500, 0.5)]) == 2000, "with what is before it"
+    assert budget(running, [Prompt(500, 1.0), Prompt(1500, 0.5)]) == 2000, "with what is before it"
     assert budget(running, [Prompt(1500, 0.2)]) == calm, "a prompt that nothing can save lengthens no step"
     assert budget(running, [Prompt(3000, 0.75)]) == MAX
 
@@ -145,14 +152,26 @@ def test_on_time_at_full_speed_it_is_on_time_in_fact() -> None:
     left, left_s = 6000, 1.6
     running = [Stream(ITL_S, 0.0)]
     while left > 0:
-        num_tokens = min(left, budget(running, [Prompt(left, left_s, True)]))
+        num_tokens = min(left, budget(running, [Prompt(left, left_s)]))
         left, left_s = left - num_tokens, left_s - COST.seconds(1, num_tokens)
     assert left_s >= 0
 
 
 @given(costs, streams, prompts)
 def test_the_budget_stays_within_its_bounds(cost: StepCost, streams: list[Stream], prompts: list[Prompt]) -> None:
-    assert MIN_TOKENS <= budget(streams, prompts, cost) <= MAX
+    chosen, itl_s = budget(streams, prompts, cost), min(stream.itl_s for stream in streams)
+    assert chosen == 0 or MIN_TOKENS <= chosen <= MAX
+    assert chosen or cost.seconds(len(streams), MIN_TOKENS) <= itl_s, "some tokens where they never fit"
+
+
+@given(costs, st.floats(0.005, 0.2), st.integers(1, 8))
+def test_prompts_get_on_beside_streams_that_have_fallen_behind(cost: StepCost, itl_s: float, num_streams: int) -> None:
+    slack, waits_s = -0.2, 0.0
+    while (chosen := budget([Stream(itl_s, slack)] * num_streams, [Prompt(1000, math.inf)], cost)) == 0:
+        waits_s += cost.seconds(num_streams)
+        slack += PACE * itl_s - cost.seconds(num_streams)
+        assert waits_s < 1.0
+    assert chosen >= MIN_TOKENS
 
 
 @given(costs, streams, prompts, st.integers(0, 7))
@@ -163,7 +182,8 @@ def test_a_tighter_objective_never_raises_the_budget(
     tighter = [
         stream._replace(itl_s=stream.itl_s / 2) if index == which else stream for index, stream in enumerate(streams)
     ]
-    assert budget(tighter, [], cost) <= budget(streams, [], cost)
+    looser = budget(streams, [], cost)
+    assert budget(tighter, [], cost) <= max(looser, MIN_TOKENS), "some tokens where the streams cannot catch up anyway"
 
 
 @given(costs, streams, st.integers(1, 5000), st.floats(0.1, 5))
@@ -174,16 +194,12 @@ def test_a_prompt_that_can_be_on_time_never_lowers_the_budget(
 
 
 @given(costs, streams, prompts)
-def test_only_untouched_prompts_with_an_objective_are_late(
-    cost: StepCost, streams: list[Stream], prompts: list[Prompt]
-) -> None:
-    for index in late(cost, len(streams), prompts, MAX):
-        assert not prompts[index].is_begun
-        assert prompts[index].left_s < math.inf
+def test_only_prompts_with_an_objective_are_late(cost: StepCost, streams: list[Stream], prompts: list[Prompt]) -> None:
+    assert all(prompts[index].left_s < math.inf for index in late(cost, len(streams), prompts, MAX))
 
 
 def test_the_prompt_that_does_not_fit_is_late_and_not_those_behind_it() -> None:
-    queue = [Prompt(2000, 1.0, True), Prompt(8000, 1.0), Prompt(1000, 1.0)]
+    queue = [Prompt(2000, 1.0), Prompt(8000, 1.0), Prompt(1000, 1.0)]
     assert list(late(COST, 0, queue, MAX)) == [1]
     assert list(late(None, 0, queue, MAX)) == []
 

@@ -76,3 +76,16 @@ def test_nothing_is_claimed_from_two_steps_and_no_part_is_negative() -> None:
     for num_streams, seconds in ((1, 0.02), (64, 0.005)) * 5:
         estimator.record(seconds, num_streams, 0)
     assert min(fitted(estimator).base_s, fitted(estimator).per_stream_s, fitted(estimator).per_token_s) >= 0
+
+
+def test_a_second_stream_is_not_expensive_because_prompts_hide_what_a_step_costs() -> None:
+    """Only steps of prompts alone, and of one stream: as long as a stream seems expensive, there are no others."""
+    estimator, rng = StepCostEstimator(), random.Random(3)
+    for index in range(300):
+        num_tokens = (512, 512, 64, 0, 0, 27)[index % 6]
+        is_stream = index % 6 > 2
+        seconds = 0.0055 * is_stream + num_tokens * (0.00036 + 0.00007 * num_tokens / 512)
+        estimator.record(seconds * rng.uniform(0.9, 1.1), is_stream, num_tokens)
+    cost = fitted(estimator)
+    assert cost.seconds(1) == pytest.approx(0.0055, rel=0.1)
+    assert cost.seconds(2) < 1.1 * cost.seconds(1)

@@ -1,0 +1,120 @@
+"""Prompts that miss their TTFT go behind all others, wherever they are: waiting, looked up in a store, or begun."""
+
+from __future__ import annotations
+
+from engine.core.messages import HoldKV, StepCost
+from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.scheduling.test_external_lookup import found, seeking
+from tests.engine.scheduling.test_scheduler import add, finish_all, make_scheduler, step
+
+COST = StepCost(0.0, 0.0, 0.01)
+START_S = 5.0
+MAX_TOKENS = 20
+"""Of a step."""
+
+
+def add_now(scheduler: Scheduler, token_id: int, num_tokens: int, **fields: object) -> Request:
+    """A prompt whose first token is due in a second and a half."""
+    request = add(scheduler, [token_id] * num_tokens, ttft_s=1.5, **fields)  # type: ignore[arg-type]
+    request.arrived_s = scheduler._now
+    return request
+
+
+def shares(scheduler: Scheduler) -> dict[str, int]:
+    """What the next step computes."""
+    return {share.request.request_id: share.num_tokens for share in step(scheduler).scheduled}
+
+
+def looked_up(**fields: object) -> tuple[Scheduler, Request, Request]:
+    """A prompt of 60 tokens and one of 20 that a store did not have, behind another one: they have blocks, and wait."""
+    scheduler, _ = seeking(num_blocks=64, budget=MAX_TOKENS)
+    scheduler.step_cost = COST
+    scheduler.expire(START_S)
+    first = add(scheduler, [1] * 30)
+    step(scheduler)
+    found(scheduler, first, 0)
+    long, short = add_now(scheduler, 2, 60, **fields), add_now(scheduler, 3, 20)
+    step(scheduler)
+    for request in (long, short):
+        found(scheduler, request, 0)
+    return scheduler, long, short
+
+
+def test_what_was_looked_up_waits_until_a_step_computes_it() -> None:
+    scheduler, long, short = looked_up()
+    load = scheduler.queue_load
+    assert {request.status for request in (long, short)} == {RequestStatus.RUNNING}
+    assert (load.num_waiting, load.num_running, load.num_prefilling) == (2, 1, 1)
+    assert load.num_waiting_tokens == 80
+    assert load.num_uncomputed_tokens == 10 + 80
+    assert long.is_untouched
+    while not long.num_computed_tokens:
+        assert long.queue_s is None
+        step(scheduler)
+    assert not long.is_untouched
+
+
+def test_a_late_prompt_that_was_looked_up_goes_behind_others_and_gives_its_blocks_back() -> None:
+    scheduler, long, short = looked_up()
+    scheduler.expire(START_S + 1.0)
+    step(scheduler)
+    assert long.is_late
+    assert not short.is_late
+    assert long in scheduler.waiting
+    assert not scheduler.kv.block_ids(long.request_id)
+    assert scheduler.counters.num_preemptions == 0, "nothing of it was computed"
+    assert short.num_computed_tokens == 10
+    assert scheduler.queue_load.num_uncomputed_tokens == 10, "those of the late one delay no other"
+    ends = [event.request_id for event in finish_all(scheduler)]
+    assert ends.index(short.request_id) < ends.index(long.request_id)
+
+
+def test_blocks_that_the_connector_knows_stay_and_the_late_prompt_goes_behind_others_all_the_same() -> None:
+    scheduler, long, short = looked_up(hold_kv=HoldKV(transfer_id="t", lease_s=9.0))
+    long.is_offered = True
+    blocks = scheduler.kv.block_ids(long.request_id)
+    scheduler.expire(START_S + 1.0)
+    step(scheduler)
+    assert (long.is_late, long.status) == (True, RequestStatus.RUNNING)
+    assert (long.num_computed_tokens, short.num_computed_tokens) == (0, 10)
+    assert scheduler.kv.block_ids(long.request_id) == blocks
+    ends = [event.request_id for event in finish_all(scheduler)]
+    assert ends.index(short.request_id) < ends.index(long.request_id)
+
+
+def test_prompts_on_time_overtake_a_late_one_that_has_begun() -> None:
+    scheduler = make_scheduler(num_blocks=64, budget=MAX_TOKENS)
+    scheduler.step_cost = COST
+    scheduler.expire(START_S)
+    begun = add_now(scheduler, 2, 80)
+    assert shares(scheduler) == {begun.request_id: 20}
+    scheduler.expire(START_S + 1.0)
+    new, later = add_now(scheduler, 3, 30, max_tokens=1), add_now(scheduler, 4, 150)
+    assert shares(scheduler) == {new.request_id: 20}
+    assert begun.is_late
+    assert later.is_late
+    assert shares(scheduler) == {new.request_id: 10, begun.request_id: 10}
+    assert scheduler.kv.block_ids(begun.request_id), "it keeps what is computed"
+    assert shares(scheduler) == {begun.request_id: 20}, "of the late ones that which has begun"
+    assert scheduler.counters.num_preemptions == 0
+    finish_all(scheduler)
+
+
+def test_a_late_prompt_takes_no_blocks_from_what_its_step_computes_already() -> None:
+    scheduler = make_scheduler(num_blocks=13, budget=MAX_TOKENS)
+    scheduler.step_cost = COST
+    scheduler.expire(START_S)
+    begun = add_now(scheduler, 2, 45)
+    step(scheduler)
+    scheduler.expire(START_S + 2.0)
+    stream = add_now(scheduler, 3, 15, max_tokens=30)
+    step(scheduler)
+    assert begun.is_late
+    while stream in scheduler.running:
+        scheduler.expire(START_S + 2.0)
+        step(scheduler)
+        assert begun.num_computed_tokens <= 40
+    assert stream.finish_reason == "length"
+    finish_all(scheduler)
+    assert begun.finish_reason == "length"
