@@ -111,6 +111,7 @@ class RouterApp:
             settings.admission,
             self._capacity,
             (lambda: peers.num_routers) if peers is not None else None,
+            ttft_s=settings.slo.objectives(0.0).ttft_s,
         )
         self.affinity = Affinity(settings.picking)
         self.safeguards = Safeguards(

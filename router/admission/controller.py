@@ -3,7 +3,7 @@
     instance_available ─▶ held while there is no decode instance, at most instance_wait_s, before its validation
 
     admit ─▶ in flight ──────────────────────────────▶ over (its charge is removed, on every path)
-       │        ▲ prefilled: its prompt no longer counts
+       │        ▲ prefilled, or its first token is overdue: its prompt no longer counts
        │        └──its slot goes to a tenant with less──▶ paused ──its turn──▶ in flight
        └▶ waiting ──its turn──▶ in flight
              ├──cancelled, aborted, disconnected──▶ out of the queue at once
@@ -17,6 +17,8 @@ the constants.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import math
 import random
 import time
@@ -89,6 +91,8 @@ class AdmissionController:
     capacity: Callable[[], Capacity] = lambda: Capacity(num_instances=1)
     num_routers: Callable[[], int] | None = None
     """Routers that share the capacity; None: `settings.num_routers`."""
+    ttft_s: float | None = None
+    """The objective of requests: prompts that miss it are computed last, and delay no other."""
     rng: random.Random = field(default_factory=random.Random)
     clock: Callable[[], float] = time.monotonic
 
@@ -104,6 +108,9 @@ class AdmissionController:
         self._slots = Limits()
         """Without the choices that wait at the instances: what pauses, or has paused, gets or leaves a real slot."""
         self.in_use = Usage()
+        self._due: list[tuple[float, int, Ticket]] = []
+        """A heap of requests that were started without a first token: when it is due, and their ordinal."""
+        self._ordinals = itertools.count()
         self._shares = TenantShares(
             self.settings.share_of,
             yield_after_s=self.settings.yield_after_s,
@@ -187,7 +194,7 @@ class AdmissionController:
         """The request has its first token: its prompt delays no other request any more. Idempotent."""
         if ticket.in_flight and not ticket.prefilled:
             ticket.prefilled, ticket.prefill_s = True, ticket.in_flight_s(self.clock())
-            self.in_use.prefilled(ticket.charge)
+            self._leave_prompt_out(ticket)
             self._start_those_with_room()
 
     # Capacity
@@ -196,6 +203,8 @@ class AdmissionController:
         now_s = self.clock()
         if now_s - self._refreshed_s < _REFRESH_S:
             return
+        while self._due and self._due[0][0] <= now_s:
+            self._leave_prompt_out(heapq.heappop(self._due)[-1])
         before, self._capacity, self._refreshed_s = self._capacity, self.capacity(), now_s
         if before.num_instances != self._capacity.num_instances:
             self._rate.reset()
@@ -262,10 +271,18 @@ class AdmissionController:
         self.queue.start(entry, now_s)
         self._rate.observe(now_s, waiting=self.queue.num_queued > 0, cost=0.0 if entry.has_run else entry.cost)
         self.in_use.add(ticket.charge)
-        if ticket.prefilled:
+        if not ticket.prompt_counts:
             self.in_use.prefilled(ticket.charge)
+        elif self.ttft_s is not None:
+            heapq.heappush(self._due, (ticket.waiting_since_s + self.ttft_s, next(self._ordinals), ticket))
         self._shares.add(entry)
         ticket.start(now_s)
+
+    def _leave_prompt_out(self, ticket: Ticket) -> None:
+        """The prompt of a request in flight is computed, or overdue."""
+        if ticket.prompt_counts:
+            ticket.prompt_counts = False
+            self.in_use.prefilled(ticket.charge)
 
     def _leave(self, entry: Entry[Ticket]) -> None:
         ticket, self._busy_s = entry.item, self.clock()

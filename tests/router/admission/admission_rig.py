@@ -26,10 +26,12 @@ def request(num_prompt: int = 6, max_tokens: int = 4, *, n: int = 1, **fields: A
 class AdmissionRig:
     """The controller, its capacity, and the requests by name."""
 
-    def __init__(self, capacity: Capacity | None = None, **fields: Any) -> None:
+    def __init__(self, capacity: Capacity | None = None, *, ttft_s: float | None = None, **fields: Any) -> None:
         self.capacity = capacity or Capacity(num_instances=1, num_sequences=2)
         fields = {"sequence_fraction": 1.0, "queue_timeout_s": GUARD_S, **fields}
-        self.admission = AdmissionController(AdmissionSettings(**fields), lambda: self.capacity, rng=random.Random(0))
+        self.admission = AdmissionController(
+            AdmissionSettings(**fields), lambda: self.capacity, ttft_s=ttft_s, rng=random.Random(0)
+        )
         self.inside: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}

@@ -70,6 +70,19 @@ async def test_a_prompt_is_work_until_its_first_token() -> None:
     await rig.close()
 
 
+async def test_prompts_past_their_ttft_keep_no_other_from_being_admitted() -> None:
+    """Instances compute them last."""
+    rig = AdmissionRig(Capacity(num_instances=1, num_batched_tokens=10), prefill_steps=1, ttft_s=0.2)
+    for name in "ab":
+        await rig.arrive(name, request(10))
+    assert rig.inside == ["a"]
+    async with asyncio.timeout(GUARD_S):
+        while rig.inside != ["a", "b"]:
+            await asyncio.sleep(0.01)
+    await rig.finish("a")
+    await rig.close()
+
+
 async def test_room_that_an_instance_brings_is_used() -> None:
     rig = AdmissionRig(Capacity(num_instances=1, num_sequences=1))
     for name in "abc":
