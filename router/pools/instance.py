@@ -384,6 +384,8 @@ def _failure_text(error: grpc.aio.AioRpcError) -> str:
     """Why a connection to an instance could not be made, or broke."""
     if error.code() is grpc.StatusCode.UNAVAILABLE and "Connection refused" in (error.details() or ""):
         return "starting: nothing listens at its address yet"
+    if _is_silence(error):
+        return "nothing answers at its address"
     return f"its load stream failed: {error.code().name}"
 
 

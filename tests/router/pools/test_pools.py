@@ -117,6 +117,7 @@ async def test_a_silent_instance_may_go_on_but_not_one_that_leaves_or_has_ended(
         assert not instance.may_go_on(60)
         fake.freeze()
         await rig.until_ready(num_decode=0)
+        assert instance.out in ("no load report for 0.5 s", "nothing answers at its address")
         assert instance.may_go_on(60)
         assert not instance.may_go_on(0)
         instance.set_leaving(True)
