@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 import socket
@@ -111,7 +112,7 @@ class RouterApp:
             settings.admission,
             self._capacity,
             (lambda: peers.num_routers) if peers is not None else None,
-            ttft_s=settings.slo.objectives(0.0).ttft_s,
+            ttft_s=settings.slo.objectives(0.0).ttft_s or math.inf,
         )
         self.affinity = Affinity(settings.picking)
         self.safeguards = Safeguards(

@@ -17,8 +17,6 @@ the constants.
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import math
 import random
 import time
@@ -91,7 +89,7 @@ class AdmissionController:
     capacity: Callable[[], Capacity] = lambda: Capacity(num_instances=1)
     num_routers: Callable[[], int] | None = None
     """Routers that share the capacity; None: `settings.num_routers`."""
-    ttft_s: float | None = None
+    ttft_s: float = math.inf
     """The objective of requests: prompts that miss it are computed last, and delay no other."""
     rng: random.Random = field(default_factory=random.Random)
     clock: Callable[[], float] = time.monotonic
@@ -108,9 +106,8 @@ class AdmissionController:
         self._slots = Limits()
         """Without the choices that wait at the instances: what pauses, or has paused, gets or leaves a real slot."""
         self.in_use = Usage()
-        self._due: list[tuple[float, int, Ticket]] = []
-        """A heap of requests that were started without a first token: when it is due, and their ordinal."""
-        self._ordinals = itertools.count()
+        self._prompts: dict[Ticket, float] = {}
+        """The requests in flight whose prompts count, and when their first token is overdue."""
         self._shares = TenantShares(
             self.settings.share_of,
             yield_after_s=self.settings.yield_after_s,
@@ -203,8 +200,8 @@ class AdmissionController:
         now_s = self.clock()
         if now_s - self._refreshed_s < _REFRESH_S:
             return
-        while self._due and self._due[0][0] <= now_s:
-            self._leave_prompt_out(heapq.heappop(self._due)[-1])
+        for ticket in [ticket for ticket, due_s in self._prompts.items() if due_s <= now_s]:
+            self._leave_prompt_out(ticket)
         before, self._capacity, self._refreshed_s = self._capacity, self.capacity(), now_s
         if before.num_instances != self._capacity.num_instances:
             self._rate.reset()
@@ -271,17 +268,16 @@ class AdmissionController:
         self.queue.start(entry, now_s)
         self._rate.observe(now_s, waiting=self.queue.num_queued > 0, cost=0.0 if entry.has_run else entry.cost)
         self.in_use.add(ticket.charge)
-        if not ticket.prompt_counts:
+        if ticket.prefilled:
             self.in_use.prefilled(ticket.charge)
-        elif self.ttft_s is not None:
-            heapq.heappush(self._due, (ticket.waiting_since_s + self.ttft_s, next(self._ordinals), ticket))
+        else:
+            self._prompts[ticket] = ticket.waiting_since_s + self.ttft_s
         self._shares.add(entry)
         ticket.start(now_s)
 
     def _leave_prompt_out(self, ticket: Ticket) -> None:
         """The prompt of a request in flight is computed, or overdue."""
-        if ticket.prompt_counts:
-            ticket.prompt_counts = False
+        if self._prompts.pop(ticket, None) is not None:
             self.in_use.prefilled(ticket.charge)
 
     def _leave(self, entry: Entry[Ticket]) -> None:

@@ -74,8 +74,6 @@ class Ticket:
     waiting_since_s: float = 0.0
     in_flight: bool = False
     prefilled: bool = False
-    prompt_counts: bool = True
-    """Its prompt delays others: it is not computed yet, and not overdue."""
     prefill_s: float = 0.0
     """How long it was in flight until its first token."""
     started_s: float = 0.0

@@ -59,6 +59,8 @@ class Behaviour:
     """Its tokens are those of the request's seed plus this: another number stands for other weights."""
     streams_tokens: bool = True
     """False: one of a time before token streams, which answers each Decode in its own call."""
+    num_batched_tokens: int = 0
+    """Of a step; 0: not reported."""
     slots: int | None = None
     """Decode calls that have room at one time, the others wait their turn, and it reports so; None: any number."""
     free_blocks: int = 0

@@ -196,6 +196,7 @@ class FakeInstance:
             kv_connector="fake",
             max_num_seqs=self.behaviour.slots or 0,
             num_blocks=self.behaviour.free_blocks,
+            max_num_batched_tokens=self.behaviour.num_batched_tokens,
             supports_constraints=bool(self.behaviour.constraints),
             constraints=self.behaviour.constraints,
         )

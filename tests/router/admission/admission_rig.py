@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import Any
 
@@ -26,7 +27,7 @@ def request(num_prompt: int = 6, max_tokens: int = 4, *, n: int = 1, **fields: A
 class AdmissionRig:
     """The controller, its capacity, and the requests by name."""
 
-    def __init__(self, capacity: Capacity | None = None, *, ttft_s: float | None = None, **fields: Any) -> None:
+    def __init__(self, capacity: Capacity | None = None, *, ttft_s: float = math.inf, **fields: Any) -> None:
         self.capacity = capacity or Capacity(num_instances=1, num_sequences=2)
         fields = {"sequence_fraction": 1.0, "queue_timeout_s": GUARD_S, **fields}
         self.admission = AdmissionController(

@@ -38,6 +38,15 @@ async def test_a_prompt_that_has_been_computed_is_no_work_ahead_of_others(run: R
         assert (await running).is_exactly(50)
 
 
+async def test_a_prompt_past_its_ttft_is_no_work_ahead_of_others(run: Run) -> None:
+    never = FakeInstance("decode", behaviour=slow(1000.0, num_batched_tokens=1))
+    async with run(prefill=0, decode=[never], admission={"prefill_steps": 1}, slo={"ttft_ms": 200}) as rig:
+        calls = [rig.call() for _ in range(2)]
+        await until(lambda: rig.app.admission.in_use.num_requests == 2)
+        for call in calls:
+            call.cancel()
+
+
 async def test_an_abort_ends_a_request_that_waits(run: Run) -> None:
     async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=ONE) as rig:
         running = asyncio.create_task(rig.generate(max_tokens=50))
