@@ -440,7 +440,9 @@ def measure(
 @click.option("--seed", default=1, show_default=True)
 @click.option("--only", type=int, help="Only stacks of so many instances.")
 @click.option("--noise", default=0.0, show_default=True, help="Standard deviation of the logarithm of a step's time.")
-@click.option("--hardware", type=click.Choice(list(HARDWARE)), default="linear", show_default=True)
+@click.option(
+    "--hardware", type=click.Choice(list(HARDWARE)), default="linear", show_default=True, help="What a step takes."
+)
 def main(seconds: float, seed: int, only: int | None, noise: float, hardware: str) -> None:
     """Print goodput of auto, with objectives and without, and of the best static stack at each point, as a Markdown
     table."""

@@ -129,9 +129,15 @@ class Request:
         return self.num_uncomputed_tokens > 1
 
     @property
+    def ttft_s(self) -> float:
+        """The objective of its first token; infinite without one, and where that token does not come from here."""
+        if self.spec.ttft_s is None or self.spec.remote_kv is not None or self.num_output_tokens:
+            return math.inf
+        return self.spec.ttft_s
+
+    @property
     def has_ttft(self) -> bool:
-        """Its first token comes from here, and has a time by which it should."""
-        return self.spec.ttft_s is not None and self.spec.remote_kv is None and not self.num_output_tokens
+        return self.ttft_s < math.inf
 
     @property
     def waits_on_time(self) -> bool:
@@ -171,8 +177,7 @@ class Request:
 
     def planned(self, now: float) -> Prompt:
         """Of a prompt, what is left to compute, and in what time."""
-        left_s = self.arrived_s + (self.spec.ttft_s or 0.0) - now if self.has_ttft else math.inf
-        return Prompt(self.num_uncomputed_tokens, left_s)
+        return Prompt(self.num_uncomputed_tokens, self.arrived_s + self.ttft_s - now)
 
     def expired(self) -> tuple[str, ErrorKind]:
         """What a request past its deadline lacks."""

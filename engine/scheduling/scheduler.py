@@ -231,17 +231,17 @@ class Scheduler:
             return min(max_tokens, num_calm or max_tokens)
         planned = [request.planned(self._now) for request in candidates]
         late = set(step_budget.late(cost, len(streams), planned, max_tokens))
-        for index in late:
-            self._put_last(candidates[index])
+        self._put_last([candidates[index] for index in late])
         left = [prompt for index, prompt in enumerate(planned) if index not in late]
         are_late = bool(paced) and any(request.is_late for request in (*prompts, *self.waiting))
         return step_budget.prompt_budget(cost, paced, len(streams), left, max_tokens, num_calm, are_late=are_late)
 
-    def _put_last(self, request: Request) -> None:
-        """A prompt is late. If it is running but untouched, it waits again, unless the connector knows its blocks."""
-        request.is_late = True
-        if request.status is RequestStatus.RUNNING and request.is_untouched and not request.is_offered:
-            self._preempt(request)
+    def _put_last(self, late: list[Request]) -> None:
+        """These prompts are late. Those running but untouched wait again, unless the connector knows their blocks."""
+        for request in late:
+            request.is_late = True
+            if request.status is RequestStatus.RUNNING and request.is_untouched and not request.is_offered:
+                self._preempt(request)
         self.waiting.sort(key=lambda request: request.order)
 
     def _num_stretched_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:

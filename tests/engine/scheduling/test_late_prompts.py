@@ -26,8 +26,9 @@ def shares(scheduler: Scheduler) -> dict[str, int]:
     return {share.request.request_id: share.num_tokens for share in step(scheduler).scheduled}
 
 
-def looked_up(**fields: object) -> tuple[Scheduler, Request, Request]:
-    """A prompt of 60 tokens and one of 20 that a store did not have, behind another one: they have blocks, and wait."""
+def looked_up(num_found: int = 0, **fields: object) -> tuple[Scheduler, Request, Request]:
+    """A prompt of 60 tokens and one of 20 behind another one: a store had `num_found` blocks of the first. They have
+    blocks, and wait."""
     scheduler, _ = seeking(num_blocks=64, budget=MAX_TOKENS)
     scheduler.step_cost = COST
     scheduler.expire(START_S)
@@ -36,8 +37,8 @@ def looked_up(**fields: object) -> tuple[Scheduler, Request, Request]:
     found(scheduler, first, 0)
     long, short = add_now(scheduler, 2, 60, **fields), add_now(scheduler, 3, 20)
     step(scheduler)
-    for request in (long, short):
-        found(scheduler, request, 0)
+    found(scheduler, long, num_found)
+    found(scheduler, short, 0)
     return scheduler, long, short
 
 
@@ -68,6 +69,16 @@ def test_a_late_prompt_that_was_looked_up_goes_behind_others_and_gives_its_block
     assert scheduler.queue_load.num_uncomputed_tokens == 10, "those of the late one delay no other"
     ends = [event.request_id for event in finish_all(scheduler)]
     assert ends.index(short.request_id) < ends.index(long.request_id)
+
+
+def test_what_a_store_had_of_a_late_prompt_counts_once() -> None:
+    scheduler, long, _ = looked_up(num_found=2)
+    scheduler.expire(START_S + 1.1)
+    step(scheduler)
+    assert long in scheduler.waiting
+    finish_all(scheduler)
+    assert (long.num_external_tokens, long.num_cached_tokens) == (8, 0)
+    assert scheduler.counters.num_prefilled_tokens == 30 + 52 + 20, "its blocks were in the prefix cache"
 
 
 def test_blocks_that_the_connector_knows_stay_and_the_late_prompt_goes_behind_others_all_the_same() -> None:
@@ -118,3 +129,45 @@ def test_a_late_prompt_takes_no_blocks_from_what_its_step_computes_already() -> 
     assert stream.finish_reason == "length"
     finish_all(scheduler)
     assert begun.finish_reason == "length"
+
+
+def test_a_late_prompt_of_higher_priority_takes_no_blocks_from_a_prompt_of_its_step() -> None:
+    scheduler = make_scheduler(num_blocks=13, budget=MAX_TOKENS)
+    scheduler.step_cost = COST
+    scheduler.expire(START_S)
+    begun = add_now(scheduler, 2, 45, priority=1)
+    step(scheduler)
+    scheduler.expire(START_S + 2.0)
+    other = add_now(scheduler, 3, 25, max_tokens=1)
+    assert shares(scheduler) == {other.request_id: 20}
+    output = scheduler.schedule()
+    assert [share.request for share in output.scheduled] == [other], "12 more tokens of the late one have no room"
+    assert other in scheduler.running
+    assert begun.is_late
+
+
+def test_late_prompts_that_hold_all_blocks_get_on() -> None:
+    scheduler = make_scheduler(num_blocks=13, budget=MAX_TOKENS)
+    scheduler.step_cost = COST
+    scheduler.expire(START_S)
+    first = add_now(scheduler, 2, 45)
+    step(scheduler)
+    scheduler.expire(START_S + 2.0)
+    second = add_now(scheduler, 3, 45)
+    assert shares(scheduler) == {second.request_id: 20}
+    scheduler.expire(START_S + 4.0)
+    finish_all(scheduler)
+    assert {first.finish_reason, second.finish_reason} == {"length"}
+
+
+def test_a_stream_whose_prompt_was_late_lengthens_no_step() -> None:
+    scheduler = make_scheduler(num_blocks=400, budget=100)
+    scheduler.step_cost = StepCost(0.004, 0.0, 0.001)
+    scheduler.expire(START_S)
+    stream = add(scheduler, [2] * 5, itl_s=0.02, max_tokens=50)
+    for _ in range(10):
+        step(scheduler)
+    prompt = add(scheduler, [3] * 500, ttft_s=1000.0)
+    prompt.arrived_s = START_S
+    stream.is_late = True
+    assert shares(scheduler) == {stream.request_id: 1, prompt.request_id: 16}, "as long as the objective, not twice"
