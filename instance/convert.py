@@ -126,6 +126,7 @@ def _choice(
         priority=request.priority,
         cache_salt=request.cache_salt,
         ttft_s=checked_seconds("request.ttft_s", request.ttft_s) or None,
+        begin_s=checked_seconds("request.begin_s", request.begin_s) or None,
         itl_s=checked_seconds("request.itl_s", request.itl_s) or None,
         step_stretch=_step_stretch(request.step_stretch),
         hold_kv=hold_kv,

@@ -122,7 +122,8 @@ class RouterApp:
             settings.quarantine,
             beat_timeout_s=settings.pools.beat_timeout_s,
         )
-        aims = AimSource(settings.slo, self.admission.lengths.expected, self.admission.lengths.short)
+        lengths, late_wait_s = self.admission.lengths, settings.admission.queue_timeout_s
+        aims = AimSource(settings.slo, lengths.expected, lengths.short, late_wait_s)
         dispatcher = Dispatcher(
             self.pools,
             self.safeguards,

@@ -59,6 +59,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     remote_kv: RemoteKV | None = None
     ttft_s: float | None = None
     """Objective: seconds from now to the first token."""
+    begin_s: float | None = None
+    """Seconds from now within which a step begins to compute it, or it ends with an error; None: no limit."""
     itl_s: float | None = None
     """Objective: mean seconds between two tokens."""
     step_stretch: float | None = None

@@ -132,11 +132,11 @@ class Scheduler:
         self.kv.pool.release(self.held.pop(request_id, []))
 
     def expire(self, now: float) -> None:
-        """End requests that have waited too long for a grammar, blocks, KV or seed."""
+        """End requests that have waited too long for a grammar, blocks, KV, seed or a step."""
         self._now = now
         compiling = (request for request in self.compiling.values() if not request.is_compiled)
-        for request in [*self.loading.values(), *self.waiting, *compiling]:
-            if request.deadline is not None and now >= request.deadline:
+        for request in [*self.loading.values(), *self.waiting, *self.running, *compiling]:
+            if request.is_expired(now):
                 self._fail(request, *request.expired())
 
     # The step

@@ -7,7 +7,7 @@
        │        └──its slot goes to a tenant with less──▶ paused ──its turn──▶ in flight
        └▶ waiting ──its turn──▶ in flight
              ├──cancelled, aborted, disconnected──▶ out of the queue at once
-             └──queue_timeout_s, or displaced by a higher priority──▶ RESOURCE_EXHAUSTED
+             └──queue_timeout_s, or displaced by a higher priority──▶ RESOURCE_EXHAUSTED ◀──not begun in time──in flight
 
 fair_queue.py decides the order, capacity.py what there is room for, shares.py which streams pause for others. A request
 is rejected immediately when its predicted wait exceeds the limit, with a hint when to retry. docs/admission.md explains
@@ -29,7 +29,7 @@ from router.admission.capacity import Capacity, Charge, ExternalLoadEstimator, L
 from router.admission.fair_queue import Entry, FairQueue, ServiceRate
 from router.admission.settings import AdmissionSettings
 from router.admission.shares import TenantShares
-from router.admission.ticket import Ticket
+from router.admission.ticket import Ticket, TooLate
 from router.request.generation_request import GenerationRequest
 from serving.errors import Overloaded, ServiceError, Unavailable
 from serving.histogram import Histogram
@@ -124,7 +124,7 @@ class AdmissionController:
         self.num_abandoned = 0
         """Requests that left the queue by themselves: cancelled, aborted, disconnected, past their deadline."""
         self.num_rejected: Counter[str] = Counter()
-        """By reason: queue_full, wait_too_long, deadline, queue_timeout, displaced, quota, no_instance."""
+        """By reason: queue_full, wait_too_long, deadline, queue_timeout, displaced, quota, no_instance, late."""
         self.wait_s = Histogram()
         """Of the admitted requests; most of them do not wait."""
 
@@ -184,6 +184,8 @@ class AdmissionController:
                 await self._wait_turn(entry)
             self.wait_s.observe(self.clock() - entered_s)
             yield ticket
+        except TooLate as error:
+            raise self._rejection("late", error.message, entry) from None
         finally:
             self._leave(entry)
 

@@ -43,7 +43,12 @@ class AdmissionSettings(Section):
         "Routers that share these pools, unless signals.routers finds them; each is guaranteed an equal part.",
         ge=1,
     )
-    queue_timeout_s: float = setting(5.0, "Seconds that a request may wait to be admitted.", gt=0)
+    queue_timeout_s: float = setting(
+        5.0,
+        "Seconds that a request may wait to be admitted, and after it has missed its TTFT objective, until an instance "
+        "begins its prompt.",
+        gt=0,
+    )
     instance_wait_s: float = setting(
         0.0,
         "Seconds that a request waits while there is no decode instance, such as for the first one of a pool that was "

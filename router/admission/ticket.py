@@ -21,6 +21,10 @@ _MIN_PACED = 8
 """Output tokens of each choice before the pace predicts the end: a stall among fewer would count too much."""
 
 
+class TooLate(Overloaded):
+    """Admitted, but no instance has begun the prompt in time."""
+
+
 class SlotUser(Protocol):
     """A call to an instance that runs in a slot."""
 

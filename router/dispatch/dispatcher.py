@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
-from router.admission.ticket import Slot
+from router.admission.ticket import Slot, TooLate
 from router.dispatch.instance_call import DecodeCall, InstanceCall, PrefillCall, TransferReleases
 from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
 from router.picking.affinity import Affinity, RequestAffinity
@@ -55,6 +55,16 @@ class _Flow:
     affinity: RequestAffinity
     emit: Emit
     slot: Slot
+
+    @property
+    def has_begun(self) -> bool:
+        """The client has a token of the request, from this router or another."""
+        return self.trace.request.has_first_token or self.choice.num_emitted > 0
+
+    @property
+    def waited_s(self) -> float:
+        """Since the request came."""
+        return time.monotonic() - self.trace.request.received_s
 
 
 async def run_together(*running: Coroutine[Any, Any, None]) -> None:
@@ -131,6 +141,8 @@ class Dispatcher:
         history.record(failure, progressed=bool(choice.emitted_in_attempt))
         _log.warning("attempt %d of choice %d failed: %s", choice.stream_epoch, choice.index, failure)
         error = await flow.guard.rejection(failure) or give_up(failure, history, self.failover, self.retry_after_s)
+        if failure.kind == "refused" and not flow.has_begun and self.aims.is_overdue(flow.waited_s):
+            error = TooLate("no instance has begun the prompt in time", self.retry_after_s)
         if error is None and not await flow.guard.wait_permit():
             error = no_instance(history, self.retry_after_s, "too many requests are being tried again")
         if error is not None:
@@ -234,10 +246,9 @@ class Dispatcher:
     def _wait_s(self, flow: _Flow) -> float:
         """How long a request waits for an instance: one whose client has read tokens, of this router or another. A new
         one only where an instance or its engine core is silent, as on a busy machine, and may go on."""
-        has_begun = flow.trace.request.has_first_token or flow.choice.num_emitted > 0
         needed = [self.pools.decode, *([self.pools.prefill] if self.disaggregation.mode == "always" else [])]
         wait_s, vanished = self.failover.resume_wait_s, flow.history.vanished
-        may_come = has_begun or any(
+        may_come = flow.has_begun or any(
             one.may_go_on(wait_s) or (one.state == "ready" and one.key in vanished)
             for pool in needed
             for one in pool.instances
@@ -245,9 +256,11 @@ class Dispatcher:
         return wait_s if may_come else 0.0
 
     def _aims(self, flow: _Flow) -> Aims:
-        """Of the next attempt: of a stream that has begun the pace alone."""
-        aims = self.aims.of(flow.choice.request, time.monotonic() - flow.trace.request.received_s)
-        return aims._replace(objectives=aims.objectives._replace(ttft_s=None)) if flow.choice.num_emitted else aims
+        """Of the next attempt: once the client has a token, the pace alone."""
+        aims = self.aims.of(flow.choice.request, flow.waited_s)
+        if not flow.has_begun:
+            return aims
+        return aims._replace(objectives=aims.objectives._replace(ttft_s=None, begin_s=None))
 
     def _plan_now(self, flow: _Flow) -> Plan | NoPlan:
         """Where it could run now. Ejected instances come last: any is better than none."""

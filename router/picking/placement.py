@@ -231,10 +231,16 @@ class AimSource:
     """Output tokens to expect of a request with this `max_tokens`."""
     short_tokens: Callable[[int], int | None] = lambda max_tokens: None
     """Output tokens that nine of ten such requests exceed; None: not known."""
+    late_wait_s: float = math.inf
+    """How long a prompt that has missed its TTFT waits for a step."""
 
     def of(self, request: GenerationRequest, waited_s: float = 0.0) -> Aims:
         expected, short = self.expected_tokens(request.max_tokens), self.short_tokens(request.max_tokens)
-        return Aims(self.slo.objectives(waited_s), expected, short)
+        return Aims(self.slo.objectives(waited_s, self.late_wait_s), expected, short)
+
+    def is_overdue(self, waited_s: float) -> bool:
+        """Whether a request without a token has missed its TTFT by more than it may."""
+        return waited_s >= (self.slo.objectives(0.0).ttft_s or math.inf) + self.late_wait_s
 
 
 @dataclass(frozen=True, slots=True)

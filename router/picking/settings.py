@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import field_validator
@@ -11,7 +12,8 @@ from router.picking.weights_shares import WeightsShares
 from router.request.generation_request import Objectives
 from serving.settings import Section, setting
 
-_SHORTEST_S = 1e-3
+_SHORTEST_S, _LONGEST_S = 1e-3, 3600.0
+"""What instances accept."""
 
 
 class DisaggregationSettings(Section):
@@ -65,7 +67,11 @@ class SloSettings(Section):
     """Objectives of every request. Instances bound their steps by them, and `auto` chooses by them."""
 
     ttft_ms: float | None = setting(
-        None, "Objective: milliseconds from a request's arrival to its first token.", flag="--slo-ttft-ms", gt=0
+        None,
+        "Objective: milliseconds from a request's arrival to its first token.",
+        flag="--slo-ttft-ms",
+        gt=0,
+        le=1e3 * _LONGEST_S,
     )
     itl_ms: float | None = setting(
         None,
@@ -73,12 +79,17 @@ class SloSettings(Section):
         "streams is assumed.",
         flag="--slo-itl-ms",
         gt=0,
+        le=1e3 * _LONGEST_S,
     )
 
-    def objectives(self, waited_s: float) -> Objectives:
-        """What is left of them for a request that has waited so long."""
-        ttft_s = None if self.ttft_ms is None else max(self.ttft_ms / 1e3 - waited_s, _SHORTEST_S)
-        return Objectives(ttft_s, None if self.itl_ms is None else self.itl_ms / 1e3)
+    def objectives(self, waited_s: float, late_wait_s: float = math.inf) -> Objectives:
+        """What is left of them for a request that has waited so long, and may wait `late_wait_s` past its TTFT until a
+        step begins its prompt."""
+        itl_s = None if self.itl_ms is None else self.itl_ms / 1e3
+        if self.ttft_ms is None:
+            return Objectives(None, itl_s)
+        ttft_s = max(self.ttft_ms / 1e3 - waited_s, _SHORTEST_S)
+        return Objectives(ttft_s, itl_s, min(ttft_s + late_wait_s, _LONGEST_S))
 
 
 class PickingSettings(Section):

@@ -98,6 +98,7 @@ class Choice:
             priority=request.priority,
             cache_salt=request.cache_salt,
             ttft_s=objectives.ttft_s or 0.0,
+            begin_s=objectives.begin_s or 0.0,
             itl_s=objectives.itl_s or 0.0,
             step_stretch=step_stretch or 0.0,
         )

@@ -68,6 +68,8 @@ class Objectives(NamedTuple):
 
     ttft_s: float | None = None
     itl_s: float | None = None
+    begin_s: float | None = None
+    """Within which a step must begin the prompt."""
 
 
 NO_OBJECTIVES = Objectives()

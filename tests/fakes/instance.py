@@ -29,7 +29,7 @@ from protos.tandem.v1 import (
     kv_transfer_pb2_grpc,
     prefill_pb2_grpc,
 )
-from serving.errors import Crashed, Unavailable
+from serving.errors import Crashed, Overloaded, Unavailable
 from tests.fakes.behaviour import Behaviour, Record
 from tests.fakes.servicer import Servicer
 from tests.fakes.tokens import VOCAB_SIZE, text_of, token_at
@@ -237,14 +237,18 @@ class FakeInstance:
     # What it generates
 
     @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """One of the places in its batch, if those are counted; waits for it in the order of arrival."""
+    async def slot(self, begin_s: float = 0.0) -> AsyncIterator[None]:
+        """One of the places in its batch, if those are counted; waits for it in the order of arrival, at most
+        `begin_s` if that is not 0."""
         if self._slots is None:
             yield
             return
         self._num_without_slot += 1
         try:
-            await self._slots.acquire()
+            async with asyncio.timeout(begin_s or None):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise Overloaded("no step began the prompt", 1.0) from None
         finally:
             self._num_without_slot -= 1
         self._num_generating += 1

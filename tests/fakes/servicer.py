@@ -21,7 +21,7 @@ from protos.tandem.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from serving.errors import NotFound, ServiceError, Unavailable, status_text, trailers
+from serving.errors import NotFound, Overloaded, ServiceError, Unavailable, status_text, trailers
 
 if TYPE_CHECKING:
     from tests.fakes.instance import FakeInstance
@@ -122,7 +122,7 @@ class Servicer(
             ):
                 async for response in responses:
                     await answer(response)
-        except Unavailable as error:
+        except (Overloaded, Unavailable) as error:
             await self._abort(context, error)
 
     async def _responses(
@@ -139,7 +139,7 @@ class Servicer(
             emitted = list(wanted.emitted_token_ids)
             has_transfer = start.HasField("transfer")
             await asyncio.sleep(instance.behaviour.reserve_s if has_transfer else instance.behaviour.prefill_s)
-            async with instance.slot():
+            async with instance.slot(0.0 if has_transfer else wanted.begin_s):
                 if has_transfer:
                     instance.record("reserved", wanted.request_id, start.transfer.transfer_id)
                     yield decode_pb2.DecodeResponse(reserved=decode_pb2.DecodeReserved(instance_epoch=instance.epoch))

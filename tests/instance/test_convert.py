@@ -230,10 +230,11 @@ def test_a_seed_that_ends_the_choice_or_is_empty_is_refused() -> None:
 
 def test_objectives_arrive_and_zero_is_none() -> None:
     request = instance_request()
-    assert prefill(request).engine_request.ttft_s is None
-    request.ttft_s, request.itl_s = 0.5, 0.02
     engine_request = prefill(request).engine_request
-    assert (engine_request.ttft_s, engine_request.itl_s) == (0.5, 0.02)
+    assert (engine_request.ttft_s, engine_request.itl_s, engine_request.begin_s) == (None, None, None)
+    request.ttft_s, request.itl_s, request.begin_s = 0.5, 0.02, 5.5
+    engine_request = prefill(request).engine_request
+    assert (engine_request.ttft_s, engine_request.itl_s, engine_request.begin_s) == (0.5, 0.02, 5.5)
 
 
 @pytest.mark.parametrize("stretch", [-1.0, 0.5, math.nan, math.inf])

@@ -635,6 +635,7 @@ class InstanceRequest(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     ITL_S_FIELD_NUMBER: _builtins.int
     STEP_STRETCH_FIELD_NUMBER: _builtins.int
+    BEGIN_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique over all attempts: the router's own id, never the client's."""
     stream_epoch: _builtins.int
@@ -655,6 +656,8 @@ class InstanceRequest(_message.Message):
     """Prompts lengthen a step beside this stream to at most so many times one of the streams alone, and to six times that while prompts wait
     behind others; at least 1. 0: no limit.
     """
+    begin_s: _builtins.float
+    """Seconds from now until a step has begun to compute it; a request for which none has ends with RESOURCE_EXHAUSTED. 0: no limit."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -682,10 +685,11 @@ class InstanceRequest(_message.Message):
         ttft_s: _builtins.float = ...,
         itl_s: _builtins.float = ...,
         step_stretch: _builtins.float = ...,
+        begin_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "emitted_token_ids", b"emitted_token_ids", "itl_s", b"itl_s", "lora", b"lora", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "step_stretch", b"step_stretch", "stream_epoch", b"stream_epoch", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_s", b"begin_s", "cache_salt", b"cache_salt", "choice", b"choice", "emitted_token_ids", b"emitted_token_ids", "itl_s", b"itl_s", "lora", b"lora", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "step_stretch", b"step_stretch", "stream_epoch", b"stream_epoch", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

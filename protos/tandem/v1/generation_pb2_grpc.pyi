@@ -23,7 +23,7 @@ class GenerationServiceStub:
     - NOT_FOUND: the model or the adapter is not available here.
     - UNIMPLEMENTED: a field is known and not supported yet: idempotency_key, best_of above n.
     - FAILED_PRECONDITION: the model cannot serve it, for example because its chat template is invalid.
-    - RESOURCE_EXHAUSTED: the queue is full, the wait would be too long, or a quota is used up; or every instance is full.
+    - RESOURCE_EXHAUSTED: the queue is full, the wait would be too long or was, or a quota is used up; or every instance is full.
     - UNAVAILABLE: no instance was available within the queue's time, or none to continue with after one died. With tandem-cut-off in the trailers, or without a retry delay, the router ends or has died: `resume` continues at another.
     - ABORTED: an Abort has ended it while it waited for the first instance (admission.instance_wait_s); later the finish says so.
     - INTERNAL: two instances failed on this request; the same content is rejected for a while.
@@ -54,7 +54,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         - NOT_FOUND: the model or the adapter is not available here.
         - UNIMPLEMENTED: a field is known and not supported yet: idempotency_key, best_of above n.
         - FAILED_PRECONDITION: the model cannot serve it, for example because its chat template is invalid.
-        - RESOURCE_EXHAUSTED: the queue is full, the wait would be too long, or a quota is used up; or every instance is full.
+        - RESOURCE_EXHAUSTED: the queue is full, the wait would be too long or was, or a quota is used up; or every instance is full.
         - UNAVAILABLE: no instance was available within the queue's time, or none to continue with after one died. With tandem-cut-off in the trailers, or without a retry delay, the router ends or has died: `resume` continues at another.
         - ABORTED: an Abort has ended it while it waited for the first instance (admission.instance_wait_s); later the finish says so.
         - INTERNAL: two instances failed on this request; the same content is rejected for a while.

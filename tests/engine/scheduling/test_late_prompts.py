@@ -1,8 +1,9 @@
-"""Prompts that miss their TTFT go behind all others, wherever they are: waiting, looked up in a store, or begun."""
+"""Prompts that miss their TTFT go behind all others, wherever they are: waiting, looked up in a store, or begun; those
+that no step begins in time are rejected."""
 
 from __future__ import annotations
 
-from engine.core.messages import HoldKV, StepCost
+from engine.core.messages import HoldKV, RemoteKV, StepCost, TokensEvent
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.test_external_lookup import found, seeking
@@ -171,3 +172,50 @@ def test_a_stream_whose_prompt_was_late_lengthens_no_step() -> None:
     prompt.arrived_s = START_S
     stream.is_late = True
     assert shares(scheduler) == {stream.request_id: 1, prompt.request_id: 16}, "as long as the objective, not twice"
+
+
+def overdue_at(scheduler: Scheduler, now: float) -> list[str]:
+    """The requests that end at `now` because no step has begun them, while steps go on."""
+    scheduler.expire(now)
+    failed = [event for event in scheduler.take_events() if isinstance(event, TokensEvent) and event.error]
+    assert all(event.error_kind == "no_room" and "no step began" in (event.error or "") for event in failed)
+    return [event.request_id for event in failed]
+
+
+def test_a_prompt_that_no_step_begins_in_time_is_rejected() -> None:
+    scheduler = make_scheduler(num_blocks=64, budget=MAX_TOKENS)
+    scheduler.step_cost = COST
+    scheduler.expire(START_S)
+    first = add_now(scheduler, 1, 140, begin_s=6.5)
+    step(scheduler)
+    behind = add_now(scheduler, 2, 60, begin_s=6.5)
+    assert overdue_at(scheduler, START_S + 1.5) == []
+    fresh = add_now(scheduler, 3, MAX_TOKENS, begin_s=6.5, max_tokens=1)
+    assert shares(scheduler) == {fresh.request_id: MAX_TOKENS}
+    assert behind.is_late
+    assert overdue_at(scheduler, START_S + 6.4) == []
+    assert overdue_at(scheduler, START_S + 6.5) == [behind.request_id]
+    assert not first.is_untouched, "what has been begun goes on, however long it takes"
+    ends = [event.request_id for event in finish_all(scheduler)]
+    assert first.request_id in ends
+    assert behind.request_id not in ends
+
+
+def test_a_looked_up_prompt_that_no_step_begins_in_time_is_rejected_and_leaves_no_blocks() -> None:
+    scheduler, long, short = looked_up(num_found=2, begin_s=6.5)
+    assert long.status is RequestStatus.RUNNING
+    assert overdue_at(scheduler, START_S + 6.5) == [long.request_id]
+    assert not scheduler.kv.block_ids(long.request_id)
+    assert short.request_id in [event.request_id for event in finish_all(scheduler)], "it may wait without a limit"
+
+
+def test_what_comes_from_another_instance_is_never_too_late_to_begin() -> None:
+    """Its prompt is computed there; for its room and KV it has a reservation time."""
+    scheduler = make_scheduler(num_blocks=64, budget=MAX_TOKENS)
+    remote_kv = RemoteKV(transfer_id="t", reservation_s=30.0)
+    reader = add(scheduler, [1] * 9, begin_s=1.0, remote_kv=remote_kv, now=START_S)
+    reader.arrived_s = START_S
+    assert overdue_at(scheduler, START_S + 9.0) == []
+    resumed = add(scheduler, [2] * 9, begin_s=1.0, output_token_ids=[3])
+    resumed.arrived_s = START_S
+    assert overdue_at(scheduler, START_S + 9.0) == []

@@ -47,6 +47,37 @@ async def test_a_prompt_past_its_ttft_is_no_work_ahead_of_others(run: Run) -> No
             call.cancel()
 
 
+async def test_a_prompt_that_no_instance_begins_in_time_is_rejected(run: Run) -> None:
+    """No second instance is asked, and no stream that has begun is too late."""
+    permits = [asyncio.Semaphore(2), asyncio.Semaphore(2)]
+    pool = [FakeInstance("decode", str(n), behaviour=slow(slots=1, permits=one)) for n, one in enumerate(permits)]
+    admission = {"queue_timeout_s": 0.3, "sequence_fraction": 2.0}
+    async with run(prefill=0, decode=pool, slo={"ttft_ms": 200}, admission=admission) as rig:
+        running = [asyncio.create_task(rig.generate(max_tokens=9)) for _ in pool]
+        for instance in pool:
+            await instance.until("token", 2)
+        with pytest.raises(grpc.aio.AioRpcError, match="full: no instance has begun the prompt in time") as raised:
+            await rig.generate()
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert int(raised.value.trailing_metadata()["grpc-retry-pushback-ms"]) > 0
+        assert rig.app.admission.num_rejected == {"late": 1}
+        assert sum(len(instance.recorded("decode")) for instance in pool) == 3
+        for _ in range(7):
+            permits[0].release()
+            permits[1].release()
+        assert all(answer.is_exactly(9) for answer in await asyncio.gather(*running))
+
+
+async def test_further_choices_of_an_answer_that_has_begun_are_never_too_late(run: Run) -> None:
+    one = FakeInstance("decode", behaviour=slow(slots=1))
+    async with run(prefill=0, decode=[one], slo={"ttft_ms": 50}, admission={"queue_timeout_s": 0.05}) as rig:
+        answer = await rig.generate(n=2, max_tokens=30)
+        assert all(answer.is_exactly(30, choice=choice) for choice in range(2))
+        first, second = (record.detail.request for record in one.recorded("decode"))
+        assert min(first.ttft_s, first.begin_s) > 0
+        assert (second.ttft_s, second.begin_s) == (0, 0)
+
+
 async def test_an_abort_ends_a_request_that_waits(run: Run) -> None:
     async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=ONE) as rig:
         running = asyncio.create_task(rig.generate(max_tokens=50))

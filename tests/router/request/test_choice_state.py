@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 import pytest
 
 from engine.sampling.params import SamplingParams
+from instance.convert import MAX_DURATION_S
 from protos.tandem.v1 import common_pb2
 from router.picking.settings import SloSettings
 from router.request.choice_state import Choice, StreamViolation
@@ -196,8 +198,15 @@ def test_values_of_the_request_override_the_models_defaults() -> None:
 
 def test_an_attempt_carries_what_is_left_of_the_objectives() -> None:
     slo = SloSettings(ttft_ms=500, itl_ms=20)
-    request = choice().begin_attempt(slo.objectives(waited_s=0.2))
-    assert (request.ttft_s, request.itl_s) == (pytest.approx(0.3), 0.02)
-    assert 0 < choice().begin_attempt(slo.objectives(waited_s=9.0)).ttft_s <= 0.001, "late, not without an objective"
-    without = choice().begin_attempt(SloSettings().objectives(waited_s=9.0))
-    assert (without.ttft_s, without.itl_s) == (0.0, 0.0)
+    request = choice().begin_attempt(slo.objectives(waited_s=0.2, late_wait_s=5.0))
+    assert (request.ttft_s, request.itl_s, request.begin_s) == (pytest.approx(0.3), 0.02, pytest.approx(5.3))
+    late = choice().begin_attempt(slo.objectives(waited_s=9.0, late_wait_s=5.0))
+    assert 0 < late.ttft_s <= 0.001, "late, not without an objective"
+    assert late.begin_s == pytest.approx(5.0, abs=0.01), "after a failed attempt it may wait as long again"
+    without = choice().begin_attempt(SloSettings().objectives(waited_s=9.0, late_wait_s=5.0))
+    assert (without.ttft_s, without.itl_s, without.begin_s) == (0.0, 0.0, 0.0)
+
+
+def test_no_objective_and_no_wait_is_longer_than_instances_accept() -> None:
+    request = choice().begin_attempt(SloSettings(ttft_ms=3_600_000).objectives(waited_s=0.0, late_wait_s=math.inf))
+    assert (request.ttft_s, request.begin_s) == (MAX_DURATION_S, MAX_DURATION_S)
