@@ -185,7 +185,7 @@ class AdmissionController:
             self.wait_s.observe(self.clock() - entered_s)
             yield ticket
         except TooLate as error:
-            raise self._rejection("late", error.message, entry) from None
+            raise self._rejection("late", error.message) from None
         finally:
             self._leave(entry)
 
@@ -375,9 +375,9 @@ class AdmissionController:
             return Unavailable("no decode instance is available")
         return self._rejection("queue_timeout", f"no room within {self.settings.queue_timeout_s:g} s", entry)
 
-    def _rejection(self, reason: str, problem: str, entry: Entry[Ticket]) -> Overloaded:
-        """The error, with the predicted wait as the retry hint."""
+    def _rejection(self, reason: str, problem: str, entry: Entry[Ticket] | None = None) -> Overloaded:
+        """The error, with the predicted wait of `entry` as the retry hint, if it waits here."""
         self.num_rejected[reason] += 1
-        wait_s = self._predicted_wait_s(entry) or 0.0
+        wait_s = (self._predicted_wait_s(entry) if entry is not None else None) or 0.0
         hint_s = min(max(wait_s, self.settings.retry_after_s), self.settings.max_retry_after_s)
         return Overloaded(f"the router is full: {problem}", hint_s * self.rng.uniform(1.0, 1.0 + _JITTER))
