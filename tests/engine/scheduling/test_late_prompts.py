@@ -219,3 +219,22 @@ def test_what_comes_from_another_instance_is_never_too_late_to_begin() -> None:
     resumed = add(scheduler, [2] * 9, begin_s=1.0, output_token_ids=[3])
     resumed.arrived_s = START_S
     assert overdue_at(scheduler, START_S + 9.0) == []
+
+
+def test_under_lasting_overload_prompts_stay_on_time_and_few_wait() -> None:
+    """Twice as many come as can be computed."""
+    scheduler = make_scheduler(num_blocks=64, budget=MAX_TOKENS)
+    scheduler.step_cost = COST
+    step_s, arrivals, num_on_time, num_waiting = COST.per_token_s * MAX_TOKENS, {}, 0, 0
+    for number in range(150):
+        now = START_S + number * step_s
+        scheduler.expire(now)
+        for token_id in (10 + 2 * number, 11 + 2 * number):
+            request = add_now(scheduler, token_id, MAX_TOKENS, begin_s=6.5, max_tokens=1)
+            arrivals[request.request_id] = now
+        step(scheduler)
+        ended = [event for event in scheduler.take_events() if isinstance(event, TokensEvent) and not event.error]
+        num_on_time += sum(now + step_s - arrivals[event.request_id] <= 1.5 for event in ended)
+        num_waiting = max(num_waiting, len(scheduler.waiting))
+    assert num_on_time >= 0.95 * 150
+    assert num_waiting <= (6.5 + 1.5) / step_s, "one late prompt of each step, and those that can be on time"
