@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from protos.tandem.v1 import decode_pb2
-from serving.errors import AlreadyExists, Overloaded, ServiceError, Unavailable
+from serving.errors import AlreadyExists, Overloaded, ServiceError, StreamEnded
 
 WriteResponse = Callable[[decode_pb2.DecodeResponse], Awaitable[None]]  # writes one response of one call
 WriteMessage = Callable[[decode_pb2.StreamTokensResponse], Awaitable[None]]  # returns when the message is written
@@ -45,7 +45,7 @@ class _TokenStream:
         """Of each call on the stream; rescheduled to now when the stream ends."""
 
     async def write_batches(self, write: WriteMessage) -> None:
-        """Writes until it is cancelled or `write` raises; then every call on the stream ends with Unavailable."""
+        """Writes until it is cancelled or `write` raises; then every call on the stream ends with StreamEnded."""
         try:
             self._has_responses.set()
             while True:
@@ -78,7 +78,7 @@ class _TokenStream:
         except TimeoutError:
             if not timeout.expired():
                 raise
-            raise Unavailable("the token stream has ended") from None
+            raise StreamEnded("the token stream has ended") from None
 
     async def _add_response(self, call_number: int, response: decode_pb2.DecodeResponse) -> None:
         while self._batch.num_bytes >= _MAX_BATCH_BYTES:
@@ -119,7 +119,7 @@ class TokenStreams:
     async def response_writer(self, start: decode_pb2.DecodeStart, own: WriteResponse) -> AsyncIterator[WriteResponse]:
         """The writer for the call that `start` opens: the stream that it names if that is open, else the call's `own`.
 
-        Raises AlreadyExists for a call number in use, and Unavailable when the stream ends before the call.
+        Raises AlreadyExists for a call number in use, and StreamEnded when the stream ends before the call.
         """
         named = start.token_stream
         stream = self._open.get(named.stream_id) if start.HasField("token_stream") else None

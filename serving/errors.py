@@ -11,7 +11,9 @@ ServiceError                 retrying elsewhere?
 ├── DeadlineExceeded         never: the caller's time is up
 ├── Overloaded               yes, after `retry_after_s`; None: do not retry, a quota is used up
 ├── Unavailable              yes, at another instance, or here after `retry_after_s`
-│   └── Crashed              the same; the request may be the cause
+│   ├── CutOff               yes, at another server
+│   ├── Crashed              the same; the request may be the cause
+│   └── StreamEnded          yes, here too
 ├── Aborted                  yes, as a new request
 └── InternalError            a bug; the client gets only the request id
 
@@ -124,6 +126,11 @@ class Crashed(Unavailable):
     """The instance crashed while it had the request, which may be the cause: the router counts the crash."""
 
 
+class StreamEnded(Unavailable):
+    """The stream in which a call is answered has ended, not the instance. It has no details, as where a connection
+    breaks: either end may notice it first."""
+
+
 class InternalError(ServiceError):
     """A bug, or a peer's status without a class of its own."""
 
@@ -162,6 +169,8 @@ def without_request_id(text: str) -> str:
 
 def trailers(error: ServiceError, text: str) -> Trailers:
     """The trailers that carry the error's details: BadRequest, RetryInfo, the retry pushback."""
+    if isinstance(error, StreamEnded):
+        return ()
     status = status_pb2.Status(code=error.code.value[0], message=text)
     if error.violations:
         bad_request = error_details_pb2.BadRequest()

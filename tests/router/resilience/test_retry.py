@@ -17,7 +17,7 @@ from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, FailureKind, RetryBudget, give_up
 from router.resilience.safeguards import Guard
-from serving.errors import InternalError, Overloaded, ServiceError, Unavailable
+from serving.errors import InternalError, Overloaded, ServiceError, StreamEnded, Unavailable
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes, prefills, status_of
@@ -81,6 +81,16 @@ async def test_a_call_that_broke_at_the_only_instance_is_tried_there_again(run: 
         await rig.decode[0].until("decode")
         rig.decode[0].behaviour.prefill_s = 0.0
         rig.decode[0].break_token_streams()
+        assert (await asked).is_exactly(12)
+
+
+async def test_a_call_whose_token_stream_the_instance_has_lost_first_is_tried_there_again(run: Run) -> None:
+    """Its own status comes before the end of the stream; it says nothing else."""
+    lost = Behaviour(refuse=StreamEnded("the token stream has ended"))
+    async with run(prefill=0, decode=decodes(lost)) as rig:
+        asked = asyncio.create_task(rig.generate())
+        await rig.decode[0].until("refused")
+        lost.refuse = None
         assert (await asked).is_exactly(12)
 
 
