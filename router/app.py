@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import secrets
 import socket
@@ -112,7 +111,7 @@ class RouterApp:
             settings.admission,
             self._capacity,
             (lambda: peers.num_routers) if peers is not None else None,
-            ttft_s=settings.slo.objectives(0.0).ttft_s or math.inf,
+            ttft_s=settings.slo.ttft_s,
         )
         self.affinity = Affinity(settings.picking)
         self.safeguards = Safeguards(

@@ -192,7 +192,7 @@ def _admission(admission: AdmissionController) -> Iterator[Metric]:
         yield gauge(f"tandem_router_{name}", f"Current {name}, by state.", samples, "state")
     yield gauge("tandem_router_waiting_tenants", "Tenants with queued requests.", admission.queue.num_backlogged)
     rejected = dict(admission.num_rejected)
-    yield counter("tandem_router_requests_refused", "Requests not admitted, by reason.", rejected, "reason")
+    yield counter("tandem_router_requests_refused", "Requests rejected, by reason.", rejected, "reason")
     what = "Times that a stream gave its slot to another tenant."
     yield counter("tandem_router_streams_paused", what, admission.num_paused)
     wait = HistogramMetricFamily("tandem_router_queue_wait_seconds", "Queue wait of admitted requests.")

@@ -140,14 +140,19 @@ class Dispatcher:
             return
         history.record(failure, progressed=bool(choice.emitted_in_attempt))
         _log.warning("attempt %d of choice %d failed: %s", choice.stream_epoch, choice.index, failure)
-        error = await flow.guard.rejection(failure) or give_up(failure, history, self.failover, self.retry_after_s)
-        if failure.kind == "refused" and not flow.has_begun and self.aims.is_overdue(flow.waited_s):
-            error = TooLate("no instance has begun the prompt in time", self.retry_after_s)
+        error = await flow.guard.rejection(failure) or self._too_late(flow, failure)
+        error = error or give_up(failure, history, self.failover, self.retry_after_s)
         if error is None and not await flow.guard.wait_permit():
             error = no_instance(history, self.retry_after_s, "too many requests are being tried again")
         if error is not None:
             raise error from failure
         flow.trace.tried_again(has_begun=choice.num_emitted > 0)
+
+    def _too_late(self, flow: _Flow, failure: CallFailed) -> TooLate | None:
+        """The error where `failure` is that an instance has not begun the prompt in time: no other would have."""
+        if failure.kind != "refused" or flow.has_begun or not self.aims.is_overdue(flow.waited_s):
+            return None
+        return TooLate("no instance has begun the prompt in time", self.retry_after_s)
 
     async def _wait_slot(self, flow: _Flow) -> None:
         """Returns when the request has a slot again. Raises DeadlineExceeded."""

@@ -240,7 +240,7 @@ class AimSource:
 
     def is_overdue(self, waited_s: float) -> bool:
         """Whether a request without a token has missed its TTFT by more than it may."""
-        return waited_s >= (self.slo.objectives(0.0).ttft_s or math.inf) + self.late_wait_s
+        return waited_s >= self.slo.ttft_s + self.late_wait_s
 
 
 @dataclass(frozen=True, slots=True)

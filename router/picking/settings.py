@@ -82,13 +82,18 @@ class SloSettings(Section):
         le=1e3 * _LONGEST_S,
     )
 
+    @property
+    def ttft_s(self) -> float:
+        """Infinite without an objective."""
+        return math.inf if self.ttft_ms is None else self.ttft_ms / 1e3
+
     def objectives(self, waited_s: float, late_wait_s: float = math.inf) -> Objectives:
         """What is left of them for a request that has waited so long, and may wait `late_wait_s` past its TTFT until a
         step begins its prompt."""
         itl_s = None if self.itl_ms is None else self.itl_ms / 1e3
         if self.ttft_ms is None:
             return Objectives(None, itl_s)
-        ttft_s = max(self.ttft_ms / 1e3 - waited_s, _SHORTEST_S)
+        ttft_s = max(self.ttft_s - waited_s, _SHORTEST_S)
         return Objectives(ttft_s, itl_s, min(ttft_s + late_wait_s, _LONGEST_S))
 
 

@@ -22,6 +22,22 @@ def add_now(scheduler: Scheduler, token_id: int, num_tokens: int, **fields: obje
     return request
 
 
+def at_start(num_blocks: int = 64) -> Scheduler:
+    scheduler = make_scheduler(num_blocks=num_blocks, budget=MAX_TOKENS)
+    scheduler.step_cost = COST
+    scheduler.expire(START_S)
+    return scheduler
+
+
+def begun_and_late(**fields: object) -> tuple[Scheduler, Request]:
+    """A prompt of 45 tokens, of which 20 are computed, whose first token is overdue; 13 blocks in all."""
+    scheduler = at_start(num_blocks=13)
+    begun = add_now(scheduler, 2, 45, **fields)
+    step(scheduler)
+    scheduler.expire(START_S + 2.0)
+    return scheduler, begun
+
+
 def shares(scheduler: Scheduler) -> dict[str, int]:
     """What the next step computes."""
     return {share.request.request_id: share.num_tokens for share in step(scheduler).scheduled}
@@ -96,9 +112,7 @@ def test_blocks_that_the_connector_knows_stay_and_the_late_prompt_goes_behind_ot
 
 
 def test_prompts_on_time_overtake_a_late_one_that_has_begun() -> None:
-    scheduler = make_scheduler(num_blocks=64, budget=MAX_TOKENS)
-    scheduler.step_cost = COST
-    scheduler.expire(START_S)
+    scheduler = at_start()
     begun = add_now(scheduler, 2, 80)
     assert shares(scheduler) == {begun.request_id: 20}
     scheduler.expire(START_S + 1.0)
@@ -114,12 +128,7 @@ def test_prompts_on_time_overtake_a_late_one_that_has_begun() -> None:
 
 
 def test_a_late_prompt_takes_no_blocks_from_what_its_step_computes_already() -> None:
-    scheduler = make_scheduler(num_blocks=13, budget=MAX_TOKENS)
-    scheduler.step_cost = COST
-    scheduler.expire(START_S)
-    begun = add_now(scheduler, 2, 45)
-    step(scheduler)
-    scheduler.expire(START_S + 2.0)
+    scheduler, begun = begun_and_late()
     stream = add_now(scheduler, 3, 15, max_tokens=30)
     step(scheduler)
     assert begun.is_late
@@ -133,12 +142,7 @@ def test_a_late_prompt_takes_no_blocks_from_what_its_step_computes_already() -> 
 
 
 def test_a_late_prompt_of_higher_priority_takes_no_blocks_from_a_prompt_of_its_step() -> None:
-    scheduler = make_scheduler(num_blocks=13, budget=MAX_TOKENS)
-    scheduler.step_cost = COST
-    scheduler.expire(START_S)
-    begun = add_now(scheduler, 2, 45, priority=1)
-    step(scheduler)
-    scheduler.expire(START_S + 2.0)
+    scheduler, begun = begun_and_late(priority=1)
     other = add_now(scheduler, 3, 25, max_tokens=1)
     assert shares(scheduler) == {other.request_id: 20}
     output = scheduler.schedule()
@@ -148,12 +152,7 @@ def test_a_late_prompt_of_higher_priority_takes_no_blocks_from_a_prompt_of_its_s
 
 
 def test_late_prompts_that_hold_all_blocks_get_on() -> None:
-    scheduler = make_scheduler(num_blocks=13, budget=MAX_TOKENS)
-    scheduler.step_cost = COST
-    scheduler.expire(START_S)
-    first = add_now(scheduler, 2, 45)
-    step(scheduler)
-    scheduler.expire(START_S + 2.0)
+    scheduler, first = begun_and_late()
     second = add_now(scheduler, 3, 45)
     assert shares(scheduler) == {second.request_id: 20}
     scheduler.expire(START_S + 4.0)
@@ -183,9 +182,7 @@ def overdue_at(scheduler: Scheduler, now: float) -> list[str]:
 
 
 def test_a_prompt_that_no_step_begins_in_time_is_rejected() -> None:
-    scheduler = make_scheduler(num_blocks=64, budget=MAX_TOKENS)
-    scheduler.step_cost = COST
-    scheduler.expire(START_S)
+    scheduler = at_start()
     first = add_now(scheduler, 1, 140, begin_s=6.5)
     step(scheduler)
     behind = add_now(scheduler, 2, 60, begin_s=6.5)
@@ -223,8 +220,7 @@ def test_what_comes_from_another_instance_is_never_too_late_to_begin() -> None:
 
 def test_under_lasting_overload_prompts_stay_on_time_and_few_wait() -> None:
     """Twice as many come as can be computed."""
-    scheduler = make_scheduler(num_blocks=64, budget=MAX_TOKENS)
-    scheduler.step_cost = COST
+    scheduler = at_start()
     step_s, arrivals, num_on_time, num_waiting = COST.per_token_s * MAX_TOKENS, {}, 0, 0
     for number in range(150):
         now = START_S + number * step_s
