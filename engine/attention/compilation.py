@@ -97,9 +97,16 @@ def has_wide_registers() -> bool:
 
 
 @functools.cache
-def multiplies_pairs() -> bool:
-    """Whether pairs of bfloat16 are multiplied at once, twice as many in the time of float32 (AVX512_BF16)."""
+def has_pairs() -> bool:
+    """Whether there are instructions for pairs of bfloat16 (AVX512_BF16)."""
     return "avx512bf16" in _features()
+
+
+@functools.cache
+def multiplies_pairs() -> bool:
+    """Whether pairs of bfloat16 are multiplied at twice the speed of float32, as by AMD's processors. Intel's multiply
+    them at half of it: it is faster to convert them to float32 (benchmarks/LOG.md)."""
+    return has_pairs() and llvmlite.binding.get_host_cpu_name().startswith("znver")
 
 
 @functools.cache

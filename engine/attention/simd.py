@@ -25,7 +25,7 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic
 
-from engine.attention.compilation import multiplies_pairs
+from engine.attention.compilation import has_pairs
 
 WIDTH = 16
 BFLOAT16 = np.uint16(0)
@@ -193,7 +193,7 @@ _PAIRS = ir.VectorType(_Bfloat16(), 2 * WIDTH)
 
 def pair_product(builder, left, right, added):
     """Elements of `left` and `right` are pairs of bfloat16: left[0] * right[0] + left[1] * right[1] + added. Where
-    `multiplies_pairs`."""
+    `has_pairs`."""
     pairs = [builder.bitcast(one, _PAIRS) for one in (left, right)]
     return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _VECTOR, [added, *pairs])
 
@@ -209,7 +209,7 @@ def pairs_product(typingctx, left, right, added):
 
 
 def as_pairs(builder, lower, upper):
-    """32 floats, rounded to bfloat16, as sixteen pairs: the first eight of `lower`. Where `multiplies_pairs`."""
+    """32 floats, rounded to bfloat16, as sixteen pairs: the first eight of `lower`. Where `has_pairs`."""
     pairs = _call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _PAIRS, [upper, lower])
     return builder.bitcast(pairs, _VECTOR)
 
@@ -226,7 +226,7 @@ def rounded_pairs(typingctx, lower, upper):
 
 @intrinsic
 def _scaled(typingctx, value, exponent):
-    """value * 2**exponent for whole numbers of any size; 0 where that is too small. Where `multiplies_pairs`."""
+    """value * 2**exponent for whole numbers of any size; 0 where that is too small. Where `has_pairs`."""
 
     def codegen(context, builder, sig, args):
         every, current_rounding = ir.Constant(ir.IntType(WIDTH), -1), ir.Constant(_I32, 4)
@@ -294,7 +294,7 @@ def store(typingctx, base, index, value):
 def _as_bfloat16(builder, vector):
     """The nearest bfloat16 of each float, as integers of 16 bits; NaN stays. In hardware numbers below 2**-126, which
     bfloat16 has with fewer digits, become 0."""
-    if multiplies_pairs():
+    if has_pairs():
         halves = _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(_Bfloat16(), WIDTH), [vector])
         return builder.bitcast(halves, _HALVES)
     bits = builder.bitcast(vector, _INTEGERS)
@@ -442,7 +442,7 @@ def exp(x):
 @njit
 def exp2(x):
     """2**x, the relative error below 8e-5 (bfloat16 rounds by up to 4e-3); 0 for x below -150. Where
-    `multiplies_pairs`.
+    `has_pairs`.
 
     x = n + r with |r| <= 1 / 2, and the cubic whose largest relative error is least.
     """

@@ -131,6 +131,7 @@ _SHORT_PRODUCTS = 1 << 16
 """With fewer multiplications of numbers one thread finishes before a second has started."""
 
 _Arguments = ctypes.c_int64 * 8
+_address_of = {in_pairs: functools.partial(multiply_address, in_pairs=in_pairs) for in_pairs in (False, True)}
 
 
 class PanelLinear:
@@ -139,8 +140,9 @@ class PanelLinear:
 
     Where oneDNN multiplies a type, it reads its packed matrix at half of the memory's speed for few rows, and is no
     faster for many (benchmarks/LOG.md). It adds up a single row in another order than several, in float32 always and in
-    bfloat16 with more than 1024 inputs, while here the bits of a row depend on that row alone. bfloat16 without AVX-512
-    has no product in oneDNN, and torch's own reaches an eighth of the processor's speed.
+    bfloat16 with more than 1024 inputs, while here the bits of a row depend on that row alone. bfloat16 takes it four
+    times as long by AVX-512 alone, and one and a half times by the pairs of Intel's processors. Without AVX-512 it has
+    no product of bfloat16, and torch's own reaches an eighth of the processor's speed.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -150,18 +152,19 @@ class PanelLinear:
         self._panels = _in_panels(weight)
         bias = torch.zeros(self.out_features) if bias is None else bias.float()
         self._bias = torch.nn.functional.pad(bias, (0, -self.out_features % PANEL))
-        self._are_converted = weight.dtype == torch.bfloat16 and not multiplies_pairs()
-        self._launch = launcher_for(multiply_address, weight.dtype)
+        in_pairs = weight.dtype == torch.bfloat16 and multiplies_pairs()
+        self._are_converted = weight.dtype == torch.bfloat16 and not in_pairs
+        self._launch = launcher_for(_address_of[in_pairs], weight.dtype)
 
     @staticmethod
     def supports(weight: torch.Tensor) -> bool:
-        """float32 with AVX-512, whose registers hold the sums. bfloat16 where the processor multiplies pairs of it, but
-        not tiles, which oneDNN uses; and where oneDNN has no product of bfloat16: they are converted to float32."""
+        """float32 with AVX-512, whose registers hold the sums. bfloat16 with AVX-512, unless the processor multiplies
+        tiles, which oneDNN uses; and where oneDNN has no product of bfloat16."""
         if weight.device.type != "cpu":
             return False
         if weight.dtype == torch.bfloat16:
-            is_best = multiplies_pairs() and not multiplies_tiles()
-            return weight.shape[1] % 2 == 0 and (is_best or not _has_onednn_bfloat16())
+            is_faster = has_wide_registers() and not multiplies_tiles()
+            return weight.shape[1] % 2 == 0 and (is_faster or not _has_onednn_bfloat16())
         return weight.dtype == torch.float32 and has_wide_registers()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ _GROUP = 256
 """Numbers. Long sums lose digits: those of groups are shorter."""
 _AHEAD = 16
 """Numbers, 4 KiB: so far the panel is prefetched, past its end into the next one, by one and two rows, and by the first
-four where it is read in quarters. Elsewhere the processor sees the stream by itself."""
+four, but for AMD's processors with AVX-512, which see that stream by themselves."""
 _NEAR = 4
 """Numbers: so far by one row without AVX-512, which is 8 % faster (benchmarks/LOG.md)."""
 _CHUNK = 128
@@ -50,12 +50,12 @@ _VECTORS = PANEL // WIDTH
 
 
 @functools.cache
-def multiply_address(dtype: str) -> int:
+def multiply_address(dtype: str, *, in_pairs: bool) -> int:
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of 32 bits of an input, input [rows, numbers], or
     float32 [rows, inputs] where pairs are converted; matrix [panels, numbers, 64], bias (float32 [panels, 64]), output
-    [rows, outputs]. `dtype`: float32, or bfloat16, whose numbers are pairs."""
+    [rows, outputs]. `dtype`: float32, or bfloat16, whose numbers are pairs; `in_pairs`: which are multiplied as such."""
     kind = KINDS[dtype]
-    numbers = PAIRS if dtype == "bfloat16" and multiplies_pairs() else kind
+    numbers = PAIRS if in_pairs else kind
 
     @kernel
     def compiled(a):
@@ -156,7 +156,7 @@ def _summed(builder, num_numbers, num_sums, add_products):
     return loop(builder, I64(0), num_groups, zeros, add_group)
 
 
-_multiply_first_four = _multiply_rows(4, ahead=0 if has_wide_registers() else _AHEAD)
+_multiply_first_four = _multiply_rows(4, ahead=0 if multiplies_pairs() else _AHEAD)
 """For a panel that is not in the second level yet."""
 _multiply_four = _multiply_rows(4, ahead=0)
 _multiply_two = _multiply_rows(2, ahead=_AHEAD)

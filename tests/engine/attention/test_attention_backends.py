@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.attention import cpu, select_backend
 from engine.attention.backend import AttentionMetadata
-from engine.attention.compilation import multiplies_pairs
+from engine.attention.compilation import has_pairs
 from engine.attention.reference import ReferenceAttention
 from engine.errors import UnsupportedModel
 from tests.builders import paged_step
@@ -119,8 +119,8 @@ def zero_partners(cache: torch.Tensor, metadata: AttentionMetadata) -> None:
 
 @contextmanager
 def pairs(are_multiplied: bool) -> Iterator[None]:
-    """As on a processor that multiplies pairs of bfloat16, where this is one, or on another one."""
-    with patch.object(cpu, "multiplies_pairs", lambda: are_multiplied and multiplies_pairs()):
+    """As on a processor that multiplies pairs of bfloat16, where this one can, or on another one."""
+    with patch.object(cpu, "multiplies_pairs", lambda: are_multiplied and has_pairs()):
         yield
 
 

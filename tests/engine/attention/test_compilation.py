@@ -182,7 +182,7 @@ import torch
 from engine.attention import compilation
 from engine.models.linear import PanelLinear
 
-assert not compilation.has_wide_registers() and not compilation.multiplies_pairs()
+assert not compilation.has_wide_registers() and not compilation.has_pairs()
 matrix, rows = torch.randn(64, 32).bfloat16(), torch.randn(5, 32).bfloat16()
 torch.testing.assert_close(PanelLinear(matrix, None)(rows), torch.nn.functional.linear(rows, matrix))
 """

@@ -15,7 +15,7 @@ import torch
 from numba import cfunc
 
 from engine.attention import compilation, simd
-from engine.attention.compilation import SIGNATURE, kernel, multiplies_pairs
+from engine.attention.compilation import SIGNATURE, kernel, has_pairs
 from engine.attention.simd import (
     FLOAT32,
     KINDS,
@@ -79,8 +79,8 @@ def test_narrow_numbers_round_as_torchs_do(
     dtype: torch.dtype, by_hardware: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`by_hardware`: where this processor rounds to bfloat16, which makes the smallest numbers 0."""
-    by_hardware = by_hardware and multiplies_pairs()
-    monkeypatch.setattr(simd, "multiplies_pairs", lambda: by_hardware)
+    by_hardware = by_hardware and has_pairs()
+    monkeypatch.setattr(simd, "has_pairs", lambda: by_hardware)
     bits = torch.randint(-(2**31), 2**31 - 1, (16_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     x = bits.view(torch.float32)
     x[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4e38])
