@@ -5,8 +5,9 @@ processor multiplies and adds at once, or pairs that are converted to two floats
 panel, four at once: their sums stay in registers, and where there are few rows, the time is that of reading the panel.
 A row adds the numbers of a group in the order of its inputs, and then the groups, whatever the rows beside it.
 
-Of four rows, 32 registers of sixteen floats hold the sums of the whole panel. Sixteen registers of eight floats hold
-those of a quarter, and the numbers beside them: there the panel is read quarter by quarter, of two rows half by half.
+Of four rows, 32 registers of sixteen floats hold the sums of the whole panel, or of twelve rows those of its half: what
+is converted then serves more rows. Sixteen registers of eight floats hold the sums of a quarter for four rows, and the
+numbers beside them: there the panel is read quarter by quarter, of two rows half by half.
 """
 
 # Functions that numba calls with types have no useful annotations of their own.
@@ -47,54 +48,68 @@ _NEAR = 4
 _CHUNK = 128
 """Rows of a task."""
 _VECTORS = PANEL // WIDTH
+_SUMS = 24
+"""At most, in 32 registers."""
 
 
 @functools.cache
 def multiply_address(dtype: str, *, in_pairs: bool) -> int:
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of 32 bits of an input, input [rows, numbers], or
     float32 [rows, inputs] where pairs are converted; matrix [panels, numbers, 64], bias (float32 [panels, 64]), output
-    [rows, outputs]. `dtype`: float32, or bfloat16, whose numbers are pairs; `in_pairs`: which are multiplied as such."""
+    [rows, outputs]. `dtype`: float32, or bfloat16, whose numbers are pairs, multiplied as such if `in_pairs`."""
     kind = KINDS[dtype]
     numbers = PAIRS if in_pairs else kind
+    are_converted = dtype == "bfloat16" and not in_pairs
+    multiply = _multiplying(12 if are_converted and has_wide_registers() else 4)
 
     @kernel
     def compiled(a):
-        _multiply(a, kind, numbers)
+        multiply(a, kind, numbers)
 
     return int(compiled.address)
 
 
-@njit
-def _multiply(a, kind, numbers):
-    rows, outputs, num_numbers = a[1], a[2], a[3]
-    x, matrix, bias = pointer(a[4], FLOAT32), pointer(a[5], FLOAT32), pointer(a[6], FLOAT32)
-    output = pointer(a[7], kind)
-    num_chunks = (rows + _CHUNK - 1) // _CHUNK
-    while True:
-        task = next_task(a)
-        column = task // num_chunks * PANEL
-        if column >= outputs:
-            break
-        row = task % num_chunks * _CHUNK
-        last = min(row + _CHUNK, rows)
-        if row + 4 <= last:
-            _multiply_first_four(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
-            row += 4
-        while row + 4 <= last:
-            _multiply_four(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
-            row += 4
-        if row + 2 <= last:
-            _multiply_two(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
-            row += 2
-        if row < last:
-            _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
+@functools.cache
+def _multiplying(many):
+    """The kernel's body, for `many` rows at once where there are as many."""
+    multiply_many = _multiply_rows(many, ahead=0)
+
+    @njit
+    def multiply(a, kind, numbers):
+        rows, outputs, num_numbers = a[1], a[2], a[3]
+        x, matrix, bias = pointer(a[4], FLOAT32), pointer(a[5], FLOAT32), pointer(a[6], FLOAT32)
+        output = pointer(a[7], kind)
+        num_chunks = (rows + _CHUNK - 1) // _CHUNK
+        while True:
+            task = next_task(a)
+            column = task // num_chunks * PANEL
+            if column >= outputs:
+                break
+            row = task % num_chunks * _CHUNK
+            last = min(row + _CHUNK, rows)
+            if row + 4 <= last:
+                _multiply_first_four(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
+                row += 4
+            while row + many <= last:
+                multiply_many(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
+                row += many
+            while many > 4 and row + 4 <= last:
+                _multiply_four(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
+                row += 4
+            if row + 2 <= last:
+                _multiply_two(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
+                row += 2
+            if row < last:
+                _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
+
+    return multiply
 
 
 def _multiply_rows(num_rows, *, ahead):
     """`num_rows` rows times one panel. Arguments: x, (row, numbers of an input row), matrix, bias, output, (outputs of
     a row, first output of the panel), and how numbers are multiplied: a kind of `Arithmetic`. `ahead`: by how many
     numbers the panel is prefetched, 0: not."""
-    num_vectors = num_together(num_rows, _VECTORS)
+    num_vectors = min(num_together(num_rows, _VECTORS), _SUMS // num_rows)
 
     def codegen(context, builder, sig, args):
         x, row_places, matrix, bias, output, output_places, _ = args

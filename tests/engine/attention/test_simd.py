@@ -15,7 +15,7 @@ import torch
 from numba import cfunc
 
 from engine.attention import compilation, simd
-from engine.attention.compilation import SIGNATURE, kernel, has_pairs
+from engine.attention.compilation import SIGNATURE, has_pairs, kernel
 from engine.attention.simd import (
     FLOAT32,
     KINDS,

@@ -84,7 +84,7 @@ def test_rows_of_a_wider_matrix_are_copied_and_no_row_is_no_result(dtype: torch.
 
 
 def test_what_is_not_supported_or_is_slower_is_left_to_torch() -> None:
-    in_bfloat16 = has_wide_registers() and not multiplies_tiles() or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    in_bfloat16 = (has_wide_registers() and not multiplies_tiles()) or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for dtype, is_ours in ((torch.float32, has_wide_registers()), (torch.bfloat16, in_bfloat16)):
         assert isinstance(make_linear(numbers(8, 8, dtype=dtype)), PanelLinear) == is_ours
     odd = numbers(8, 7, dtype=torch.bfloat16)
