@@ -1,7 +1,8 @@
 """Applies to every test: own runtime folder and ports, no process left behind, Hypothesis' profile, units of work.
 
 With `-n` (pytest-xdist) the tests of a file run in one worker, so that a module's fixtures are made once. So do the
-tests of a shared stack (tests/system/stacks.py), whatever their files. The longest units come first.
+tests of a shared stack (tests/system/stacks.py), whatever their files. The longest units come first; of the others,
+those that wait run beside those that compute.
 
 `--slow-part 2/4` runs the second quarter of the slow tests; `make test-slow` runs all of them, .ci/run one part.
 """
@@ -16,7 +17,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +50,14 @@ LONGEST_FIRST = (
     "prefix store",
     "tight",
     "tests/system/",
-    "tests/kv_transfer/",
-    "tests/instance/",
-    "tests/tandem/",
-    "tests/engine/",
     "tests/chart/end_to_end/",
     "tests/chart/test_end_to_end",
     "tests/chart/fake_kube/",
 )
 """Beginnings of units, in the order in which workers take them. The others follow."""
+WAITING = ("tests/kv_transfer/nixl/", "tests/tandem/client/", "tests/instance/", "tests/serving/", "tests/router/")
+"""Beginnings of units whose tests wait for most of their time, for a time-out or a retry. In this order they run beside
+those that compute."""
 
 
 def unit_of(nodeid: str) -> str:
@@ -124,7 +125,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(PATIENCE * seconds), append=False)
     items.sort(key=_stack)  # each starts once, without `-n` too
     if hasattr(config, "workerinput"):
-        items.sort(key=_rank)
+        units = dict.fromkeys(unit_of(item.nodeid) for item in items)
+        places = {unit: place for place, unit in enumerate(_in_order(units))}
+        items.sort(key=lambda item: places[unit_of(item.nodeid)])
 
 
 def _stack(item: pytest.Item) -> str:
@@ -132,9 +135,17 @@ def _stack(item: pytest.Item) -> str:
     return "" if unit.endswith(".py") else unit
 
 
-def _rank(item: pytest.Item) -> int:
-    unit = unit_of(item.nodeid)
-    return next((at for at, beginning in enumerate(LONGEST_FIRST) if unit.startswith(beginning)), len(LONGEST_FIRST))
+def _in_order(units: Collection[str]) -> list[str]:
+    """The units as workers take them."""
+    longest = sorted((unit for unit in units if unit.startswith(LONGEST_FIRST)), key=partial(_rank, LONGEST_FIRST))
+    waiting = sorted((unit for unit in units if unit.startswith(WAITING)), key=partial(_rank, WAITING))
+    computing = [unit for unit in units if not unit.startswith((*LONGEST_FIRST, *WAITING))]
+    shares = {unit: number / len(group) for group in (waiting, computing) for number, unit in enumerate(group)}
+    return longest + sorted(shares, key=shares.__getitem__)
+
+
+def _rank(beginnings: Sequence[str], unit: str) -> int:
+    return next(at for at, beginning in enumerate(beginnings) if unit.startswith(beginning))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,5 +1,6 @@
 """Counts the variants that Triton would compile of the attention kernels: `python -m tests.engine.triton_variants`
-prints a JSON object: by kernel, how many the warm-up launches, and how many more the steps after it.
+prints a JSON object for an engine with graphs and one for an engine without: by kernel, how many the warm-up launches,
+and how many more the steps after it.
 
 Steps and launches are those of the product's code on tensors in host memory; a stand-in for each kernel keeps, by
 Triton's own rules for a GPU, what a variant depends on: types, whether a number is 1 or a multiple of 16, and whether
@@ -9,7 +10,6 @@ an address is. In a process of its own: one that uses Triton's interpreter has o
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
@@ -34,7 +34,7 @@ from engine.scheduling.kv_cache_manager import KVCacheManager
 CPU = torch.device("cpu")
 BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 16, 16, 8, 128, 32
 MAX_BLOCKS, MAX_REQUESTS, CHUNK = 300, 40, 512
-KERNELS = ("write_kv", "attend", "attend_in_splits", "add_splits")
+KERNELS = {name: getattr(triton_kernels, name) for name in ("write_kv", "attend", "attend_in_splits", "add_splits")}
 
 
 class Recorded:
@@ -138,7 +138,7 @@ def serve(executor: Executor) -> None:
 
 
 def count(*, uses_graphs: bool) -> dict[str, tuple[int, int]]:
-    recorded = {name: Recorded(getattr(triton_kernels, name)) for name in KERNELS}
+    recorded = {name: Recorded(kernel) for name, kernel in KERNELS.items()}
     for name, one in recorded.items():
         setattr(triton_kernels, name, one)
     executor = Executor(uses_graphs=uses_graphs)
@@ -153,4 +153,5 @@ def count(*, uses_graphs: bool) -> dict[str, tuple[int, int]]:
 
 if __name__ == "__main__":
     step_module._on = step_module.in_one_copy
-    print(json.dumps(count(uses_graphs=sys.argv[1] == "graphs")))
+    for uses_graphs in (True, False):
+        print(json.dumps(count(uses_graphs=uses_graphs)))
