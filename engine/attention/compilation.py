@@ -13,7 +13,7 @@ import platform
 import time
 
 import llvmlite.binding
-from numba import cfunc, config, types
+from numba import cfunc, config, njit, types
 from numba.core import event
 
 from engine.attention.kernel_cache import KernelCache
@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 SIGNATURE = types.void(types.CPointer(types.int64))
 """Every kernel gets the address of its int64 arguments."""
+
+kernel_part = functools.partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Decorates what kernels call, and Python does not: its wrappers for Python would take a tenth of the compilation."""
 
 
 @functools.cache

@@ -26,9 +26,8 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import njit
 
-from engine.attention.compilation import kernel
+from engine.attention.compilation import kernel, kernel_part
 from engine.attention.micro_kernels import (
     add_weighted_16,
     add_weighted_64,
@@ -125,7 +124,7 @@ def paged_attention_address(dtype: str) -> int:
     return int(compiled.address)
 
 
-@njit
+@kernel_part
 def _single_tiles(a):
     num_requests, seq_lens, tiles = a[1], pointer(a[2], INT32), pointer(a[3], INT32)
     for request in range(num_requests):
@@ -135,7 +134,7 @@ def _single_tiles(a):
         tiles[4 * request + 3] = seq_lens[request] - 1
 
 
-@njit
+@kernel_part
 def _write_floats(a):
     num_tokens, num_heads, head_dim, block_size, page_size = a[1], a[2], a[3], a[4], a[11]
     key, value, cache = pointer(a[5], FLOAT32), pointer(a[6], FLOAT32), pointer(a[10], FLOAT32)
@@ -156,7 +155,7 @@ def _write_floats(a):
                     store(cache, values + d, load(value, value_row + d))
 
 
-@njit
+@kernel_part
 def _write_halves(a):
     num_tokens, num_heads, head_dim, block_size, page_size = a[1], a[2], a[3], a[4], a[11] // 2
     key, value, size = pointer(a[5], PAIRS), pointer(a[6], BFLOAT16), head_dim // 2
@@ -179,7 +178,7 @@ def _write_halves(a):
                 _write_value(cache, values, value, (value_row, a[8], head_dim), inside % 2, has_next, has_previous)
 
 
-@njit
+@kernel_part
 def _write_value(cache, at, value, place, is_upper, has_next, has_previous):
     """A value with an even place is written with the next one, or with zeros, so that the products of a last token
     without a partner are finite."""
@@ -196,14 +195,14 @@ def _write_value(cache, at, value, place, is_upper, has_next, has_previous):
             cache[at + d] = value[row + d]
 
 
-@njit
+@kernel_part
 def visible(position, window, count):
     """The keys of `count` that a query sees whose own key is number `position`: [begin, stop)."""
     begin = max(0, position - window + 1) if window > 0 else 0
     return min(begin, count), max(0, min(count, position + 1))
 
 
-@njit
+@kernel_part
 def _span(row, past, queries):
     """The keys of a tile that one of the rows [row, past) sees: [low, high)."""
     _, group, position, window, _, _ = queries
@@ -212,7 +211,7 @@ def _span(row, past, queries):
     return low, high
 
 
-@njit
+@kernel_part
 def _find_groups(offsets, at, pages, start, end):
     """Where the groups of sixteen keys from `start` to `end` begin, in numbers."""
     tables, table, page_size, in_page, block_size, size = pages
@@ -222,7 +221,7 @@ def _find_groups(offsets, at, pages, start, end):
         offsets[at + group] = tables[table + block] * page_size + in_page + (token - block * block_size) * size
 
 
-@njit
+@kernel_part
 def start_sums(rows, at, head_dim):
     """Nothing has been added to a row yet."""
     for d in range(0, head_dim, WIDTH):
@@ -232,21 +231,21 @@ def start_sums(rows, at, head_dim):
     rows[weights + MAXIMUM] = UNSEEN
 
 
-@njit
+@kernel_part
 def _start_row(rows, at, head_dim, query, column, scale):
     for d in range(0, head_dim, WIDTH):
         store(rows, at + d, load(query, column + d) * scale)
     start_sums(rows, at, head_dim)
 
 
-@njit
+@kernel_part
 def _finish_row(rows, at, head_dim, output, column):
     inverse = splat(ONE / total(load(rows, at + 2 * head_dim + SUM)))
     for d in range(0, head_dim, WIDTH):
         store(output, column + d, load(rows, at + head_dim + d) * inverse)
 
 
-@njit
+@kernel_part
 def cap_scores(rows, scores, low, high, softcap):
     """Scores [low, high) of one row -> softcap * tanh(score / softcap), where tanh(x) = 1 - 2 / (e**2x + 1)."""
     one, two, cap = splat(ONE), splat(np.float32(2)), splat(softcap)
@@ -255,7 +254,7 @@ def cap_scores(rows, scores, low, high, softcap):
         store(rows, scores + token, cap * (one - two / (power + one)))
 
 
-@njit
+@kernel_part
 def _weigh_rows(rows, shape, which, tokens, queries):
     head_dim, _, stride, _ = shape
     _, group, position, window, softcap, _ = queries
@@ -266,7 +265,7 @@ def _weigh_rows(rows, shape, which, tokens, queries):
         _weigh(rows, weights, tokens, visible(position + row // group, window, TILE_KEYS))
 
 
-@njit
+@kernel_part
 def _weigh(rows, weights, tokens, seen):
     """Scores of `tokens` of one row -> weights relative to its maximum, 0 where it does not see; adds to their sum."""
     (low, high), (begin, stop) = tokens, seen
@@ -293,7 +292,7 @@ def _weigh(rows, weights, tokens, seen):
     store(rows, weights + SUM, weight_sum)
 
 
-@njit
+@kernel_part
 def hide(rows, weights, tokens, seen):
     """Tokens that a row does not see get no weight."""
     (first, past), (begin, stop) = tokens, seen
@@ -303,7 +302,7 @@ def hide(rows, weights, tokens, seen):
         rows[weights + token] = UNSEEN
 
 
-@njit
+@kernel_part
 def shrink_sum(rows, weights, new, shrink):
     """Replaces a row's maximum; `shrink` is the weight of the old one relative to it."""
     rows[weights + MAXIMUM] = new
@@ -314,7 +313,7 @@ def shrink_sum(rows, weights, new, shrink):
 def _row_steps(tile_products, group_products, add_weighted_64, add_weighted_16):
     """(products with the keys of a tile, sums of its values) for as many rows as these loops take together."""
 
-    @njit
+    @kernel_part
     def score(rows, at, shape, cache, offsets, tokens, kind):
         head_dim, size, stride, plane = shape
         found, (here, _) = offsets
@@ -326,7 +325,7 @@ def _row_steps(tile_products, group_products, add_weighted_64, add_weighted_16):
             places = (at, stride, at + 2 * head_dim + WIDTH * group)
             group_products(rows, places, cache, found, (here + group, size, plane), kind)
 
-    @njit
+    @kernel_part
     def accumulate(rows, at, shape, cache, offsets, numbers, kind):
         head_dim, _, stride, plane = shape
         (found, (here, there)), (low, high) = offsets, numbers
@@ -352,7 +351,7 @@ _score_two, _accumulate_two = _row_steps(
 
 
 def _attention_to_tile(weigh_rows):
-    @njit
+    @kernel_part
     def attend(rows, shape, cache, offsets, queries, kind, per_number):
         stride, num_rows = shape[2], queries[0]
         row = 0
@@ -385,7 +384,7 @@ def attention_loops(start_row, weigh_rows):
     `per_query`."""
     attend = _attention_to_tile(weigh_rows)
 
-    @njit
+    @kernel_part
     def run(a, kind, query_kind, output_kind, per_number, per_query):
         num_kv_heads, group, head_dim, block_size = a[2], a[3], a[4], a[5]
         size = head_dim // per_number

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
-from engine.attention.compilation import kernel
+from engine.attention.compilation import kernel, kernel_part
 from engine.attention.simd import INT64, next_task, pointer
 
 _I64 = ir.IntType(64)
@@ -29,7 +29,7 @@ def run_launches_address() -> int:
     return int(compiled.address)
 
 
-@njit
+@kernel_part
 def _run_launches(a):
     is_first_thread = next_task(a) == 0
     num_launches, table, barrier = a[1], pointer(a[2], INT64), a[3]

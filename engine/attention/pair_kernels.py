@@ -10,9 +10,8 @@ tokens is weighted at a time: tokens 2 * i and 2 * i + 1 of a tile, wherever a c
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from engine.attention.compilation import kernel
+from engine.attention.compilation import kernel, kernel_part
 from engine.attention.cpu_kernels import (
     MAXIMUM,
     ONE,
@@ -63,14 +62,14 @@ def paged_attention_address(dtype: str) -> int:
     return int(compiled.address)
 
 
-@njit
+@kernel_part
 def _start_row(rows, at, head_dim, query, column, scale):
     for pair in range(head_dim // 2):
         rows[at + pair] = query[column + pair]
     start_sums(rows, at, head_dim)
 
 
-@njit
+@kernel_part
 def _weigh_rows(rows, shape, which, tokens, queries):
     """Products of the rows [first, past) with the keys `tokens` -> pairs of weights."""
     head_dim, _, stride, _ = shape
@@ -86,7 +85,7 @@ def _weigh_rows(rows, shape, which, tokens, queries):
         _weigh(rows, weights, tokens, visible(position + row // group, window, TILE_KEYS), factor)
 
 
-@njit
+@kernel_part
 def _weigh(rows, weights, tokens, seen, factor):
     """As in `cpu_kernels`, by powers of two of the scores times `factor`; the sum is that of the rounded weights."""
     (low, high), (begin, stop) = tokens, seen
@@ -103,7 +102,7 @@ def _weigh(rows, weights, tokens, seen, factor):
         _move_weights(rows, weights, first, past, factor)
 
 
-@njit
+@kernel_part
 def _move_weights(rows, weights, first, past, factor):
     top = maximum(load(rows, weights + first), load(rows, weights + first + WIDTH))
     for token in range(first + _TWO_VECTORS, past, _TWO_VECTORS):

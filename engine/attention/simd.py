@@ -18,14 +18,14 @@ import operator
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models, register_default
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic
 
-from engine.attention.compilation import has_pairs
+from engine.attention.compilation import has_pairs, kernel_part
 
 WIDTH = 16
 BFLOAT16 = np.uint16(0)
@@ -419,7 +419,7 @@ def power_of_two(typingctx, exponent):
     return floats(floats), codegen
 
 
-@njit
+@kernel_part
 def exp(x):
     """e**x within 2 ulp for x in [-87, 88], clamped outside.
 
@@ -439,7 +439,7 @@ def exp(x):
     return p * power_of_two(n)
 
 
-@njit
+@kernel_part
 def exp2(x):
     """2**x, the relative error below 8e-5 (bfloat16 rounds by up to 4e-3); 0 for x below -150. Where
     `has_pairs`.

@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import njit
 
-from engine.attention.compilation import kernel
+from engine.attention.compilation import kernel, kernel_part
 from engine.attention.simd import (
     FLOAT32,
     KINDS,
@@ -82,7 +81,7 @@ def to_float32_address(dtype: str) -> int:
     return int(compiled.address)
 
 
-@njit
+@kernel_part
 def _add_rms_norm(a, kind):
     rows, hidden = a[1], a[2]
     x, residual, weight, output = pointer(a[3], kind), pointer(a[4], kind), pointer(a[5], kind), pointer(a[6], kind)
@@ -98,7 +97,7 @@ def _add_rms_norm(a, kind):
         _normalise(residual, start, weight, hidden, eps, output, kind)
 
 
-@njit
+@kernel_part
 def _normalise(source, start, weight, size, eps, target, kind):
     """RMSNorm of source[start : start + size] into the same place of target, which may be source."""
     squares = splat(np.float32(0))
@@ -111,7 +110,7 @@ def _normalise(source, start, weight, size, eps, target, kind):
         store(target, start + i, number * load(weight, i))
 
 
-@njit
+@kernel_part
 def _rotate(a, kind):
     rows, num_heads, num_kv_heads, head_dim, stride = a[1], a[2], a[3], a[4], a[6]
     half = head_dim // 2
@@ -133,7 +132,7 @@ def _rotate(a, kind):
                 store(qkv, start + half + i, second * c + first * s)
 
 
-@njit
+@kernel_part
 def _silu_and_mul(a, kind):
     rows, columns = a[1], a[2]
     gate_up, output = pointer(a[3], kind), pointer(a[4], kind)
@@ -149,7 +148,7 @@ def _silu_and_mul(a, kind):
             store(output, row * columns + i, activated * load(gate_up, start + columns + i))
 
 
-@njit
+@kernel_part
 def _to_float32(a, kind):
     num_vectors, x, output = a[1], pointer(a[2], kind), pointer(a[3], FLOAT32)
     while True:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import functools
 
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.attention.compilation import has_wide_registers, kernel, multiplies_pairs
+from engine.attention.compilation import has_wide_registers, kernel, kernel_part, multiplies_pairs
 from engine.attention.micro_kernels import I64, ZERO, Arithmetic, for_each, loop, num_together
 from engine.attention.simd import (
     FLOAT32,
@@ -74,7 +74,7 @@ def _multiplying(many):
     """The kernel's body, for `many` rows at once where there are as many."""
     multiply_many = _multiply_rows(many, ahead=0)
 
-    @njit
+    @kernel_part
     def multiply(a, kind, numbers):
         rows, outputs, num_numbers = a[1], a[2], a[3]
         x, matrix, bias = pointer(a[4], FLOAT32), pointer(a[5], FLOAT32), pointer(a[6], FLOAT32)

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.attention.compilation import kernel
+from engine.attention.compilation import kernel, kernel_part
 from engine.attention.micro_kernels import I64, VECTOR, ZERO, Arithmetic, for_each, loop, num_together
 from engine.attention.simd import (
     BFLOAT16,
@@ -62,7 +62,7 @@ def multiply_address(dtype: str, bits: int, *, in_pairs: bool) -> int:
     return int(compiled.address)
 
 
-@njit
+@kernel_part
 def _multiply(a, kind, codes_kind, numbers_kind):
     rows, outputs, num_numbers, group, number_bytes = a[1], a[2], a[3], a[4], a[7]
     numbers, codes, output = pointer(a[5], numbers_kind), pointer(a[6], codes_kind), pointer(a[10], kind)

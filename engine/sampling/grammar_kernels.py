@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import njit
 
-from engine.attention.compilation import kernel
+from engine.attention.compilation import kernel, kernel_part
 from engine.attention.simd import FLOAT32, INT32, INT64, pointer
 
 
@@ -28,7 +27,7 @@ def exclude_address() -> int:
     return int(compiled.address)
 
 
-@njit
+@kernel_part
 def _exclude(logits, mask, vocab):
     for first in range(0, vocab, 32):
         word = mask[first // 32]

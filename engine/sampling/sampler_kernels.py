@@ -15,9 +15,8 @@ import functools
 import math
 
 import numpy as np
-from numba import njit
 
-from engine.attention.compilation import kernel
+from engine.attention.compilation import kernel, kernel_part
 from engine.attention.simd import FLOAT32, INT64, as_double, bits_of_double, next_task, pointer
 
 FLOAT64 = np.float64(0)
@@ -56,7 +55,7 @@ def sample_address() -> int:
     return int(compiled.address)
 
 
-@njit
+@kernel_part
 def _sample(a):
     num_lanes, num_rows, vocab = a[1], a[2], a[3]
     rows, tokens = pointer(a[4], INT64), pointer(a[8], INT64)
@@ -69,7 +68,7 @@ def _sample(a):
         lane = next_task(a)
 
 
-@njit
+@kernel_part
 def _sample_row(logits, vocab, spec, scratch):
     weights, sums = pointer(scratch, FLOAT64), pointer(scratch + 8 * vocab, FLOAT64)
     total = _compute_weights(logits, vocab, spec, weights, sums)
@@ -90,7 +89,7 @@ def _sample_row(logits, vocab, spec, scratch):
     return _invert(weights, vocab, sums, spec[_POINT] * total)
 
 
-@njit(fastmath={"contract"})
+@kernel_part(fastmath={"contract"})
 def _compute_weights(logits, vocab, spec, weights, sums):
     """Computes weights [vocab], of which the best is 1 and those below min_p are 0, and the sum of each block.
     Returns the total."""
@@ -106,7 +105,7 @@ def _compute_weights(logits, vocab, spec, weights, sums):
     return total
 
 
-@njit(fastmath={"contract"})
+@kernel_part(fastmath={"contract"})
 def _exp(x):
     """e**x within 1 ulp for x <= 0; 0 for x below `_SMALLEST`.
 
@@ -126,7 +125,7 @@ def _exp(x):
     return scaled if x >= _SMALLEST else 0.0
 
 
-@njit
+@kernel_part
 def _sum(weights, begin, end):
     """Of weights [begin, end), in eight sums."""
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = 0.0
@@ -145,13 +144,13 @@ def _sum(weights, begin, end):
     return ((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))
 
 
-@njit
+@kernel_part
 def _bucket_of(weight):
     """From 0, which has 1.0 alone, in falling order."""
     return min(_FIRST_BUCKET - (bits_of_double(weight) >> _BUCKET_SHIFT), NUM_BUCKETS - 1)
 
 
-@njit
+@kernel_part
 def _fill_buckets(weights, vocab, bucket_sums, counts):
     """Number and sum of the weights of each bucket but the last one."""
     for bucket in range(NUM_BUCKETS):
@@ -163,7 +162,7 @@ def _fill_buckets(weights, vocab, bucket_sums, counts):
             counts[bucket] += 1
 
 
-@njit
+@kernel_part
 def _edge(weights, vocab, bucket_sums, counts, members, max_count, min_sum):
     """Where the largest weights end, of which there are `max_count`, or as many as add up to `min_sum`: the smallest of
     them, how many of those equal to it belong to them, whether there are more of those, and the sum of all."""
@@ -194,7 +193,7 @@ def _edge(weights, vocab, bucket_sums, counts, members, max_count, min_sum):
     return edge, num_equal, num_found > 0 and found[0] == edge, total
 
 
-@njit
+@kernel_part
 def _sift_down(heap, parent, length):
     """Restores the heap, the largest first, of which only heap[parent] may be too small."""
     number, at, child = heap[parent], parent, 2 * parent + 1
@@ -208,7 +207,7 @@ def _sift_down(heap, parent, length):
     heap[at] = number
 
 
-@njit
+@kernel_part
 def _keep(weights, vocab, edge, num_equal, has_more, sums):
     """Sets weights below `edge` to 0, and where `has_more` those equal to it but the first `num_equal`. Returns the
     total, and updates the sums of blocks."""
@@ -227,7 +226,7 @@ def _keep(weights, vocab, edge, num_equal, has_more, sums):
     return total
 
 
-@njit
+@kernel_part
 def _invert(weights, vocab, sums, target):
     """The first id whose running sum exceeds `target`, which is less than the total; where rounding leaves none in its
     block, the last possible one there."""
