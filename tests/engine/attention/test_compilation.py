@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import llvmlite.binding
 import numba
 import pytest
 from numba import njit
 from numba.core.caching import IndexDataCacheFile
 
-from engine.attention import kernel_cache
+from engine.attention import compilation, kernel_cache
 from engine.attention.compilation import kernel
 from engine.attention.simd import INT64, pointer
 
@@ -175,6 +176,17 @@ def test_kernels_use_what_numba_compiles_for(variable: str, tmp_path: Path) -> N
     name, _, value = variable.partition("=")
     environment = os.environ | {name: value, "NUMBA_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", _MULTIPLY], env=environment, cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("processor", "are_faster"), [("znver4", True), ("znver5", True), ("emeraldrapids", False), ("x86-64", False)]
+)
+def test_pairs_are_multiplied_where_that_is_faster(
+    processor: str, are_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "has_pairs", lambda: True)
+    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_name", lambda: processor)
+    assert compilation.multiplies_pairs.__wrapped__() == are_faster
 
 
 _MULTIPLY = """
