@@ -1,8 +1,5 @@
-"""Applies to every test: own runtime folder and ports, no process left behind, Hypothesis' profile, units of work.
-
-With `-n` (pytest-xdist) the tests of a file run in one worker, so that a module's fixtures are made once. So do the
-tests of a shared stack (tests/system/stacks.py), whatever their files. The longest units come first; of the others,
-those that wait run beside those that compute.
+"""Applies to every test: own runtime folder and ports, no process left behind, Hypothesis' profile, units of work
+(tests/units.py).
 
 `--slow-part 2/4` runs the second quarter of the slow tests; `make test-slow` runs all of them, .ci/run one part.
 """
@@ -12,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +24,7 @@ import pytest
 from tests.bytecode import compile_kernels, compile_modules
 from tests.engine_under_test import DEVICE, PATIENCE, expected_exceptions, run_cores_on_the_device
 from tests.process_logs import LOGS, ProcessLogs
+from tests.units import UnitScheduling, in_order, unit_of
 
 # Before torch is imported: on tiny models a second thread only spins, and other tests' processes need the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,38 +38,8 @@ pytest.register_assert_rewrite("tests.system.checker", "tests.kv_transfer.stores
 hypothesis.settings.register_profile("tandem", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("tandem")
 
-LONGEST_FIRST = (
-    "killable",
-    "tests/system/test_resize",
-    "pair",
-    "demo",
-    "prefix store",
-    "tight",
-    "tests/system/",
-    "tests/chart/end_to_end/",
-    "tests/chart/test_end_to_end",
-    "tests/chart/fake_kube/",
-)
-"""Beginnings of units, in the order in which workers take them. The others follow."""
-WAITING = ("tests/kv_transfer/nixl/", "tests/tandem/client/", "tests/instance/", "tests/serving/", "tests/router/")
-"""Beginnings of units whose tests wait for most of their time, for a time-out or a retry. In this order they run beside
-those that compute."""
 
-
-def unit_of(nodeid: str) -> str:
-    """The unit of work that a test belongs to: the shared stack in parentheses among its parameters, or its file."""
-    file, _, test = nodeid.partition("::")
-    stack = re.search(r"\((.+?)\)", test) if file.startswith("tests/system/") else None
-    return stack[1] if stack else file
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from xdist.scheduler import LoadScopeScheduling
-
-    class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            return unit_of(nodeid)
-
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> UnitScheduling:
     return UnitScheduling(config, log)
 
 
@@ -126,26 +92,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_stack)  # each starts once, without `-n` too
     if hasattr(config, "workerinput"):
         units = dict.fromkeys(unit_of(item.nodeid) for item in items)
-        places = {unit: place for place, unit in enumerate(_in_order(units))}
+        places = {unit: place for place, unit in enumerate(in_order(units))}
         items.sort(key=lambda item: places[unit_of(item.nodeid)])
 
 
 def _stack(item: pytest.Item) -> str:
     unit = unit_of(item.nodeid)
     return "" if unit.endswith(".py") else unit
-
-
-def _in_order(units: Collection[str]) -> list[str]:
-    """The units as workers take them."""
-    longest = sorted((unit for unit in units if unit.startswith(LONGEST_FIRST)), key=partial(_rank, LONGEST_FIRST))
-    waiting = sorted((unit for unit in units if unit.startswith(WAITING)), key=partial(_rank, WAITING))
-    computing = [unit for unit in units if not unit.startswith((*LONGEST_FIRST, *WAITING))]
-    shares = {unit: number / len(group) for group in (waiting, computing) for number, unit in enumerate(group)}
-    return longest + sorted(shares, key=shares.__getitem__)
-
-
-def _rank(beginnings: Sequence[str], unit: str) -> int:
-    return next(at for at, beginning in enumerate(beginnings) if unit.startswith(beginning))
 
 
 @pytest.hookimpl(wrapper=True)

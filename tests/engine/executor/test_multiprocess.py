@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator
@@ -81,9 +82,12 @@ def two_ranks(checkpoint: Path) -> Iterator[LLM]:
 
 
 def rank_processes() -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process().children(recursive=True) if "engine.executor.process" in child.cmdline()
-    ]
+    ranks = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if "engine.executor.process" in child.cmdline():
+                ranks.append(child)
+    return ranks
 
 
 def answers(llm: LLM) -> Answers:

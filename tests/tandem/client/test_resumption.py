@@ -112,12 +112,20 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
                 )
 
 
+@pytest.fixture(scope="module")
+def routers() -> Iterator[list[ScriptedRouter]]:
+    """They stop when no client connects any more: grpcio 1.78 crashes where a server stops while it accepts."""
+    routers: list[ScriptedRouter] = []
+    yield routers
+    for router in routers:
+        router.close()
+
+
 @pytest.fixture
-def router() -> Iterator[ScriptedRouter]:
-    servicer = ScriptedRouter()
-    servicer.start()
-    yield servicer
-    servicer.close()
+def router(routers: list[ScriptedRouter]) -> ScriptedRouter:
+    routers.append(ScriptedRouter())
+    routers[-1].start()
+    return routers[-1]
 
 
 Generate = Callable[..., Completion]

@@ -1,0 +1,93 @@
+"""Units of work: tests that run in one worker of pytest-xdist, and the order in which workers take them.
+
+The tests of a file are a unit, so that a module's fixtures are made once. So are those of a shared stack
+(tests/system/stacks.py), whatever their files. The longest units come first; of the others, those that wait run beside
+those that compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+LONGEST_FIRST = (
+    "killable",
+    "tests/system/test_resize",
+    "pair",
+    "demo",
+    "prefix store",
+    "tight",
+    "tests/system/",
+    "tests/chart/end_to_end/",
+    "tests/chart/test_end_to_end",
+    "tests/chart/fake_kube/",
+)
+"""Beginnings of units, in the order in which workers take them. The others follow."""
+WAITING = ("tests/kv_transfer/nixl/", "tests/tandem/client/", "tests/instance/", "tests/serving/", "tests/router/")
+"""Beginnings of units whose tests wait for most of their time, for a time-out or a retry. In this order they run beside
+those that compute."""
+
+
+def unit_of(nodeid: str) -> str:
+    """The unit that a test belongs to: the shared stack in parentheses among its parameters, or its file."""
+    file, _, test = nodeid.partition("::")
+    stack = re.search(r"\((.+?)\)", test) if file.startswith("tests/system/") else None
+    return stack[1] if stack else file
+
+
+def in_order(units: Collection[str]) -> list[str]:
+    """The units as workers take them."""
+    longest = sorted((unit for unit in units if unit.startswith(LONGEST_FIRST)), key=partial(_rank, LONGEST_FIRST))
+    waiting = sorted((unit for unit in units if unit.startswith(WAITING)), key=partial(_rank, WAITING))
+    computing = [unit for unit in units if not unit.startswith((*LONGEST_FIRST, *WAITING))]
+    shares = {unit: number / len(group) for group in (waiting, computing) for number, unit in enumerate(group)}
+    return longest + sorted(shares, key=shares.__getitem__)
+
+
+def _rank(beginnings: Sequence[str], unit: str) -> int:
+    return next(at for at, beginning in enumerate(beginnings) if unit.startswith(beginning))
+
+
+class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Ends, whenever a worker crashes. xdist's own gives a worker a unit in which no test is left, or the one that takes
+    the place of the crashed one a single test: both wait for ever for the next test. And it ends with an error of its
+    own where it gives a unit to a worker that has just crashed."""
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        super().__init__(config, log)
+        self.assigned_work: dict[WorkerController, dict[str, dict[str, bool]]]
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit_of(nodeid)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """The test that has crashed the worker `node`, which does not run again; what is left goes to others."""
+        left = {unit: tests for unit, tests in self.assigned_work.pop(node).items() if not all(tests.values())}
+        if not left:
+            return None
+        unit, tests = next(iter(left.items()))
+        crashed = next(test for test, has_ended in tests.items() if not has_ended)
+        tests[crashed] = True
+        if all(tests.values()):
+            del left[unit]
+        self.workqueue.update(left)
+        for other in self.nodes:
+            self._reschedule(other)
+        return crashed
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        with contextlib.suppress(OSError):  # it has crashed, and `remove_node` follows
+            super()._assign_work_unit(node)
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """A worker begins a test when it knows the next one, or that there is none."""
+        super()._reschedule(node)
+        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
