@@ -58,9 +58,9 @@ def _rank(beginnings: Sequence[str], unit: str) -> int:
 class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """Ends, whenever a worker crashes.
 
-    xdist's own gives a worker a unit in which no test is left, or gives a single test to the worker that takes the place
-    of the crashed one: both wait for ever for the next test. And it ends with an error of its own where it gives a unit
-    to a worker that has just crashed.
+    xdist's own gives a worker a unit in which no test is left, or gives a single test to the worker that takes the
+    place of the crashed one: both wait for ever for the next test. And it ends with an error of its own where it gives
+    a unit to a worker that has just crashed.
     """
 
     def __init__(self, config: pytest.Config, log: Any) -> None:

@@ -357,5 +357,5 @@ def on(*by_default: str, kind: str = "pair", names: Sequence[str] = tuple(CONNEC
 
 
 def _param(name: str, *, is_slow: bool = False) -> Any:
-    """Its id, in parentheses, makes all tests of the stack one unit of work (tests/conftest.py)."""
+    """Its id, in parentheses, makes all tests of the stack one unit of work (tests/units.py)."""
     return pytest.param(name, marks=pytest.mark.slow if is_slow else (), id=f"({name})")
