@@ -11,9 +11,7 @@ import contextlib
 import re
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
 
-import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
@@ -63,9 +61,8 @@ class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]
     a unit to a worker that has just crashed.
     """
 
-    def __init__(self, config: pytest.Config, log: Any) -> None:
-        super().__init__(config, log)
-        self.assigned_work: dict[WorkerController, dict[str, dict[str, bool]]]
+    assigned_work: dict[WorkerController, dict[str, dict[str, bool]]]
+    """By worker and unit, whether each test has ended."""
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid)
@@ -82,7 +79,8 @@ class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]
             del left[unit]
         self.workqueue.update(left)
         for other in self.nodes:
-            self._reschedule(other)
+            if other in self.registered_collections:  # not one that still collects, after another crash
+                self._reschedule(other)
         return crashed
 
     def _assign_work_unit(self, node: WorkerController) -> None:
