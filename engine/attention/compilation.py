@@ -15,6 +15,7 @@ import time
 import llvmlite.binding
 from numba import cfunc, config, njit, types
 from numba.core import event
+from numba.core.dispatcher import Dispatcher
 
 from engine.attention.kernel_cache import KernelCache
 from engine.machine import START_UP
@@ -61,7 +62,13 @@ def kernel(body):
     """Compiles `void body(int64 *arguments)`, or loads it from numba's cache beside the source, in NUMBA_CACHE_DIR or
     in the home folder, where that was made of the present sources. Of several processes that start together, one
     compiles and the others load. Without a writable cache it compiles at every start, some seconds in all. A cache that
-    fails, for want of space or because of a damaged file, is removed, and the next start fills it."""
+    fails, for want of space or because of a damaged file, is removed, and the next start fills it.
+
+    Raises TypeError if a variable around `body` holds a compiled function: numba would find nothing in its cache, which
+    names such functions otherwise in each process.
+    """
+    if any(isinstance(cell.cell_contents, Dispatcher) for cell in body.__closure__ or ()):
+        raise TypeError(f"{body.__qualname__}: functions that a kernel calls must be names of its module")
     with contextlib.ExitStack() as lock:
         with contextlib.suppress(OSError):  # no file, or a file system without locks
             fcntl.flock(lock.enter_context(open(body.__code__.co_filename, "rb")), fcntl.LOCK_EX)

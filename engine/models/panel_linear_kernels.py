@@ -59,17 +59,21 @@ def multiply_address(dtype: str, *, in_pairs: bool) -> int:
     [rows, outputs]. `dtype`: float32, or bfloat16, whose numbers are pairs, multiplied as such if `in_pairs`."""
     kind = KINDS[dtype]
     numbers = PAIRS if in_pairs else kind
-    are_converted = dtype == "bfloat16" and not in_pairs
-    multiply = _multiplying(12 if are_converted and has_wide_registers() else 4)
+    if dtype == "bfloat16" and not in_pairs:
+
+        @kernel
+        def converted(a):
+            _multiply_converted(a, kind, numbers)
+
+        return int(converted.address)
 
     @kernel
     def compiled(a):
-        multiply(a, kind, numbers)
+        _multiply(a, kind, numbers)
 
     return int(compiled.address)
 
 
-@functools.cache
 def _multiplying(many):
     """The kernel's body, for `many` rows at once where there are as many."""
     multiply_many = _multiply_rows(many, ahead=0)
@@ -176,3 +180,5 @@ _multiply_first_four = _multiply_rows(4, ahead=0 if multiplies_pairs() else _AHE
 _multiply_four = _multiply_rows(4, ahead=0)
 _multiply_two = _multiply_rows(2, ahead=_AHEAD)
 _multiply_one = _multiply_rows(1, ahead=_AHEAD if has_wide_registers() else _NEAR)
+_multiply = _multiplying(4)
+_multiply_converted = _multiplying(12 if has_wide_registers() else 4)

@@ -149,6 +149,16 @@ def test_a_numba_that_names_no_folder_compiles_without_one(package: Package, cap
     assert not package.files("*.nb*")
 
 
+def test_a_kernel_that_no_other_process_would_find_in_the_cache_is_rejected() -> None:
+    value = njit(lambda: 1)
+
+    def body(a: Any) -> None:
+        pointer(a[0], INT64)[0] = value()
+
+    with pytest.raises(TypeError, match="functions that a kernel calls must be names of its module"):
+        kernel(body)
+
+
 def test_the_stamp_covers_what_kernels_are_made_of() -> None:
     """Each file with a kernel, and each file of the engine from which one takes a name."""
     sources = set(kernel_cache.sources())
