@@ -45,10 +45,12 @@ def test_a_run_ends_whenever_a_worker_crashes(tmp_path: Path, count: int, unit: 
     assert f"crashed while running 'test_{unit}.py::test_one[{number}]'" in ended.stdout
 
 
-def test_the_longest_come_first_and_those_that_wait_run_beside_those_that_compute() -> None:
-    units = ["tests/engine/a.py", "tests/engine/b.py", "tests/router/a.py", "tests/router/b.py", "demo", "killable x"]
-    assert in_order(units) == [
-        "killable x", "demo", "tests/router/a.py", "tests/engine/a.py", "tests/router/b.py", "tests/engine/b.py",
+def test_stacks_begin_early_and_units_that_wait_run_beside_those_that_compute() -> None:
+    stacks = ["killable x", "pair y", "tests/system/test_a.py"]
+    computing = [f"tests/engine/{name}.py" for name in "abcde"]
+    assert in_order([*computing, "tests/router/a.py", "tests/router/b.py", *reversed(stacks)]) == [
+        "killable x", "pair y", "tests/router/a.py", computing[0], "tests/system/test_a.py",
+        computing[1], computing[2], "tests/router/b.py", computing[3], computing[4],
     ]  # fmt: skip
 
 

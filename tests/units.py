@@ -1,8 +1,8 @@
 """Units of work: tests that run in one worker of pytest-xdist, and the order in which workers take them.
 
 The tests of a file are a unit, so that a module's fixtures are made once. So are those of a shared stack
-(tests/system/stacks.py), whatever their files. The longest units come first; of the others, those that wait run beside
-those that compute.
+(tests/system/stacks.py), whatever their files. Units that start whole stacks, units that wait and units that compute
+run beside each other, so that both cores are busy all the time and no long unit comes last.
 """
 
 from __future__ import annotations
@@ -15,22 +15,31 @@ from functools import partial
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-LONGEST_FIRST = (
-    "killable",
-    "tests/system/test_resize",
+FIRST = ("killable", "pair shared_storage", "demo")
+"""Beginnings of the longest units."""
+STACKS = (
     "pair",
-    "demo",
-    "prefix store",
+    "tests/system/test_resize",
     "tight",
+    "prefix store",
     "tests/system/",
     "tests/chart/end_to_end/",
     "tests/chart/test_end_to_end",
     "tests/chart/fake_kube/",
 )
-"""Beginnings of units, in the order in which workers take them. The others follow."""
-WAITING = ("tests/kv_transfer/nixl/", "tests/tandem/client/", "tests/instance/", "tests/serving/", "tests/router/")
-"""Beginnings of units whose tests wait for most of their time, for a time-out or a retry. In this order they run beside
-those that compute."""
+"""Beginnings of units that start whole stacks: they take long and need both cores."""
+WAITING = (
+    "tests/kv_transfer/nixl/",
+    "tests/examples/",
+    "tests/tandem/client/",
+    "tests/tandem/local_stack/",
+    "tests/serving/",
+    "tests/router/",
+    "tests/instance/",
+)
+"""Beginnings of units whose tests wait for most of their time, for a time-out or a retry."""
+BEGUN = {STACKS: 0.4, WAITING: 0.9}
+"""By when the last unit of a group begins, as a share of the run: the longer they take, the earlier."""
 
 
 def unit_of(nodeid: str) -> str:
@@ -42,11 +51,14 @@ def unit_of(nodeid: str) -> str:
 
 def in_order(units: Collection[str]) -> list[str]:
     """The units as workers take them."""
-    longest = sorted((unit for unit in units if unit.startswith(LONGEST_FIRST)), key=partial(_rank, LONGEST_FIRST))
-    waiting = sorted((unit for unit in units if unit.startswith(WAITING)), key=partial(_rank, WAITING))
-    computing = [unit for unit in units if not unit.startswith((*LONGEST_FIRST, *WAITING))]
-    shares = {unit: number / len(group) for group in (waiting, computing) for number, unit in enumerate(group)}
-    return longest + sorted(shares, key=shares.__getitem__)
+    begin: dict[str, float] = {}
+    left = list(units)
+    for group in (FIRST, STACKS, WAITING, ("",)):
+        members = sorted((unit for unit in left if unit.startswith(group)), key=partial(_rank, group))
+        left = [unit for unit in left if unit not in members]
+        span = 0.0 if group == FIRST else BEGUN.get(group, 1.0)
+        begin |= {unit: span * number / len(members) for number, unit in enumerate(members)}
+    return sorted(begin, key=begin.__getitem__)
 
 
 def _rank(beginnings: Sequence[str], unit: str) -> int:
