@@ -51,8 +51,9 @@ class Walker:
         for length in range(longest):
             matcher.fill_next_token_bitmask(mask)
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(self._vocabulary)]
-            # negated classes admit the bytes of a lone surrogate, which no text has
-            allowed = [one for one in np.flatnonzero(bits).tolist() if self._vocabulary[one] != b"\xed"]
+            allowed = np.flatnonzero(bits).tolist()
+            if output.endswith(b"\xed"):  # negated classes admit the bytes of a lone surrogate, which no text has
+                allowed = [one for one in allowed if self._vocabulary[one] < b"\xa0"]
             assert allowed, f"nothing may follow {output!r}"
             if self._end in allowed and (len(allowed) == 1 or source.random() < 0.3):
                 return output

@@ -13,7 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
@@ -433,6 +433,7 @@ def test_json_mode_gives_objects(walker: Walker) -> None:
 
 
 @given(schema=RANDOM_SCHEMAS)
+@example(schema={"type": "object", "properties": {"\ud000": {"type": "null"}}, "additionalProperties": False})
 @settings(max_examples=40, **WITHOUT_TIME_LIMIT)  # type: ignore[arg-type]
 def test_outputs_satisfy_any_schema(walker: Walker, schema: dict[str, Any]) -> None:
     assert_satisfied(walker, schema, seeds=range(4))
