@@ -62,7 +62,7 @@ def expected_text(fake: FakeInstance, num_tokens: int) -> str:
 
 
 async def test_an_answer_is_passed_on_as_it_is_written(run: Run) -> None:
-    decode = FakeInstance("decode", behaviour=slow(0.02))
+    decode = FakeInstance("decode", behaviour=slow(0.008))
     async with run(prefill=0, decode=[decode]) as rig, backend(rig) as client:
         async with client.stream("POST", "/ask", content="Who lives here?") as response:
             assert response.status_code == 200

@@ -143,7 +143,7 @@ async def test_an_instance_that_has_left_and_ended_is_not_reported_as_lost(
 
 async def test_a_leaving_instance_that_dies_is_noticed(model: ServedModel, model_folder: Path) -> None:
     decode = fakes("decode", Behaviour(freeze_at=5, token_s=0.02), Behaviour(num_running=9))
-    async with routing(model, model_folder, decode) as (rig, _, decodes):
+    async with routing(model, model_folder, decode, pools={"beat_timeout_s": 2.0}) as (rig, _, decodes):
         asking = asyncio.create_task(rig.generate(max_tokens=20))
         await decode[0].until("token")
         decodes.now(decode[1])
