@@ -36,10 +36,11 @@ def test_a_run_ends_whenever_a_worker_crashes(tmp_path: Path, count: int, unit: 
     tests = _TESTS.format(count=count, unit=unit, number=number)
     for name in range(4):
         (tmp_path / f"test_{name}.py").write_text(tests)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--no-loadscope-reorder"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", "2", "--no-loadscope-reorder"]
     ended = subprocess.run(
         [*command, "--dist=loadscope", str(tmp_path)],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert f"1 failed, {4 * count - 1} passed" in ended.stdout, ended.stdout
     assert f"crashed while running 'test_{unit}.py::test_one[{number}]'" in ended.stdout
