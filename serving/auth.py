@@ -24,7 +24,7 @@ from serving.settings import SettingsError
 _LINE = re.compile(r"(?P<tenant>[A-Za-z0-9._@/-]{1,128})\s*:\s*(?:sha256:)?(?P<digest>[0-9a-fA-F]{64})")
 _KEY = "authorization"
 _BEARER = re.compile(r"(?i:bearer) +(?P<token>[!-~]{1,4096})")
-_HOW = "send the metadata `authorization: Bearer <token>`"
+_HOW = "send `authorization: Bearer <token>`, as metadata or as a header of HTTP"
 _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 
 Metadata = Iterable[tuple[str, str | bytes]]

@@ -180,13 +180,22 @@ class ToolCallParser:
     """Divides the text of one choice into content and calls; a `ChatParser`."""
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], *, max_calls: int | None = None, is_forced: bool = False
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        *,
+        max_calls: int | None = None,
+        is_forced: bool = False,
+        calls_only: bool = False,
     ) -> None:
         """`names`: of the tools; what has no mark and another name is content. The output ends with `max_calls` calls:
-        what follows is dropped. `is_forced`: a constraint lets the output begin behind a mark that is special."""
+        what follows is dropped. `is_forced`: a constraint lets the output begin behind a mark that is special.
+        `calls_only`: a constraint allows calls and nothing else: what is none, as a call that `max_tokens` cuts before
+        its arguments, is dropped."""
         self._form = form
         self._names = names
         self._max_calls = max_calls
+        self._calls_only = calls_only
         self._buffer = ""
         self._raw = ""
         """What was read since the last content or call: content, unless a call follows."""
@@ -202,6 +211,8 @@ class ToolCallParser:
         self._buffer += text
         while self._state(delta, final):
             pass
+        if self._calls_only:
+            delta.content = ""
         return delta
 
     # States. Each takes from the buffer what is certain, and returns whether the next state can go on.
@@ -257,7 +268,8 @@ class ToolCallParser:
             self._buffer = ""
             return False
         found = next((match for tail in self._form.tails if (match := tail.match(self._buffer))), None)
-        if found is None and not final and any(tail.may_match(self._buffer) for tail in self._form.tails):
+        if found is None and any(tail.may_match(self._buffer) for tail in self._form.tails):
+            self._buffer = "" if final else self._buffer  # an end that is cut is no content
             return False
         is_separator = found is not None and found.groupdict().get("separator") is not None
         self._state = self._head if is_separator else self._text

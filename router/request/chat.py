@@ -120,7 +120,10 @@ class Tools:
 
     def parser(self, *, is_constrained: bool) -> ChatParser:
         names = {tool.name for tool in self.tools}
-        return ToolCallParser(self.form, names, max_calls=1 if self.is_single else None, is_forced=is_constrained)
+        max_calls = 1 if self.is_single else None
+        return ToolCallParser(
+            self.form, names, max_calls=max_calls, is_forced=is_constrained, calls_only=self.is_required
+        )
 
 
 def _tool(tool: generation_pb2.Tool, field: str) -> Tool:

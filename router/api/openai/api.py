@@ -31,7 +31,7 @@ from router.api.grpc import GenerationService
 from router.api.openai.errors import HttpError
 from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
 from router.api.openai.messages_api import CountTokensRequest, MessagesBuilder, MessagesExchange, MessagesRequest
-from router.api.openai.requests import Body, ChatBody, CompletionBody, DetokenizeBody, RequestBody, TokenizeBody
+from router.api.openai.requests import Body, ChatBody, CompletionBody, RequestBody
 from router.api.openai.responses import (
     ChatFormat,
     CompletionFormat,
@@ -44,6 +44,7 @@ from router.api.openai.responses import (
 )
 from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest
 from router.api.openai.strict_model import StrictModel
+from router.api.openai.tokenize import DetokenizeBody, TokenizeBody
 from router.dispatch.dispatcher import run_together
 from router.dispatch.handler import RequestHandler
 from router.request.chat import Tools
@@ -122,7 +123,7 @@ class OpenAIApi:
     async def responses(self) -> Response:
         """Answers a chat, as OpenAI's Responses API without its store."""
         return self._generation(
-            ResponsesRequest, lambda exchange, body: ResponsesBuilder(exchange, body, self.model.name)
+            ResponsesRequest, lambda exchange, body: ResponsesBuilder(exchange, body, self.model.name, self._texts)
         )
 
     async def messages(self) -> Response:
@@ -151,8 +152,12 @@ class OpenAIApi:
         async def handler(exchange: Exchange) -> None:
             body, limits = await exchange.parsed_body(TokenizeBody.parse), self.service.limits()
             check_model(body.model, self.model)
+            request = body.request()
             with service_errors():
-                ids = await prompt_ids(body.request(), self.model, limits, add_special_tokens=body.add_special_tokens)
+                tools = Tools.of(request.chat, self.model.tool_format) if body.tools else None
+                ids = await prompt_ids(
+                    request, self.model, limits, add_special_tokens=body.add_special_tokens, tools=tools
+                )
             strings = [self._texts.of(token_id) for token_id in ids] if body.return_token_strs else None
             sizes = {"count": len(ids), "max_model_len": limits.max_model_len}
             await exchange.send_json({**sizes, "tokens": ids, "token_strs": strings})
@@ -225,14 +230,18 @@ class OpenAIApi:
         self, body_type: type[B], new_builder: Callable[[Exchange, B], Builder], kind: type[Exchange] = Exchange
     ) -> Exchange:
         async def handler(exchange: Exchange) -> None:
-            body, requests = await exchange.parsed_body(lambda data: _parsed(body_type, data, exchange.request_id))
-            exchange.renamed = body.client_names()
+            def parsed(data: bytes) -> tuple[B, list[generation_pb2.GenerateRequest]]:
+                body = body_type.parse(data)  # its errors have the client's names
+                exchange.renamed = body.client_names()
+                return body, body.requests(exchange.request_id)
+
+            body, requests = await exchange.parsed_body(parsed)
             builder = new_builder(exchange, body)
             async with exchange.while_connected():
                 calls = await self._call_all(exchange, builder, requests)
                 await builder.finish(dict(calls[0].trace.trailers()) if len(calls) == 1 else {})
 
-        return self._exchange(handler, body_type.renamed, kind)
+        return self._exchange(handler, None, kind)
 
     def _builder(self, exchange: Exchange, form: Format[RequestBody]) -> ResponseBuilder:
         response = ResponseBody(
@@ -279,11 +288,6 @@ class OpenAIApi:
             raise problem
 
         return self._exchange(handler)
-
-
-def _parsed(body_type: type[B], data: bytes, label: str) -> tuple[B, list[generation_pb2.GenerateRequest]]:
-    body = body_type.parse(data)
-    return body, body.requests(label)
 
 
 @functools.cache  # computing a schema takes a tenth of a second

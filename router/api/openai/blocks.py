@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from engine.errors import shown
@@ -28,6 +28,8 @@ class Block:
     """What came so far: of a call its arguments."""
     call_id: str = ""
     name: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """Of a text's tokens, if the request asks for them."""
 
 
 class BlocksBuilder(ABC, Generic[BodyT]):

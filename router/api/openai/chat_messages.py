@@ -13,20 +13,23 @@ from router.api.openai.strict_model import StrictModel
 from serving.errors import invalid_argument
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates call system
-_IGNORED_IN_MESSAGES = frozenset({"annotations", "refusal"})
+_IGNORED_IN_MESSAGES = frozenset({"annotations"})
 
 
-def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
+def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text", "refusal")) -> Any:
     """The text of a list of parts of these kinds; anything else as it is."""
     if not isinstance(content, list):
         return content
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(part.get("text"), str):
+        if kind not in kinds:
             problem = f"content[{index}] is of type {shown(kind)}"
             raise invalid_argument(field, problem, f"text, or parts of type {' or '.join(kinds)}")
-        texts.append(part["text"])
+        member = "refusal" if kind == "refusal" else "text"
+        if not isinstance(text := part.get(member), str):
+            raise invalid_argument(field, f"{member} of content[{index}]: {shown(text)} is not a string", "a string")
+        texts.append(text)
     return "\n".join(texts)
 
 
@@ -74,6 +77,9 @@ class Message(StrictModel):
         for name in ("function_call", "audio"):
             if members.pop(name, None):
                 raise invalid_argument("messages", f"{name} is not supported", "role, content and tool_calls")
+        if "refusal" in members:  # of another model: what it said in place of an answer
+            members.setdefault("content", members.pop("refusal"))
+        members.pop("refusal", None)
         if "reasoning" in members:  # OpenRouter's and newer vLLM's name
             members.setdefault("reasoning_content", members.pop("reasoning"))
         return {"content": "", **members} if members.get("tool_calls") else members
@@ -123,7 +129,7 @@ class Tool(StrictModel):
 
 
 class NamedFunction(StrictModel):
-    name: str
+    name: str = Field(min_length=1)
 
 
 class NamedTool(StrictModel):

@@ -133,21 +133,16 @@ class Exchange(Response):
 
     async def send(self, response: Response) -> None:
         self._has_begun = True
-        response.headers.update(self._last_headers())
+        response.headers.update(self.last_headers())
         await response(self._scope, self._receive, self._send)
 
     async def begin_events(self, headers: Mapping[str, str]) -> None:
         self._has_begun = True
         # X-Accel-Buffering: nginx would hold events back.
         head = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        head |= self._last_headers()
+        head |= self.last_headers()
         pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in head.items()]
         await self._send({"type": "http.response.start", "status": status.HTTP_200_OK, "headers": pairs})
-
-    def _last_headers(self) -> dict[str, str]:
-        """Of every response."""
-        ends = {} if self._limits.is_serving() else {"connection": "close"}
-        return {REQUEST_ID_HEADER: self.request_id, **ends}
 
     async def send_event(self, data: bytes, name: str = "") -> None:
         """Returns when the event has been written."""
@@ -197,6 +192,11 @@ class Exchange(Response):
                 raise
 
     # What another API of this port does otherwise
+
+    def last_headers(self) -> dict[str, str]:
+        """Of every response."""
+        ends = {} if self._limits.is_serving() else {"connection": "close"}
+        return {REQUEST_ID_HEADER: self.request_id, **ends}
 
     def error_body(self, error: ServiceError) -> dict[str, Any]:
         return body_of(error, self.renamed)

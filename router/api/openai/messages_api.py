@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import shown
@@ -45,9 +45,14 @@ class MessagesExchange(Exchange):
         await super().__call__(scope, receive, send)
 
     def error_body(self, error: ServiceError) -> dict[str, Any]:
-        message = body_of(error, self.renamed)["error"]["message"]
-        kind = _ERROR_TYPES.get(status_of(error), "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": self.request_id}
+        body = body_of(error, self.renamed)["error"]
+        described = {"type": _ERROR_TYPES.get(status_of(error), "api_error"), "message": body["message"]}
+        if body["param"] == "thread":
+            described["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return {"type": "error", "error": described, "request_id": self.request_id}
+
+    def last_headers(self) -> dict[str, str]:
+        return {**super().last_headers(), "request-id": self.request_id}
 
     async def send_failure(self, error: bytes) -> None:
         await self.send_event(error, "error")
@@ -62,12 +67,22 @@ class AnthropicTool(StrictModel):
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
     """Has no effect: prefixes are always cached."""
+    eager_input_streaming: bool | None = None
+    """Has no effect: arguments are always sent as they are written."""
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
 
 
 class AnthropicToolChoice(StrictModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
     disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.type == "tool") != bool(self.name):
+            raise invalid_argument("tool_choice.name", "belongs to type tool", "both, or neither")
+        return self
 
 
 class Thinking(StrictModel):
@@ -77,6 +92,17 @@ class Thinking(StrictModel):
     budget_tokens: Int64 | None = None
     """Has no effect."""
     display: str | None = None
+
+
+class OutputFormat(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(StrictModel):
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """The template's variable reasoning_effort."""
 
 
 class AnthropicMessage(StrictModel):
@@ -90,15 +116,26 @@ class CountTokensRequest(FrontBody):
     renamed: ClassVar = {
         "prompt": "messages", "chat.messages": "messages", "chat.messages[": "messages", "chat.tools": "tools",
         "chat.tool_choice": "tool_choice", "chat.required_tool": "tool_choice", "stop": "stop_sequences",
-        "structural_tag": "tools",
+        "structural_tag": "tools", "response_format": "output_config.format", "json_schema": "output_config.format",
     }  # fmt: skip
-    ignored: ClassVar = frozenset({"betas", "inference_geo", "metadata", "service_tier"})
+    ignored: ClassVar = frozenset({"betas", "cache_control", "inference_geo", "metadata", "service_tier"})
 
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: str | list[dict[str, Any]] = ""
     tools: list[AnthropicTool] = Field(default_factory=list)
     tool_choice: AnthropicToolChoice = AnthropicToolChoice(type="auto")
     thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_stateless(cls, given: Any) -> Any:
+        """The beta client sends the whole conversation when it reads this error's details."""
+        if isinstance(given, dict) and given.get("thread") is not None:
+            raise invalid_argument(
+                "thread", "is not supported: nothing is stored", "the whole conversation as messages"
+            )
+        return given
 
     def chat(self) -> dict[str, Any]:
         system = joined_parts(self.system, "system")
@@ -106,10 +143,14 @@ class CountTokensRequest(FrontBody):
         for index, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{index}]")
         chat: dict[str, Any] = {"model": self.model, "stream": self.stream, "messages": messages}
-        if self.tools:
+        if self.tools or self.tool_choice.type in ("any", "tool"):
             chat["tools"] = [_function(tool) for tool in self.tools]
             chat["tool_choice"] = _tool_choice(self.tool_choice)
             chat["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if (form := self.output_config.format) is not None:
+            chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.json_schema}}
+        if (effort := self.output_config.effort) is not None:
+            chat["reasoning_effort"] = "xhigh" if effort == "max" else effort
         if self.thinking is not None and self.thinking.type != "adaptive":
             chat["chat_template_kwargs"] = {"enable_thinking": self.thinking.type == "enabled"}
         return chat

@@ -8,6 +8,7 @@ FastAPI does not parse the bodies: it would read them before authorization and l
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -33,15 +34,15 @@ Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     # OpenAI's
-    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options"), ()),
+    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "verbosity": ("medium",),
     # vLLM's
     **dict.fromkeys(("add_special_tokens", "chat_template", "documents", "kv_transfer_params"), ()),
     **dict.fromkeys(("logits_processors", "prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens"), ()),
@@ -58,14 +59,16 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 """Parameters that are known and not supported, at least by one of the endpoints, each with the values that have no
 effect and are ignored."""
 
-_IGNORED = frozenset({"include_reasoning", "metadata", "safety_identifier", "service_tier", "user"})
+_IGNORED = frozenset({
+    "include_reasoning", "metadata", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
+})  # fmt: skip
 """Parameters that do not change an answer."""
 
 
 class StreamOptions(StrictModel):
     include_usage: bool = False  # a last event, without choices, carries the usage of the whole request
     continuous_usage_stats: bool = False  # vLLM's: each earlier event carries the usage of its choice so far
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: bool = False  # OpenAI's padding of events; has no effect
 
 
 class JsonSchemaFormat(StrictModel):
@@ -224,9 +227,11 @@ class RequestBody(Body):
 
     @model_validator(mode="after")
     def _check_constraints(self) -> Self:
-        names = [name for name, _, _ in self._constraints()]
-        if len(names) > 1:
-            raise invalid_argument(names[1], f"is given together with {names[0]}", "one constraint")
+        given = self._constraints()
+        if len(given) > 1:
+            (first, *_), (second, *_) = given[:2]
+            fields = f": {given[0][1]} and {given[1][1]}" if first == second else ""
+            raise invalid_argument(second, f"is given together with {first}{fields}", "one constraint")
         return self
 
     def client_names(self) -> dict[str, str]:
@@ -356,13 +361,38 @@ _TOOL_CHOICES = {
     "none": generation_pb2.TOOL_CHOICE_NONE,
     "required": generation_pb2.TOOL_CHOICE_REQUIRED,
 }
-_TOOL_CHOICE_FORMS = 'auto, none, required, or {"type": "function", "function": {"name": …}}'
+_TOOL_CHOICE_FORMS = (
+    'auto, none, required, {"type": "function", "function": {"name": "one of tools"}}, '
+    'or {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [some of tools]}}'
+)
+
+
+class AllowedTools(StrictModel):
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class ChosenTools(StrictModel):
+    """Some of the tools. The prompt has these alone."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+    def of(self, tools: list[Tool]) -> list[Tool]:
+        """Raises InvalidArgument."""
+        known = {tool.function.name: tool for tool in tools}
+        names = [tool.function.name for tool in self.allowed_tools.tools]
+        if (unknown := next((name for name in names if name not in known), None)) is not None:
+            raise invalid_argument("tool_choice", f"{shown(unknown)} is not in tools", ", ".join(known))
+        return [tool for name, tool in known.items() if name in names]
 
 
 def _tool_choice(value: Any) -> Any:
-    is_named = isinstance(value, dict) and value.get("type") == "function"
-    if is_named or (isinstance(value, str) and value in _TOOL_CHOICES):
+    if isinstance(value, str) and value in _TOOL_CHOICES:
         return value
+    with contextlib.suppress(ValidationError):
+        form = ChosenTools if isinstance(value, dict) and "allowed_tools" in value else NamedTool
+        return form.model_validate(value)
     raise invalid_argument("tool_choice", f"{shown(value)} is not supported", _TOOL_CHOICE_FORMS)
 
 
@@ -392,7 +422,9 @@ class ChatBody(RequestBody):
     """vLLM's: the template's own switches, such as enable_thinking."""
     reasoning_effort: ReasoningEffort | None = None
     tools: list[Tool] = Field([])
-    tool_choice: Annotated[Literal["auto", "none", "required"] | NamedTool, BeforeValidator(_tool_choice)] = "auto"
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | NamedTool | ChosenTools, BeforeValidator(_tool_choice)
+    ] = "auto"
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
@@ -410,18 +442,24 @@ class ChatBody(RequestBody):
         return params
 
     def requests(self, label: str) -> list[generation_pb2.GenerateRequest]:
-        variables = self._template_variables()
+        variables, tools, choice = self._template_variables(), self.tools, self.tool_choice
+        if isinstance(choice, ChosenTools):
+            tools, choice = choice.of(tools), choice.allowed_tools.mode
         chat = {
             "messages": [message.on_wire() for message in self.messages],
             "template_variables": msgspec.json.encode(variables).decode() if variables else "",
-            "tools": [tool.function.on_wire() for tool in self.tools],
+            "tools": [tool.function.on_wire() for tool in tools],
             "single_tool_call": not self.parallel_tool_calls,
         }
-        if isinstance(self.tool_choice, NamedTool):
-            chat["required_tool"] = self.tool_choice.function.name
+        if isinstance(choice, NamedTool):
+            chat["required_tool"] = choice.function.name
         else:
-            chat["tool_choice"] = _TOOL_CHOICES[self.tool_choice]
+            chat["tool_choice"] = _TOOL_CHOICES[choice]
         return [self._request(label, chat=chat)]
+
+    def client_names(self) -> dict[str, str]:
+        names = super().client_names()
+        return names if self.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
 
     def _template_variables(self) -> dict[str, Any]:
         """Templates that think read enable_thinking, others reasoning_effort."""
@@ -452,41 +490,3 @@ class FrontBody(Body):
             return ChatBody.model_validate(self.chat()).requests(label)
         except ValidationError as error:
             raise invalid_body(error) from None
-
-
-# vLLM's /tokenize and /detokenize.
-
-
-class TokenizeBody(StrictModel):
-    """The body of /tokenize: a text, or the messages of a chat."""
-
-    renamed: ClassVar = {"text": "prompt", "chat.messages": "messages"}
-
-    model: str = ""
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool = True
-    """Of a text: what the tokenizer puts around it. A chat has what its template writes."""
-    add_generation_prompt: Literal[True] = True
-    return_token_strs: bool = False
-
-    @model_validator(mode="after")
-    def _has_one_prompt(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise invalid_argument("prompt", "exactly one of prompt and messages is required")
-        return self
-
-    def request(self) -> generation_pb2.GenerateRequest:
-        """The prompt alone."""
-        if self.messages is None:
-            return generation_pb2.GenerateRequest(text=self.prompt)
-        return generation_pb2.GenerateRequest(chat={"messages": [message.on_wire() for message in self.messages]})  # type: ignore[arg-type]
-
-
-class DetokenizeBody(StrictModel):
-    """The body of /detokenize."""
-
-    renamed: ClassVar = {"prompt": "tokens", "token_ids": "tokens"}
-
-    model: str = ""
-    tokens: list[Int64]

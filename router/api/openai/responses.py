@@ -169,7 +169,7 @@ class CompletionFormat(Format[CompletionBody]):
     def logprobs(self, chunk: common_pb2.TokenChunk, num_chars: int) -> Logprobs | None:
         if self.body.logprobs is None:
             return None
-        return completion_logprobs(self._texts, _candidates(chunk.logprobs), num_chars, self.body.logprobs)
+        return completion_logprobs(self._texts, candidates_of(chunk.logprobs), num_chars, self.body.logprobs)
 
     def echo(self, prompt: tuple[int, ...], chunk: common_pb2.TokenChunk) -> tuple[str, Logprobs | None]:
         if not self.body.echo:
@@ -177,7 +177,7 @@ class CompletionFormat(Format[CompletionBody]):
         text, top = self._texts.of_all(prompt), self.body.logprobs
         if top is None:
             return text, None
-        return text, prompt_logprobs(self._texts, prompt, _candidates(chunk.prompt_logprobs), top)
+        return text, prompt_logprobs(self._texts, prompt, candidates_of(chunk.prompt_logprobs), top)
 
 
 class ChatFormat(Format[ChatBody]):
@@ -188,7 +188,7 @@ class ChatFormat(Format[ChatBody]):
     def logprobs(self, chunk: common_pb2.TokenChunk, num_chars: int) -> Logprobs | None:
         if not self.body.logprobs:
             return None
-        return chat_logprobs(self._texts, _candidates(chunk.logprobs), self.body.top_logprobs or 0)
+        return chat_logprobs(self._texts, candidates_of(chunk.logprobs), self.body.top_logprobs or 0)
 
     def whole(self, choice: Choice) -> Choice:
         choice.message = ChatMessage.whole(choice.text or "", choice.tool_calls or [], choice.reasoning or "")
@@ -321,7 +321,7 @@ class StreamedResponse(ResponseBuilder):
         await self.exchange.end_events()
 
 
-def _candidates(positions: Iterable[common_pb2.TokenLogprobs]) -> list[Candidates]:
+def candidates_of(positions: Iterable[common_pb2.TokenLogprobs]) -> list[Candidates]:
     return [position.candidates for position in positions]
 
 

@@ -7,12 +7,13 @@ An item of reasoning, a message or a function call is one block of the answer (b
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
@@ -20,6 +21,7 @@ from router.api.openai.blocks import Block, BlocksBuilder, text_member
 from router.api.openai.chat_messages import joined_parts
 from router.api.openai.exchange import Exchange
 from router.api.openai.requests import FrontBody, Int64, ReasoningEffort
+from router.api.openai.responses import TokenTexts, candidates_of, chat_logprobs
 from router.api.openai.strict_model import StrictModel
 from router.dispatch.handler import RequestHandler
 from serving.errors import invalid_argument
@@ -31,6 +33,7 @@ class FunctionTool(StrictModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: Literal[False] | None = None
 
 
 class TextFormat(StrictModel):
@@ -50,17 +53,53 @@ class ReasoningOptions(StrictModel):
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Has no effect: reasoning comes as it is."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """The older name of `summary`."""
 
 
-_PARTS = ("input_text", "output_text", "text")
-_Input = str | list[dict[str, Any]]
+_PARTS = ("input_text", "output_text", "text", "refusal")
+_TOOL_CHOICE_FORMS = (
+    'auto, none, required, {"type": "function", "name": "one of tools"}, '
+    'or {"type": "allowed_tools", "mode": "auto", "tools": [some of tools]}'
+)
+_LOGPROBS = "message.output_text.logprobs"
 
 
-def _named(value: Any) -> Any:
-    """The tool choice of a chat."""
-    if isinstance(value, dict) and value.get("type") == "function" and set(value) == {"type", "name"}:
-        return {"type": "function", "function": {"name": value["name"]}}
-    return value
+class ChosenFunction(StrictModel):
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+
+    def in_chat(self) -> dict[str, Any]:
+        """The tool choice of a chat."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class ChosenFunctions(StrictModel):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction] = Field(min_length=1)
+
+    def in_chat(self) -> dict[str, Any]:
+        """The tool choice of a chat."""
+        allowed = {"mode": self.mode, "tools": [tool.in_chat() for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+def _tool_choice(value: Any) -> Any:
+    if value in ("auto", "none", "required"):
+        return value
+    with contextlib.suppress(ValidationError):
+        form = ChosenFunctions if isinstance(value, dict) and "tools" in value else ChosenFunction
+        return form.model_validate(value)
+    raise invalid_argument("tool_choice", f"{shown(value)} is not supported", _TOOL_CHOICE_FORMS)
+
+
+def _items(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
+        return value
+    raise invalid_argument("input", f"{shown(value)} is no input", "a text, or a list of items, which are objects")
 
 
 class ResponsesRequest(FrontBody):
@@ -73,22 +112,29 @@ class ResponsesRequest(FrontBody):
         "json_schema": "text", "structural_tag": "tools", "session": "prompt_cache_key",
     }  # fmt: skip
     ignored: ClassVar = frozenset({
-        "include", "max_tool_calls", "metadata", "safety_identifier", "service_tier", "store", "stream_options", "user",
+        "max_tool_calls", "metadata", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+        "stream_options", "user",
     })  # fmt: skip
     """Nothing is stored, whatever `store` says."""
 
-    input: Annotated[_Input, Field(min_length=1)]
+    input: Annotated[str | list[dict[str, Any]], Field(min_length=1), BeforeValidator(_items)]
     instructions: str = ""
     max_output_tokens: Int64 | None = None
     temperature: float | None = None
     top_p: float | None = None
     tools: list[FunctionTool] = Field(default_factory=list)
-    tool_choice: Annotated[Any, BeforeValidator(_named)] = "auto"
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | ChosenFunction | ChosenFunctions, BeforeValidator(_tool_choice)
+    ] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     prompt_cache_key: str = ""
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """Has no effect: an input that does not fit into the context is rejected."""
+    include: list[str] = Field(default_factory=list)
+    """Of what it may name, only log-probabilities exist here."""
+    top_logprobs: Int64 | None = Field(None, ge=0, le=20)
     background: Literal[False] = False
 
     @model_validator(mode="before")
@@ -98,6 +144,10 @@ class ResponsesRequest(FrontBody):
             if isinstance(given, dict) and given.get(name) is not None:
                 raise invalid_argument(name, "is not supported: nothing is stored", "the whole conversation as input")
         return given
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.top_logprobs is not None or _LOGPROBS in self.include
 
     def chat(self) -> dict[str, Any]:
         form = self.text.format
@@ -110,10 +160,12 @@ class ResponsesRequest(FrontBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "tools": [_function(tool) for tool in self.tools],
-            "tool_choice": self.tool_choice,
+            "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.in_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
             "prompt_cache_key": self.prompt_cache_key,
+            "logprobs": self.has_logprobs,
+            "top_logprobs": self.top_logprobs,
             "response_format": {"type": form.type, **({"json_schema": schema} if form.type == "json_schema" else {})},
         }
         return {name: value for name, value in chat.items() if value is not None}
@@ -129,7 +181,7 @@ class ResponsesRequest(FrontBody):
 
 
 def _function(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"})}
+    return {"type": "function", "function": tool.model_dump(exclude={"type", "defer_loading"})}
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) -> None:
@@ -167,8 +219,11 @@ def _text(item: dict[str, Any], name: str, field: str, kinds: Collection[str] = 
 class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
     """The answer to one request, whole or as events."""
 
-    def __init__(self, exchange: Exchange, body: ResponsesRequest, model: str) -> None:
+    def __init__(self, exchange: Exchange, body: ResponsesRequest, model: str, texts: TokenTexts) -> None:
         super().__init__(exchange, body, model)
+        self._texts = texts
+        self._logprobs: list[dict[str, Any]] = []
+        """Of tokens whose text has not come yet."""
         self._id = f"resp_{exchange.request_id}"
         self._created = int(time.time())
         self._num_thinking = self._sequence = 0
@@ -177,6 +232,16 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         await super().add(prompt_index, call, message)
         if self._blocks and self._blocks[-1].kind == "reasoning":
             self._num_thinking = self._num_tokens
+
+    def _added(self, message: generation_pb2.GenerateResponse) -> Iterator[tuple[Block, str]]:
+        if self._body.has_logprobs:
+            positions = candidates_of(message.tokens.logprobs)
+            self._logprobs += chat_logprobs(self._texts, positions, self._body.top_logprobs or 0)["content"]
+        for block, added in super()._added(message):
+            if block.kind == "text":
+                block.logprobs += self._logprobs
+            yield block, added
+            self._logprobs = []
 
     async def finish(self, headers: Mapping[str, str]) -> None:
         status = _STATUSES[self._finish.reason]
@@ -206,10 +271,10 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
             item["content"] = []
         await self._send("response.output_item.added", output_index=empty.index, item=item)
         if empty.kind == "text":
-            await self._send("response.content_part.added", **self._place(empty), part=_text_part(""))
+            await self._send("response.content_part.added", **self._place(empty), part=self._text_part(empty))
 
     async def _send_added(self, block: Block, added: str) -> None:
-        more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        more: dict[str, Any] = {"logprobs": self._logprobs} if block.kind == "text" else {}
         await self._send(f"response.{_EVENTS[block.kind]}.delta", **self._place(block), delta=added, **more)
 
     async def _send_close(self, block: Block) -> None:
@@ -217,10 +282,10 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         if block.kind == "call":
             await self._send(done, **self._place(block), arguments=block.text, name=block.name)
         else:
-            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            more: dict[str, Any] = {"logprobs": block.logprobs} if block.kind == "text" else {}
             await self._send(done, **self._place(block), text=block.text, **more)
         if block.kind == "text":
-            await self._send("response.content_part.done", **self._place(block), part=_text_part(block.text))
+            await self._send("response.content_part.done", **self._place(block), part=self._text_part(block))
         await self._send("response.output_item.done", output_index=block.index, item=self._item(block))
 
     def _place(self, block: Block) -> dict[str, Any]:
@@ -243,8 +308,12 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         if block.kind == "reasoning":
             content = [{"type": "reasoning_text", "text": block.text}]
             return {"type": "reasoning", "id": item_id, "summary": [], "content": content}
-        message = {"role": "assistant", "status": status, "content": [_text_part(block.text)]}
+        message = {"role": "assistant", "status": status, "content": [self._text_part(block)]}
         return {"type": "message", "id": item_id, **message}
+
+    def _text_part(self, block: Block) -> dict[str, Any]:
+        more = {"logprobs": block.logprobs} if self._body.has_logprobs else {}
+        return {"type": "output_text", "text": block.text, "annotations": [], **more}
 
     def _response(self, status: str) -> dict[str, Any]:
         body, form = self._body, self._body.text.format
@@ -268,17 +337,18 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
             "store": False,
             "temperature": body.temperature,
             "text": {"format": {"type": form.type, **schema}},
-            "tool_choice": _unnamed(body.tool_choice),
-            "tools": [tool.model_dump() for tool in body.tools],
+            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
+            "tools": [tool.model_dump(exclude={"defer_loading"}) for tool in body.tools],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation,
             "usage": self._usage() if is_last else None,
         }
 
     def _usage(self) -> dict[str, Any]:
         return {
             "input_tokens": self._num_prompt,
-            "input_tokens_details": {"cached_tokens": self._finish.usage.cached_tokens},
+            "input_tokens_details": {"cached_tokens": self._finish.usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": self._num_tokens,
             "output_tokens_details": {"reasoning_tokens": self._num_thinking},
             "total_tokens": self._num_prompt + self._num_tokens,
@@ -293,11 +363,3 @@ _STATUSES = {
 _CUT = (common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_ABORT)
 _EVENTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 _ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
-
-
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": []}
-
-
-def _unnamed(choice: Any) -> Any:
-    return {"type": "function", "name": choice["function"]["name"]} if isinstance(choice, dict) else choice

@@ -89,6 +89,10 @@ CASES: list[tuple[ToolFormat, str, Parsed]] = [
     (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call> x', (" x", [("add", '{"a": 1')])),
     (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {"a": [', ("", [("add", '{"a": [')])),
     (LLAMA3_JSON, '{"name": "add", "parameters": {"a"', ("", [("add", '{"a"')])),
+    # ended in the mark behind a call
+    (HERMES, '<tool_call>{"name": "add", "arguments": {}}\n</tool', ("", [ADD])),
+    (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {}} ', ("", [ADD])),
+    (LLAMA3_JSON, '{"name": "add", "parameters": {}};', ("", [ADD])),
 ]  # fmt: skip
 
 
@@ -113,7 +117,7 @@ TEXTS = st.lists(FRAGMENTS, max_size=12).map("".join)
     form=st.sampled_from(list(TOOL_FORMATS.values())),
     text=TEXTS,
     cuts=st.lists(st.integers(0, 300), max_size=12),
-    options=st.sampled_from([{}, {"max_calls": 1}, {"is_forced": True}]),
+    options=st.sampled_from([{}, {"max_calls": 1}, {"is_forced": True}, {"calls_only": True}]),
 )
 def test_calls_do_not_depend_on_how_the_text_is_divided(
     form: ToolFormat, text: str, cuts: list[int], options: dict[str, Any]
@@ -156,6 +160,13 @@ def test_arguments_are_delivered_as_they_come() -> None:
 def test_what_follows_the_only_call_is_dropped() -> None:
     for form in TOOL_FORMATS.values():
         assert parsed(form, [written(form, CALL, ADD) + " more"], max_calls=1) == ("", [CALL])
+
+
+def test_where_only_calls_are_allowed_a_mark_that_is_cut_is_no_content() -> None:
+    for end in range(1, len(text := written(HERMES, CALL))):
+        content, _ = parsed(HERMES, [*text[:end], ""], calls_only=True)
+        assert content == ""
+    assert parsed(HERMES, [*text, ""], calls_only=True) == ("", [CALL])
 
 
 def test_a_forced_output_begins_behind_a_special_mark() -> None:

@@ -14,6 +14,7 @@ import pytest
 from engine.text.tool_calls import HERMES
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.messages_api import MessagesBuilder, MessagesRequest
+from router.api.openai.responses import TokenTexts
 from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest
 from router.request.chat import ChatDeltas, ChatOutput, Tools
 
@@ -72,7 +73,7 @@ def builder_of(api: str, stream: bool) -> tuple[Any, generation_pb2.Chat, Sent]:
         return MessagesBuilder(sent, body, "m"), body.requests("l")[0].chat, sent
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
     responses = ResponsesRequest.parse(json.dumps({"input": "x", "tools": [tool], "stream": stream}).encode())
-    return ResponsesBuilder(sent, responses, "m"), responses.requests("l")[0].chat, sent
+    return ResponsesBuilder(sent, responses, "m", TokenTexts(None)), responses.requests("l")[0].chat, sent
 
 
 @pytest.mark.parametrize("stream", [False, True])

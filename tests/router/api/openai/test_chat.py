@@ -134,12 +134,43 @@ async def test_a_developer_is_the_system_and_an_answer_can_be_sent_back(run_http
         assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
+async def test_a_refusal_of_another_model_is_its_answer(run_http: RunHttp) -> None:
+    said = "I cannot."
+    async with run_http() as http:
+        answers = [
+            (await chat(http, messages=[*MESSAGES, {"role": "assistant", **message}, *MESSAGES])).choices[0].message
+            for message in (
+                {"content": said},
+                {"content": None, "refusal": said},
+                {"content": [{"type": "refusal", "refusal": said}]},
+                {"content": said, "refusal": None},
+            )
+        ]
+        assert len({answer.content for answer in answers}) == 1
+
+
+async def test_a_wrong_parameter_has_the_clients_name(run_http: RunHttp) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+    ]
+    async with run_http() as http:
+        for options, param in wrong:
+            with pytest.raises(openai.BadRequestError) as raised:
+                await chat(http, **options)
+            assert raised.value.param == param, options
+
+
 INVALID_MESSAGES: list[tuple[list[dict[str, Any]], str]] = [
     ([], "messages: the list is empty"),
     ([{"role": "user"}], "messages[0].content: is required"),
     ([{"role": "robot", "content": "hi"}], "messages[0].role: 'robot'"),
     ([{"role": "user", "content": 5}], "messages[0].content: 5: input should be a valid string"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "is of type 'image_url'"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "text of content[0]: None is not a string"),
     ([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "tool_calls[0].function: is required"),
     ([{"role": "assistant", "content": "", "function_call": {"name": "x"}}], "function_call is not supported"),
     ([{"role": "user", "content": "hi", "colour": 1}], "messages[0].colour: 1: extra inputs are not permitted"),

@@ -139,7 +139,11 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
         "guided_regex",
         "is given together with response_format",
     ),
-    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "together with structured_outputs"),
+    (
+        {"structured_outputs": {"json": {}, "regex": "a"}},
+        "structured_outputs",
+        "structured_outputs: json_schema and regex",
+    ),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "at /: is not a structural tag"),
     ({"kv_transfer_params": {"remote_host": "10.0.0.1"}}, "kv_transfer_params", "is not supported; omit it"),
     ({"guided_json": "{"}, "guided_json", "is not JSON"),
@@ -167,7 +171,8 @@ NEUTRAL: list[dict[str, Any]] = [
     {"tools": []},
     {"response_format": {"type": "text"}},
     {"user": "a-user", "metadata": {"a": "b"}, "service_tier": "auto"},
-    {"store": False, "parallel_tool_calls": True},
+    {"store": True, "parallel_tool_calls": True, "prompt_cache_retention": "24h", "verbosity": "medium"},
+    {"stream": True, "stream_options": {"include_obfuscation": True}},
     {"use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True},
     {"best_of": 1},
 ]

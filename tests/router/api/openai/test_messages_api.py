@@ -131,6 +131,33 @@ async def test_a_tool_choice_is_a_constraint(run_http: RunHttp) -> None:
             assert (tag["type"], tag["stop_after_first"]) == ("tags_with_separator", is_single)
 
 
+async def test_an_output_format_is_a_constraint(run_http: RunHttp, model: ServedModel) -> None:
+    async with run_http(**writing("{}")) as http, client_of(http) as client:
+        form = {"type": "json_schema", "schema": SCHEMA}
+        await client.messages.create(**asking(tools=[], output_config={"format": form, "effort": "max"}))
+        assert '"city"' in sent(http).sampling.json_schema
+
+
+async def test_what_changes_no_answer_is_accepted(run_http: RunHttp) -> None:
+    async with run_http(**writing("ok")) as http, client_of(http) as client:
+        tool = {**TOOL, "eager_input_streaming": True, "defer_loading": False, "allowed_callers": ["direct"]}
+        options = asking(tools=[tool], extra_body={"cache_control": {"type": "ephemeral"}})
+        message = await client.messages.create(**options)
+        assert message.content
+        assert message._request_id
+
+
+async def test_a_client_of_threads_learns_that_there_are_none(run_http: RunHttp) -> None:
+    """Its library sends whole conversations when it reads this code."""
+    from anthropic import BadRequestError
+
+    async with run_http() as http, client_of(http) as client:
+        with pytest.raises(BadRequestError) as raised:
+            await client.messages.create(**asking(extra_body={"thread": {"type": "create"}}))
+        body: Any = raised.value.body
+        assert body["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 async def test_tokens_are_counted(run_http: RunHttp) -> None:
     async with run_http(**writing("ok")) as http, client_of(http) as client:
         prompt = {name: value for name, value in asking(system="Be brief.").items() if name != "max_tokens"}
@@ -160,6 +187,9 @@ async def test_a_key_is_a_token(run_http: RunHttp, tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type: 'image'"),
         ({"system": "s", "messages": [RESULT_5]}, "messages[0].content[0].content: 5 is not a string"),
         ({"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice: 'g' is not in tools"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name: belongs to type tool"),
+        ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice: requires a call, but there are no tools"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format: "),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name: 'a b' is not a name"),
         ({"extra_body": {"colour": 1}}, "colour: 1: extra inputs are not permitted"),
     ],

@@ -124,6 +124,41 @@ async def test_a_text_format_and_a_tool_choice_are_constraints(run_http: RunHttp
         assert '"city"' in sent(http).sampling.json_schema
         await respond(http, tool_choice={"type": "function", "name": "get_weather"})
         assert '"stop_after_first": true' in sent(http).sampling.structural_tag
+        chosen = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
+        response = await respond(http, tool_choice=chosen)
+        assert '"stop_after_first": false' in sent(http).sampling.structural_tag
+        assert response.tool_choice.tools == chosen["tools"]
+
+
+async def test_logprobs_are_those_of_a_texts_tokens(run_http: RunHttp, model: ServedModel) -> None:
+    async with run_http(**writing(TEXT)) as http:
+        asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+        [text, *_] = (await respond(http, **asked)).output
+        [part] = text.content
+        assert part.text == "Let me see."
+        assert len(part.logprobs) == 4, "the fake model writes three characters a token"
+        assert all(len(entry.top_logprobs) == 1 for entry in part.logprobs)
+        events = [event async for event in await respond(http, stream=True, **asked)]
+        streamed = [entry for event in events if event.type.endswith("text.delta") for entry in event.logprobs]
+        assert len(streamed) == 4
+        [done] = [event for event in events if event.type == "response.output_text.done"]
+        assert [entry.token for entry in done.logprobs] == [entry.token for entry in streamed]
+        [plain, *_] = (await respond(http)).output
+        assert plain.content[0].logprobs is None
+
+
+async def test_what_changes_no_answer_is_accepted(run_http: RunHttp) -> None:
+    async with run_http(**writing("ok")) as http:
+        response = await respond(
+            http, truncation="auto", store=True, prompt_cache_retention="24h", include=["reasoning.encrypted_content"],
+            reasoning={"generate_summary": "auto"}, tools=[{**TOOL, "defer_loading": False}],
+            input=[
+                {"role": "user", "content": "How is it?"},
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot see."}]},
+            ],
+        )  # fmt: skip
+        assert response.output_text == "ok"
+        assert response.usage.input_tokens_details.cache_write_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -138,6 +173,8 @@ async def test_a_text_format_and_a_tool_choice_are_constraints(run_http: RunHttp
         ({"input": [{"type": "function_call_output", "call_id": "", "output": "x"}]}, "input", "no tool_call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "should be 'function'"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g' is not in tools"),
+        ({"tool_choice": {"type": "function", "name": ""}}, "tool_choice", "is not supported; allowed: auto"),
+        ({"input": ["x"]}, "input", "allowed: a text, or a list of items"),
         ({"temperature": 7}, "temperature", "0..2"),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"extra_body": {"colour": 1}}, "colour", "not permitted"),

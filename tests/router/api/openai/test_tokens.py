@@ -10,6 +10,7 @@ import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.router.api.openai.conftest import RunHttp
+from tests.router.api.openai.test_tools import WEATHER
 from tests.router.api.test_security import ALICE, write_tokens
 
 CHAT = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi é"}]}]
@@ -27,12 +28,17 @@ async def test_a_text_comes_back_from_its_tokens(run_http: RunHttp, model_folder
         assert back.json() == {"prompt": "Hi é<eos>"}
         chat = (await http.post("/tokenize", messages=CHAT)).json()
         assert (chat["tokens"], chat["token_strs"]) == (tokenizer.encode_chat(TURNS), None)
+        with_tools = (await http.post("/tokenize", messages=CHAT, tools=[WEATHER])).json()
+        asked = {"messages": CHAT, "tools": [WEATHER], "max_tokens": 1, "return_token_ids": True}
+        answer = (await http.post("/v1/chat/completions", **asked)).json()
+        assert with_tools["tokens"] == answer["choices"][0]["prompt_token_ids"] != chat["tokens"]
 
 
 WRONG: list[tuple[str, dict[str, Any], str | None, int]] = [
     ("/tokenize", {}, "prompt", 400),
     ("/tokenize", {"prompt": "x", "messages": CHAT}, "prompt", 400),
     ("/tokenize", {"prompt": ""}, "prompt", 400),
+    ("/tokenize", {"prompt": "x", "tools": [WEATHER]}, "tools", 400),
     ("/tokenize", {"prompt": "x" * 100_000}, "prompt", 400),
     ("/tokenize", {"prompt": "x", "temperature": 1}, "temperature", 400),
     ("/tokenize", {"messages": [{"role": "cook", "content": "x"}]}, None, 400),

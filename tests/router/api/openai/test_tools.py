@@ -233,6 +233,29 @@ def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 
 
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_of_the_allowed_tools_alone_a_prompt_tells(run_http: RunHttp) -> None:
+    async with run_http(**writing("ok")) as http:
+        await chat(http, tool_choice=allowed("add"))
+        some = sent(http).prompt_token_ids
+        await chat(http, tools=[ADD])
+        assert sent(http).prompt_token_ids == some
+        await chat(http, tool_choice=allowed("add", mode="required"))
+        assert "get_weather" not in sent(http).sampling.structural_tag
+        assert '"stop_after_first"' in sent(http).sampling.structural_tag
+
+
+async def test_a_required_call_that_is_cut_before_its_arguments_is_no_content(run_http: RunHttp) -> None:
+    async with run_http(**writing('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')) as http:
+        for max_tokens in range(1, 18):
+            [choice] = (await chat(http, tool_choice="required", max_tokens=max_tokens)).choices
+            assert not choice.message.content
+
+
 def called(**call: Any) -> list[dict[str, Any]]:
     return [USER, {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f"}, **call}]}]
 
@@ -246,7 +269,10 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool(strict=True, parameters={"not": {}})]}, "tools[0].parameters", "at /: not is not supported"),
     ({"tools": [tool(parameters={"not": {}})], "tool_choice": "required"}, "tools[0].parameters", "not is not"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "requires a call, but there are no tools"),
-    ({"tool_choice": "always"}, "tool_choice", "'always' is not supported; allowed: auto, none, required, or"),
+    ({"tool_choice": "always"}, "tool_choice", "'always' is not supported; allowed: auto, none, required, {"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "is not supported; allowed: auto"),
+    ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice", "is not supported"),
+    ({"tool_choice": allowed("g")}, "tool_choice", "'g' is not in tools; allowed: get_weather, add"),
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g' is not in tools"),
     ({"messages": called(function={"arguments": "{}"})}, "messages[1].tool_calls[0].function.name", "is required"),
     ({"messages": [USER, {"role": "tool", "content": "5"}]}, "messages", "no tool_call_id"),
