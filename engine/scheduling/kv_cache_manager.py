@@ -135,6 +135,11 @@ class KVCacheManager:
         self._coming: dict[bytes, KVBlock] = {}
         """Blocks that the step being decided completes, by content."""
 
+    @property
+    def has_window(self) -> bool:
+        """A request needs no more blocks than its window, however long it is."""
+        return self._window is not None
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

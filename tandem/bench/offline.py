@@ -92,6 +92,13 @@ def measure_latency(
             f"a batch of {batch.size} does not run at once: the engine runs {llm.core.config.max_num_seqs} requests; "
             f"give --max-num-seqs {batch.size}"
         )
+    needed = batch.size * (batch.input_len + batch.output_len)
+    fits = llm.core.info.num_blocks * llm.core.config.block_size
+    if needed > fits and not llm.core.scheduler.kv.has_window:
+        raise CannotMeasure(
+            f"a batch of {batch.size} does not run at once: its KV is that of {needed} tokens, and there is room for "
+            f"{fits}; give more --kv-memory, or a smaller batch"
+        )
     prompts = _prompts(llm, seed)
     done = []
     for index in range(num_warm_up + num_iterations):

@@ -73,14 +73,16 @@ def ttft_over_time(runs: Records, *, marks: Mapping[float, str] | None = None) -
 
 
 def itl_over_time(runs: Records, *, window_s: float = 1.0, marks: Mapping[float, str] | None = None) -> Figure:
-    """ITL, median and 99th percentile, of the gaps that end within each window of the run.
+    """ITL, median and 99th percentile, of the gaps that end within each window of the run. Where none does, no line is
+    drawn.
 
     `marks` are labels by time, seconds after the start.
     """
     figure, (axis,) = _panels(1, width=2.0)
     for index, (name, records) in enumerate(runs.items()):
         windows = gaps_by_window(records, window_s)
-        placed = [((number + 0.5) * window_s, Distribution.of(gaps)) for number, gaps in windows.items()]
+        between = range(min(windows, default=0), max(windows, default=-1) + 1)
+        placed = [((number + 0.5) * window_s, Distribution.of(windows.get(number, [math.nan]))) for number in between]
         _both_percentiles(axis, index, name, placed)
     _mark(axis, marks or {})
     _finish(axis, _TIME, _ITL, log="y")
@@ -158,12 +160,8 @@ def _panels(count: int, width: float = 1.0) -> tuple[Figure, list[Axes]]:
 
 
 def _placed(points: Iterable[Point]) -> list[tuple[float, Report]]:
-    """By requested rate or that of the trace, ascending; without runs that send all requests at once."""
-    found = [
-        (point.report.offered_per_s if point.rate is None else point.rate, point.report)
-        for point in points
-        if point.rate != math.inf
-    ]
+    """By the rate at which requests really became due, ascending; without runs that send all at once."""
+    found = [(point.report.offered_per_s, point.report) for point in points if point.rate != math.inf]
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -216,13 +214,19 @@ def _finish(axis: Axes, x_label: str, y_label: str, *, log: str = "") -> None:
     axis.set_xlabel(x_label)
     axis.set_ylabel(y_label)
     ends = {"x": axis.dataLim.intervalx, "y": axis.dataLim.intervaly}
-    if log and 0 < ends[log].min() < math.inf:  # matplotlib cannot take the logarithm of an empty axis
+    # without zeros, as those of tokens that came together
+    least = {"x": axis.dataLim.minposx, "y": axis.dataLim.minposy}
+    if log and 0 < least[log] <= ends[log].max() < math.inf:  # matplotlib cannot take the logarithm of an empty axis
         axis.set(**{f"{log}scale": "log"})
         scaled: Axis = getattr(axis, f"{log}axis")
-        scaled.set_major_locator(LogLocator(subs=(1, 2, 5) if ends[log].max() < _WIDE * ends[log].min() else (1,)))
+        scaled.set_major_locator(LogLocator(subs=(1, 2, 5) if ends[log].max() < _WIDE * least[log] else (1,)))
         scaled.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         scaled.set_minor_formatter(NullFormatter())
     axis.grid(True, which="both", linewidth=0.3, color="0.85")
+
+
+def _late(point: Point) -> str:
+    return "" if point.report.kept_schedule else ", the load was late"
 
 
 def write_plots(results: Results, folder: Path) -> list[Path]:
@@ -230,9 +234,9 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
 
     Latency and goodput over rate need several rates; the others show each rate as a run.
     """
-    records = {format_rate(point.rate): point.records for point in results.points}
+    records = {format_rate(point.rate) + _late(point): point.records for point in results.points}
     figures = {"latency_cdfs": latency_cdfs(records), "itl_over_time": itl_over_time(records)}
-    sweeps = {results.model: results.points}
+    sweeps = {results.model + next(filter(None, map(_late, results.points)), ""): results.points}
     if len(results.points) > 1:
         figures["latency_over_rate"] = latency_over_rate(sweeps)
         if any(point.report.goodput_per_s is not None for point in results.points):

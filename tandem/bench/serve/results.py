@@ -221,7 +221,9 @@ def notes(report: Report) -> list[str]:
         )
     if report.num_short:
         lines.append(f"answers of another length than requested: {report.num_short} of {report.num_succeeded}")
-    lines += [f"{count} x {reason}" for reason, count in report.failures.items()]
+    for reason, count in report.failures.items():
+        error = report.errors.get(reason, "")
+        lines.append(f"{count} x {reason}" + (f", such as: {error[:200]}" if error else ""))
     return lines
 
 

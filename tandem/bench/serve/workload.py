@@ -200,7 +200,7 @@ class RandomWorkload:
     turns: int = 1
 
     def __str__(self) -> str:
-        turns = f", in conversations of {self.turns} turns" if self.turns > 1 else ""
+        turns = f", in conversations of at most {self.turns} turns" if self.turns > 1 else ""
         prefix = f" after {self.num_prefixes} x {self.prefix_len} shared ones" if self.prefix_len else ""
         return f"prompts of {self.prompt}{prefix}, answers of {self.output} tokens{turns}; ids {self.vocabulary.origin}"
 

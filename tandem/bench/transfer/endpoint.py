@@ -76,7 +76,11 @@ class Shape:
 
     def memory(self) -> torch.Tensor:
         """KV memory [num_blocks, *page_shape], touched, so that reading into it causes no page faults."""
-        return torch.empty((self.num_blocks, *self.layout.page_shape), dtype=torch.bfloat16).zero_()
+        try:
+            return torch.empty((self.num_blocks, *self.layout.page_shape), dtype=torch.bfloat16).zero_()
+        except RuntimeError:
+            size = f"{self.num_blocks} blocks of {self.block_bytes} bytes"
+            raise TransferFailed(f"there is no memory for {size}, {self.num_bytes / 1e9:.1f} GB") from None
 
     def content(self, seed: int) -> torch.Tensor:
         """Random bytes [num_bytes], the same in every process."""

@@ -44,7 +44,7 @@ _LABEL_WIDTH = 30
 LEGEND = """\
 GB/s    all blocks at once, 10^9 bytes per second, median of the rounds; min-max in brackets
 of raw  the raw reading's median time over the connector's, measured in the same rounds
-p50 p99 one block alone, from "it is readable" to "its request may run"
+p50 p99 one block alone, from "it is readable" to "its request may run"; p99 of fewer than 100 readings is the longest
 save    until a reader could read"""
 Progress = Callable[[str], None]
 

@@ -62,9 +62,14 @@ def test_latency_over_rate_shows_both_percentiles_of_every_run_in_order_of_rate(
     assert texts(ttft) == texts(itl) == ["1P1D p50", "1P1D p99", "aggregated p50", "aggregated p99"]
     for name, ttft_s in (("1P1D", 0.1), ("aggregated", 0.3)):
         reports = [report_at(rate, ttft_s) for rate in (1.0, 2.0, 4.0)]
-        assert line(ttft, f"{name} p50") == ([1.0, 2.0, 4.0], [report.ttft.p50 for report in reports])
-        assert line(ttft, f"{name} p99") == ([1.0, 2.0, 4.0], [report.ttft.p99 for report in reports])
-        assert line(itl, f"{name} p99") == ([1.0, 2.0, 4.0], [report.itl.p99 for report in reports])
+        assert line(ttft, f"{name} p50") == (pytest.approx([1.0, 2.0, 4.0]), [report.ttft.p50 for report in reports])
+        assert line(ttft, f"{name} p99")[1] == [report.ttft.p99 for report in reports]
+        assert line(itl, f"{name} p99")[1] == [report.itl.p99 for report in reports]
+
+
+def test_a_run_is_placed_at_the_rate_that_it_really_offered() -> None:
+    (axis,) = plots.goodput_over_rate({"run": [Point(8.0, report_at(2.0))]}).axes
+    assert line(axis, "run")[0] == [pytest.approx(2.0)]
 
 
 def test_a_trace_is_placed_at_its_measured_rate_and_a_burst_nowhere() -> None:
@@ -76,8 +81,9 @@ def test_a_trace_is_placed_at_its_measured_rate_and_a_burst_nowhere() -> None:
 def test_goodput_is_shown_beside_what_was_offered() -> None:
     (axis,) = plots.goodput_over_rate({"1P1D": sweep(0.1)}).axes
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("Offered rate (requests/s)", "Goodput (requests/s)")
-    assert line(axis, "1P1D") == ([1.0, 2.0, 4.0], [report_at(rate).goodput_per_s for rate in (1.0, 2.0, 4.0)])
-    assert line(axis, "all requests") == ([0, 4.0], [0, 4.0])
+    goodput = [report_at(rate).goodput_per_s for rate in (1.0, 2.0, 4.0)]
+    assert line(axis, "1P1D") == (pytest.approx([1.0, 2.0, 4.0]), goodput)
+    assert line(axis, "all requests") == (pytest.approx([0, 4.0]), pytest.approx([0, 4.0]))
     assert axis.get_ylim()[0] == 0
 
 
@@ -93,6 +99,20 @@ def test_itl_over_time_puts_each_gap_into_the_window_in_which_it_ends() -> None:
     assert moments == [0.5, 1.5, 2.5]
     assert medians == pytest.approx([200, 400, 300])
     assert axis.get_xlabel() == "Time since the start of the run (s)"
+
+
+def test_an_outage_is_a_gap_in_the_line() -> None:
+    records = [record(0.0, 0.5, (0.2,)), record(4.0, 0.1, (0.3,))]
+    (axis,) = plots.itl_over_time({"run": records}, window_s=1.0).axes
+    moments, medians = line(axis, "run p50")
+    assert moments == [0.5, 1.5, 2.5, 3.5, 4.5]
+    assert medians == pytest.approx([200, math.nan, math.nan, math.nan, 300], nan_ok=True)
+
+
+def test_tokens_that_came_together_leave_the_axis_logarithmic() -> None:
+    figure = plots.latency_cdfs({"run": [record(0.0, 0.5, (0.2, 0.0, 0.4))]})
+    assert [axis.get_xscale() for axis in figure.axes] == ["log"] * 3
+    plots.png(figure)
 
 
 def test_ttft_over_time_has_a_point_for_each_answer_and_no_line_between_them() -> None:

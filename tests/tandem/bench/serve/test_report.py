@@ -39,6 +39,7 @@ def test_the_figures_equal_a_computation_by_hand() -> None:
     assert (report.num_requests, report.num_succeeded, report.num_failed) == (6, 3, 1)
     assert (report.num_refused, report.num_unfinished) == (1, 1)
     assert report.failures == {"RESOURCE_EXHAUSTED": 1, "INTERNAL": 1}
+    assert set(report.errors) == {"RESOURCE_EXHAUSTED", "INTERNAL"}
     # from the first sending, 1.0, to the last end, 5.0
     assert report.duration_s == pytest.approx(4.0)
     # due at 1.0, 1.99, 2.2, 2.5, 3.0, 3.9: five gaps in 2.9 s

@@ -137,7 +137,7 @@ async def test_failures_and_refusals_are_counted_by_reason_and_none_is_lost() ->
         status, output, errors = await bench("--address", server.address, "--rate", "inf", "--num-requests", "6")
     assert status == 0, errors
     assert "3 ok, 2 failed, 1 refused" in output
-    for reason in ("1 x INTERNAL", "1 x RESOURCE_EXHAUSTED", "1 x DATA_LOSS"):
+    for reason in ("1 x INTERNAL, such as: ", "1 x RESOURCE_EXHAUSTED, such as: the house is full", "1 x DATA_LOSS"):
         assert reason in output
 
 
