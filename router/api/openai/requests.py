@@ -235,7 +235,10 @@ class RequestBody(Body):
         return self
 
     def client_names(self) -> dict[str, str]:
-        return {**self.renamed, **{field: name for name, field, _ in self._constraints()}}
+        names = {**self.renamed, **{field: name for name, field, _ in self._constraints()}}
+        for name, _, _ in self._constraints():  # of which an instance says that it cannot be compiled
+            names["request.sampling"] = name
+        return names
 
     def _constraints(self) -> list[tuple[str, str, Any]]:
         """The client's name, the wire field and the value of each constraint."""

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from router.api.openai.errors import body_of, headers_of, status_of
+from router.api.openai.requests import CompletionBody
 from router.resilience.poison_requests import PoisonRequestRejected
 from serving import errors
 from tests.fakes.behaviour import Behaviour
@@ -182,6 +183,12 @@ async def test_values_without_effect_are_ignored(run_http: RunHttp) -> None:
     async with run_http() as http:
         for neutral in NEUTRAL:
             assert (await http.post(**GOOD | neutral)).status_code == 200, neutral
+
+
+def test_a_constraint_that_an_instance_rejects_has_the_clients_name() -> None:
+    body = CompletionBody.parse(b'{"prompt": "x", "structured_outputs": {"regex": "(a"}}')
+    error = errors.invalid_argument("request.sampling", "regex: xgrammar cannot compile it")
+    assert body_of(error, body.client_names())["error"]["param"] == "structured_outputs"
 
 
 async def rejected(http: HttpRig, status_code: int, **request: Any) -> httpx.Response:
