@@ -238,7 +238,7 @@ def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-async def test_of_the_allowed_tools_alone_a_prompt_tells(run_http: RunHttp) -> None:
+async def test_a_prompt_has_the_allowed_tools_alone(run_http: RunHttp) -> None:
     async with run_http(**writing("ok")) as http:
         await chat(http, tool_choice=allowed("add"))
         some = sent(http).prompt_token_ids
