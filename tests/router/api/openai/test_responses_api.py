@@ -57,7 +57,7 @@ async def test_a_stream_of_events_makes_the_same_response(run_http: RunHttp) -> 
 
 
 async def test_an_answer_that_is_cut_is_incomplete(run_http: RunHttp) -> None:
-    async with run_http() as http:
+    async with run_http(**writing(TEXT)) as http:
         response = await respond(http, tools=[], max_output_tokens=3)
         assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert [item.status for item in response.output] == ["incomplete"]
