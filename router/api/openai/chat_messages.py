@@ -16,7 +16,7 @@ _ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templat
 _IGNORED_IN_MESSAGES = frozenset({"annotations"})
 
 
-def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text", "refusal")) -> Any:
+def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
     """The text of a list of parts of these kinds; anything else as it is."""
     if not isinstance(content, list):
         return content
@@ -34,7 +34,7 @@ def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] =
 
 
 def _content(value: Any) -> Any:
-    return joined_parts(value)
+    return joined_parts(value, kinds=("text", "refusal"))
 
 
 class CalledFunction(StrictModel):
@@ -77,9 +77,8 @@ class Message(StrictModel):
         for name in ("function_call", "audio"):
             if members.pop(name, None):
                 raise invalid_argument("messages", f"{name} is not supported", "role, content and tool_calls")
-        if "refusal" in members:  # of another model: what it said in place of an answer
-            members.setdefault("content", members.pop("refusal"))
-        members.pop("refusal", None)
+        if (refusal := members.pop("refusal", None)) is not None:  # of another model: its text in place of an answer
+            members.setdefault("content", refusal)
         if "reasoning" in members:  # OpenRouter's and newer vLLM's name
             members.setdefault("reasoning_content", members.pop("reasoning"))
         return {"content": "", **members} if members.get("tool_calls") else members

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from protos.tandem.v1 import generation_pb2
+from router.api.openai.messages_api import MessagesRequest
 from router.request.validation import ServedModel
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import HttpRig, RunHttp
@@ -131,11 +132,18 @@ async def test_a_tool_choice_is_a_constraint(run_http: RunHttp) -> None:
             assert (tag["type"], tag["stop_after_first"]) == ("tags_with_separator", is_single)
 
 
-async def test_an_output_format_is_a_constraint(run_http: RunHttp, model: ServedModel) -> None:
+async def test_an_output_format_is_a_constraint(run_http: RunHttp) -> None:
     async with run_http(**writing("{}")) as http, client_of(http) as client:
         form = {"type": "json_schema", "schema": SCHEMA}
-        await client.messages.create(**asking(tools=[], output_config={"format": form, "effort": "max"}))
+        await client.messages.create(**asking(tools=[], output_config={"format": form}))
         assert '"city"' in sent(http).sampling.json_schema
+
+
+@pytest.mark.parametrize(("effort", "variable"), [("low", "low"), ("max", "xhigh")])
+def test_an_effort_is_a_variable_of_the_template(effort: str, variable: str) -> None:
+    body = MessagesRequest.parse(json.dumps(asking(output_config={"effort": effort})).encode())
+    [request] = body.requests("label")
+    assert json.loads(request.chat.template_variables) == {"reasoning_effort": variable}
 
 
 async def test_what_changes_no_answer_is_accepted(run_http: RunHttp) -> None:
@@ -184,6 +192,7 @@ async def test_a_key_is_a_token(run_http: RunHttp, tmp_path: Path) -> None:
     [
         ({"max_tokens": 0}, "max_tokens >= 1"),
         ({"extra_body": {"temperature": 7}}, "temperature: "),
+        ({"system": [{"type": "refusal", "refusal": "no"}]}, "system: content[0] is of type 'refusal'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type: 'image'"),
         ({"system": "s", "messages": [RESULT_5]}, "messages[0].content[0].content: 5 is not a string"),
         ({"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice: 'g' is not in tools"),
