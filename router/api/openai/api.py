@@ -154,7 +154,7 @@ class OpenAIApi:
             check_model(body.model, self.model)
             request = body.request()
             with service_errors():
-                tools = Tools.of(request.chat, self.model.tool_format) if body.tools else None
+                tools = Tools.of(request.chat, self.model.tool_format)
                 ids = await prompt_ids(
                     request, self.model, limits, add_special_tokens=body.add_special_tokens, tools=tools
                 )
@@ -241,7 +241,7 @@ class OpenAIApi:
                 calls = await self._call_all(exchange, builder, requests)
                 await builder.finish(dict(calls[0].trace.trailers()) if len(calls) == 1 else {})
 
-        return self._exchange(handler, None, kind)
+        return self._exchange(handler, kind=kind)
 
     def _builder(self, exchange: Exchange, form: Format[RequestBody]) -> ResponseBuilder:
         response = ResponseBody(

@@ -229,16 +229,15 @@ class RequestBody(Body):
     def _check_constraints(self) -> Self:
         given = self._constraints()
         if len(given) > 1:
-            (first, *_), (second, *_) = given[:2]
-            fields = f": {given[0][1]} and {given[1][1]}" if first == second else ""
+            (first, first_field, _), (second, second_field, _) = given[:2]
+            fields = f": {first_field} and {second_field}" if first == second else ""
             raise invalid_argument(second, f"is given together with {first}{fields}", "one constraint")
         return self
 
     def client_names(self) -> dict[str, str]:
-        names = {**self.renamed, **{field: name for name, field, _ in self._constraints()}}
-        for name, _, _ in self._constraints():  # of which an instance says that it cannot be compiled
-            names["request.sampling"] = name
-        return names
+        """An instance that cannot compile the constraint says so of `request.sampling`."""
+        constraints = {wire: name for name, field, _ in self._constraints() for wire in (field, "request.sampling")}
+        return {**self.renamed, **constraints}
 
     def _constraints(self) -> list[tuple[str, str, Any]]:
         """The client's name, the wire field and the value of each constraint."""

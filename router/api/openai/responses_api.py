@@ -223,7 +223,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         super().__init__(exchange, body, model)
         self._texts = texts
         self._logprobs: list[dict[str, Any]] = []
-        """Of tokens whose text has not come yet."""
+        """Of the tokens since the last part of a block; those of the part while it is sent."""
         self._id = f"resp_{exchange.request_id}"
         self._created = int(time.time())
         self._num_thinking = self._sequence = 0

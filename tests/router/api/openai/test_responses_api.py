@@ -130,7 +130,7 @@ async def test_a_text_format_and_a_tool_choice_are_constraints(run_http: RunHttp
         assert response.tool_choice.tools == chosen["tools"]
 
 
-async def test_logprobs_are_those_of_a_texts_tokens(run_http: RunHttp, model: ServedModel) -> None:
+async def test_logprobs_are_those_of_a_texts_tokens(run_http: RunHttp) -> None:
     async with run_http(**writing(TEXT)) as http:
         asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
         [text, *_] = (await respond(http, **asked)).output
