@@ -38,8 +38,9 @@ WAITING = (
     "tests/instance/",
 )
 """Beginnings of units whose tests wait for most of their time, for a time-out or a retry."""
-BEGUN = {STACKS: 0.4, WAITING: 0.9}
-"""By when the last unit of a group begins, as a share of the run: the longer they take, the earlier."""
+BEGUN = {FIRST: 0.0, STACKS: 0.4, WAITING: 0.9, ("",): 1.0}
+"""By when the last unit of each group begins, as a share of the run: the longer they take, the earlier. The last group
+has what no other has."""
 
 
 def unit_of(nodeid: str) -> str:
@@ -53,11 +54,10 @@ def in_order(units: Collection[str]) -> list[str]:
     """The units as workers take them."""
     begin: dict[str, float] = {}
     left = list(units)
-    for group in (FIRST, STACKS, WAITING, ("",)):
+    for group, share in BEGUN.items():
         members = sorted((unit for unit in left if unit.startswith(group)), key=partial(_rank, group))
         left = [unit for unit in left if unit not in members]
-        span = 0.0 if group == FIRST else BEGUN.get(group, 1.0)
-        begin |= {unit: span * number / len(members) for number, unit in enumerate(members)}
+        begin |= {unit: share * number / len(members) for number, unit in enumerate(members)}
     return sorted(begin, key=begin.__getitem__)
 
 
