@@ -226,6 +226,7 @@ def _finish(axis: Axes, x_label: str, y_label: str, *, log: str = "") -> None:
 
 
 def _late(point: Point) -> str:
+    """What the legend adds to a run whose figures are not the endpoint's alone."""
     return "" if point.report.kept_schedule else ", the load was late"
 
 
@@ -236,7 +237,7 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
     """
     records = {format_rate(point.rate) + _late(point): point.records for point in results.points}
     figures = {"latency_cdfs": latency_cdfs(records), "itl_over_time": itl_over_time(records)}
-    sweeps = {results.model + next(filter(None, map(_late, results.points)), ""): results.points}
+    sweeps = {results.model + max(map(_late, results.points), default=""): results.points}
     if len(results.points) > 1:
         figures["latency_over_rate"] = latency_over_rate(sweeps)
         if any(point.report.goodput_per_s is not None for point in results.points):

@@ -64,6 +64,11 @@ def test_nixl_is_measured_next_to_a_bare_loop_and_names_its_transport() -> None:
     assert "digests off" not in output
 
 
+def test_blocks_without_room_in_memory_are_an_error() -> None:
+    with pytest.raises(TransferFailed, match="there is no memory for 65536 blocks of 1099511627776 bytes"):
+        Shape(num_blocks=65536, block_bytes=1 << 40).memory()
+
+
 @pytest.mark.parametrize(
     ("connector", "options", "url"),
     [

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from tandem.bench.serve import plots
 from tandem.bench.serve.endpoint import RequestRecord
 from tandem.bench.serve.report import Objectives, Report, summarise
-from tandem.bench.serve.results import Point
+from tandem.bench.serve.results import Point, Results
 
 
 def record(sent_s: float, ttft_s: float, gaps_s: tuple[float, ...]) -> RequestRecord:
@@ -195,6 +195,20 @@ def test_the_legend_lies_beside_the_panels_and_every_figure_has_a_title() -> Non
         [legend] = figure.legends
         boxes = [axis.get_tightbbox() for axis in figure.axes]
         assert all(box is not None and not box.overlaps(legend.get_window_extent()) for box in boxes)
+
+
+def test_the_legend_says_which_load_was_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+
+    def latency_cdfs(records: plots.Records) -> Figure:
+        runs.extend(records)
+        return Figure()
+
+    monkeypatch.setattr(plots, "latency_cdfs", latency_cdfs)
+    late = summarise(run_at(2.0, 0.1), None, [1.0] * 100)
+    results = Results("fake", "demo", {}, [Point(1.0, report_at(1.0)), Point(2.0, late)])
+    assert plots.write_plots(results, tmp_path)
+    assert runs == ["1/s", "2/s, the load was late"]
 
 
 def test_figures_of_nothing_are_drawn_all_the_same() -> None:
