@@ -81,7 +81,7 @@ class AnthropicToolChoice(StrictModel):
     @model_validator(mode="after")
     def _check_name(self) -> Self:
         if (self.type == "tool") != bool(self.name):
-            raise invalid_argument("tool_choice.name", "belongs to type tool", "both, or neither")
+            raise invalid_argument("tool_choice.name", "belongs to type tool, and is required there")
         return self
 
 
