@@ -19,6 +19,8 @@ _DEMO = Path(__file__).parent.parent / "tandem/demo/model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NEEDED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 """The files of a checkpoint. Pickled weights (*.bin, *.pt) are never fetched or loaded."""
+_NOT_NEEDED = ["consolidated*", "*/*"]
+"""Among them: the same weights once more, in another form, and what lies in subfolders."""
 _CONVERT = (
     'python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
     "[kind.from_pretrained('{model}').save_pretrained('converted') for kind in (AutoModelForCausalLM, AutoTokenizer)]"
@@ -34,7 +36,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
     """The folder of `model`: "demo", a local folder with a config.json, or owner/name on the Hugging Face hub, there at
     `revision`: a branch, tag or commit; None: main.
 
-    The hub is used only if there is no such folder; its local cache is used first.
+    The hub is used only if there is no such folder. Files that its local cache has are not fetched again; without a
+    network the cache is used alone.
     """
     folder = _DEMO if model == "demo" else Path(os.path.expanduser(model)).resolve()  # Path's raises for unknown users
     if not folder.is_dir():
@@ -93,7 +96,9 @@ def _download(model: str, revision: str | None) -> Path:
             + to_install("hub")
         ) from None
     try:
-        return Path(hub.snapshot_download(model, revision=revision, allow_patterns=_NEEDED))
+        return Path(
+            hub.snapshot_download(model, revision=revision, allow_patterns=_NEEDED, ignore_patterns=_NOT_NEEDED)
+        )
     except Exception as error:  # the hub's network, permission and lookup errors have no common base
         reason = str(error).strip().splitlines()
         raise ModelNotFound(

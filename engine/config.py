@@ -64,7 +64,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int | None = None
     """KV blocks; None divides kv_cache_bytes by the page size."""
     kv_cache_bytes: int | None = None
-    """KV memory; None: a fraction of the memory that is free after the weights are loaded."""
+    """KV memory; None: on CPU a fraction of the memory that is free after the weights are loaded, on one GPU what
+    gpu_memory_utilization leaves; several GPUs need a size."""
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory for weights, steps and KV, and for what others have there, where no KV size is given."""
     enforce_eager: bool = False

@@ -1,6 +1,6 @@
 """The layout of a KV block in memory, on disk and on the wire.
 
-The KV memory of one rank is one contiguous array, block-major:
+The KV memory of an engine, on GPUs of each rank, is one contiguous array, block-major:
 
     [num_blocks, num_layers, 2 (keys, values), num_kv_heads, block_size, head_dim]
 

@@ -51,7 +51,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    """stop, length, abort or error."""
+    """stop or length; None where the call was interrupted."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the output; None for EOS."""
     cumulative_logprob: float | None = None

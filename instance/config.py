@@ -51,11 +51,6 @@ class ListenSettings(ServerSettings):
     drain_move_s: float = setting(
         10.0, "Last seconds of the grace, in which routers resume running requests elsewhere.", ge=0
     )
-    allow_plaintext: bool = setting(
-        False,
-        "Listen on, and fetch KV from, addresses outside private networks without TLS: for networks that are protected"
-        " otherwise.",
-    )
 
     def resolved(self) -> ListenSettings:
         """The same settings with `listen` split into host and port."""

@@ -189,5 +189,5 @@ def _make(index: int, config: Mapping[str, Any], wake: Callable[[], None]) -> KV
         return make_connector(KVConnectorConfig(class_path=class_path, options=options), wake)
     except TypeError as error:
         if index:
-            raise EngineError(f"{class_path} cannot follow the first connector: no option prefix_only") from error
+            raise EngineError(f"{class_path} cannot follow the first connector ({error})") from error
         raise

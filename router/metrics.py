@@ -40,10 +40,10 @@ STAGES: dict[str, tuple[RequestEvent, RequestEvent]] = {
     "admission": (RequestEvent.RECEIVED, RequestEvent.ADMITTED),
     "reservation": (RequestEvent.PICKED, RequestEvent.KV_RESERVED),
     "prefill": (RequestEvent.PREFILL_STARTED, RequestEvent.FIRST_TOKEN),
-    "hand_over": (RequestEvent.FIRST_TOKEN, RequestEvent.KV_LOADED),
     "whole": (RequestEvent.RECEIVED, RequestEvent.FINISHED),
 }
-"""Stages whose length is observed, once per request that reached them."""
+"""Stages whose length is observed once per request that reached them, of the attempt that did first; `hand_over` is
+observed in each attempt."""
 _LOOP_TIMEOUT_S = 2.0  # how long a scrape waits for the event loop; it fails if the loop is blocked for longer
 
 
@@ -68,7 +68,7 @@ class RouterMetrics:
     """Those that followed one after it."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    stages: dict[str, Histogram] = field(default_factory=lambda: {name: Histogram() for name in STAGES})
+    stages: dict[str, Histogram] = field(default_factory=lambda: {name: Histogram() for name in (*STAGES, "hand_over")})
     first_token: dict[Path, Histogram] = field(default_factory=_by_path)
     output_token: dict[Path, Histogram] = field(default_factory=_by_path)
     recent: RecentLatencies = field(default_factory=lambda: RecentLatencies(AutoscalerSettings()))

@@ -190,9 +190,11 @@ class Worker:
         process.stdin.write(self._settings)
         process.stdin.close()
         line = await process.stdout.readline()
-        if line.endswith(b"\n"):  # else it died before, or in the middle
-            self.listens = json.loads(line)
-            self.ready.set()
+        if not line.endswith(b"\n"):  # it died before, or in the middle
+            status = await process.wait()
+            return EXIT_STOPPED if self._ending.is_set() else status
+        self.listens = json.loads(line)
+        self.ready.set()
         return await process.wait()
 
 

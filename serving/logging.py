@@ -64,9 +64,14 @@ class Timeline:
         return sum(name is event for name, _ in self.marks)
 
     def between(self, start: RequestEvent, end: RequestEvent) -> float | None:
-        """Seconds from the first `start` to the first `end`, None unless both have happened."""
-        start_s, end_s = self.at(start), self.at(end)
-        return None if start_s is None or end_s is None else end_s - start_s
+        """Seconds from the last `start` before the first `end` to that. None: they have not happened in this order."""
+        start_s: float | None = None
+        for event, at_s in self.marks:
+            if event is end:
+                return None if start_s is None else at_s - start_s
+            if event is start:
+                start_s = at_s
+        return None
 
     def milliseconds(self) -> dict[str, float]:
         """Milliseconds from the first mark to the first of each event, for one log line."""

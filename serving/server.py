@@ -67,6 +67,11 @@ class ServerSettings(Section):
     write_timeout_s: float = setting(10.0, "Seconds a message may wait for a client that does not read.", gt=0)
     drain_accept_s: float = setting(5.0, "Seconds that a drain still accepts requests, until peers notice.", ge=0)
     drain_grace_s: float = setting(30.0, "Seconds that a drain then waits for running requests.", ge=0)
+    allow_plaintext: bool = setting(
+        False,
+        "Without TLS, let other instances and routers connect, and connect to them, on addresses outside private"
+        " networks: for networks that are protected otherwise.",
+    )
     reflection: bool = setting(True, "Serve gRPC reflection, for grpcurl and `buf curl`.")
 
 

@@ -27,6 +27,7 @@ REFUSED = {
     "enable_lora": "adapters are not supported yet",
     "data_parallel_size": "start more instances instead",
     "nnodes": "one vLLM over several nodes is not supported yet",
+    "kv_offloading_size": "it takes the place of Tandem's connector",
     "stream_interval": "every token is streamed",
     "skip_tokenizer_init": "vLLM loses the EOS without its tokenizer",
     **dict.fromkeys(
@@ -43,7 +44,12 @@ REFUSED = {
     ),
 }
 """Arguments that would make streams differ, or that Tandem itself needs, with the reason."""
-WORKER_COUNTS = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
+WORKER_COUNTS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
 """Arguments that divide a model among workers: only 1 where KV is handed over."""
 WITHOUT_EFFECT = ("gpu_memory_utilization", "enable_log_requests", "use_tqdm_on_load", "log_level")
 """Arguments that do not change what vLLM computes."""

@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from vllm_engine.arguments import MAX_HELD_FRACTION
 from vllm_engine.kv_messages import KVSeeds, KVSetup, KVStep
@@ -24,15 +24,21 @@ from vllm_engine.kv_worker import StepResults, WorkerHalf, connect
 from vllm_engine.waiting import sleep_while_waiting
 
 
-class VllmKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Until the host has called `connect` in the worker, which it does before any request, nothing moves."""
+class VllmKVConnector(KVConnectorBase_V1):
+    """Until the host has called `connect` in the worker, which it does before any request, nothing moves.
+
+    It does not support vLLM's hybrid manager, which would reuse blocks behind a sliding window before they are saved,
+    and have no blocks for them where they are loaded. Without the manager vLLM keeps the whole KV of models that have
+    full attention as well; others it treats as before.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         sleep_while_waiting()  # vLLM makes one of these in EngineCore and one in the worker
-        if len(kv_cache_config.kv_cache_groups) > 1:
+        if not _keeps_whole_kv(kv_cache_config.kv_cache_groups):
             raise ValueError(
-                "models with several kinds of KV (hybrid, sliding window) are not handed over yet: --kv-connector null"
+                "models with several kinds of KV (hybrid), or with a sliding window in every layer, are not handed "
+                "over yet: --kv-connector null"
             )
         self._layers: list[torch.Tensor] = []
         self._worker: WorkerHalf | None = None
@@ -73,11 +79,6 @@ class VllmKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, block_ids), None
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
 
     # Worker
 
@@ -132,3 +133,12 @@ class VllmKVConnector(KVConnectorBase_V1, SupportsHMA):
         step = self._get_connector_metadata()
         assert isinstance(step, KVStep)
         return step
+
+
+def _keeps_whole_kv(groups: list[Any]) -> bool:
+    """Whether vLLM has a block for each part of a prompt, until the request ends."""
+    specs: list[Any] = []
+    for group in groups:
+        spec = group.kv_cache_spec
+        specs += spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return len(groups) == 1 and all(isinstance(spec, FullAttentionSpec) for spec in specs)

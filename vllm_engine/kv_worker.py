@@ -137,8 +137,8 @@ class WorkerHalf:
 
     def flush_preempted(self, step: KVStep) -> None:
         """Before the blocks of preempted requests are overwritten. A save that has begun may still read one: it is
-        cancelled here, and is not stored if that was before its copy of the block was complete (PageIO). Peers read
-        blocks in memory (nixl) only once the last chunk was scheduled, after which a request is not preempted."""
+        cancelled here, and is not stored if that was before its copy of the block was complete (PageIO). The lease tag
+        that a peer checks after it has read blocks in memory (nixl) is cleared here as well."""
         if not step.preempted:
             return
         with self._changed:
@@ -246,6 +246,7 @@ class WorkerHalf:
         spec = new.sampled.with_tokens(new.token_ids)
         name, spec = spec.request_id, msgspec.structs.replace(spec, request_id=new.request_id)
         request = Request.from_spec(spec, arrival=0, fingerprint=self._fingerprint)
+        request.update_block_hashes(self._block_size)  # once, not at each chunk
         transfer = self._transfers[new.request_id] = _Transfer(request, name)
         if transfer.is_load:
             self._by_name[name] = transfer

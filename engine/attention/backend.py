@@ -23,7 +23,7 @@ class AttentionMetadata:
     """int32 [num_requests]: tokens in the KV cache after this step, the step's own included. The last query token of
     request i is at position seq_lens[i] - 1, and its queries are the last query_len positions."""
     block_tables: torch.Tensor
-    """int32 [num_requests, max_blocks]: physical block ids; entries past the request's blocks are 0 and not read."""
+    """int32 [num_requests, max_blocks]: physical block ids; entries past the request's blocks are not read."""
     slot_mapping: torch.Tensor
     """int64 [num_tokens]: block_id * block_size + offset, where each token's key and value are written."""
     max_query_len: int

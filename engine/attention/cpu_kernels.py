@@ -9,7 +9,7 @@ weights stay below exp(SLACK). So a row's bits depend on its query and its keys 
 Pages lie in the order in which vectors are read (`KVLayout.order` "vectors"). Their numbers have 32 bits: a float32, or
 two elements of 16 bits. Keys of sixteen tokens are [head_dim numbers, 16 tokens], a number being adjacent elements of a
 head; values are [tokens, head_dim], a number being the same element of tokens 2 * i and 2 * i + 1. So nothing is moved
-between memory and the products: many rows (prefill) take four at a time, few rows (decode) as many as there are, and
+between memory and the products: many rows (prefill) take four at a time, few rows (decode) four or two, and
 while keys are read, their values are prefetched, and while values are read, the keys of the next tile.
 
 A row's scratch, float32: query [head_dim], weighted values [head_dim], weights [TILE_KEYS], sum of the weights [WIDTH]

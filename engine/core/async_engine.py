@@ -111,7 +111,7 @@ class AsyncEngine:
 
     @property
     def core_silence_s(self) -> float:
-        """Seconds since the core's last message. It sends one every 250 ms, but not during a step."""
+        """Seconds since the core's last message. It sends one every 250 ms, and during a step only what happens."""
         return time.monotonic() - self._last_message_s
 
     def add_request(self, request: EngineRequest) -> RequestStream:

@@ -3,7 +3,7 @@
 Plain data, encoded with msgpack, free of torch. The server owns text; the core owns tokens and blocks.
 
     AddRequest ─▶  TokensEvent …  TokensEvent(finish_reason)
-    AddRequest(remote_kv) ─▶ ReservedEvent | FinishedEvent(error);  KVProgress … ─▶ LoadedEvent;  Seed ─▶ TokensEvent …
+    AddRequest(remote_kv) ─▶ ReservedEvent | TokensEvent(error);  KVProgress … ─▶ LoadedEvent;  Seed ─▶ TokensEvent …
     AddRequest(hold_kv) ─▶ TransferEvent(num_ready_blocks) …, TokensEvent(finish_reason="hand_over"),
     TransferEvent(complete) LeaseCommand(attach | renew | release) ─▶ TransferEvent(ended=released | expired | failed)
 """
@@ -19,9 +19,9 @@ from engine.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "hand_over", "error"]
 ErrorKind = Literal["no_room", "too_large", "timeout", "id_in_use", "nothing_allowed", "invalid_constraint"]
-"""No blocks were freed, or no constraint compiled, in time; more blocks needed than exist; KV or seed did not arrive in
-time; KV of an earlier request with this id is still transferred; the request's own parameters exclude every token; its
-constraint cannot be compiled."""
+"""No blocks were freed, no constraint compiled, or no step began the prompt, in time; more blocks needed than exist; KV
+or seed did not arrive in time; KV of an earlier request with this id is still transferred; the request's own parameters
+exclude every token; its constraint cannot be compiled."""
 
 
 class HoldKV(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ class TokensEvent(msgspec.Struct, frozen=True, tag=True):
     num_external_tokens: int = 0
     num_recomputed_tokens: int = 0
     queue_s: float = 0.0
-    """Seconds that the request waited for blocks, KV or seed before it first ran."""
+    """Seconds from the request's arrival to its first step: for blocks, KV, seed, its grammar, and look-ups."""
     logprobs: list[list[TokenLogprob]] = []
     """If requested, parallel to `token_ids`: the token itself, then the best others."""
     prompt_logprobs: list[list[TokenLogprob]] = []
@@ -207,7 +207,7 @@ class KVReads(msgspec.Struct, frozen=True, array_like=True):
     """Part of `seconds`: posting the reads to the library."""
     num_bytes: int = 0
     num_descriptors: int = 0
-    """One for each block."""
+    """One for each block, or for each layer of it where the memory has an array per layer."""
     num_failed: int = 0
 
 
@@ -247,7 +247,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_loading: int = 0
     num_waiting_tokens: int = 0
     num_uncomputed_tokens: int = 0
-    """Those, without late prompts, and what running prompts have left."""
+    """Prompt tokens to be computed before those of a prompt that arrives now: of all prompts that are not late."""
     num_prefilling: int = 0
     """Of num_running: prompts."""
     step_cost: StepCost | None = None

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -52,12 +53,14 @@ def _run(config: EngineConfig, address: str) -> None:
             core = EngineCore(config, mailbox.wake)
         except (EngineError, OSError) as error:
             sys.exit(f"engine core: {error}")  # the user's to fix; a bug keeps its traceback
-    status = 0
+    status = 1
     try:
         run_core(core, mailbox)
+        status = 0
     except RankLost as error:
-        status = 1
         sys.stderr.write(f"engine core: {error}\n")
+    except BaseException:  # not to the interpreter: its end would wait for queued grammars
+        traceback.print_exc()
     mailbox.close()
     sys.stdout.flush()
     sys.stderr.flush()

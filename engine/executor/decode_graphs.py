@@ -11,8 +11,8 @@ are. On a GPU a recording is a CUDA graph, and all are made before the first req
 Between two launches a model calls torch for memory and views alone, and Python takes as long for that as the kernels of
 a small model. A recording keeps what they have to do: the launches with their arguments, which run as one program, and
 the torch operations that compute something (the embedding, the angles of RoPE), which are called again. A temporary
-keeps its address. Its memory is used again for later temporaries of the step, and by other recordings: one step runs at
-a time.
+keeps its address. Its memory is used again for later temporaries of the step, and by other recordings, of other numbers
+of rows too: one step runs at a time. The results of torch operations keep memory of their own in each recording.
 
 The step must read no number on the host, where nothing sees it: its launches have to be the same in every replay.
 """
@@ -256,8 +256,9 @@ class _Temporaries:
         num_bytes = tensor.nbytes
         if not num_bytes:
             return tensor
-        free = self._free[num_bytes]
-        memory = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8)
+        size = 1 << (num_bytes - 1).bit_length()  # steps of other numbers of rows share the memory
+        free = self._free[size]
+        memory = free.pop() if free else torch.empty(size, dtype=torch.uint8)
         owner = (ctypes.c_uint8 * num_bytes).from_address(memory.data_ptr())
         weakref.finalize(owner, free.append, memory)  # the tensor's storage keeps its owner
         return torch.frombuffer(owner, dtype=tensor.dtype).view(tensor.shape)

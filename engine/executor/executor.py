@@ -20,6 +20,7 @@ from engine.kv_layout import KVLayout
 from engine.machine import available_bytes, free_host_memory_for_kv
 from engine.models import Decoder, load_model
 from engine.models.config import DecoderConfig, ModelConfig
+from engine.models.elementwise import CompiledElementwise, elementwise_for
 from engine.models.linear import are_kernels
 
 
@@ -71,12 +72,18 @@ class OneProcessExecutor:
     def uses_graphs(config: EngineConfig, model_config: DecoderConfig, attention_name: str) -> bool:
         """Where a forward of single tokens reads nothing on the host: not with experts, whose numbers of tokens are
         read, with the reference, or in the transformers backend, which is not known. On CPU it is worth it where the
-        layers are kernels of our own."""
-        is_dense = isinstance(model_config, ModelConfig) and model_config.experts is None
+        layers are kernels of our own: a recording keeps the memory of torch's operations."""
+        if not isinstance(model_config, ModelConfig) or model_config.experts is not None:
+            return False
         if config.device == "cpu":
             dtype = getattr(torch, model_config.resolve_dtype(config.dtype))
-            return is_dense and attention_name == "cpu" and are_kernels(dtype, config.quantization)
-        return is_dense and attention_name in ("triton", "flash") and not config.enforce_eager
+            row_sizes = (model_config.hidden_size, *model_config.intermediate_sizes)
+            elementwise = elementwise_for(
+                torch.device("cpu"), dtype, row_sizes=row_sizes, head_dim=model_config.head_dim
+            )
+            is_ours = isinstance(elementwise, CompiledElementwise) and are_kernels(dtype, config.quantization)
+            return is_ours and attention_name == "cpu"
+        return attention_name in ("triton", "flash") and not config.enforce_eager
 
     def free_for_kv(self, layout: KVLayout, max_model_len: int) -> int:
         if self._device.type == "cpu":

@@ -45,6 +45,10 @@ class ConfigFields:
     def optional_number(self, name: str) -> float | None:
         return None if self._raw.get(name) is None else self.number(name)
 
+    def items(self, name: str) -> list[Any]:
+        """Of a list; none where there is none."""
+        return list(self._typed(name, [], list, "a list"))
+
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self._typed(name, default, bool, "true or false"))
 
@@ -219,6 +223,8 @@ def _parse(fields: ConfigFields) -> ModelConfig:
     hidden_size = fields.integer("hidden_size")
     attention_bias = fields.flag("attention_bias")
     max_position = fields.integer("max_position_embeddings", family.max_position_embeddings)
+    # As in transformers: null is one for each head, and only a missing field has the family's default.
+    num_kv_heads = num_heads if fields.has("num_key_value_heads") else family.num_kv_heads or num_heads
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -226,7 +232,7 @@ def _parse(fields: ConfigFields) -> ModelConfig:
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", family.num_kv_heads or num_heads),
+        num_kv_heads=fields.integer("num_key_value_heads", num_kv_heads),
         head_dim=fields.integer("head_dim", family.head_dim or hidden_size // max(num_heads, 1)),
         rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
         rope=parse_rope(fields, max_position, family.rope_theta),
@@ -252,7 +258,7 @@ def refuse_quantization(fields: ConfigFields) -> None:
 
 
 def _architecture(fields: ConfigFields) -> tuple[str, _Family]:
-    names = fields.raw("architectures") or []
+    names = fields.items("architectures")
     for name in names:
         if name in _FAMILIES:
             return name, _FAMILIES[name]
@@ -285,11 +291,10 @@ def _sliding_windows(fields: ConfigFields, family: _Family) -> tuple[int | None,
         window = None
     if family.window != "by_layer":
         return (window,) * num_layers
-    layer_types = fields.raw("layer_types")
-    if layer_types is None:
+    if fields.raw("layer_types") is None:
         first = fields.integer("max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    return tuple(_window_of(layer_type, window) for layer_type in layer_types)
+    return tuple(_window_of(layer_type, window) for layer_type in fields.items("layer_types"))
 
 
 def _window_of(layer_type: object, window: int | None) -> int | None:
@@ -337,8 +342,9 @@ def _experts(fields: ConfigFields, family: _Family) -> ExpertsConfig | None:
             names=family.experts,
         )
     num_experts = fields.integer("num_experts", fields.integer("num_local_experts", 128))
-    step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.raw("mlp_only_layers") or []
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.items("mlp_only_layers")
+    if step < 1:
+        raise UnsupportedModel(f"decoder_sparse_step is {step}; it must be at least 1")
     return ExpertsConfig(
         num_experts=num_experts,
         num_per_token=fields.integer("num_experts_per_tok", 8),
@@ -388,6 +394,8 @@ def parse_rope(fields: ConfigFields, max_position_embeddings: int, default_theta
     # As in transformers a length at the top level overrides the one beside the factor.
     original = scaling.integer("original_max_position_embeddings", max_position_embeddings)
     original = fields.integer("original_max_position_embeddings", original)
+    if original < 1:
+        raise UnsupportedModel(f"original_max_position_embeddings is {original}; it must be at least 1")
     if rope_type == "llama3":
         return RopeParameters(
             rope_type,

@@ -51,7 +51,7 @@ class Request:
     seeded: bool = False
     loaded: bool = False
     deadline: float | None = None
-    """Monotonic time at which waiting for blocks, KV or seed ends with an error."""
+    """Monotonic time at which waiting for blocks, KV, seed or a grammar ends with an error."""
     arrived_s: float = field(default_factory=time.monotonic)
     queue_s: float | None = None
     """Seconds from arrival until the first step that computes tokens of it; None: there was none yet."""

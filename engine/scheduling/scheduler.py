@@ -152,14 +152,15 @@ class Scheduler:
         self.kv.begin_step()
         scheduled: list[ScheduledRequest] = []
         num_tokens = max(self.config.max_num_batched_tokens, len(self.running))  # with fewer some would stand still
-        num_left, preempted = self._schedule_running(streams, num_tokens, scheduled)
+        num_left, streams_lack_room = self._schedule_running(streams, num_tokens, scheduled)
         on_time = [request for request in prompts if not request.is_late]
-        num_left, too = self._schedule_running(on_time, min(num_left, budget), scheduled)
+        num_left, prompts_lack_room = self._schedule_running(on_time, min(num_left, budget), scheduled)
         scheduled = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
         late = [request for request in prompts if request.is_late and request.status is RequestStatus.RUNNING]
-        if self.waiting and not (preempted or too):
+        if self.waiting and not (streams_lack_room or prompts_lack_room):
             num_left = self._admit(num_left, scheduled, may_be_late=not late)
         self._schedule_running(late, num_left, scheduled, may_preempt=not scheduled)
+        scheduled = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
         self._is_step_open = bool(scheduled)
         return SchedulerOutput(scheduled)
 
@@ -214,7 +215,8 @@ class Scheduler:
                 self._preempt(request)
 
     def _running_prompts(self) -> list[Request]:
-        """Those of which something is computed first, then in order: what was looked up in a store is running too."""
+        """Prompts that have begun, as they were admitted; then those that only have blocks, after a look-up in a store,
+        in the order of service. The last of them need not be the one that is preempted first."""
         prompts = [request for request in self.running if request.is_prompt]
         return sorted(prompts, key=lambda request: (request.is_untouched, request.is_untouched and request.order))
 
@@ -277,8 +279,9 @@ class Scheduler:
     def _schedule_running(
         self, requests: list[Request], budget: int, scheduled: list[ScheduledRequest], *, may_preempt: bool = True
     ) -> tuple[int, bool]:
-        """Add the shares of running requests. Returns what is left of the budget, and whether one was preempted."""
-        preempted = False
+        """Add the shares of running requests. Returns what is left of the budget, and whether blocks were lacking for
+        one. A request that has a share already may be preempted: the caller drops that."""
+        lacks_room = False
         for request in requests:
             if budget == 0:
                 break
@@ -287,14 +290,14 @@ class Scheduler:
             make_room = self._make_room if may_preempt else self.kv.allocate
             is_running = request.status is RequestStatus.RUNNING
             if not (is_running and make_room(request, request.num_computed_tokens + num_tokens)):
-                preempted = True
+                lacks_room = True
                 continue
             request.begin()
             scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
             if request.is_prompt and request.moves_kv:  # it is not preempted, so that others can rely on it
                 self.kv.expect(request, request.num_computed_tokens + num_tokens)
             budget -= num_tokens
-        return budget, preempted
+        return budget, lacks_room
 
     def _adopt(self, request: Request) -> None:
         """Skip what others have computed since this prompt was admitted, as when prompts with the same beginning have
@@ -468,7 +471,7 @@ class Scheduler:
             )
             return
         request.token_ids.append(token_id)
-        request.is_entering = False
+        request.is_entering = request.is_late = False
         self.counters.num_generated_tokens += 1
         reason, stop_token_id = request.check_stop(self.max_model_len)
         if reason is None and request.is_handed_over:

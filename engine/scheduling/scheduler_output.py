@@ -113,7 +113,7 @@ class QueueLoad(NamedTuple):
     num_waiting_tokens: int
     """Without regard to prefix hits, as the next one."""
     num_uncomputed_tokens: int
-    """Late prompts do not count: theirs delay no other."""
+    """Late prompts do not count, begun or not: theirs delay no other."""
     num_prefilling: int
     num_without_room: int
     """Waiting requests with KV of another instance: only blocks, a place in the batch or a grammar are missing."""
@@ -130,13 +130,13 @@ class QueueLoad(NamedTuple):
         queued = (*waiting, *(request for request in running if request.is_untouched))
         begun = [request for request in running if not request.is_untouched]
         prompts = [request for request in begun if request.is_prompt]
-        on_time = (request for request in queued if not (request.awaits_kv or request.is_late))
+        on_time = (request for request in (*queued, *prompts) if not (request.awaits_kv or request.is_late))
         return cls(
             num_waiting=len(queued) + len(compiling),
             num_running=len(begun),
             num_loading=len(loading),
             num_waiting_tokens=sum(request.num_uncomputed_tokens for request in queued),
-            num_uncomputed_tokens=sum(request.num_uncomputed_tokens for request in (*prompts, *on_time)),
+            num_uncomputed_tokens=sum(request.num_uncomputed_tokens for request in on_time),
             num_prefilling=len(prompts),
             num_without_room=sum(request.awaits_kv for request in (*waiting, *compiling)),
         )

@@ -326,11 +326,13 @@ class UcxProcess:
             if not self._loaded and not {"UCX_LOG_FILE", "UCX_LOG_LEVEL"} & os.environ.keys():
                 self.log = UcxLog()
                 variables |= self.log.environment
-            with _environment(variables):
-                yield mark
+            try:
+                with _environment(variables):
+                    yield mark
+            finally:
                 if self.log is not None and not self._loaded:
                     self.log.unlink()
-                self._loaded = True
+            self._loaded = True
 
 
 ucx = UcxProcess()

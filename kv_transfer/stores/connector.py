@@ -55,7 +55,7 @@ class StoreConnector(TransferConnector):
         self._io: PageIO
         self._naming: PageNaming
         self._submitted: dict[int, float] = {}
-        """Start of each operation that has not ended, by its id; the oldest is first."""
+        """When each operation that has not ended was queued, by its id; the oldest is first."""
         self._saves: dict[int, SaveOp] = {}
         """Those of them that save."""
         self._ended_at = -math.inf
@@ -130,7 +130,7 @@ class StoreConnector(TransferConnector):
         self._num_ops[op.owner] += 1
         oldest = next(iter(self._submitted.values()), now)
         is_any_open = self._io.save_breaker.is_open or self._io.load_breaker.is_open
-        if is_any_open and now - oldest > self._options.breaker_retry_s:
+        if is_any_open and now - max(oldest, self._ended_at) > self._options.breaker_retry_s:
             self._end_op(OpResult(op, STORE_DOWN))
             return
         self._submitted[id(op)] = now

@@ -204,12 +204,12 @@ class FairQueue(Generic[T]):
         return next(reversed(known.lines[min(known.lines)])) if known is not None else None
 
     def num_ahead(self, entry: Entry[T]) -> int:
-        """How many entries of its flow come before one that has just been pushed."""
+        """How many entries of its flow come before one that is pushed now with its rank."""
         lines = self._backlogged[entry.flow].lines
         return sum(len(line) for rank, line in lines.items() if rank >= entry.rank) - 1
 
     def predicted_wait_s(self, entry: Entry[T], rate_per_s: float | None) -> float | None:
-        """Seconds until an entry that has just been pushed starts; None if unknown.
+        """Seconds until an entry that is pushed now with its rank starts; None if unknown.
 
         By the rate at which its flow was served while it waited. Until enough of that is observed, by the part of
         `rate_per_s`, the rate at which all flows are served, that the others are likely to leave it.

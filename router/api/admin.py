@@ -207,7 +207,7 @@ class PoolsService:
         if view is None:
             return instance.out
         _, outliers = self.safeguards.of_role(role)
-        return outliers.marked([view])[0].out
+        return outliers.marked((view,))[0].out
 
     def _instance(self, name: str) -> UpstreamInstance:
         """The instance with that name or address. Raises InvalidArgument, NotFound or FailedPrecondition."""

@@ -123,7 +123,7 @@ def conversation(body: bytes) -> str | None:
 
 def _key(fields: dict[str, Any]) -> str | None:
     if isinstance(session := fields.get("prompt_cache_key"), str) and session:
-        return session
+        return json.dumps(session)  # which may have surrogates
     for name in ("messages", "input", "prompt"):
         if found := fields.get(name):
             return _beginning(found)

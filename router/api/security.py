@@ -1,7 +1,7 @@
 """Who may connect to the router's ports, and how the router identifies itself.
 
     clients' port    TLS if there are files; a token if there is a file of tokens; a certificate if one is required
-    signals          with TLS a certificate; between workers plaintext, on loopback
+    signals          with TLS a certificate; without it only private addresses; between workers plaintext, on loopback
     endpoint picker  every Gateway that reaches it; without TLS only on private addresses
     admin listener   a token if it has a file of its own, else with TLS a certificate, else only private addresses
     live page        a token of the operators' file; without one only private addresses, and no tokens or TLS
@@ -28,6 +28,7 @@ from serving.settings import Section, SettingsError, parse_address, setting
 from serving.tls import TlsSettings
 
 _log = logging.getLogger(__name__)
+_PROTECTED = "server.allow_plaintext where the network is protected otherwise"
 
 
 class RouterTlsSettings(TlsSettings):
@@ -92,10 +93,10 @@ class Security:
     def signals_server(self, settings: ServerSettings) -> Server:
         """The server for the other routers. Raises SettingsError if unauthenticated clients could reach it."""
         is_open = self.files is None or self._is_worker  # no certificate need be valid for 127.0.0.1
-        if is_open and not listens_privately(settings.host):
+        if is_open and not settings.allow_plaintext and not listens_privately(settings.host):
             raise SettingsError(
                 f"signals.listen: {settings.host} is not a private address, and calls are open to all there: give "
-                "tls.cert_file, key_file and ca_file"
+                f"tls.cert_file, key_file and ca_file, or {_PROTECTED}"
             )
         return (
             Server(settings, reuse_port=self._is_worker) if is_open else self._server(settings, None, require_cert=True)
@@ -104,10 +105,10 @@ class Security:
     def picker_server(self, settings: ServerSettings) -> Server:
         """The server for Gateways, which have no certificates; they learn addresses of routers. Raises SettingsError if
         it is not private and in plaintext."""
-        if self.files is None and not listens_privately(settings.host):
+        if self.files is None and not settings.allow_plaintext and not listens_privately(settings.host):
             raise SettingsError(
                 f"endpoint_picker.listen: {settings.host} is not a private address: give tls.cert_file, key_file and "
-                "ca_file"
+                f"ca_file, or {_PROTECTED}"
             )
         return self._server(settings, None, require_cert=False)
 

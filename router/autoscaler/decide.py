@@ -166,8 +166,8 @@ def _grow(
     decision = replace(decision, new_size=min(_step(size, wanted), policy.max_size), hold=None)
     wait_s = policy.start_timeout_s - (latest.at_s - history.since_s)
     if latest.num_pending and wait_s > 0:
-        starting = f"{latest.num_pending} of {latest.size} are still starting"
-        return decision.held("pending", f"{starting}, and are waited for {wait_s:.0f} s more")
+        pending = f"{latest.num_pending} of {latest.size} are not warm yet"
+        return decision.held("pending", f"{pending}, and are waited for {wait_s:.0f} s more")
     is_urgent = min(demand.ratio for demand in demands) >= policy.urgent
     if history.direction == "in" and history.reversed_s is not None and not is_urgent:
         left_s = policy.scale_in_window_s - (latest.at_s - history.reversed_s)

@@ -161,7 +161,7 @@ class Autoscaler:
         self._lead_until_s = -math.inf
         self._pools = {role: _Pool(status, self.clock()) for role, status in self.statuses.items()}
         self._reading = _Backoff("reading the pools' sizes from their owner", self.settings.interval_s)
-        self._resizing = _Backoff("resizing a pool", self.settings.interval_s)
+        self._resizing = {role: _Backoff(f"resizing the {role} pool", self.settings.interval_s) for role in policies}
 
     @property
     def leads(self) -> bool:
@@ -222,11 +222,11 @@ class Autoscaler:
 
     async def _resized(self, decision: ScaleDecision) -> ScaleDecision:
         """Applies `decision`; returns it, held where that was impossible."""
-        left_s = self._lead_until_s - self.clock()
+        left_s, resizing = self._lead_until_s - self.clock(), self._resizing[decision.role]
         if left_s <= 0:
             return decision.held("not_leading", "another router resizes")
-        if self.clock() < self._resizing.until_s:
-            return decision.held("no_answer", self._resizing.why)
+        if self.clock() < resizing.until_s:
+            return decision.held("no_answer", resizing.why)
         if self._actuator.pause is not None:
             return decision.held("paused", self._actuator.pause)
         try:
@@ -236,9 +236,9 @@ class Autoscaler:
                 sizes, expected = {decision.role: decision.new_size}, {decision.role: decision.size}
                 await self.resizer.resize(sizes, cause="autoscaler", reason=decision.reason, expected=expected)
         except (ActuatorError, TimeoutError) as error:
-            self._failed(self._resizing, error)
-            return decision.held("no_answer", self._resizing.why)
-        self._resizing.succeeded()
+            self._failed(resizing, error)
+            return decision.held("no_answer", resizing.why)
+        resizing.succeeded()
         return decision
 
     def _failed(self, backoff: _Backoff, error: ActuatorError | TimeoutError) -> None:

@@ -91,7 +91,7 @@ class PoolObservation:
 
     @property
     def num_pending(self) -> int:
-        """Desired instances that carry no load, not yet or no more."""
+        """Desired instances that are not warm: they start, or are cold, ejected or silent."""
         return max((self.size or 0) - len(self.warm), 0)
 
     @property

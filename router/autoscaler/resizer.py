@@ -185,7 +185,7 @@ class StackLink:
     """The router's connection to the owner of a local stack: its Actuator, and the discovery of its instances."""
 
     pause: str | None = None
-    """Processes of one machine are paused by `autoscaler.enabled`, and always have room."""
+    """Processes of one machine are paused by `autoscaler.enabled`."""
 
     def __init__(self, address: str) -> None:
         """`address` is unix:/PATH of the stack's socket, which need not exist yet. Made on the event loop."""

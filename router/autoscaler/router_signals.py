@@ -4,7 +4,7 @@
         ▲           └─ its answer has this router's id ──▶ self: not asked again, and not counted twice
         └── discovered again ◀── gone from the discovery: forgotten
 
-A silent router counts as a router. Its queue is unknown: it lets no pool grow, and no pool shrinks until it answers or
+A silent router counts as a router. Its queue is unknown: it makes no pool grow, and no pool shrinks until it answers or
 is gone.
 
 A quantile of several routers is that of their samples together, so routers exchange samples, those that are equal

@@ -55,7 +55,8 @@ class PoolPolicy(Section):
     )
     warm_up_s: float = setting(
         15.0,
-        "Seconds from an instance's first report in which its load and the latencies of its requests are ignored.",
+        "Seconds after this router has first seen an instance in which its load and the latencies of its requests are"
+        " ignored.",
         ge=0,
     )
     start_timeout_s: float = setting(

@@ -175,12 +175,12 @@ class Dispatcher:
         attempt = self._attempt_trace(flow, plan)
         flow.affinity.record_placement(decode_at, prefill_at)
         if prefill_at is None:
-            await self._alone(flow, decode_at, request, attempt)
+            await self._alone(flow, plan, request, attempt)
             return
         # 3. The decode instance reserves blocks or refuses before anything is computed.
         hand_over = prefill_pb2.HandOver(transfer_id=secrets.token_hex(16), lease_s=self.disaggregation.lease_s)
         decode_call = self._call(DecodeCall, flow, decode_at, attempt)
-        prefill_call = self._call(PrefillCall, flow, prefill_at, attempt)
+        prefill_call = self._call(PrefillCall, flow, prefill_at, attempt, plan.work.num_to_prefill)
         decode_call.partner = prefill_call
         async with decode_call as decode, prefill_call as prefill:
             decode.start(request, self._transfer(prefill_at, hand_over.transfer_id))
@@ -209,11 +209,10 @@ class Dispatcher:
                 self.releases.send(prefill.instance.channel, hand_over.transfer_id)
                 raise
 
-    async def _alone(
-        self, flow: _Flow, view: InstanceView, request: common_pb2.InstanceRequest, attempt: AttemptTrace
-    ) -> None:
+    async def _alone(self, flow: _Flow, plan: Plan, request: common_pb2.InstanceRequest, attempt: AttemptTrace) -> None:
         """One instance serves the request, in `auto` maybe a prefill instance: steps 3 to 6 vanish."""
-        async with self._call(DecodeCall, flow, view, attempt) as call:
+        view = plan.decode
+        async with self._call(DecodeCall, flow, view, attempt, plan.work.num_to_prefill) as call:
             await flow.guard.wait_probation(view.key)
             call.start(request)
             attempt.computing(call.role)
@@ -303,8 +302,11 @@ class Dispatcher:
         prefilling.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
         return flow.trace.picked(plan, prefilling, loading)
 
-    def _call(self, kind: type[CallT], flow: _Flow, view: InstanceView, attempt: AttemptTrace) -> CallT:
-        return kind(self._instance(view), view.key, flow.choice, attempt, partial(self._move_target, flow), flow.slot)
+    def _call(
+        self, kind: type[CallT], flow: _Flow, view: InstanceView, attempt: AttemptTrace, num_to_prefill: int = 0
+    ) -> CallT:
+        target = partial(self._move_target, flow)
+        return kind(self._instance(view), view.key, flow.choice, attempt, target, flow.slot, num_to_prefill)
 
     def _instance(self, view: InstanceView) -> UpstreamInstance:
         instance = self.pools.instance(view.key)

@@ -126,6 +126,7 @@ class InstanceCall:
     trace: AttemptTrace
     move_target: Callable[[], UpstreamInstance | None] = lambda: None  # an instance that could take the request over
     slot: Slot = field(default_factory=Slot)  # the request's
+    num_to_prefill: int = 0  # tokens that the instance has to compute before it can go on
 
     def __post_init__(self) -> None:
         self.partner: InstanceCall | None = None  # of a split request: moves when this one does
@@ -138,7 +139,7 @@ class InstanceCall:
         self._call: Any = None  # the two kinds of call share no typed base with read()
 
     async def __aenter__(self) -> Self:
-        self.instance.calls.add(self, self.choice.num_tokens)
+        self.instance.calls.add(self, self.choice.num_tokens, self.num_to_prefill)
         self.slot.add(self)
         if self.instance.key != self.key:
             self._lost = "another process has taken its place"

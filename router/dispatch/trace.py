@@ -60,6 +60,7 @@ class RequestTrace:
         self._admitted_ns = at_ns
         self._prefill: list[str] = []
         self._decode: list[str] = []
+        self._prefilled_by = ""
         self._decisions: list[Disaggregation] = []
         self._why = ""
         self._is_warm = True
@@ -110,6 +111,13 @@ class RequestTrace:
     def retried(self) -> None:
         self._metrics.num_retried += 1
 
+    def prefilled(self, instance_id: str) -> None:
+        """An instance has computed the prompt of an attempt; the first one counts."""
+        self._prefilled_by = self._prefilled_by or instance_id
+
+    def handed_over(self, took_s: float) -> None:
+        self._metrics.stages["hand_over"].observe(took_s)
+
     def first_token(self) -> None:
         """A token is about to be written to the client; the request's first one counts."""
         if self.has_first_token:
@@ -143,6 +151,7 @@ class RequestTrace:
             num_tokens=sum(choice.num_generated for choice in choices),
             prefill=tuple(self._prefill),
             decode=tuple(self._decode),
+            prefilled_by=self._prefilled_by,
             reason=self._reasons,
             outcome=outcome,
             error=error,
@@ -274,7 +283,9 @@ class AttemptTrace:
         if event is RequestEvent.PREFILL_STARTED:
             self._since_s = self.now()
         elif event is RequestEvent.KV_LOADED and self.loading is not None and self._since_s is not None:
-            self.loading.handed_over(self.plan.work.num_to_move, self.now() - self._since_s)
+            took_s = self.now() - self._since_s
+            self.loading.handed_over(self.plan.work.num_to_move, took_s)
+            self.choice.request.handed_over(took_s)
         stages = self.choice.stages
         stage = _STAGE_AFTER.get(event)
         if stage is not None and stage != stages.name:
@@ -309,6 +320,7 @@ class AttemptTrace:
         if self._since_s is not None:
             self.prefilling.prefilled(work.num_to_prefill, work.num_ahead, now_s - self._since_s)
         self._since_s = now_s
+        self.choice.request.prefilled((self.plan.prefill or self.plan.decode).instance_id)
 
 
 def _outcome(event: RequestEvent, error: str) -> str:

@@ -1,6 +1,6 @@
 """Discovers the pods behind a Service, by its EndpointSlices.
 
-    listing ──every slice, and a revision──▶ watching from there ──ends by itself──▶ watching from the last revision
+    listing ──every slice, and a revision──▶ watching from there ──ends in time──▶ watching from the last revision
        ▲                                        └── the revision is forgotten (410), the connection breaks ──┐
        └────────── a pause, longer after each failure; the known addresses stay ◀────────────────────────────┘
 
@@ -11,6 +11,7 @@ watches, and a pod that starts is used with its first report.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -27,6 +28,8 @@ _GROUP, _PLURAL = "discovery.k8s.io/v1", "endpointslices"
 _RETRY_S = 0.25
 _MAX_RETRY_S = 8.0
 _GONE = 410
+_SHORT_S = 0.1
+"""A watch that ends sooner by itself is not repeated at once."""
 
 T = TypeVar("T")
 
@@ -54,9 +57,10 @@ class EndpointSliceDiscovery:
         """The slices by name, after each change; never ends."""
         retry_s = _RETRY_S
         while True:
-            began_s, problem = time.monotonic(), None
+            listed_s, problem = math.inf, None
             try:
                 listed = await self._cluster.request("GET", self._path, Listed[EndpointSlice], query=self._query)
+                listed_s = time.monotonic()
                 slices = {one.metadata.name: one for one in listed.items or ()}
                 yield slices
                 async with aclosing(self._watch(slices, listed.metadata.resource_version)) as changes:
@@ -64,7 +68,7 @@ class EndpointSliceDiscovery:
                         yield slices
             except ClusterError as error:
                 problem = str(error)
-            if time.monotonic() - began_s > _MAX_RETRY_S:
+            if time.monotonic() - listed_s > _MAX_RETRY_S:  # the watch has worked
                 retry_s = _RETRY_S
                 self._changes.set_problem(None)
             self._changes.set_problem(problem)
@@ -74,6 +78,7 @@ class EndpointSliceDiscovery:
     async def _watch(self, slices: dict[str, EndpointSlice], revision: str) -> AsyncGenerator[None, None]:
         """Applies each event to `slices`. Returns when they have to be listed again. Raises ClusterError."""
         while True:
+            began_s = time.monotonic()
             async with aclosing(self._cluster.watch(self._path, self._query, revision)) as events:
                 async for event in events:
                     if event.type == "ERROR":
@@ -88,6 +93,8 @@ class EndpointSliceDiscovery:
                     elif event.type in ("ADDED", "MODIFIED"):
                         slices[changed.metadata.name] = changed
                     yield
+            if time.monotonic() - began_s < _SHORT_S:
+                return
 
 
 def _decoded(raw: msgspec.Raw, kind: type[T]) -> T:

@@ -26,8 +26,6 @@ _MANAGER = "tandem-sizes"
 _TRIES = 5
 _LEAD_S = 60.0
 """Until Helm has written the sizes and removed the Lease, or has failed and the autoscaler continues."""
-_STEP_S = 1.0
-"""What an autoscaler that had the lead may still take to resize."""
 
 
 async def keep(cluster: Cluster, deployment: str) -> None:
@@ -55,31 +53,31 @@ async def keep(cluster: Cluster, deployment: str) -> None:
 
 async def write(cluster: Cluster, sizes: Mapping[str, int], lease: str) -> None:
     """Resizes them, and nothing that led before resizes them again. Raises ClusterError."""
-    leads = await _take_lead(cluster, lease)
+    led_s = await _take_lead(cluster, lease)
     for deployment, size in sizes.items():
         await _resize(cluster, deployment, size)
         click.echo(f"{deployment} gets a size of {size}")
-    if leads:
-        await asyncio.sleep(_STEP_S)
+    if led_s:
+        await asyncio.sleep(led_s)  # until then it may resize by a decision that it made before
         for deployment, size in sizes.items():
             await _resize(cluster, deployment, size)
 
 
-async def _take_lead(cluster: Cluster, lease: str) -> bool:
-    """Whether it was taken from an autoscaler, which gets it back after _LEAD_S."""
+async def _take_lead(cluster: Cluster, lease: str) -> int:
+    """Takes it from an autoscaler, which gets it back after _LEAD_S; returns for how many seconds that one had it."""
     if not lease:  # a rollback to a chart that names none
-        return False
+        return 0
     path = cluster.path("coordination.k8s.io/v1", "leases", lease)
     try:
         found = (await cluster.request("GET", path, Lease)).spec
         ours = msgspec.to_builtins(held_by(found, _MANAGER, _LEAD_S))
         await cluster.request("PATCH", path, Lease, body={"spec": ours})
     except Missing:
-        return False
+        return 0
     except ClusterError as error:
         click.echo(f"the autoscaler goes on and may write other sizes before Helm does: {error}")
-        return False
-    return bool(found.holder_identity)
+        return 0
+    return (found.lease_duration_seconds or 0) if found.holder_identity else 0
 
 
 async def _resize(cluster: Cluster, deployment: str, size: int) -> None:

@@ -320,7 +320,7 @@ def _site(
         goal=goal,
         cost=cost,
         max_tokens=max(view.info.max_num_batched_tokens, 1),
-        num_uncomputed=max(load.num_uncomputed_tokens + view.num_unreported_tokens, 0),
+        num_uncomputed=max(load.num_uncomputed_tokens + view.num_unreported_to_prefill, 0),
         num_streams=_num_streams(view),
         share=share,
         num_missing=num_missing,

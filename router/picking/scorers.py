@@ -49,13 +49,13 @@ def queue_now(view: InstanceView) -> tuple[int, int]:
     """Waiting and running: the last report, corrected by what this router has sent and seen end since.
 
     Counts all requests that must be there. Of them run as many as the instance has room for: those that ran, if others
-    waited at the time of the report, else max_num_seqs; but if more tokens were sent than one of its steps takes, the
-    rest waits. Requests that load KV count as running: their blocks are reserved.
+    waited at the time of the report, else max_num_seqs; but if more tokens to compute were sent than one of its steps
+    takes, the rest waits. Requests that load KV count as running: their blocks are reserved.
     """
     load, info = view.load, view.info
     room = load.num_running + load.num_loading
     num_requests = view.num_requests
-    is_full = load.num_waiting > 0 or view.num_unreported_tokens > info.max_num_batched_tokens > 0
+    is_full = load.num_waiting > 0 or view.num_unreported_to_prefill > info.max_num_batched_tokens > 0
     if not is_full and room < info.max_num_seqs:
         room = info.max_num_seqs
     if num_requests <= room:

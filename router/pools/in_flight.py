@@ -40,6 +40,7 @@ class InFlightCall(Protocol):
 class _Sent:
     at_s: float
     num_tokens: int
+    num_to_prefill: int
     is_acknowledged: bool = False
     is_counted: bool = False
 
@@ -58,6 +59,9 @@ class InFlightCalls:
         self.num_unreported = 0
         """Requests that the last report cannot have counted."""
         self.num_unreported_tokens = 0
+        """Theirs, for which the instance needs blocks."""
+        self.num_unreported_to_prefill = 0
+        """Those of them that it has yet to compute."""
 
     @property
     def num_requests(self) -> int:
@@ -77,15 +81,16 @@ class InFlightCalls:
         while not self.is_empty:
             await self._emptied.wait()
 
-    def add(self, call: InFlightCall, num_tokens: int = 0) -> None:
-        """A call begins that brings `num_tokens` tokens whose KV it needs before it can go on."""
+    def add(self, call: InFlightCall, num_tokens: int = 0, num_to_prefill: int = 0) -> None:
+        """A call begins that brings `num_tokens` tokens whose KV it needs before it can go on; the instance computes
+        that of `num_to_prefill` of them, and has or loads the others'."""
         self._running[call] = None
-        self._add_sent(call, _Sent(self._clock(), num_tokens))
+        self._add_sent(call, _Sent(self._clock(), num_tokens, num_to_prefill))
 
     def expect(self, call: InFlightCall, num_tokens: int) -> None:
         """The request of a call at another instance is about to come here: until the call is removed, it counts like
         one that no report has counted, so that those that decide after it see its place as taken."""
-        self._add_sent(call, _Sent(math.inf, num_tokens))
+        self._add_sent(call, _Sent(math.inf, num_tokens, num_tokens))
 
     def acknowledge(self, call: InFlightCall) -> None:
         """The instance has answered, so it has the request."""
@@ -121,7 +126,7 @@ class InFlightCalls:
         """Another process answers at the address: it has nothing of what was sent before."""
         self._sent.clear()
         self._ended_s.clear()
-        self.num_unreported = self.num_unreported_tokens = 0
+        self.num_unreported = self.num_unreported_tokens = self.num_unreported_to_prefill = 0
 
     def instance_lost(self, reason: str) -> None:
         for call in list(self._running):
@@ -140,6 +145,7 @@ class InFlightCalls:
         self._sent[call] = sent
         self.num_unreported += 1
         self.num_unreported_tokens += sent.num_tokens
+        self.num_unreported_to_prefill += sent.num_to_prefill
 
     def _forget_sent(self, call: InFlightCall) -> None:
         if (sent := self._sent.pop(call, None)) is None:
@@ -152,3 +158,4 @@ class InFlightCalls:
     def _count_reported(self, sent: _Sent) -> None:
         self.num_unreported -= 1
         self.num_unreported_tokens -= sent.num_tokens
+        self.num_unreported_to_prefill -= sent.num_to_prefill

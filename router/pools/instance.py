@@ -212,6 +212,7 @@ class UpstreamInstance:
             num_unreported=self.calls.num_unreported,
             num_ended=self.calls.num_ended,
             num_unreported_tokens=self.calls.num_unreported_tokens,
+            num_unreported_to_prefill=self.calls.num_unreported_to_prefill,
             throughput=self.throughput.estimate(now_s),
             up_s=now_s - self._first_seen_s,
         )

@@ -190,6 +190,9 @@ class InstanceView:
     num_ended: int = 0
     """Requests of this router that its last report counted and that have ended since."""
     num_unreported_tokens: int = 0
+    """Tokens of those, for which the instance needs blocks."""
+    num_unreported_to_prefill: int = 0
+    """Those of them that it has yet to compute: neither cached there nor handed over."""
     throughput: ThroughputEstimate = UNMEASURED
     up_s: float = math.inf
     """Since this router first saw its process."""
@@ -208,7 +211,7 @@ class InstanceView:
     @property
     def num_waiting_tokens(self) -> int:
         """To be prefilled there, those sent since the last report included."""
-        return self.load.num_waiting_tokens + self.num_unreported_tokens
+        return self.load.num_waiting_tokens + self.num_unreported_to_prefill
 
     @property
     def num_used_blocks(self) -> int:

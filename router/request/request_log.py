@@ -36,6 +36,8 @@ class RequestSummary:
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     """The instances in the order in which they were picked."""
+    prefilled_by: str = ""
+    """The instance that computed the prompt first; empty until one has."""
     reason: str = ""
     """Why it was split or not."""
     outcome: str = ""
@@ -54,11 +56,6 @@ class RequestSummary:
     @property
     def first_token_s(self) -> float | None:
         return next((at_s for event, at_s in self.marks if event is RequestEvent.FIRST_TOKEN), None)
-
-    @property
-    def prefilled_by(self) -> str:
-        """The instance that prefilled it first; empty if none was picked."""
-        return next(iter(self.prefill or self.decode), "")
 
 
 class Summarized(Protocol):

@@ -232,6 +232,8 @@ async def prompt_ids(
             raise InvalidRequest("prompt", "prompt is empty", f"1..{max_tokens} tokens")
         encode_text = partial(model.tokenizer.encode, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(encode_text, request.text, max_tokens=max_tokens)
+    if (num_messages := len(request.chat.messages)) > max_tokens:  # they take time, here and in the template
+        raise InvalidRequest("chat.messages", f"{num_messages} messages", f"at most {max_tokens}, a token for each")
     for index, message in enumerate(request.chat.messages):
         if message.role not in _ROLES:
             raise InvalidRequest(f"chat.messages[{index}].role", shown(message.role), ", ".join(_ROLES))

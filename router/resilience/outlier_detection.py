@@ -81,11 +81,11 @@ class OutlierDetection:
         """Its server has reported that its engine is gone, and will soon be gone itself."""
         self._records.setdefault(key, _Record()).until_s = self._clock() + self._settings.ejection_s
 
-    def marked(self, views: Sequence[InstanceView]) -> Sequence[InstanceView]:
+    def marked(self, views: tuple[InstanceView, ...]) -> tuple[InstanceView, ...]:
         """The views with the ejected ones marked as out, so that the picker ignores and explains them."""
         if not self._records:
             return views
-        return [self._mark(view) for view in views]
+        return tuple(self._mark(view) for view in views)
 
     def _mark(self, view: InstanceView) -> InstanceView:
         remaining_s = self.ejected_s(view.key)

@@ -64,7 +64,8 @@ class Safeguards:
         return self.pools.by_role[role], self.prefill if role == "prefill" else self.decode
 
     def is_gone(self, key: InstanceKey) -> bool:
-        """Whether that process has left its pool otherwise than by a drain; one that froze and came back has not."""
+        """Whether that process cannot be picked now and does not report a drain; removed ones, drained or not, count as
+        gone, and one that froze and came back does not."""
         instance = self.pools.instance(key)
         view = instance.view() if instance is not None else None
         return view is None or (view.out is not None and not view.load.draining)

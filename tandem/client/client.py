@@ -108,7 +108,8 @@ class Client(_BaseClient):
         return self._pieces(*self._prepare(prompt, options))
 
     def abort(self, *request_ids: str) -> int:
-        """Aborts requests by their request_id; returns how many were running."""
+        """Aborts requests by their request_id at one router; returns how many were running there. One of several
+        routers knows its own requests alone: to end a stream in any case, close it."""
         response: generation_pb2.AbortResponse = self._call(
             "Abort", generation_pb2.AbortRequest(request_ids=request_ids)
         )

@@ -2,7 +2,8 @@
 
 A running stack has a private folder in the system's temporary directory and holds a lock (flock) on the file `lock` in
 it. The kernel releases the lock when the process ends, however it ends, so the lock says whether the stack runs, and a
-reused process id cannot be mistaken for it. The state file holds that folder and the router's address.
+reused process id cannot be mistaken for it. The state file holds that folder and the router's address. A lock on the
+folder itself keeps systemd-tmpfiles from removing files in it that were not used for days (tmpfiles.d(5), "Age").
 
     create() ─▶ running (locked) ─remove()─▶ gone
                     └─ killed ─▶ stale (unlocked) ─sweep(), at the next start─▶ gone
@@ -62,6 +63,8 @@ class StackFolder:
         self._lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unlocked.rename(self.path / _LOCK)  # locked from its first moment: another stack's sweep may come at any time
+        self._unaged = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._unaged, fcntl.LOCK_SH)
 
     @property
     def is_alone(self) -> bool:
@@ -72,6 +75,7 @@ class StackFolder:
         """Deletes the folder and its content; called once."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+        os.close(self._unaged)
 
 
 def temporary_folder() -> Path:

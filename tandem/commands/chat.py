@@ -268,9 +268,14 @@ class _Chat:
         if not name:
             raise click.UsageError("/save: give a file, such as /save chat.json")
         path = Path(name).expanduser()
+        content = json.dumps({"model": self._model, "messages": self._messages}, ensure_ascii=False, indent=2)
         try:
-            with path.open("x", encoding="utf-8") as file:
-                json.dump({"model": self._model, "messages": self._messages}, file, ensure_ascii=False, indent=2)
+            path.touch(exist_ok=False)
+            try:
+                path.write_text(content, encoding="utf-8")
+            except OSError:
+                path.unlink(missing_ok=True)  # a part of it is of no use, and would refuse its name
+                raise
         except FileExistsError:
             raise click.UsageError(f"/save: {path} exists; give another name") from None
         except OSError as error:
@@ -337,6 +342,8 @@ def _talk(chat: _Chat, lines: Iterator[str]) -> None:
             click.echo(f"Error: {error.message}\n({_retry_hint(error)})", err=True)
         except click.UsageError as error:
             click.echo(f"Error: {error.message}", err=True)
+        except ValueError as error:  # as of a token file that is gone with its stack
+            click.echo(f"Error: {error}", err=True)
         except KeyboardInterrupt:
             click.echo("(interrupted; Ctrl-D ends)", err=True)
 

@@ -135,7 +135,8 @@ def _guarded(check: Iterator[Finding]) -> Iterator[Finding]:
         yield from check
     except Exception as error:  # a broken package may raise anything when it is imported
         name = getattr(check, "__name__", "check").removeprefix("check_")
-        yield Finding("fail", name, f"could not be checked: {type(error).__name__}: {error}", "make install")
+        remedy = "make install" if isinstance(error, ImportError) else ""
+        yield Finding("fail", name, f"could not be checked: {type(error).__name__}: {error}", remedy)
 
 
 def check_python() -> Iterator[Finding]:

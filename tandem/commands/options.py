@@ -86,6 +86,15 @@ class OutputFile(click.Path):
         return path
 
 
+@contextmanager
+def write_errors() -> Iterator[None]:
+    """Raises ClickException for a file of figures that cannot be written, as on a disk that became full meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(f"cannot be written: {error}") from None
+
+
 def given_options(context: click.Context) -> list[click.Parameter]:
     """Those that are on the command line, and not from the environment or a default."""
     source_of = context.get_parameter_source

@@ -132,7 +132,8 @@ class LocalStack:
     def start(self, progress: Progress = lambda line: None, stop: threading.Event | None = None) -> None:
         """Starts all processes at once; returns when all are ready.
 
-        Raises StackFailed, or StartCancelled once `stop` is set, and leaves nothing behind.
+        Raises StackFailed, StartCancelled once `stop` is set, ValueError for invalid `instance_args`, or OSError, as of
+        a full disk; leaves nothing behind.
         """
         self._stop_starting, self.is_stopping = stop, False
         registry.sweep()
@@ -150,6 +151,8 @@ class LocalStack:
             self._processes = LocalProcesses(settings, self.folder, bond, self._env)
             for process in self.processes.values():
                 self._processes.start(process)
+            if self.settings.instance_args:
+                _ = self._processes.drain_s  # now, while a file that they name has what the instances started with
             self._supervisor = Supervisor(self._processes)
             # Imported late: gRPC takes a while, and the processes start meanwhile.
             from tandem.local_stack.server import StackServer
@@ -258,7 +261,8 @@ class LocalStack:
         self._processes.start(self.processes[name])
 
     def announce(self) -> None:
-        """Lets the commands on this machine find the stack; `supervise` keeps the instances up to date."""
+        """Lets the commands on this machine find the stack; `supervise` keeps the instances up to date. Raises OSError,
+        and RuntimeError for a user without a home."""
         self._announced = RunningStack(
             address=self.address,
             folder=str(self.folder),

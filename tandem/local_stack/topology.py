@@ -314,7 +314,7 @@ class LocalProcesses:
 
     @cached_property
     def drain_s(self) -> float:
-        """How long an instance that leaves may take to finish its requests."""
+        """How long an instance that leaves may take to finish its requests. Raises ValueError for invalid flags."""
         from tandem.local_stack.instance_flags import instance_settings  # late: it takes half a second
 
         server = instance_settings(self._instance_args).server

@@ -133,7 +133,7 @@ class Contender:
                 await asyncio.sleep(0.01)
 
     async def _step(self, actuator: KubernetesActuator) -> None:
-        if not await actuator.take_lead("router", ttl_s=15):
+        if not await actuator.take_lead("router", ttl_s=2):
             return
         for role, size in (await actuator.sizes()).items():
             if size != self._size:

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from engine.checkpoint import ModelNotFound, resolve
+
+SHARD = "model-00001-of-00002.safetensors"
+IN_REPOSITORY = ["config.json", SHARD, "consolidated.safetensors", "original/params.json", "pytorch_model.bin"]
 
 
 def test_a_local_folder_needs_no_network(tmp_path: Path) -> None:
@@ -49,8 +53,12 @@ def test_a_hub_id_fetches_safetensors_and_never_pickles(monkeypatch: pytest.Monk
 
     class Hub:
         @staticmethod
-        def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        def snapshot_download(
+            name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+        ) -> str:
             requested.append((name, revision, allow_patterns))
+            found = filter_repo_objects(IN_REPOSITORY, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+            assert list(found) == ["config.json", SHARD]
             return str(tmp_path)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)

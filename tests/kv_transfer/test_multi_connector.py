@@ -174,5 +174,5 @@ def test_what_hands_over_must_save(stores: tuple[MemoryStore, MemoryStore]) -> N
 
 def test_only_a_store_can_be_a_further_one() -> None:
     configs = [{"class_path": "engine.kv_connector:NullKVConnector", "options": {}}] * 2
-    with pytest.raises(EngineError, match="no option prefix_only"):
+    with pytest.raises(EngineError, match=r"cannot follow the first connector \(.*prefix_only"):
         MultiConnector(wake=lambda: None, connectors=configs)

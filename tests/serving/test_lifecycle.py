@@ -130,6 +130,20 @@ async def test_the_second_signal_stops_now_and_only_a_loss_counts(cuts_off: bool
     assert service.stopped
 
 
+async def test_the_first_signal_after_a_call_that_drains_cuts_nothing_off() -> None:
+    service = Service(0.05)
+    signals = StopSignals()
+    signals.drain.set()  # as InstanceService.Drain
+    serving = asyncio.create_task(serve_until_stopped(service, signals))
+    await asyncio.sleep(0)
+    signals.request_stop()
+    assert not signals.now.is_set()
+    assert await asyncio.wait_for(serving, 20) is True
+    assert not service.stopped
+    signals.request_stop()
+    assert signals.now.is_set()
+
+
 async def test_a_drain_that_fails_is_not_hidden() -> None:
     class Broken(Service):
         async def drain(self) -> bool:

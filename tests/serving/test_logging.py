@@ -94,7 +94,9 @@ def test_a_timeline_knows_gaps_counts_and_what_has_not_happened() -> None:
     timeline.mark(RequestEvent.RECEIVED, 10.0)
     timeline.mark(RequestEvent.RESUMED, 10.5)
     timeline.mark(RequestEvent.RESUMED, 11.0)
+    timeline.mark(RequestEvent.RECEIVED, 11.5)
     assert timeline.between(RequestEvent.RECEIVED, RequestEvent.RESUMED) == 0.5
+    assert timeline.between(RequestEvent.RESUMED, RequestEvent.RECEIVED) is None, "none came before the first"
     assert timeline.count(RequestEvent.RESUMED) == 2
     assert timeline.at(RequestEvent.FINISHED) is None
     assert timeline.between(RequestEvent.RECEIVED, RequestEvent.FINISHED) is None

@@ -337,7 +337,10 @@ class RedisEndpoint:
         run_id = found[1].decode()
         if self.run_id is not None and run_id != self.run_id:
             self.num_restarts += 1
-            _log.warning("redis at %s restarted: pages that it lost are computed again", self.address)
+            _log.warning(
+                "redis at %s is another process now (restart or failover): pages that it lacks are computed again",
+                self.address,
+            )
         self.run_id = run_id
 
 

@@ -42,7 +42,7 @@ from router.api.openai.responses import (
     TokenTexts,
     WholeResponse,
 )
-from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest
+from router.api.openai.responses_api import ResponsesBuilder, ResponsesExchange, ResponsesRequest
 from router.api.openai.strict_model import StrictModel
 from router.api.openai.tokenize import DetokenizeBody, TokenizeBody
 from router.dispatch.dispatcher import run_together
@@ -123,7 +123,9 @@ class OpenAIApi:
     async def responses(self) -> Response:
         """Answers a chat, as OpenAI's Responses API without its store."""
         return self._generation(
-            ResponsesRequest, lambda exchange, body: ResponsesBuilder(exchange, body, self.model.name, self._texts)
+            ResponsesRequest,
+            lambda exchange, body: ResponsesBuilder(exchange, body, self.model.name, self._texts),
+            ResponsesExchange,
         )
 
     async def messages(self) -> Response:
@@ -136,9 +138,13 @@ class OpenAIApi:
         """The length of a prompt of the Messages API."""
 
         async def handler(exchange: Exchange) -> None:
-            body = await exchange.parsed_body(CountTokensRequest.parse)
+            def parsed(data: bytes) -> tuple[CountTokensRequest, generation_pb2.GenerateRequest]:
+                body = CountTokensRequest.parse(data)
+                [request] = body.requests(exchange.request_id)
+                return body, request
+
+            (body, request), limits = await exchange.parsed_body(parsed), self.service.limits()
             check_model(body.model, self.model)
-            [request], limits = body.requests(exchange.request_id), self.service.limits()
             with service_errors():
                 tools = Tools.of(request.chat, self.model.tool_format)
                 ids = await prompt_ids(request, self.model, limits, tools=tools)
@@ -150,9 +156,12 @@ class OpenAIApi:
         """The token ids of a text or a chat."""
 
         async def handler(exchange: Exchange) -> None:
-            body, limits = await exchange.parsed_body(TokenizeBody.parse), self.service.limits()
+            def parsed(data: bytes) -> tuple[TokenizeBody, generation_pb2.GenerateRequest]:
+                body = TokenizeBody.parse(data)
+                return body, body.request()
+
+            (body, request), limits = await exchange.parsed_body(parsed), self.service.limits()
             check_model(body.model, self.model)
-            request = body.request()
             with service_errors():
                 tools = Tools.of(request.chat, self.model.tool_format)
                 ids = await prompt_ids(

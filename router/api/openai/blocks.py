@@ -1,4 +1,7 @@
-"""The parts of an answer in order: reasoning, text, tool calls. The Responses and the Messages API present them so."""
+"""The parts of an answer: reasoning, text, tool calls. The Responses and the Messages API present them so.
+
+They come in the order in which the model writes them, but for those of one message: there text precedes new calls.
+"""
 
 from __future__ import annotations
 

@@ -201,9 +201,9 @@ class Exchange(Response):
     def error_body(self, error: ServiceError) -> dict[str, Any]:
         return body_of(error, self.renamed)
 
-    async def send_failure(self, error: bytes) -> None:
+    async def send_failure(self, body: dict[str, Any]) -> None:
         """Ends a stream that has begun."""
-        await self.send_event(error)
+        await self.send_event(msgspec.json.encode(body))
         await self.end_events()
 
     async def _read(self) -> bytes:
@@ -231,7 +231,7 @@ class Exchange(Response):
     async def _send_error(self, error: ServiceError) -> None:
         body = self.error_body(error)
         if self._has_begun:
-            await self.send_failure(msgspec.json.encode(body))
+            await self.send_failure(body)
             return
         status_code, headers = status_of(error), headers_of(error)
         if status_code in (status.HTTP_408_REQUEST_TIMEOUT, status.HTTP_413_CONTENT_TOO_LARGE):

@@ -54,8 +54,8 @@ class MessagesExchange(Exchange):
     def last_headers(self) -> dict[str, str]:
         return {**super().last_headers(), "request-id": self.request_id}
 
-    async def send_failure(self, error: bytes) -> None:
-        await self.send_event(error, "error")
+    async def send_failure(self, body: dict[str, Any]) -> None:
+        await self.send_event(msgspec.json.encode(body), "error")
         await self.end_events(None)
 
 
@@ -136,6 +136,10 @@ class CountTokensRequest(FrontBody):
                 "thread", "is not supported: nothing is stored", "the whole conversation as messages"
             )
         return given
+
+    def client_names(self) -> dict[str, str]:
+        name = "tools" if self.output_config.format is None else "output_config.format"
+        return {**self.renamed, "request.sampling": name}
 
     def chat(self) -> dict[str, Any]:
         system = joined_parts(self.system, "system")

@@ -1,8 +1,8 @@
 """Request bodies: OpenAI's parameters and vLLM's additions, as pydantic models, and their conversion to the wire.
 
-pydantic parses the JSON itself, strictly: no numbers in strings, limited nesting, no lone surrogates. An explicit null
-means "not given", as everywhere at OpenAI. router/request/validation.py checks ranges; here only values that the wire's
-types cannot hold are rejected, and parameters that are unknown or unsupported and would change the answer.
+pydantic parses the JSON itself, strictly: no numbers in strings, limited nesting, no lone surrogates. Null members of a
+body, a message or a function mean "not given". router/request/validation.py checks ranges; here only values that the
+wire's types cannot hold are rejected, and parameters that are unknown or unsupported and would change the answer.
 FastAPI does not parse the bodies: it would read them before authorization and limits, and by the lenient json module.
 """
 
@@ -461,7 +461,11 @@ class ChatBody(RequestBody):
 
     def client_names(self) -> dict[str, str]:
         names = super().client_names()
-        return names if self.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
+        if self.tools:
+            names.setdefault("request.sampling", "tools")
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
 
     def _template_variables(self) -> dict[str, Any]:
         """Templates that think read enable_thinking, others reasoning_effort."""

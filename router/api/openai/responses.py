@@ -150,9 +150,15 @@ class Format(ABC, Generic[B]):
     def logprobs(self, chunk: common_pb2.TokenChunk, num_chars: int) -> Logprobs | None:
         """The chunk's log-probabilities, if requested; the choice's text before it has `num_chars`."""
 
-    def echo(self, prompt: tuple[int, ...], chunk: common_pb2.TokenChunk) -> tuple[str, Logprobs | None]:
+    def echo(
+        self, prompt_index: int, prompt: tuple[int, ...], chunk: common_pb2.TokenChunk
+    ) -> tuple[str, Logprobs | None]:
         """What precedes a choice's own text: the prompt, if requested. `chunk` is the first choice's first one."""
         return "", None
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
 
     def whole(self, choice: Choice) -> Choice:
         choice.tool_calls = choice.reasoning = UNSET
@@ -166,15 +172,22 @@ class CompletionFormat(Format[CompletionBody]):
     id_prefix = "cmpl"
     whole_object = event_object = "text_completion"
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self.body.prompt)
+
     def logprobs(self, chunk: common_pb2.TokenChunk, num_chars: int) -> Logprobs | None:
         if self.body.logprobs is None:
             return None
         return completion_logprobs(self._texts, candidates_of(chunk.logprobs), num_chars, self.body.logprobs)
 
-    def echo(self, prompt: tuple[int, ...], chunk: common_pb2.TokenChunk) -> tuple[str, Logprobs | None]:
+    def echo(
+        self, prompt_index: int, prompt: tuple[int, ...], chunk: common_pb2.TokenChunk
+    ) -> tuple[str, Logprobs | None]:
         if not self.body.echo:
             return "", None
-        text, top = self._texts.of_all(prompt), self.body.logprobs
+        given, top = self.body.prompt[prompt_index], self.body.logprobs
+        text = given if isinstance(given, str) else self._texts.of_all(prompt)
         if top is None:
             return text, None
         return text, prompt_logprobs(self._texts, prompt, candidates_of(chunk.prompt_logprobs), top)
@@ -232,7 +245,7 @@ class ResponseBuilder(ABC):
         chunk, prompt = message.tokens, call.prompt
         if message.HasField("prompt_tokens"):
             self._num_prompt += message.prompt_tokens
-            self._echoes[prompt_index] = self.form.echo(prompt, chunk)
+            self._echoes[prompt_index] = self.form.echo(prompt_index, prompt, chunk)
         self._num_completion += len(chunk.token_ids)
         index = prompt_index * self.form.body.n + chunk.choice
         is_first = index not in self._num_chars
@@ -304,7 +317,7 @@ class StreamedResponse(ResponseBuilder):
         async with self._writing:
             if not self._has_begun:
                 self._has_begun = True
-                await self.exchange.begin_events(dict(call.trace.trailers()))
+                await self.exchange.begin_events(dict(call.trace.trailers()) if self.form.num_prompts == 1 else {})
             await self.exchange.send_event(event)
 
     def _is_news(self, choice: Choice) -> bool:

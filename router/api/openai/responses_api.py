@@ -149,6 +149,10 @@ class ResponsesRequest(FrontBody):
     def has_logprobs(self) -> bool:
         return self.top_logprobs is not None or _LOGPROBS in self.include
 
+    def client_names(self) -> dict[str, str]:
+        name = "tools" if self.text.format.type == "text" and self.tools else "text"
+        return {**self.renamed, "request.sampling": name}
+
     def chat(self) -> dict[str, Any]:
         form = self.text.format
         schema = {"name": form.name, "schema": form.json_schema or {}}
@@ -214,6 +218,24 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) 
 def _text(item: dict[str, Any], name: str, field: str, kinds: Collection[str] = _PARTS) -> str:
     """A string among an item's members, or that of its parts."""
     return text_member({name: joined_parts(item.get(name), "input", kinds)}, name, field)
+
+
+class ResponsesExchange(Exchange):
+    """One request of this API."""
+
+    _num_events = 0
+
+    async def send_event(self, data: bytes, name: str = "") -> None:
+        self._num_events += 1
+        await super().send_event(data, name)
+
+    async def send_failure(self, body: dict[str, Any]) -> None:
+        """OpenAI's event, and `error`, without which its Python client would go on."""
+        error = body["error"]
+        members = {name: error[name] for name in ("code", "message", "param")}
+        event = {"type": "error", "sequence_number": self._num_events, **members, "error": error}
+        await self.send_event(msgspec.json.encode(event), "error")
+        await self.end_events(None)
 
 
 class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):

@@ -1,7 +1,7 @@
 """The HTTP port: uvicorn on the router's event loop, with a limit on every wait for a client.
 
     accepted ─TLS handshake─▶ waiting for headers ─complete─▶ a request ─answered─▶ kept alive ─▶ …
-       │          └─ 5 s ─▶ closed   └─read_timeout_s─▶ closed   └─ a write longer than write_timeout_s ─▶ closed
+       │          └─ 5 s ─▶ closed   └─read_timeout_s─▶ closed   └─ nothing is read for write_timeout_s ─▶ closed
        └─ more than max_connections, handshakes included ─▶ closed at once
 
 uvicorn waits for ever for headers that do not come and for a client that does not read, and for a minute for a TLS
@@ -35,6 +35,8 @@ from serving.settings import Address, Section, format_address, parse_address, se
 from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
 
 _STOP_S = 1
+_MIN_READ_BYTES = 16 << 10
+"""A client that reads so much within write_timeout_s, or all that is left, is slow and not deaf."""
 _ACCEPT_AGAIN_S = 0.1  # when there is no free descriptor
 _log = logging.getLogger(__name__)
 
@@ -155,11 +157,16 @@ class _Connection(H11Protocol):
             timer.cancel()
 
     def data_received(self, data: bytes) -> None:
+        self._stop_timer("idle")
         super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._start_timer("headers", self.config.settings.read_timeout_s)
-        else:
+        if self.cycle is not None and not self.cycle.response_complete:
             self._stop_timer("headers")
+        elif self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            # The rest of a body that was not read. uvicorn keeps the connection without a limit then.
+            self._stop_timer("headers")
+            self._start_timer("idle", self.config.settings.keep_alive_s)
+        else:
+            self._start_timer("headers", self.config.settings.read_timeout_s)
 
     def send_400_response(self, msg: str) -> None:
         """Called while h11's error is handled. In uvicorn the answer is plain text, and a second one to a request that
@@ -180,7 +187,19 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._start_timer("write", self.config.write_timeout_s)
+        self._watch_write()
+
+    def _watch_write(self) -> None:
+        num_left = self.transport.get_write_buffer_size()
+
+        def check() -> None:
+            del self._timers["write"]
+            if num_left - self.transport.get_write_buffer_size() < _MIN_READ_BYTES:
+                self.transport.abort()
+            else:
+                self._watch_write()
+
+        self._timers["write"] = asyncio.get_running_loop().call_later(self.config.write_timeout_s, check)
 
     def resume_writing(self) -> None:
         super().resume_writing()

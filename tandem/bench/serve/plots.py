@@ -160,8 +160,9 @@ def _panels(count: int, width: float = 1.0) -> tuple[Figure, list[Axes]]:
 
 
 def _placed(points: Iterable[Point]) -> list[tuple[float, Report]]:
-    """By the rate at which requests really became due, ascending; without runs that send all at once."""
-    found = [(point.report.offered_per_s, point.report) for point in points if point.rate != math.inf]
+    """By the rate at which requests really became due, ascending; without runs that have none: all at once, or one."""
+    found = [(one.report.offered_per_s, one.report) for one in points if one.rate != math.inf]
+    found = [(rate, report) for rate, report in found if rate > 0]
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -235,7 +236,11 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
 
     Latency and goodput over rate need several rates; the others show each rate as a run.
     """
-    records = {format_rate(point.rate) + _late(point): point.records for point in results.points}
+    records: dict[str, Sequence[RequestRecord]] = {}
+    for point in results.points:
+        name = format_rate(point.rate) + _late(point)
+        num_same = sum(one == name or one.startswith(f"{name} #") for one in records)
+        records[f"{name} #{num_same + 1}" if num_same else name] = point.records
     figures = {"latency_cdfs": latency_cdfs(records), "itl_over_time": itl_over_time(records)}
     sweeps = {results.model + max(map(_late, results.points), default=""): results.points}
     if len(results.points) > 1:

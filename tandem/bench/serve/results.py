@@ -134,6 +134,8 @@ def format_rate(rate: float | None) -> str:
 def page(report: Report, objectives: Objectives) -> list[str]:
     unfinished = f", {report.num_unfinished} unfinished" if report.num_unfinished else ""
     offered = f"{report.offered_per_s:.2f} requests/s" if report.offered_per_s else "all at once"
+    if report.num_requests < 2:
+        offered = "-"
     lines = [
         f"  requests    {report.num_succeeded} ok, {report.num_failed} failed, {report.num_refused} refused"
         f"{unfinished} in {report.duration_s:.1f} s; "
@@ -192,8 +194,9 @@ def late_warning(points: Sequence[Point]) -> list[str]:
     if not late:
         return []
     return [
-        f"WARNING: the load did not keep its schedule at {', '.join(late)}. The figures include that delay: lower the "
-        "rate, free this machine's cores, or run the load elsewhere."
+        f"WARNING: the load did not keep its schedule at {', '.join(late)}. TTFT and E2E leave out how late requests "
+        "were sent, and include how late tokens were read: lower the rate, free this machine's cores, or run the load "
+        "elsewhere."
     ]
 
 

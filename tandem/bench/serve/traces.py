@@ -90,9 +90,12 @@ class TraceUse:
 class TracePlan:
     """The requests of a trace, and counts of the other rows."""
 
-    num_rows: int
+    num_rows: int = 0
     """In the whole trace."""
+    num_planned: int = 0
+    """Rows that are requests."""
     requests: list[PlannedRequest] = field(default_factory=list)
+    """The first of them, up to the limit."""
     num_outside: int = 0
     """Rows outside the slice."""
     num_cut: int = 0
@@ -104,7 +107,7 @@ class TracePlan:
             "cut to the cap": self.num_cut,
             "skipped as too long": self.num_skipped,
         }
-        counts = [f"{len(self.requests)} of {self.num_rows} rows"]
+        counts = [f"{self.num_planned} of {self.num_rows} rows"]
         return ", ".join(counts + [f"{count} {what}" for what, count in others.items() if count])
 
 
@@ -135,13 +138,15 @@ def read_trace(path: Path, hash_block_len: int = HASH_BLOCK_LEN) -> list[TraceRo
     return [replace(row, at_s=row.at_s - rows[0].at_s) for row in rows]
 
 
-def plan(rows: Iterable[TraceRow], use: TraceUse, ids: Sequence[int], *, seed: int = 0) -> TracePlan:
-    """The requests that `use` makes of `rows`, with generated prompts of token ids in `ids`.
+def plan(
+    rows: Iterable[TraceRow], use: TraceUse, ids: Sequence[int], *, seed: int = 0, limit: int | None = None
+) -> TracePlan:
+    """The first `limit` requests, or all, that `use` makes of `rows`, with generated prompts of token ids in `ids`.
 
     Rows without hash ids get a unique prompt, from `seed` and their index in the trace, so that slices and caps change
     no other row's prompt. Equal hash ids give equal tokens, whatever the row.
     """
-    planned = TracePlan(0)
+    planned = TracePlan()
     prompts = _Prompts(ids, seed, block_len=math.ceil(use.hash_block_len * use.length_scale))
     for index, row in enumerate(rows):
         planned.num_rows += 1
@@ -155,6 +160,9 @@ def plan(rows: Iterable[TraceRow], use: TraceUse, ids: Sequence[int], *, seed: i
             planned.num_skipped += 1
             continue
         planned.num_cut += capped != lengths
+        planned.num_planned += 1
+        if limit is not None and planned.num_planned > limit:
+            continue  # counted alone: prompts take time and memory
         prompt = prompts.shared(row.hash_ids, capped[0]) if row.hash_ids else prompts.unique(index, capped[0])
         planned.requests.append(PlannedRequest((row.at_s - use.begin_s) / use.speed, prompt, capped[1]))
     return planned

@@ -245,15 +245,11 @@ class TraceWorkload:
     use: TraceUse
 
     def __str__(self) -> str:
-        return f"trace: {self.traced(0)}; ids {self.vocabulary.origin}"
-
-    def traced(self, run: int) -> TracePlan:
-        """The planned rows, before they are cut to the schedule's number and duration."""
-        return plan(self.rows, self.use, self.vocabulary.ids, seed=self.seed + (run << 32))
+        return f"trace: {self._traced(0, limit=0)}; ids {self.vocabulary.origin}"
 
     def plan(self, run: int, rate: float | None) -> list[PlannedRequest]:
         """A trace gives no more requests than it has rows, also at a given rate."""
-        requests = self.traced(2 * run).requests
+        requests = self._traced(2 * run, self.schedule.num_requests).requests
         num_requests = min(len(requests), self.schedule.num_requests or len(requests))
         if rate is not None:
             times_s = replace(self.schedule, num_requests=num_requests).times_s(rate, self.seed)
@@ -262,7 +258,10 @@ class TraceWorkload:
         return requests[: len(times_s)]
 
     def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
-        return [replace(one, at_s=0.0) for one in self.traced(2 * run + 1).requests[:count]]
+        return [replace(one, at_s=0.0) for one in self._traced(2 * run + 1, count).requests]
+
+    def _traced(self, series: int, limit: int | None) -> TracePlan:
+        return plan(self.rows, self.use, self.vocabulary.ids, seed=self.seed + (series << 32), limit=limit)
 
 
 def _rng(seed: int, series: int, purpose: int) -> np.random.Generator:

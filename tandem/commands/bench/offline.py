@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tandem.commands.options import Choice, FloatRange, IntRange, OutputFile, option_group
+from tandem.commands.options import Choice, FloatRange, IntRange, OutputFile, option_group, write_errors
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -223,5 +223,6 @@ def _write_json(
     from tandem.bench.serve.results import machine, versions
 
     context = {"options": options, "workload": workload, "versions": versions(), "machine": machine()}
-    path.write_text(json.dumps({**context, **asdict(result)}, indent=2) + "\n")
+    with write_errors():
+        path.write_text(json.dumps({**context, **asdict(result)}, indent=2) + "\n")
     click.echo(f"written: {path}")

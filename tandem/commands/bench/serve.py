@@ -25,6 +25,7 @@ from tandem.commands.options import (
     given_credentials,
     given_options,
     option_group,
+    write_errors,
 )
 
 if TYPE_CHECKING:
@@ -132,7 +133,9 @@ _workload_options = option_group(
         "--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
         help="Lengths, shared prefixes and (without --rate) times of a trace: Azure CSV or Mooncake JSONL (.gz)",
     ),
-    click.option("--speed", type=_POSITIVE, default=1.0, show_default=True, help="Speed of the replay of a trace."),
+    click.option(
+        "--speed", type=_POSITIVE, default=1.0, show_default=True, help="Factor of a trace's rate in the replay.",
+    ),
     click.option(
         "--trace-from", "trace_from_s", type=FloatRange(min=0), default=0.0, metavar="SECONDS",
         help="Start within the trace.  [default: 0]",
@@ -227,6 +230,8 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
             "{} is of random prompts; a trace has lengths and prefixes of its own: --length-scale, --max-prompt-len "
             "and --max-output-len change them",
         )
+        if "rates" in [one.name for one in given_options(click.get_current_context())]:
+            _reject(("speed",), "{} changes the times of a trace, which --rate replaces")
     try:
         results = asyncio.run(_bench(ServeOptions(**options), given_credentials(options["address"])))
     except InvalidOption as error:
@@ -310,7 +315,7 @@ def _stop_on_signals() -> asyncio.Event:
 
 def _write(results: Results, json_file: Path | None, save_requests: bool, plots_folder: Path | None) -> None:
     """Raises ClickException for a file that cannot be written."""
-    try:
+    with write_errors():
         if json_file is not None:
             write_json(json_file, results, with_records=save_requests)
             click.echo(f"written: {json_file}")
@@ -319,8 +324,6 @@ def _write(results: Results, json_file: Path | None, save_requests: bool, plots_
 
             for path in write_plots(results, plots_folder):
                 click.echo(f"written: {path}")
-    except OSError as error:
-        raise click.ClickException(f"cannot be written: {error}") from None
 
 
 class LoadDisplay:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from engine.errors import to_install
-from tandem.commands.options import INTERRUPTED, Choice, IntRange, OutputFile, kv_options
+from tandem.commands.options import INTERRUPTED, Choice, IntRange, OutputFile, kv_options, write_errors
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ def command(
     if json_file is not None and results:
         from tandem.bench.transfer.measure import write_json
 
-        write_json(json_file, results)
+        with write_errors():
+            write_json(json_file, results)
         click.echo(f"written: {json_file}")
     if num_failed or not results:
         raise click.exceptions.Exit(1)

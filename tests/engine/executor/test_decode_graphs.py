@@ -103,13 +103,19 @@ def test_answers_have_the_bits_of_uncaptured_steps(
         ("qwen2", {"device": "cpu", "dtype": "float32", "quantization": "int8"}, True),
         ("qwen2", {"device": "cpu", "dtype": "float16"}, False),
         ("qwen3_moe", {"device": "cpu", "dtype": "float32", "quantization": "int8"}, False),
+        (
+            "qwen2",
+            {"device": "cpu", "dtype": "float32", "quantization": "int8", "sizes": {"intermediate_size": 72}},
+            False,
+        ),
         ("qwen2", {"device": "cpu", "quantization": "int8", "attention_backend": "reference"}, False),
     ],
 )
 def test_graphs_are_for_dense_native_models(
     tmp_path: Path, architecture: str, options: dict[str, Any], is_graphed: bool
 ) -> None:
-    folder = lively_checkpoint(tmp_path, architecture, num_hidden_layers=1)
+    sizes = options.pop("sizes", {})
+    folder = lively_checkpoint(tmp_path, architecture, num_hidden_layers=1, **sizes)
     config = EngineConfig(model=str(folder), **{"device": "cuda", **options})
     attention = "reference" if "attention_backend" in options else {"cuda": "triton", "cpu": "cpu"}[config.device]
     assert OneProcessExecutor.uses_graphs(config, read_config(folder), attention) is is_graphed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from engine.executor.decode_graphs import LaunchRecorder
@@ -61,6 +63,23 @@ def test_temporaries_take_the_memory_of_a_layer_however_many_there_are() -> None
     with torch.inference_mode():
         kept = [recorder(step) for _ in range(3)]
     assert len(addresses) <= 2 + len(kept), "a result keeps its memory, nothing else does"
+
+
+def test_steps_with_other_numbers_of_rows_share_memory() -> None:
+    """As many recordings as there may be streams take what the largest take, not the sum of all."""
+
+    def step(num_rows: int) -> torch.Tensor:
+        hidden = weight.expand(num_rows, -1).contiguous()
+        for _ in range(5):
+            hidden = elementwise.add_rms_norm(None, hidden, weight, 1e-6)
+        return hidden[:1].clone()
+
+    weight, recorder = torch.ones(1024), LaunchRecorder()
+    with torch.inference_mode():
+        kept = [recorder(partial(step, num_rows)) for num_rows in range(1, 65)]
+    num_bytes = sum(size * len(free) for size, free in recorder._temporaries._free.items())
+    assert len(kept) == 64
+    assert num_bytes < 3 * (1 + 1 / 2 + 1 / 4 + 1 / 8) * 64 * weight.nbytes
 
 
 def test_steps_of_one_recorder_do_not_disturb_each_other() -> None:

@@ -55,6 +55,17 @@ def test_sizes_and_defaults(tmp_path: Path) -> None:
     assert not any((config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm, config.tie_word_embeddings))
 
 
+def test_null_key_value_heads_are_one_for_each_head_and_missing_ones_the_families(tmp_path: Path) -> None:
+    names, heads = {"architectures": ["Qwen3ForCausalLM"]}, {"num_attention_heads": 64, "head_dim": 8}
+    config = _config(tmp_path, num_key_value_heads=None, **names, **heads)
+    theirs = transformers.AutoConfig.for_model("qwen3", num_key_value_heads=None, **heads)
+    assert config.num_kv_heads == theirs.num_key_value_heads == 64
+    fields = {field: value for field, value in LLAMA.items() if field != "num_key_value_heads"}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **names, **heads}))
+    theirs = transformers.AutoConfig.for_model("qwen3", **heads)
+    assert ModelConfig.from_folder(tmp_path).num_kv_heads == theirs.num_key_value_heads < 64
+
+
 def test_the_epsilon_of_a_norm_has_its_architectures_default(tmp_path: Path) -> None:
     for name in SUPPORTED_ARCHITECTURES:
         theirs = transformers.AutoConfig.for_model(name.removesuffix("ForCausalLM").lower().replace("3moe", "3_moe"))
@@ -111,6 +122,14 @@ def test_dtype_and_page(tmp_path: Path) -> None:
         ({"torch_dtype": "float8_e4m3fn"}, "weights of dtype 'float8_e4m3fn' are not supported"),
         ({"num_key_value_heads": 3}, "8 attention heads do not divide evenly among 3"),
         ({"hidden_size": "big"}, "hidden_size is 'big'; it must be an integer"),
+        ({"architectures": 3}, "architectures is 3; it must be a list"),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": 3}, "layer_types is 3; it must be a list"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings is 0; it must be at least 1",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None; it must be a number"),
         (
             {

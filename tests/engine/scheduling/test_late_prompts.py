@@ -120,6 +120,7 @@ def test_prompts_on_time_overtake_a_late_one_that_has_begun() -> None:
     assert shares(scheduler) == {new.request_id: 20}
     assert begun.is_late
     assert later.is_late
+    assert scheduler.queue_load.num_uncomputed_tokens == 10, "those of late ones, begun or not, delay no other"
     assert shares(scheduler) == {new.request_id: 10, begun.request_id: 10}
     assert scheduler.kv.block_ids(begun.request_id), "it keeps what is computed"
     assert shares(scheduler) == {begun.request_id: 20}, "of the late ones that which has begun"
@@ -149,6 +150,29 @@ def test_a_late_prompt_of_higher_priority_takes_no_blocks_from_a_prompt_of_its_s
     assert [share.request for share in output.scheduled] == [other], "12 more tokens of the late one have no room"
     assert other in scheduler.running
     assert begun.is_late
+
+
+def test_a_late_prompt_of_higher_priority_takes_the_blocks_of_a_late_one_that_has_a_share() -> None:
+    scheduler = at_start(num_blocks=18)
+    first = add_now(scheduler, 2, 45)
+    assert [shares(scheduler) for _ in range(2)] == [{first.request_id: 20}] * 2
+    scheduler.expire(START_S + 2.0)
+    second = add_now(scheduler, 3, 45, priority=1)
+    assert shares(scheduler) == {second.request_id: 20}
+    scheduler.expire(START_S + 4.0)
+    assert shares(scheduler) == {second.request_id: 15}
+    assert (first.is_late, second.is_late, first.status) == (True, True, RequestStatus.PREEMPTED)
+    finish_all(scheduler)
+    assert {first.finish_reason, second.finish_reason} == {"length"}
+
+
+def test_what_a_client_has_begun_to_read_is_no_longer_late() -> None:
+    scheduler, begun = begun_and_late(max_tokens=3)
+    step(scheduler)
+    assert begun.is_late
+    while not begun.num_output_tokens:
+        step(scheduler)
+    assert not begun.is_late
 
 
 def test_late_prompts_that_hold_all_blocks_get_on() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
+import tempfile
+from pathlib import Path
+
+import pytest
 
 from kv_transfer.nixl.agent import UcxProcess, UcxSettings, cut_connections
 
@@ -30,6 +35,16 @@ def test_connections_of_one_mark_are_cut_and_no_descriptor_is_left() -> None:
         each.close()
     for descriptor in pipe:
         os.close(descriptor)
+
+
+def test_an_agent_that_cannot_be_made_leaves_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("UCX_LOG_LEVEL", raising=False)
+    process = UcxProcess()
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError), process.prepared(UcxSettings()):
+            importlib.import_module("no_such_bindings")
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_no_later_agent_has_the_mark_of_the_first_one_which_lends() -> None:

@@ -232,6 +232,12 @@ def test_what_is_no_conversation_has_no_key(data: bytes) -> None:
     assert conversation(data) is None
 
 
+def test_a_key_can_be_encoded_whatever_the_client_has_written() -> None:
+    key = conversation(b'{"prompt_cache_key": "\\ud800"}')
+    assert key is not None
+    assert key.encode()
+
+
 def test_a_picker_without_routers_or_an_http_port_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"endpoint_picker\.listen needs http\.listen"):
         RouterSettings(router=RouterSection(model="m"), endpoint_picker=EndpointPickerSettings(listen="127.0.0.1:0"))

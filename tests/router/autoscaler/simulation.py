@@ -52,6 +52,8 @@ class Owner:
     pause: str | None = None
     lack: str | None = None
     """Why what is ordered cannot start."""
+    refused: Role | None = None
+    """No resize of this pool is possible."""
 
     async def sizes(self) -> Mapping[Role, int]:
         self._may_fail()
@@ -59,6 +61,8 @@ class Owner:
 
     async def resize(self, role: Role, size: int, victims: Sequence[str], *, previous_size: int) -> None:
         self._may_fail()
+        if role == self.refused:
+            raise ActuatorError(f"no memory for {size} instances")
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)
         try:

@@ -164,7 +164,7 @@ def test_an_instance_that_is_starting_is_waited_for_before_another_is_asked_for(
     since_the_last = History(NOW_S - 60, NOW_S - 60, "out")
     decision = decided(observation, since_the_last)
     assert (decision.new_size, decision.hold) == (2, "pending")
-    assert "1 of 2 are still starting, and are waited for 240 s more" in decision.reason
+    assert "1 of 2 are not warm yet, and are waited for 240 s more" in decision.reason
     assert decided(observation, History(NOW_S - 301, NOW_S - 301, "out")).new_size == 4
 
 

@@ -194,6 +194,25 @@ def test_an_owner_that_does_not_answer_is_asked_less_and_less_and_mentioned_once
     ]
 
 
+def test_a_pool_that_cannot_be_resized_does_not_hold_up_the_other() -> None:
+    """Where one is short of memory, the other one may have to shrink first."""
+    settings = settings_of(interval_s=INTERVAL_S, prefill={"min_size": 2, "max_size": 2}, decode={"max_size": 8})
+
+    async def refusing(owner: Owner, simulation: Simulation) -> None:
+        owner.refused = "prefill"
+        loop = autoscaler(owner, simulation, settings)
+        running = asyncio.create_task(loop.run())
+        await asyncio.sleep(2 * settings.decode.scale_in_window_s)
+        assert owner.of == {"prefill": 1, "decode": 1}
+        assert loop.to_wire("prefill").reason.endswith("; no memory for 2 instances")
+        owner.refused = None
+        await asyncio.sleep(120.0)
+        assert owner.of["prefill"] == 2
+        running.cancel()
+
+    run_loop(refusing)
+
+
 def test_an_owner_that_hangs_holds_nothing_up_for_ever() -> None:
     async def hanging(owner: Owner, simulation: Simulation) -> None:
         loop = autoscaler(owner, simulation, SETTINGS)

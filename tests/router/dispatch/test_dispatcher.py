@@ -55,6 +55,18 @@ async def test_decode_has_reserved_before_prefill_computes(run: Run) -> None:
         assert rig.decode[0].recorded("reserved")[0].at_s < rig.prefill[0].recorded("prefill")[0].at_s
 
 
+async def test_a_split_prompt_is_computed_at_one_instance_alone(run: Run) -> None:
+    """Also for those who decide after it, before the next load report."""
+    async with run(prefill=[FakeInstance("prefill", behaviour=Behaviour(prefill_s=60.0))]) as rig:
+        asked = asyncio.create_task(rig.generate())
+        await rig.prefill[0].until("prefill")
+        [prefill], [decode] = rig.app.pools.prefill.instances, rig.app.pools.decode.instances
+        counted = [(one.calls._sent.values(), one) for one in (prefill, decode)]
+        sent = [[(each.num_tokens, each.num_to_prefill) for each in values] for values, _ in counted]
+        assert sent == [[(len(PROMPT), len(PROMPT))], [(len(PROMPT), 0)]]
+        asked.cancel()
+
+
 async def test_the_first_token_does_not_wait_for_the_transfer(run: Run) -> None:
     decode = FakeInstance("decode", behaviour=slow(0, load_s=0.5))
     async with run(decode=[decode]) as rig:

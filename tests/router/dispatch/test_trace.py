@@ -74,6 +74,14 @@ def test_a_split_attempt_measures_prefill_and_hand_over() -> None:
     ]
 
 
+def test_the_first_to_compute_the_prompt_counts_for_its_cached_tokens() -> None:
+    attempt = Attempt(Work(900, 0, 900), is_split=True)
+    assert attempt.request.summary().prefilled_by == "", "picked, but nothing computed"
+    attempt.trace.computing("prefill")
+    attempt.trace.token()
+    assert attempt.request.summary().prefilled_by == attempt.request.summary().prefill[0] != ""
+
+
 def test_a_local_attempt_measures_the_prefill_of_the_decode_instance() -> None:
     attempt = Attempt(Work(num_to_prefill=1000, num_ahead=0), is_split=False)
     attempt.trace.computing("decode")

@@ -98,6 +98,7 @@ class _Router:
                 num_unreported=calls.num_unreported,
                 num_ended=calls.num_ended,
                 num_unreported_tokens=calls.num_unreported_tokens,
+                num_unreported_to_prefill=calls.num_unreported_to_prefill,
             )
             for key, info, report, calls in zip(self.keys, self.infos, self.reports, self.calls, strict=True)
         ]
@@ -159,7 +160,7 @@ class _Simulation:
         router = self.router_of(request)
         instance = self.choose(router)
         router.num_sent += 1
-        router.calls[instance].add(request, self.requests[request].num_prompt_tokens)
+        router.calls[instance].add(request, *[self.requests[request].num_prompt_tokens] * 2)
         self.stubs[instance].num_in_transit += 1
         self.at(self.now_s + self.setup.delay_s, self.deliver, instance, request)
 

@@ -80,7 +80,7 @@ def test_a_local_plan_s_work_is_the_decode_instance_s() -> None:
 
 
 def test_what_was_sent_since_the_report_waits_too() -> None:
-    found = planned([view("decode")], [view("prefill", num_waiting_tokens=70, num_unreported_tokens=500)])
+    found = planned([view("decode")], [view("prefill", num_waiting_tokens=70, num_unreported_to_prefill=500)])
     assert found.work.num_ahead == 570
 
 

@@ -64,15 +64,15 @@ def test_where_others_waited_beside_free_places_there_is_no_more_room_than_was_u
 
 
 def test_more_tokens_than_a_step_takes_wait_whatever_the_places() -> None:
-    assert queue_now(view(slots=16, budget=2048, num_unreported=2, num_unreported_tokens=2048)) == (0, 2)
-    assert queue_now(view(slots=16, budget=2048, num_unreported=2, num_unreported_tokens=2049)) == (2, 0)
+    assert queue_now(view(slots=16, budget=2048, num_unreported=2, num_unreported_to_prefill=2048)) == (0, 2)
+    assert queue_now(view(slots=16, budget=2048, num_unreported=2, num_unreported_to_prefill=2049)) == (2, 0)
 
 
 # The others
 
 
 def test_waiting_tokens_count_what_was_sent_since() -> None:
-    assert waiting_tokens(NOTHING, view(num_waiting_tokens=100, num_unreported_tokens=20)) == 120
+    assert waiting_tokens(NOTHING, view(num_waiting_tokens=100, num_unreported_to_prefill=20)) == 120
 
 
 def test_kv_pressure_is_the_part_in_use_with_this_request_and_cached_blocks_are_free() -> None:

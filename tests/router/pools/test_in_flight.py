@@ -49,6 +49,18 @@ def test_a_request_is_unreported_until_a_report_follows_its_answer() -> None:
     assert (inflight.num_unreported, inflight.num_unreported_tokens, inflight.num_requests) == (0, 0, 1)
 
 
+def test_what_is_handed_over_needs_blocks_and_is_not_computed_there() -> None:
+    calls: Any = InFlightCalls()
+    calls.add("split", 70)
+    calls.add("local", 50, 20)
+    assert (calls.num_unreported_tokens, calls.num_unreported_to_prefill) == (120, 20)
+    calls.expect("moves", 9)
+    assert (calls.num_unreported_tokens, calls.num_unreported_to_prefill) == (129, 29)
+    for call in ("moves", "local", "split"):
+        calls.remove(call)
+    assert (calls.num_unreported_tokens, calls.num_unreported_to_prefill) == (0, 0)
+
+
 def test_a_request_without_an_answer_is_reported_after_the_lag() -> None:
     inflight = Accounting(report_lag_s=0.5)
     inflight.sent(1, 0.0)

@@ -55,7 +55,7 @@ class Scenario:
             self.detection.failed(self.pool[index].key, self.pool)
 
     def out(self) -> list[int]:
-        marked = self.detection.marked(self.pool)
+        marked = self.detection.marked(tuple(self.pool))
         return [index for index, one in enumerate(marked) if one.out is not None]
 
 
@@ -65,7 +65,7 @@ def test_five_failures_in_a_row_eject_for_half_a_minute() -> None:
     assert scenario.out() == []
     scenario.fail(1, 1)
     assert scenario.out() == [1]
-    assert scenario.detection.marked(scenario.pool)[1].out == "ejected for 30 s more"
+    assert scenario.detection.marked(tuple(scenario.pool))[1].out == "ejected for 30 s more"
     scenario.clock.now_s += 29.9
     assert scenario.out() == [1]
     scenario.clock.now_s += 0.2

@@ -72,6 +72,17 @@ def test_folder_and_state_file_are_private() -> None:
     folder.remove()
 
 
+def test_systemd_tmpfiles_finds_the_folder_locked() -> None:
+    """It skips a folder, with all that lies in it, that it cannot lock."""
+    folder = StackFolder()
+    descriptor = os.open(folder.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder.remove()
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+
+
 def test_what_a_killed_stack_left_is_swept_and_what_a_living_one_has_is_not() -> None:
     living = StackFolder()
     kept = announced(living.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -66,6 +67,36 @@ def test_a_conversation_is_saved_and_replaces_no_file(stack: Background, tmp_pat
     assert saved["model"] == "fake"
     assert result.exit_code != 0
     assert "exists; give another name" in result.output
+
+
+def test_a_full_disk_leaves_no_part_of_a_conversation(
+    stack: Background, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str, **how: str) -> None:
+        with path.open("w") as file:
+            file.write(text[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    result = chat(stack, f"What is a tandem?\n/save {tmp_path / 'chat.json'}\n")
+    assert "cannot be written: No space left on device; give another name" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_invalid_value_on_a_terminal_does_not_end_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a token file that is gone with the stack to which it belonged."""
+    handled: list[str] = []
+
+    class Chat:
+        def handle(self, text: str) -> bool:
+            handled.append(text)
+            if text == "hi":
+                raise ValueError("token_file /gone cannot be read")
+            return True
+
+    module._talk(Chat(), iter(["hi", "/save chat.json"]))  # type: ignore[arg-type]
+    assert handled == ["hi", "/save chat.json"]
+    assert capsys.readouterr().err == "Error: token_file /gone cannot be read\n"
 
 
 @pytest.mark.parametrize(

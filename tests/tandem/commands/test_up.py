@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import shutil
@@ -141,6 +142,26 @@ def test_what_the_model_does_not_allow_is_rejected_before_anything_starts(
     for hint in hints:
         assert hint in output
     assert not started
+
+
+def test_a_state_folder_that_cannot_be_made_is_an_error_without_a_traceback(
+    tmp_path: Path, started: list[StackSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tandem").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert run() == f"Error: [Errno 17] File exists: '{tmp_path / 'tandem'}'\n"
+    assert started == []
+
+
+def test_a_full_disk_during_the_start_is_an_error_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(stack: LocalStack, *others: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalStack, "start", start)
+    monkeypatch.setattr(up.StopSignals, "install", lambda signals: None)
+    output = run()
+    assert "Error: [Errno 28] No space left on device" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,16 @@ def test_a_pool_grows_and_shrinks_and_removed_instances_leave_nothing(monkeypatc
         assert list(stack.instances) == ["decode-0", "decode-2", "decode-1"]
 
 
+def test_a_pool_shrinks_though_a_file_of_settings_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "instance.yaml"
+    file.write_text("server:\n  drain_grace_s: 1\n")
+    scripted(monkeypatch, {})
+    with LocalStack(settings(num_decode=2, instance_args=(f"--config={file}",))) as stack:
+        file.unlink()
+        stack.resize("decode", 1)
+        until(stack, lambda: len(stack.processes) == 2)
+
+
 def test_a_killed_process_leaves_no_file_to_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {})
     with LocalStack(settings()) as stack:

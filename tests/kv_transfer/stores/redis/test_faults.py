@@ -33,7 +33,7 @@ def own_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 _LOG_LINE = re.compile(
     r"redis at 127\.0\.0\.1:\d+ (is unavailable: [a-z_]+; KV is computed instead|answers again"
-    r"|restarted: pages that it lost are computed again)"
+    r"|is another process now \(restart or failover\): pages that it lacks are computed again)"
 )
 
 

@@ -74,6 +74,7 @@ class _Planned:
             num_tokens=int(part * (self.num_tokens - 1)) + (now_s >= first_s),
             prefill=(self.prefill,),
             decode=(self.decode,),
+            prefilled_by=self.prefill,
             reason=f"{self.num_prompt - self.num_cached} tokens to prefill, more than 64 stay local",
             outcome="finished" if is_over else "",
         )

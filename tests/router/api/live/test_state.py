@@ -152,7 +152,7 @@ def test_instances_have_their_load_rates_and_hit_rates() -> None:
         info = dataclasses.replace(view.info, identity=identity, bytes_per_block=16_000)
         view = dataclasses.replace(view, info=info, throughput=ThroughputEstimate(hand_over_per_s=2000.0))
         others = [("decode", "b", instance("decode-9"), ""), ("decode", "c", starting("c"), "connecting")]
-        ended = [request(1, 1.0, end_s=now_s - 1, num_cached_tokens=25, prefill=(), decode=("decode-10",))]
+        ended = [request(1, 1.0, end_s=now_s - 1, num_cached_tokens=25, prefilled_by="decode-10")]
         return reading(now_s, ended=ended, instances=[("decode", "a", sample._replace(view=view), ""), *others])
 
     states = LiveState()

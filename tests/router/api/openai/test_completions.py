@@ -6,6 +6,8 @@ import openai
 import pytest
 
 from protos.tandem.v1 import common_pb2, generation_pb2
+from router.api.openai.requests import CompletionBody
+from router.api.openai.responses import CompletionFormat, TokenTexts
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -170,6 +172,14 @@ async def test_an_echo_precedes_every_choice(run_http: RunHttp) -> None:
             model="fake", prompt="héllo", max_tokens=3, seed=SEED, echo=True, stream=True
         )
         assert "".join([event.choices[0].text async for event in streamed]) == answer.choices[0].text
+
+
+def test_an_echo_is_the_clients_text_and_not_that_of_its_tokens() -> None:
+    """Tokenizers put special tokens around it, or normalise it."""
+    body = CompletionBody.parse(b'{"prompt": ["Hello", [5]], "echo": true}')
+    form = CompletionFormat(body, TokenTexts(None))
+    assert form.echo(0, (1, 2), common_pb2.TokenChunk()) == ("Hello", None)
+    assert form.echo(1, (5,), common_pb2.TokenChunk()) == ("", None)
 
 
 async def test_a_stop_ends_a_choice(run_http: RunHttp) -> None:

@@ -7,11 +7,13 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from router.api.openai.errors import body_of, headers_of, status_of
-from router.api.openai.requests import CompletionBody
+from router.api.openai.messages_api import MessagesRequest
+from router.api.openai.requests import Body, ChatBody, CompletionBody
 from router.resilience.poison_requests import PoisonRequestRejected
 from serving import errors
 from tests.fakes.behaviour import Behaviour
@@ -183,6 +185,21 @@ async def test_values_without_effect_are_ignored(run_http: RunHttp) -> None:
     async with run_http() as http:
         for neutral in NEUTRAL:
             assert (await http.post(**GOOD | neutral)).status_code == 200, neutral
+
+
+def test_a_tool_that_an_instance_rejects_has_the_clients_name() -> None:
+    function = {"name": "f", "strict": True, "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    bodies: list[tuple[type[Body], dict[str, Any], str]] = [
+        (ChatBody, {"tools": tools}, "tools"),
+        (ChatBody, {"tools": tools, "guided_regex": "a"}, "guided_regex"),
+        (ChatBody, {}, "request.sampling"),
+        (MessagesRequest, {"max_tokens": 5}, "tools"),
+    ]
+    for kind, options, name in bodies:
+        message = {"role": "user", "content": "x"}
+        body = kind.parse(msgspec.json.encode({"model": "fake", "messages": [message], **options}))
+        assert body.client_names().get("request.sampling", "request.sampling") == name
 
 
 def test_a_constraint_that_an_instance_rejects_has_the_clients_name() -> None:

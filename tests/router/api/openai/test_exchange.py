@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from protos.tandem.v1 import generation_pb2
-from router.api.openai.requests import CompletionBody
+from router.api.openai.requests import ChatBody, CompletionBody
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.rig import PROMPT, SEED, SHORT, slow
@@ -40,6 +40,14 @@ async def test_the_route_is_in_the_headers(run_http: RunHttp, stream: bool) -> N
         assert (headers["tandem-disaggregated"], headers["tandem-prefill"]) == ("yes", "prefill-0")
         assert headers["tandem-decode"] == "decode-0"
         assert "100 tokens" in headers["tandem-reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_have_no_route(run_http: RunHttp, stream: bool) -> None:
+    async with run_http() as http:
+        response = await http.post(prompt=[PROMPT, PROMPT], max_tokens=3, stream=stream)
+        assert response.status_code == 200
+        assert "tandem-decode" not in response.headers
 
 
 async def test_the_route_is_ascii_whatever_an_instance_is_called(run_http: RunHttp) -> None:
@@ -158,6 +166,22 @@ async def test_a_large_body_is_parsed_off_the_event_loop(run_http: RunHttp) -> N
         assert time.thread_time() - began_s < parsing_s  # this thread's CPU time: also the client's and the sockets'
         assert response.status_code == 400
         assert "1000000 tokens" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens", "/tokenize"])
+async def test_many_messages_are_checked_off_the_event_loop_and_before_the_template(
+    run_http: RunHttp, path: str
+) -> None:
+    messages = [{"role": "user", "content": ""}] * 50_000
+    body = msgspec.json.encode({"model": "fake", "messages": messages})
+    async with run_http(prefill=0) as http:
+        began_s = time.thread_time()
+        ChatBody.parse(body).requests("oracle")
+        parsing_s, began_s = time.thread_time() - began_s, time.thread_time()
+        response = await http.http.post(path, content=body, headers={"content-type": "application/json"})
+        assert time.thread_time() - began_s < parsing_s / 2
+        assert response.status_code == 400
+        assert "50000 messages; allowed: at most 4095" in response.json()["error"]["message"]
 
 
 async def test_a_drain_finishes_running_requests_and_rejects_new_ones(run_http: RunHttp) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 
@@ -93,6 +94,22 @@ async def test_slow_headers_on_a_kept_connection_end_it(run_http: RunHttp) -> No
         writer.close()
 
 
+async def test_a_body_behind_its_answer_leaves_the_connection_as_it_was(run_http: RunHttp) -> None:
+    async with run_http(http={"read_timeout_s": 0.3}) as http:
+        reader, writer = await opened(http)
+        writer.write(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 404 " in head
+        length = re.search(rb"content-length: (\d+)", head)
+        assert length is not None
+        await reader.readexactly(int(length[1]))
+        writer.write(b"body")
+        await asyncio.sleep(1.0)
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        writer.close()
+
+
 async def test_an_answer_may_take_longer_than_its_headers(run_http: RunHttp) -> None:
     decode = FakeInstance("decode")
     decode.behaviour.token_s = 0.1
@@ -173,6 +190,28 @@ async def test_connections_beyond_the_limit_are_closed_at_once(run_http: RunHttp
             one.close()
         await asyncio.gather(*(until_closed(one) for one, _ in kept))
         await still_serves(http)
+
+
+async def test_a_client_that_reads_slowly_gets_all(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", max_model_len=700_000)
+    async with run_http(prefill=0, decode=[decode], server={"write_timeout_s": 3.0}) as http:
+        # Four echoes that take 14 MB of JSON: more than the sockets take.
+        body = json.dumps({"prompt": "\x01" * 600_000, "echo": True, "n": 4, "max_tokens": 1}).encode()
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(slow, http.host_and_port)
+        reader, writer = await asyncio.open_connection(sock=slow, limit=1 << 16)
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        assert length is not None
+        num_left = int(length[1])
+        for _ in range(25):
+            num_left -= len(await reader.readexactly(int(length[1]) // 25))
+            await asyncio.sleep(0.2)
+        await reader.readexactly(num_left)
+        writer.close()
 
 
 async def test_a_client_that_does_not_read_is_dropped(run_http: RunHttp) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
 import pytest
 
 from protos.tandem.v1 import generation_pb2
+from router.api.openai.responses_api import ResponsesRequest
 from router.request.validation import ServedModel
+from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import HttpRig, RunHttp
 from tests.router.api.openai.test_tools import ARGUMENTS, SCHEMA, TEXT, sent, writing
@@ -54,6 +57,34 @@ async def test_a_stream_of_events_makes_the_same_response(run_http: RunHttp) -> 
         async with http.openai.responses.stream(model="fake", input="How is it?", tools=[TOOL]) as stream:
             final = await stream.get_final_response()
         assert final.output_text == "Let me see."
+
+
+async def test_an_error_in_mid_stream_is_openais_event_and_raises_in_its_client(run_http: RunHttp) -> None:
+    async with run_http(prefill=0, decode=[FakeInstance("decode", behaviour=Behaviour(fail_at=3))]) as http:
+        body = {"model": "fake", "input": "How is it?", "stream": True}
+        text = (await http.http.post("/v1/responses", json=body)).text
+        *events, last = text.removesuffix("\n\n").split("\n\n")
+        name, data = last.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == "event: error"
+        members = {"message": "internal error", "param": None, "code": None}
+        error = {**members, "type": "server_error"}
+        assert event == {**members, "type": "error", "sequence_number": len(events), "error": error}
+        with pytest.raises(openai.APIError, match="internal error"):
+            async for _ in await respond(http, stream=True):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL], "text": {"format": {"type": "json_object"}}}, "text"),
+    ],
+)
+def test_what_an_instance_cannot_compile_has_the_clients_name(options: dict[str, Any], name: str) -> None:
+    body = ResponsesRequest.parse(json.dumps({"model": "fake", "input": "x", **options}).encode())
+    assert body.client_names()["request.sampling"] == name
 
 
 async def test_an_answer_that_is_cut_is_incomplete(run_http: RunHttp) -> None:

@@ -44,6 +44,7 @@ def refused(*args: str) -> str:
         (("--trace", __file__, "--prompt-len", "2000"), "a trace has lengths and prefixes of its own"),
         (("--trace", __file__, "--prompt-len", "512"), "a trace has lengths and prefixes of its own"),
         (("--trace", __file__, "--prefix-len", "64"), "a trace has lengths and prefixes of its own"),
+        (("--trace", __file__, "--rate", "2", "--speed", "2"), "the times of a trace, which --rate replaces"),
         (("--trace", __file__, "--arrivals", "even"), "--arrivals even goes with --rate"),
         (("--hash-block-len", "16"), "go with --trace FILE"),
         (("--trace", __file__, "--turns", "2"), "a trace has lengths and prefixes of its own"),

@@ -211,6 +211,18 @@ def test_the_legend_says_which_load_was_late(tmp_path: Path, monkeypatch: pytest
     assert runs == ["1/s", "2/s, the load was late"]
 
 
+def test_runs_at_one_rate_are_all_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+
+    def latency_cdfs(records: plots.Records) -> Figure:
+        runs.extend(records)
+        return Figure()
+
+    monkeypatch.setattr(plots, "latency_cdfs", latency_cdfs)
+    assert plots.write_plots(Results("fake", "demo", {}, [Point(4.0, report_at(4.0))] * 3), tmp_path)
+    assert runs == ["4/s", "4/s #2", "4/s #3"]
+
+
 def test_figures_of_nothing_are_drawn_all_the_same() -> None:
     for figure in (
         plots.latency_over_rate({"none": []}),

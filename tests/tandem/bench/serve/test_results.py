@@ -46,6 +46,11 @@ def test_a_page_has_every_figure_and_notes() -> None:
     assert ttft.split() == ["TTFT", "300.00", "300.00", "460.00", "480.00", "496.00", "500.00", "2"]
 
 
+def test_one_request_has_no_rate() -> None:
+    assert "(offered: -)" in "\n".join(page(summarise([GOOD]), Objectives()))
+    assert "(offered: all at once)" in "\n".join(page(summarise([GOOD, GOOD]), Objectives()))
+
+
 def test_the_page_has_the_share_of_cached_tokens_if_the_endpoint_reports_it() -> None:
     some = replace(GOOD, num_cached_tokens=8, num_stored_tokens=2)
     [line] = [line for line in page(summarise([some]), Objectives()) if line.startswith("  prompts ")]

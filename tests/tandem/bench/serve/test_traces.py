@@ -187,6 +187,13 @@ def test_slice_and_speed_keep_the_recorded_order_and_gaps() -> None:
     assert all(request.prompt_token_ids in prompts for request in part.requests), "a slice changes no prompt"
 
 
+def test_prompts_are_made_up_to_the_limit_and_all_rows_counted() -> None:
+    rows = read_trace(AZURE)
+    whole, some = plan(rows, TraceUse(), IDS), plan(rows, TraceUse(), IDS, limit=3)
+    assert some.requests == whole.requests[:3]
+    assert str(some) == str(whole) == "300 of 300 rows"
+
+
 @pytest.mark.parametrize("too_long", ["cut", "skip"])
 def test_rows_above_a_cap_are_cut_or_skipped_and_counted(too_long: Any) -> None:
     rows = read_trace(AZURE)
