@@ -38,6 +38,8 @@ class ListenSettings(ServerSettings):
     )
     listen: Address | None = setting(None, "host:port to listen on; overrides host and port.", flag="--listen")
     max_calls_per_peer: int = setting(4096, "Open calls from one address.", ge=1)
+    # Those of one router come over one connection, and a few more: load reports, the token stream, releases.
+    max_streams_per_connection: int = setting(8192, "HTTP/2 streams on one connection; further calls wait.", ge=1)
     max_bad_calls_per_s: float = setting(
         10_000.0,
         "Failed calls per second allowed from one address, twice as many in a burst; routers may have many.",

@@ -37,7 +37,7 @@ class RequestEvent(StrEnum):
     FINISHED = "finished"  # it ended at a stop condition or its length
     PAUSED = "paused"  # another tenant has its slot
     RESUMED = "resumed"  # it continues at another instance from the tokens already emitted
-    ABORTED = "aborted"  # it was cancelled, disconnected, or past its deadline
+    ABORTED = "aborted"  # it was cancelled or disconnected
     FAILED = "failed"  # it was answered with an error
 
 

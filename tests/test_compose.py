@@ -92,6 +92,12 @@ def test_the_keys_command_makes_a_key(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "--uid 65532" in (ROOT / "Dockerfile").read_text()
 
 
+def test_the_key_can_be_made_again_though_it_is_another_users_by_then() -> None:
+    """`docker compose up` starts it each time: root without this capability cannot read a file of mode 0600."""
+    assert SERVICES["key"]["cap_drop"] == ["ALL"]
+    assert set(SERVICES["key"]["cap_add"]) == {"CHOWN", "DAC_READ_SEARCH"}
+
+
 def test_the_monitoring_profile_scrapes_what_the_dashboard_shows() -> None:
     configs = {name: yaml.safe_load(one.get("content", "null")) for name, one in COMPOSE["configs"].items()}
     dashboard = json.loads((ROOT / COMPOSE["configs"]["dashboard"]["file"]).read_text())

@@ -28,6 +28,11 @@ _PYTHON_HEAD = """# Python client
 Written by `make docs` from the package `tandem` (`from tandem import Client`); the [README](../README.md#call-it) has
 examples.
 """
+_OPTIONS_HEAD = """## Options of a request
+
+An option that is not given takes the value of the model's `generation_config.json`. The defaults here are those of
+models that have none there.
+"""
 _OPTIONS = ("tandem.v1.SamplingParams", "tandem.v1.GenerateRequest")
 """Messages whose fields are options of a request."""
 
@@ -71,7 +76,7 @@ def python_page() -> str:
     pieces = [_PYTHON_HEAD]
     for name in sorted(tandem.__all__):
         pieces += _class(getattr(tandem, name))
-    return "\n".join([*pieces, "## Options of a request\n", _options_table()])
+    return "\n".join([*pieces, _OPTIONS_HEAD, _options_table()])
 
 
 def _class(cls: type) -> Iterator[str]:

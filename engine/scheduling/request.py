@@ -186,6 +186,14 @@ class Request:
         begin_s = self.spec.begin_s
         return begin_s is not None and self.is_untouched and now >= self.arrived_s + begin_s
 
+    def nothing_allowed(self) -> tuple[str, ErrorKind]:
+        """The error of a request for which no token could be sampled."""
+        return (
+            "allowed_token_ids, bad_words, logit_bias, min_tokens and the constraint exclude every token, "
+            "or the constraint is too ambiguous to be followed in time, "
+            f"or repetition_penalty={self.spec.params.repetition_penalty} makes logits that are not finite"
+        ), "nothing_allowed"
+
     def expired(self) -> tuple[str, ErrorKind]:
         """What an expired request lacks."""
         match self.status:

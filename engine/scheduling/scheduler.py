@@ -114,7 +114,8 @@ class Scheduler:
             return
         request.loaded = True
         request.num_computed_tokens = result.num_verified_tokens
-        request.num_external_tokens = result.num_external_tokens
+        if request.spec.remote_kv is not None or request.is_untouched:  # else its prompt has been counted
+            request.num_external_tokens = result.num_external_tokens
         self.counters.num_external_tokens += result.num_external_tokens
         self.counters.num_recomputed_blocks += result.num_recomputed_blocks
         self.kv.publish(request)
@@ -258,15 +259,13 @@ class Scheduler:
         """Waiting prompts that lack neither a place in the batch nor blocks: a longer step computes more of them."""
         num_places = self.config.max_num_seqs - len(self.running) - len(self.loading)
         able = [request for request in self.waiting[: max(num_places, 0)] if not request.awaits_kv]
-        return len(able) if able and self._has_blocks_for(able[0]) else 0
-
-    def _has_blocks_for(self, request: Request) -> bool:
-        """Without regard to prefix hits, which need blocks as well."""
-        if request.moves_kv:
-            num_tokens = request.num_initial_tokens
-        else:
-            num_tokens = min(request.num_tokens, self.config.max_num_batched_tokens)
-        return self._may_hold(request, num_tokens) and self.kv.num_blocks_for(num_tokens) <= self.kv.pool.num_available
+        moved = next((request for request in able if request.is_handed_over), None)
+        if moved is not None and not self._may_hold(moved, moved.num_initial_tokens):
+            able = [request for request in able if not request.is_handed_over]
+        most = self.config.max_num_batched_tokens
+        # Without regard to prefix hits, which need blocks as well.
+        needed = [one.num_initial_tokens if one.moves_kv else min(one.num_tokens, most) for one in able[:1]]
+        return len(able) if needed and self.kv.num_blocks_for(needed[0]) <= self.kv.pool.num_available else 0
 
     def _num_entering_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
         """None: no bound, since other prompts lengthen the step anyway."""
@@ -316,17 +315,20 @@ class Scheduler:
 
     def _admit(self, budget: int, scheduled: list[ScheduledRequest], *, may_be_late: bool) -> int:
         """Begin waiting requests. Their prefix may be what this step computes for others: none of these is preempted
-        from here on. Returns what is left of the budget."""
+        from here on. Returns what is left of the budget, of which reservations and look-ups take nothing."""
         for share in scheduled:
             self.kv.expect(share.request, share.start + share.num_tokens)
-        num_held_back, num_streams = 0, len(self.loading) + sum(not request.is_handed_over for request in self.running)
+        num_streams = sum(not request.is_handed_over for request in (*self.loading.values(), *self.running))
+        num_held_back, is_spent, may_hand_over = 0, False, True
         while len(self.waiting) > num_held_back and len(self.running) + len(self.loading) < self.config.max_num_seqs:
             request = self.waiting[num_held_back]
-            if not self._may_begin(request, num_streams) or (request.is_late and not may_be_late):
+            is_moved, is_local = request.is_handed_over, not request.awaits_kv
+            may_hand_over = may_hand_over and (not is_moved or self._may_hold(request, request.num_initial_tokens))
+            is_spent = is_spent or (budget == 0 and is_local and not self._num_external_tokens(request, 0))
+            is_held_back = (is_moved and not may_hand_over) or (is_spent and is_local)
+            if is_held_back or not self._may_begin(request, num_streams) or (request.is_late and not may_be_late):
                 num_held_back += 1
                 continue
-            if budget == 0 and not request.awaits_kv and not self._num_external_tokens(request, 0):
-                break
             if not self._allocate_first(request, budget):
                 break
             self.waiting.pop(num_held_back)
@@ -372,7 +374,7 @@ class Scheduler:
             num_tokens = request.num_initial_tokens
         else:
             num_tokens = min(num_hit + budget, request.num_tokens)
-        if not (self._may_hold(request, num_tokens) and self.kv.allocate(request, num_tokens, prefix)):
+        if not self.kv.allocate(request, num_tokens, prefix):
             return False
         request.num_computed_tokens = num_hit
         if request.status is RequestStatus.WAITING:
@@ -427,6 +429,7 @@ class Scheduler:
         """Report to the connector how much KV of a hand-over is computed."""
         if request.is_handed_over:
             request.is_offered = True
+            request.update_block_hashes(self.kv.block_size)  # once, also without a prefix cache
             self.connector.request_progressed(request, self.kv.block_ids(request.request_id), num_ready_tokens)
 
     def _retain(self, request: Request, retained_id: str) -> None:
@@ -462,13 +465,7 @@ class Scheduler:
     def _append_token(self, request: Request, sampled: Sampled) -> None:
         token_id = sampled.token_ids.get(request.request_id)
         if token_id is None:
-            self._fail(
-                request,
-                "allowed_token_ids, bad_words, logit_bias, min_tokens and the constraint exclude every token, "
-                "or the constraint is too ambiguous to be followed in time, "
-                f"or repetition_penalty={request.spec.params.repetition_penalty} makes logits that are not finite",
-                "nothing_allowed",
-            )
+            self._fail(request, *request.nothing_allowed())
             return
         request.token_ids.append(token_id)
         request.is_entering = request.is_late = False

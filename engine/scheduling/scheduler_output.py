@@ -111,7 +111,7 @@ class QueueLoad(NamedTuple):
     num_running: int
     num_loading: int
     num_waiting_tokens: int
-    """Without regard to prefix hits, as the next one."""
+    """Of prompts that are computed here; without regard to prefix hits, as the next one."""
     num_uncomputed_tokens: int
     """Late prompts do not count, begun or not: theirs delay no other."""
     num_prefilling: int
@@ -135,7 +135,7 @@ class QueueLoad(NamedTuple):
             num_waiting=len(queued) + len(compiling),
             num_running=len(begun),
             num_loading=len(loading),
-            num_waiting_tokens=sum(request.num_uncomputed_tokens for request in queued),
+            num_waiting_tokens=sum(request.num_uncomputed_tokens for request in queued if not request.awaits_kv),
             num_uncomputed_tokens=sum(request.num_uncomputed_tokens for request in on_time),
             num_prefilling=len(prompts),
             num_without_room=sum(request.awaits_kv for request in (*waiting, *compiling)),

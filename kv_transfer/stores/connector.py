@@ -137,7 +137,8 @@ class StoreConnector(TransferConnector):
         if isinstance(op, SaveOp):
             self._saves[id(op)] = op
         self._queued[id(op)] = op
-        self._threads.submit(lambda: self._run(op))
+        # A prompt waits for what is looked up; what is saved may be hundreds of pages of a slow store.
+        self._threads.submit(lambda: self._run(op), is_urgent=isinstance(op, LoadOp))
 
     def _run(self, op: SaveOp | LoadOp) -> None:
         """On an I/O thread."""

@@ -41,6 +41,8 @@ def identity_from_proto(identity: common_pb2.Identity) -> ModelIdentity:
 
 _CONNECT_S = 0.7
 """How long to retry an unreachable producer: it may have just restarted. Seconds."""
+_SETTLE_S = 1.0
+"""How long reads in flight may take after a failure, before the release ends them. Seconds."""
 _RECONNECT_PAUSE_S = 0.1
 _RELEASE_S = 1.0
 """Deadline of a release; without one the lease expires. Seconds."""
@@ -79,6 +81,7 @@ async def attach_to_transfer(
         failure = await client.wait_until_loaded(identity)
         if failure is not None:
             on_progress(KVProgress(request.request_id, client.num_ready_blocks, failed=failure))
+            await asyncio.wait([loaded], timeout=_SETTLE_S)  # reads in flight are of use while the lease lives
     finally:
         if not client.released:
             releasing = asyncio.ensure_future(_release(stub, request.transfer_id))

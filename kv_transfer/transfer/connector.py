@@ -10,6 +10,7 @@ instance may produce some transfers and load others.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -141,25 +142,27 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
 
 
 class IOThreads:
-    """Threads that run jobs in order: the step loop never waits for a disk or a network. A job must not raise."""
+    """Threads that run jobs, urgent ones first, else in order: the step loop never waits for a disk or a network. A job
+    must not raise."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._jobs: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self._threads = [start_thread(self._run, f"{name}-{index}") for index in range(num_threads)]
 
-    def submit(self, job: Job) -> None:
-        self._jobs.put(job)
+    def submit(self, job: Job, *, is_urgent: bool = False) -> None:
+        self._jobs.put((0 if is_urgent else 1, next(self._numbers), job))
 
     def shutdown(self, timeout_s: float) -> None:
         """Finish what was queued, then end the threads; some may be left after `timeout_s`."""
         for _ in self._threads:
-            self._jobs.put(None)
+            self._jobs.put((2, next(self._numbers), None))
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()[2]) is not None:
             job()
 
 

@@ -281,7 +281,8 @@ class PrefixProducer(Producer):
     """Saves full blocks of requests that another connector hands over, for later requests with the same prompt.
 
         request_progressed ─▶ SaveOp per block ─▶ I/O thread ─▶ op_ended
-        a save failed, or is late | too many wait | the request was aborted ─▶ the rest of the request is not saved
+        a save failed, or is late | the request was aborted ─▶ the rest of the request is not saved
+        too many wait ─▶ what is left waits for the next chunk; after the last one it is not saved
 
     No lease, no tail, no event: what is not saved is computed again.
     """
@@ -304,10 +305,8 @@ class PrefixProducer(Producer):
         num_full = min(num_computed_tokens // naming.block_size, transfer.num_full_blocks)
         hashes = naming.block_hashes(request) if num_full > transfer.num_queued_blocks else []
         for index in range(transfer.num_queued_blocks, num_full):
-            if self._num_waiting >= self._max_waiting:
-                transfer.num_full_blocks = index  # no more of this request
-            if transfer.cancelled or index >= transfer.num_full_blocks:
-                return
+            if transfer.cancelled or self._num_waiting >= self._max_waiting:
+                return  # what is left is queued with a later chunk, if there is room by then
             self._queue(transfer, index, block_ids[index], naming.full_block(hashes, request.root_hash, index))
             transfer.num_queued_blocks = index + 1
             self._num_waiting += 1

@@ -42,6 +42,9 @@ class Capacity:
     """Blocks of the decode instances in use."""
     prefilled_by: Role = "decode"
     """The pool whose instances compute the prompts."""
+    puts_late_last: bool = False
+    """Those instances all compute prompts that miss their TTFT behind the others. They report what steps cost, by which
+    they know them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +73,17 @@ def capacity_of(decode: Sequence[InstanceView], prefill: Sequence[InstanceView])
     """Sums over the instances that may be picked. Without prefill instances the decode instances prefill."""
     ready = [view for view in decode if view.out is None]
     ready_prefill = [view for view in prefill if view.out is None]
+    prefilling = ready_prefill or ready
     return Capacity(
         num_instances=len(ready),
         num_sequences=_total(view.info.max_num_seqs for view in ready),
         num_blocks=_total(view.info.num_blocks for view in ready),
         block_size=max((view.info.identity.block_size for view in ready), default=0) or 1,
-        num_batched_tokens=_total(view.info.max_num_batched_tokens for view in ready_prefill or ready),
+        num_batched_tokens=_total(view.info.max_num_batched_tokens for view in prefilling),
         used_sequences=sum(view.num_requests for view in ready),
         used_blocks=sum(view.num_used_blocks for view in ready),
         prefilled_by="prefill" if ready_prefill else "decode",
+        puts_late_last=bool(prefilling) and all(view.load.step_cost is not None for view in prefilling),
     )
 
 

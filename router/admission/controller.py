@@ -202,8 +202,9 @@ class AdmissionController:
         now_s = self.clock()
         if now_s - self._refreshed_s < _REFRESH_S:
             return
-        for ticket in [ticket for ticket, due_s in self._prompts.items() if due_s <= now_s]:
-            self._leave_prompt_out(ticket)
+        if self._capacity.puts_late_last:
+            for ticket in [ticket for ticket, due_s in self._prompts.items() if due_s <= now_s]:
+                self._leave_prompt_out(ticket)
         before, self._capacity, self._refreshed_s = self._capacity, self.capacity(), now_s
         if before.num_instances != self._capacity.num_instances:
             self._rate.reset()

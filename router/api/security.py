@@ -35,7 +35,9 @@ class RouterTlsSettings(TlsSettings):
     """TLS of the router: to its clients, its operators and its instances."""
 
     require_client_cert: bool = setting(
-        False, "Reject clients without a certificate of ca_file at the clients' port too; operators always need one."
+        False,
+        "Reject clients without a certificate of ca_file at the clients' port too; operators need one unless "
+        "auth.admin_tokens_file is set.",
     )
 
 

@@ -10,6 +10,7 @@ are the same for all of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ from serving.auth import Metadata
 from serving.errors import Aborted, Overloaded, ServiceError, Unavailable
 from serving.logging import RequestEvent, set_request_id
 
+_DEADLINE_SLACK_S = 0.1  # a call that is cancelled so shortly before its deadline was ended by that
 _WRITE_GRACE_S = 0.5  # how long an abort waits for the message that is being written: gRPC takes no other one before
 Sink = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
 """Where an answer goes, in any protocol: returns when the message is on its way. The message is reused for the next one
@@ -197,11 +199,8 @@ class RequestHandler:
         deadline_s = None if remaining_s is None else time.monotonic() + remaining_s  # before any wait
         outcome, problem = RequestEvent.ABORTED, ""  # unless set below, the client has gone
         try:
-            self._caller = caller = self.callers.of(metadata)
-            await self._instance_available(message.request_id)
-            self.request = request = await validated(
-                message, self.model, self.limits(message), deadline_s=deadline_s, caller=caller
-            )
+            self._caller = self.callers.of(metadata)
+            self.request = request = await self._validated(message, deadline_s)
             set_request_id(request.label)
             self._choices = [self._choice(request, index) for index in range(request.params.n)]
             self.trace.validated(request, self._choices)
@@ -212,6 +211,8 @@ class RequestHandler:
             outcome, problem = RequestEvent.FAILED, f"{error.code.name}: {error.message}"
             raise
         except asyncio.CancelledError:
+            if deadline_s is not None and time.monotonic() >= deadline_s - _DEADLINE_SLACK_S:
+                outcome, problem = RequestEvent.FAILED, "DEADLINE_EXCEEDED: the request's deadline has passed"
             raise
         except BaseException as error:
             outcome, problem = RequestEvent.FAILED, type(error).__name__
@@ -219,19 +220,23 @@ class RequestHandler:
         finally:
             self.trace.ended(outcome, self.request, self._num_generated, problem)
 
-    async def _instance_available(self, label: str) -> None:
-        """Waits for the first instance where requests may. Raises Aborted for an abort of `label` meanwhile: what is
-        not validated yet has no choices to finish."""
-        if not label:
-            await self.admission.instance_available()
-            return
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                with self.abort_registry.registered(self._caller.label(label), lambda: scope.reschedule(0.0)):
+    async def _validated(self, message: generation_pb2.GenerateRequest, deadline_s: float | None) -> GenerationRequest:
+        """Waits for the first instance where requests may, and validates. Raises Aborted for an abort meanwhile: what
+        is not validated yet has no choices to finish."""
+        scope, registry = asyncio.timeout(None), self.abort_registry
+        with contextlib.ExitStack() as registered:
+            if message.request_id:
+                label = self._caller.label(message.request_id)
+                registered.enter_context(registry.registered(label, lambda: scope.reschedule(0.0)))
+            try:
+                async with scope:
                     await self.admission.instance_available()
-        except TimeoutError:
-            raise Aborted("aborted while no instance was available") from None
+                    limits, caller = self.limits(message), self._caller
+                    return await validated(message, self.model, limits, deadline_s=deadline_s, caller=caller)
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+                raise Aborted("aborted before it was validated") from None
 
     def _choice(self, request: GenerationRequest, index: int) -> Choice:
         """Raises Unavailable for a resumed one that has not finished and whose identity no instance has."""

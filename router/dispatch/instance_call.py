@@ -342,8 +342,7 @@ class DecodeCall(InstanceCall):
             self._to_send.put_nowait(None)
         stub = decode_pb2_grpc.DecodeServiceStub(self.instance.channel)
         self._call = stub.Decode(self._requests(), **self._options())
-        if self._joined is not None:
-            self._call_reader = asyncio.create_task(self._read_call())
+        self._call_reader = asyncio.create_task(self._read_call())
 
     async def reserved(self, timeout_s: float, max_wait_s: float) -> None:
         """Waits for the reservation, at most `max_wait_s`. Raises CallFailed when it is refused or does not come.
@@ -425,10 +424,11 @@ class DecodeCall(InstanceCall):
             stream.leave(number)
 
     async def _next_message(self) -> Any:
-        return await (super()._next_message() if self._joined is None else self._buffer.read())
+        return await self._buffer.read()
 
     async def _read_call(self) -> None:
-        """The call beside the token stream: its end, and its messages if the instance did not find the stream."""
+        """The call beside the token stream: its end, and its messages if it has not joined the stream, or the instance
+        did not find that. However slow the client is, they are read, or the instance would give the call up."""
         try:
             while (response := await super()._next_message()) is not None:
                 self.receive(response)

@@ -188,6 +188,7 @@ class Cluster:
         """`namespace`: empty for the account's own. Raises SettingsError outside of a pod."""
         folder = Path(account_folder)
         configuration = Configuration()
+        configuration.client_session_kwargs = {"trust_env": False}  # a proxy of the environment is for the hub
         try:
             loader = InClusterConfigLoader(str(folder / "token"), str(folder / "ca.crt"), environ=environment)
             loader.load_and_set(configuration)

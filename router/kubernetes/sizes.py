@@ -3,7 +3,8 @@
 With server-side apply each field has owners, and Helm is one of the possible owners of a Deployment's replicas:
 
     Helm leaves out what it alone has written ──▶ Kubernetes sets 1   ◀── --keep: another owner of the present size
-    Helm writes what another one has written  ──▶ a conflict          ◀── --set: Helm's size by /scale beforehand
+    Helm writes what another one has written  ──▶ a conflict          ◀── --set: Helm's size by /scale beforehand, at
+                                                                          each change: it leaves this an owner, too
 
 The router's autoscaler would write its own size again before Helm does, so before --set this takes the lead (--lease).
 """
@@ -70,14 +71,15 @@ async def _take_lead(cluster: Cluster, lease: str) -> int:
     path = cluster.path("coordination.k8s.io/v1", "leases", lease)
     try:
         found = (await cluster.request("GET", path, Lease)).spec
-        ours = msgspec.to_builtins(held_by(found, _MANAGER, _LEAD_S))
+        led_s = 0 if found.holder_identity in (None, "", _MANAGER) else found.lease_duration_seconds or 0
+        ours = msgspec.to_builtins(held_by(found, _MANAGER, led_s + _LEAD_S))
         await cluster.request("PATCH", path, Lease, body={"spec": ours})
     except Missing:
         return 0
     except ClusterError as error:
         click.echo(f"the autoscaler goes on and may write other sizes before Helm does: {error}")
         return 0
-    return (found.lease_duration_seconds or 0) if found.holder_identity else 0
+    return led_s
 
 
 async def _resize(cluster: Cluster, deployment: str, size: int) -> None:

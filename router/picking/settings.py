@@ -52,11 +52,14 @@ class DisaggregationSettings(Section):
         ge=0,
         le=1,
     )
-    lease_s: float = setting(30.0, "Seconds that a prefill instance holds KV without a request of its reader.", gt=0)
+    lease_s: float = setting(
+        30.0, "Seconds that a prefill instance holds KV without a request of its reader.", gt=0, le=_LONGEST_S
+    )
     reservation_s: float = setting(
         30.0,
         "Seconds that a request may wait for room at a decode instance, and then for KV and seed with blocks reserved.",
         gt=0,
+        le=_LONGEST_S,
     )
     reserve_timeout_s: float = setting(
         10.0, "Seconds to wait for the reservation of a decode instance that reports no request without room.", gt=0

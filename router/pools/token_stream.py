@@ -19,6 +19,7 @@ import itertools
 import logging
 import random
 import secrets
+import time
 from collections import deque
 from typing import Any, NamedTuple, Protocol
 
@@ -321,7 +322,10 @@ class TokenStreams:
     async def _keep_open(self) -> None:
         delay_s = self._settings.min_backoff_s
         while not self._is_retired:
+            began_s = time.monotonic()
             error = await self._read()
+            if time.monotonic() - began_s > self._settings.max_backoff_s:
+                delay_s = self._settings.min_backoff_s
             if error is None or error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return
             _log.info("the token stream has ended: %s: %s", error.code().name, error.details())

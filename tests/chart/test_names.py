@@ -79,3 +79,24 @@ def test_numbers_and_switches_are_text_where_kubernetes_wants_it() -> None:
     assert annotated.count(text) == 2
     assert text in [one["metadata"].get("annotations") for one in of_kind(objects, "Service")]
     assert of_kind(objects, "Pod")[0]["spec"]["nodeSelector"] == text
+
+
+def test_a_long_tag_is_a_valid_label() -> None:
+    tag = "_a-branch-with-a-long-name-20261128-0123456789abcdef-cuda-12-8-.amd64"
+    assert tag[62] in "-_."
+    for one in render({"image": {"tag": tag}}):
+        label = one["metadata"]["labels"]["app.kubernetes.io/version"]
+        assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", label)
+
+
+def test_values_of_ones_own_replace_common_ones_also_where_they_are_false_or_empty() -> None:
+    common, own = {"inject": True, "tier": "x", "size": 5}, {"inject": False, "tier": "", "size": 0}
+    values = {
+        "commonLabels": common,
+        "router": {"podLabels": own},
+        "serviceAccount": {"annotations": common, "routerAnnotations": own},
+    }
+    objects, text = render(values), {"inject": "false", "tier": "", "size": "0"}
+    assert deployment(objects, "router")["spec"]["template"]["metadata"]["labels"].items() >= text.items()
+    annotations = [one["metadata"].get("annotations", {}) for one in of_kind(objects, "ServiceAccount")]
+    assert text in annotations

@@ -122,6 +122,20 @@ def test_kubelet_finds_plaintext_health_in_both_families(component: str, pod_ip:
         assert parse_address(settings.health.listen) == (pod_ip, 50053)
 
 
+@pytest.mark.parametrize(("context", "mode"), [({}, 0o440), ({"podSecurityContext": None}, 0o444)])
+def test_pods_without_a_group_can_read_their_secrets(context: dict[str, Any], mode: int) -> None:
+    """The kubelet gives the files to root, and to the pod's group if it has one."""
+    values = {"tls": {"enabled": True, "existingSecret": "tls"}, "auth": {"existingSecret": "tokens"}}
+    secrets = [
+        volume["secret"]
+        for pod in pods(render({"connector": {"name": "redis"}, **values, **context}))
+        for volume in pod.spec.get("volumes", ())
+        if "secret" in volume
+    ]
+    assert {one["secretName"] for one in secrets} >= {"tls", "tokens"}
+    assert {one["defaultMode"] for one in secrets} == {mode}
+
+
 @pytest.mark.parametrize("admin", ["", "operators"])
 def test_each_file_of_tokens_may_be_alone(admin: str, read: Read) -> None:
     auth: dict[str, Any] = {"existingSecret": "tenants", "existingSecretAdminTokensKey": admin}

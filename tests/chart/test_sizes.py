@@ -163,7 +163,7 @@ async def test_an_autoscaler_that_resizes_meanwhile_neither_fails_the_change_nor
             assert sizes.now() == FIXED
 
 
-async def test_the_hook_before_an_upgrade_runs_only_where_the_writer_changes() -> None:
+async def test_the_hook_before_an_upgrade_runs_only_where_the_writer_or_the_size_changes() -> None:
     runtime = HookRuntime()
     async with FakeKube(runtime) as kube:
         runtime.kube, helm, sizes = kube, Helm(kube), Sizes(kube)
@@ -171,13 +171,17 @@ async def test_the_hook_before_an_upgrade_runs_only_where_the_writer_changes() -
             await helm.install(chart, "on", MODES["fixed"])
             await helm.upgrade(chart, "on", {**MODES["fixed"], "commonLabels": {"a": "b"}})
             await helm.upgrade(chart, "on", {"instance": {"replicas": 2}})
-            assert runtime.num_runs == 0
+            assert (runtime.num_runs, sizes.now()) == (1, {"prefill": 2, "decode": 2})
+            await helm.upgrade(chart, "on", {"instance": {"replicas": 2}, "commonLabels": {"a": "b"}})
+            assert runtime.num_runs == 1
             await sizes.scale({"decode": 5})
             await helm.upgrade(chart, "on", {"instance": {"replicas": 3}})  # kubectl scale owns the field by now
-            assert (runtime.num_runs, sizes.now()) == (1, {"prefill": 3, "decode": 3})
+            assert (runtime.num_runs, sizes.now()) == (2, {"prefill": 3, "decode": 3})
+            await helm.upgrade(chart, "on", {"instance": {"replicas": 4}})  # and now the hook, beside Helm
+            assert (runtime.num_runs, sizes.now()) == (3, {"prefill": 4, "decode": 4})
             await helm.upgrade(chart, "on", MODES["builtin"])
             await helm.upgrade(chart, "on", {**MODES["builtin"], "commonLabels": {"a": "b"}})
-            assert (runtime.num_runs, sizes.now()) == (2, {"prefill": 3, "decode": 3})
+            assert (runtime.num_runs, sizes.now()) == (4, {"prefill": 4, "decode": 4})
         assert not kube.store.all("Job")
         assert not kube.store.find("Role", "on-tandem-sizes")
 

@@ -59,7 +59,7 @@ async def within(awaitable: Awaitable[Any]) -> Any:
 
 
 async def test_a_drain_is_reported_at_once_and_requests_are_accepted_for_a_while(folder: Path) -> None:
-    server = {"drain_accept_s": 0.5, "drain_grace_s": 10.0}
+    server = {"drain_accept_s": 3.0, "drain_grace_s": 10.0}
     async with running(folder, DECODE, server=server, instance=LONG_BEAT) as rig:
         reported: list[str] = []
         health = health_pb2_grpc.HealthStub(rig.channel).Watch(

@@ -181,11 +181,12 @@ async def test_a_silent_core_is_not_ready_then_not_alive_and_may_come_back(folde
         async def reached(ready: bool, alive: bool) -> None:
             async with asyncio.timeout(20):
                 while [await is_serving(rig, name) for name in (SERVICE, DECODE_SERVICE, "")] != [ready, ready, alive]:
+                    if ready:
+                        rig.core.emit()
                     await asyncio.sleep(0.02)
 
         await reached(ready=False, alive=True)
         await reached(ready=False, alive=False)
-        rig.core.emit()
         await reached(ready=True, alive=True)
 
 

@@ -75,7 +75,7 @@ class _NoThreads(IOThreads):
     def __init__(self) -> None:
         super().__init__(0, "none")
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None], *, is_urgent: bool = False) -> None:
         job()
 
 

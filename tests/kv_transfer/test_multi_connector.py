@@ -138,6 +138,21 @@ def test_a_slow_store_cannot_keep_all_blocks() -> None:
     assert len(gated.values) == 3
 
 
+def test_a_store_that_keeps_up_gets_all_of_a_prompt_however_many_blocks_are_ready_at_once() -> None:
+    """As of a long conversation, whose earlier turns are in the prefix cache."""
+    core, request = ListCore(), make_request(PROMPT, hold=True)
+    producer = core.connector._connectors[1]._producer  # type: ignore[attr-defined]
+    producer._max_waiting = NUM_FULL - 1
+    core.allocate(request)
+    core.fill(request)
+    core.progress(request, NUM_FULL * BLOCK_SIZE)
+    core.wait(lambda: not producer._num_waiting)
+    assert core.finish(request, "hand_over")
+    core.release()
+    core.wait(lambda: core.freed == [request.request_id])
+    assert len(STORES["second"].values) == NUM_FULL  # type: ignore[attr-defined]
+
+
 def test_an_abort_saves_no_more_than_has_begun() -> None:
     gated = gate("second")
     core, request = ListCore(second={"num_io_threads": 1}), make_request(PROMPT, hold=True)

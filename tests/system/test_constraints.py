@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,10 @@ def assert_satisfied(text: str, kind: str) -> None:
         jsonschema.validate(json.loads(text.partition("<call>")[2].removesuffix("</call>")), SCHEMA)
     elif kind == "choice":
         assert text in CONSTRAINED["choice"]["choice"]
+    elif kind == "regex":
+        assert re.fullmatch(CONSTRAINED["regex"]["regex"], text)
+    else:
+        assert re.fullmatch(r"\(([a-f]{3,5};){6,9}\)", text)
 
 
 @on("shared_storage")

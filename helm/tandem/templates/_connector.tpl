@@ -93,7 +93,7 @@ options: {{- toYaml . | nindent 2 }}
 - name: kv-key
   secret:
     secretName: {{ include "tandem.keySecret" . | quote }}
-    defaultMode: 0440
+    defaultMode: {{ include "tandem.secretMode" . }}
     items: [{key: {{ .Values.connector.key.existingSecretKey | quote }}, path: key}]
 {{- end }}
 {{- if include "tandem.usesVolume" . }}
@@ -104,7 +104,7 @@ options: {{- toYaml . | nindent 2 }}
 - name: redis-password
   secret:
     secretName: {{ include "tandem.redisSecret" . | quote }}
-    defaultMode: 0440
+    defaultMode: {{ include "tandem.secretMode" . }}
     items: [{key: {{ .Values.connector.redis.existingSecretPasswordKey | quote }}, path: password}]
 {{- end }}
 {{- end -}}

@@ -33,12 +33,19 @@ app.kubernetes.io/component: {{ .component | quote }}
 {{- toYaml $texts -}}
 {{- end -}}
 
+{{/* As tandem.texts, of a list of maps: later ones replace values of earlier ones, also by false, 0 and "". Nothing for none. */}}
+{{- define "tandem.over" -}}
+{{- $all := dict -}}
+{{- range . }}{{ range $key, $value := . | default dict }}{{ $_ := set $all $key $value }}{{ end }}{{ end -}}
+{{- with $all }}{{ include "tandem.texts" . }}{{ end -}}
+{{- end -}}
+
 {{/* Labels of pods, with `labels` over commonLabels. No version among them: a new chart alone starts no pod again. */}}
 {{- define "tandem.podLabels" -}}
 {{ include "tandem.selector" . }}
 app.kubernetes.io/part-of: "tandem"
-{{- with merge dict (.labels | default dict) (.root.Values.commonLabels | default dict) }}
-{{ include "tandem.texts" . }}
+{{- with include "tandem.over" (list .root.Values.commonLabels .labels) }}
+{{ . }}
 {{- end }}
 {{- end -}}
 
@@ -46,11 +53,11 @@ app.kubernetes.io/part-of: "tandem"
 {{- define "tandem.labels" -}}
 {{ include "tandem.selector" . }}
 app.kubernetes.io/part-of: "tandem"
-app.kubernetes.io/version: {{ .root.Values.image.tag | default .root.Chart.AppVersion | trunc 63 | quote }}
+app.kubernetes.io/version: {{ .root.Values.image.tag | default .root.Chart.AppVersion | trunc 63 | trimAll "-_." | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | quote }}
-{{- with merge dict (.labels | default dict) (.root.Values.commonLabels | default dict) }}
-{{ include "tandem.texts" . }}
+{{- with include "tandem.over" (list .root.Values.commonLabels .labels) }}
+{{ . }}
 {{- end }}
 {{- end -}}
 

@@ -81,7 +81,7 @@ auth:
 - name: auth
   secret:
     secretName: {{ $auth.existingSecret | quote }}
-    defaultMode: 0440
+    defaultMode: {{ include "tandem.secretMode" .root }}
     items:
       {{- with $auth.existingSecretTokensKey }}
       - {key: {{ . | quote }}, path: tokens}
@@ -105,7 +105,7 @@ auth:
 - name: tls
   secret:
     secretName: {{ include "tandem.tlsSecret" . | quote }}
-    defaultMode: 0440
+    defaultMode: {{ include "tandem.secretMode" .root }}
 {{- if $tls.existingCaConfigMap }}
 {{- include "tandem.caVolume" .root }}
 {{- end }}
@@ -123,7 +123,7 @@ auth:
 {{- else }}
   secret:
     secretName: {{ include "tandem.tlsSecret" (dict "root" . "component" "router") | quote }}
-    defaultMode: 0440
+    defaultMode: {{ include "tandem.secretMode" . }}
     items: [{key: ca.crt, path: ca.crt}]
 {{- end }}
 {{- end -}}
@@ -135,4 +135,9 @@ auth:
 - {name: ca, mountPath: /etc/tandem/ca, readOnly: true}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* Mode of the files of a Secret. The kubelet gives them to root, and to the group of the pods if they have one. */}}
+{{- define "tandem.secretMode" -}}
+{{- ternary "0444" "0440" (kindIs "invalid" (get (.Values.podSecurityContext | default dict) "fsGroup" | default nil)) -}}
 {{- end -}}

@@ -32,6 +32,7 @@ from redis import sentinel as redis_sentinel
 from kv_transfer.page.format import Buffer
 from kv_transfer.stores.base import StoreError, rest_of
 from kv_transfer.stores.redis.address import ConnectionFailed, RedisAddress, RedisLogin, connect_tcp
+from kv_transfer.stores.redis.slots import Slots
 
 T = TypeVar("T")
 CLIENT_NAME = "tandem-kv"
@@ -363,7 +364,7 @@ class PagePool:
         self._idle: list[Any] = []
         self._num_connections = num_connections
         self._num_more_if_remote = max(0, max_remote - num_connections)
-        self._slots = threading.Semaphore(num_connections)
+        self._slots = Slots(num_connections)
         self._lock = threading.Lock()  # of all below
         self._busy: set[PageConnection] = set()
         self._is_closed = False

@@ -195,9 +195,11 @@ class RedisStore:
 
     def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
         num_bytes = sum(map(len, buffers))
-        request = encode("GETRANGE", self._name(key), 0, num_bytes)
+        name = self._name(key)
+        request = encode("PEXPIRE", name, self._ttl_ms(key)) + encode("GETRANGE", name, 0, num_bytes)
 
         def read(connection: PageConnection, deadline: float) -> bool | Exception:
+            connection.read_status(deadline)  # of a replica READONLY: then the page lives as long as it was to
             return _read_page(connection, deadline, buffers, num_bytes, check)
 
         outcome = self._exchange(self._readers, [request], read, num_read_bytes=num_bytes)

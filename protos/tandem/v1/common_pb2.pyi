@@ -207,7 +207,7 @@ class SamplingParams(_message.Message):
     from caches: its whole prompt is computed.
     """
     best_of: _builtins.int
-    """Server-side candidates of which the n best are returned; must be >= n."""
+    """Only n is accepted; more candidates than are returned are UNIMPLEMENTED."""
     json_object: _builtins.bool
     """A JSON object; true, or absent."""
     json_schema: _builtins.str

@@ -236,7 +236,7 @@ class GenerateRequest(_message.Message):
     traceparent: _builtins.str
     """W3C trace context; metadata of the same name wins."""
     idempotency_key: _builtins.str
-    """Makes a repeated call attach to the first one's result; at most 128 bytes."""
+    """Not supported yet: a request with it is answered UNIMPLEMENTED."""
     session: _builtins.str
     """Names the conversation it belongs to: the next request of the same one prefers the instances that hold its KV; at most 128 bytes."""
     @_builtins.property

@@ -156,6 +156,7 @@ class SharedStorageMedium(Medium):
     def __init__(self, options: Options | None = None, *, parent: Path | None = None) -> None:
         super().__init__("shared_storage", options)
         self._parent = parent
+        self._capacity_bytes = 1 << 30
 
     @property
     def location(self) -> str:
@@ -168,8 +169,13 @@ class SharedStorageMedium(Medium):
             self._parent = _default_folder(shape)
         elif not self._parent.is_dir():
             raise EngineError(f"there is no folder {self._parent}: mkdir -p {self._parent}, or another --kv-folder")
+        self._capacity_bytes = _ROUNDS_IN_MEMORY * shape.num_bytes + (1 << 30)
         with self._own_folder(self._parent):
             yield
+
+    def _defaults(self) -> Options:
+        """Room for all rounds: the sweeper would remove pages that are about to be read."""
+        return {"capacity_bytes": self._capacity_bytes}
 
     def raw_readers(self, shape: Shape, kv: torch.Tensor, stack: contextlib.ExitStack) -> dict[str, RawReader]:
         return {"raw: read the files": _raw_files(self.path_of, shape, kv)}

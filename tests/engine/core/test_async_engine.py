@@ -93,11 +93,13 @@ async def test_concurrent_requests_get_their_own_tokens(engine: AsyncEngine) -> 
 
 @on_module_loop
 async def test_closing_a_stream_early_frees_its_blocks(engine: AsyncEngine) -> None:
+    before = engine.load.num_generated_tokens
     stream = engine.add_request(make_request("long", [5] * 50, max_tokens=900))
     async with aclosing(stream):
         await anext(stream)
     await until_idle(engine)
     assert engine.load.running_blocks == 0
+    assert engine.load.num_generated_tokens - before < 800
 
 
 @on_module_loop

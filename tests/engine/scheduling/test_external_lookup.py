@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.core.messages import HoldKV, LoadedEvent, ReservedEvent
+from engine.core.messages import HoldKV, LoadedEvent, ReservedEvent, StepCost
 from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
@@ -67,6 +67,40 @@ def test_what_is_found_is_not_computed_and_has_no_event() -> None:
     assert not [event for event in scheduler.take_events() if isinstance(event, ReservedEvent | LoadedEvent)]
     assert (request.num_external_tokens, request.num_recomputed_tokens) == (16, 0)
     finish_all(scheduler)
+
+
+def test_what_a_stream_finds_after_a_preemption_is_no_part_of_its_prompts_account() -> None:
+    scheduler, _ = seeking(num_blocks=12)
+    add(scheduler, PROMPT, max_tokens=1)
+    step(scheduler)
+    found(scheduler, next(iter(scheduler.loading.values())), 0)
+    finish_all(scheduler)
+    stream = add(scheduler, PROMPT, max_tokens=3)
+    step(scheduler)
+    assert (stream.num_cached_tokens, stream.num_external_tokens, stream.num_output_tokens) == (16, 0, 1)
+    scheduler._preempt(stream)
+    other = add(scheduler, [7] * 44, max_tokens=1, priority=1)
+    step(scheduler)
+    found(scheduler, other, 0)
+    while other.finish_reason is None:  # it takes the blocks of the prefix
+        step(scheduler)
+    step(scheduler)
+    assert stream.status is RequestStatus.LOADING
+    found(scheduler, stream, NUM_SOUGHT)
+    finish_all(scheduler)
+    assert (stream.num_cached_tokens, stream.num_external_tokens) == (16, 0)
+    assert scheduler.counters.num_external_tokens > 0
+
+
+def test_hand_overs_that_are_looked_up_are_no_streams() -> None:
+    scheduler, _ = seeking(num_blocks=64)
+    scheduler.step_cost = StepCost(0.004, 0.002, 0.0001)  # room for one stream and a half of one at 10 ms
+    hand_overs = [add(scheduler, PROMPT, hold_kv=HoldKV(transfer_id=f"t{n}", lease_s=9.0)) for n in range(3)]
+    step(scheduler)
+    assert {one.status for one in hand_overs} == {RequestStatus.LOADING}
+    plain = add(scheduler, PROMPT, itl_s=0.01, ttft_s=50.0)
+    step(scheduler)
+    assert plain.status is RequestStatus.LOADING
 
 
 def test_what_is_not_found_is_computed_and_sought_once() -> None:

@@ -319,9 +319,10 @@ def test_held_kv_makes_new_hand_overs_wait_but_not_plain_requests() -> None:
     step(scheduler)
     second = add(scheduler, [2] * 16, hold_kv=HoldKV(transfer_id="b", lease_s=1.0))
     assert not step(scheduler).scheduled
-    assert second in scheduler.waiting
+    plain = add(scheduler, [3] * 16, max_tokens=1)
+    assert [share.request for share in step(scheduler).scheduled] == [plain]
     scheduler.free_held(first.request_id)
-    assert step(scheduler).scheduled
+    assert [share.request for share in step(scheduler).scheduled] == [second]
 
 
 def test_hand_overs_that_come_at_once_leave_a_stream_its_blocks() -> None:
@@ -345,10 +346,11 @@ def test_hand_overs_alone_use_all_blocks() -> None:
 def test_remote_kv_reserves_at_once_even_without_token_budget() -> None:
     scheduler = make_scheduler(budget=2)
     add(scheduler, [1] * 8)
+    add(scheduler, [3] * 8)
     remote = add(scheduler, [2] * 10, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    assert scheduler.queue_load.num_waiting_tokens == 16, "its prompt is computed elsewhere"
     step(scheduler)
-    events = scheduler.take_events()
-    assert ReservedEvent(remote.request_id, 0, 0) in events
+    assert ReservedEvent(remote.request_id, 0, 0) in scheduler.take_events()
     assert len(scheduler.kv.block_ids(remote.request_id)) == 3
 
 

@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos.tandem.v1 import common_pb2, generation_pb2
+from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import Rig, request_of, slow
@@ -39,7 +39,8 @@ async def test_a_prompt_that_has_been_computed_is_no_work_ahead_of_others(run: R
 
 
 async def test_a_prompt_past_its_ttft_is_no_work_ahead_of_others(run: Run) -> None:
-    never = FakeInstance("decode", behaviour=slow(1000.0, num_batched_tokens=1))
+    cost = instance_pb2.StepCost(base_s=0.0035, per_stream_s=0.0006, per_token_s=1 / 4500)
+    never = FakeInstance("decode", behaviour=slow(1000.0, num_batched_tokens=1, step_cost=cost))
     async with run(prefill=0, decode=[never], admission={"prefill_steps": 1}, slo={"ttft_ms": 200}) as rig:
         calls = [rig.call() for _ in range(2)]
         await until(lambda: rig.app.admission.in_use.num_requests == 2)

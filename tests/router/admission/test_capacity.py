@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from engine.core.messages import StepCost
 from router.admission.capacity import (
     Capacity,
     Charge,
@@ -42,6 +43,19 @@ def view(name: str, *, out: str | None = None, load: dict[str, Any] | None = Non
 def test_capacity_is_the_sum_of_what_is_ready() -> None:
     capacity = capacity_of([view("a"), view("b"), view("c", out="draining")], [view("p")])
     assert capacity == Capacity(2, 16, 200, 16, 512, 0, 0, "prefill")
+
+
+def test_late_prompts_are_last_where_all_that_compute_prompts_know_their_costs() -> None:
+    """vLLM does not, and computes them in their turn."""
+
+    def knowing(name: str) -> InstanceView:
+        found = view(name)
+        return replace(found, load=replace(found.load, step_cost=StepCost(0.004, 0.001, 0.0002)))
+
+    assert capacity_of([knowing("a"), knowing("b")], []).puts_late_last
+    assert not capacity_of([knowing("a"), view("b")], []).puts_late_last
+    assert not capacity_of([knowing("a")], [view("p")]).puts_late_last
+    assert capacity_of([view("a")], [knowing("p")]).puts_late_last
 
 
 def test_capacity_follows_the_pools() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -71,11 +72,14 @@ async def test_a_prompt_is_work_until_its_first_token() -> None:
 
 
 async def test_prompts_past_their_ttft_keep_no_other_from_being_admitted() -> None:
-    """Instances compute them last."""
-    rig = AdmissionRig(Capacity(num_instances=1, num_batched_tokens=10), prefill_steps=1, ttft_s=0.2)
+    """Where instances compute them last."""
+    capacity = Capacity(num_instances=1, num_batched_tokens=10)
+    rig = AdmissionRig(capacity, prefill_steps=1, ttft_s=0.2)
     for name in "ab":
         await rig.arrive(name, request(10))
+    await asyncio.sleep(0.4)
     assert rig.inside == ["a"]
+    rig.capacity = replace(capacity, puts_late_last=True)
     async with asyncio.timeout(GUARD_S):
         while rig.inside != ["a", "b"]:
             await asyncio.sleep(0.01)

@@ -269,7 +269,7 @@ async def test_an_abort_ends_the_wait_of_its_own_request_alone(run: Run) -> None
         await until(lambda: rig.app.admission.num_held == 3)
         answer = await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine", ""]))
         assert answer.num_aborted == 1
-        with pytest.raises(grpc.aio.AioRpcError, match="aborted while no instance was available") as aborted:
+        with pytest.raises(grpc.aio.AioRpcError, match="aborted before it was validated") as aborted:
             await mine
         assert aborted.value.code() == grpc.StatusCode.ABORTED
         assert rig.app.service.metrics.ended == {"aborted": 1}

@@ -13,11 +13,13 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from router.dispatch import handler
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.failing import deaf_client
 from tests.router.rig import Rig, request_of, slow
+from tests.waiting import until
 
 
 async def test_a_clients_cancel_in_decode_ends_everything(run: Run) -> None:
@@ -154,13 +156,58 @@ async def test_an_abort_frees_the_instances_of_a_client_that_does_not_read(run: 
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_an_abort_while_a_request_is_validated_ends_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenising a long text takes a while, more where others wait for the same threads."""
+    validating = asyncio.Event()
+
+    async def long(*_: Any, **__: Any) -> None:
+        validating.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(handler, "validated", long)
+    async with run() as rig:
+        asked = asyncio.create_task(rig.generate(request_id="mine"))
+        await validating.wait()
+        aborted = await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine"]))
+        assert aborted.num_aborted == 1
+        with pytest.raises(grpc.aio.AioRpcError, match="aborted before it was validated"):
+            await asked
+
+
+async def test_a_deadline_in_the_queue_counts_as_such(run: Run) -> None:
+    async with run(
+        prefill=0, decode=[FakeInstance("decode", behaviour=slow(60.0))], admission={"max_requests": 1}
+    ) as rig:
+        running = rig.call()
+        await rig.decode[0].until("decode")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await rig.generate(timeout=0.5)
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: rig.app.service.metrics.ended.total() == 1)
+        assert rig.app.service.metrics.ended == {"deadline_exceeded": 1}
+        running.cancel()
+
+
+async def test_what_does_not_come_in_the_shared_stream_is_read_however_slow_the_client_is(run: Run) -> None:
+    """Or the instance would take the router for a client that does not read, and end the call."""
+    async with run(prefill=0) as rig:
+        request = request_of(max_tokens=3500)
+        request.sampling.prompt_logprobs = 0
+        call = rig.call(request)
+        await anext(aiter(call))
+        await rig.decode[0].until("token", 3500)
+        call.cancel()
+        await rig.until_idle()
+
+
 async def test_an_abort_of_nothing_is_no_error(run: Run) -> None:
     async with run() as rig:
         assert (await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["a", "b"]))).num_aborted == 0
 
 
 async def test_a_drain_lets_running_requests_finish(run: Run) -> None:
-    async with run(decode=[FakeInstance("decode", behaviour=slow())]) as rig:
+    server = {"drain_accept_s": 0.0, "drain_grace_s": 20.0}
+    async with run(decode=[FakeInstance("decode", behaviour=slow())], server=server) as rig:
         pending = asyncio.create_task(rig.generate(max_tokens=20))
         await rig.decode[0].until("token", 2)
         draining = asyncio.create_task(rig.app.drain())
@@ -254,11 +301,11 @@ class _Wire:
 
 
 async def _stuck(fake: FakeInstance) -> None:
-    """Returns when the instance gets rid of no more tokens."""
-    num_tokens = -1
+    """Returns when the instance gets rid of no more tokens; one sample or two may be equal after a stall."""
+    latest = [-1]
     async with asyncio.timeout(20):
-        while num_tokens != len(fake.records):
-            num_tokens = len(fake.records)
+        while latest != [len(fake.records)] * 3:
+            latest = [*latest[-2:], len(fake.records)]
             await asyncio.sleep(0.5)
 
 

@@ -424,16 +424,14 @@ async def test_always_is_ready_only_with_a_pair(run: Run) -> None:
 
 async def test_an_instance_in_the_wrong_pool_is_out(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async with run(prefill=0, decode=[FakeInstance("prefill")], wait=False) as rig:
-        await asyncio.sleep(0.3)
+        await until(lambda: "its role is prefill, not decode" in caplog.text)
         assert rig.app.pools.decode.num_ready() == 0
-    assert "its role is prefill, not decode" in caplog.text
 
 
 async def test_an_instance_that_reads_ids_as_other_text_is_out(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async with run(prefill=0, decode=[FakeInstance("decode", identity={"tokenizer_digest": "bad"})], wait=False) as rig:
-        await asyncio.sleep(0.3)
+        await until(lambda: "its tokenizer_digest is bad, the router's " in caplog.text)
         assert rig.app.pools.decode.num_ready() == 0
-    assert "its tokenizer_digest is bad, the router's " in caplog.text
 
 
 async def test_the_limits_are_the_tightest_of_the_pool(run: Run) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
 from engine.sampling.params import SamplingParams
 from instance.convert import MAX_DURATION_S
 from protos.tandem.v1 import common_pb2
-from router.picking.settings import SloSettings
+from router.picking.settings import DisaggregationSettings, SloSettings
 from router.request.choice_state import Choice, StreamViolation
 from router.request.generation_request import GenerationRequest, from_wire, to_wire
 
@@ -210,3 +211,7 @@ def test_an_attempt_carries_what_is_left_of_the_objectives() -> None:
 def test_no_objective_and_no_wait_is_longer_than_instances_accept() -> None:
     request = choice().begin_attempt(SloSettings(ttft_ms=3_600_000).objectives(waited_s=0.0, late_wait_s=math.inf))
     assert (request.ttft_s, request.begin_s) == (MAX_DURATION_S, MAX_DURATION_S)
+    for name in ("lease_s", "reservation_s"):
+        DisaggregationSettings.model_validate({name: MAX_DURATION_S})
+        with pytest.raises(ValidationError, match=name):
+            DisaggregationSettings.model_validate({name: MAX_DURATION_S + 1})

@@ -59,7 +59,7 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
             if request.text == "skip" and index == 2:
                 continue
             if last and request.text == "endless":
-                self.cancelled.wait(10)
+                self.cancelled.wait(60)
                 return
             if last:
                 chunk.finish.reason = common_pb2.FINISH_REASON_LENGTH
@@ -225,7 +225,7 @@ async def test_leaving_an_async_stream_cancels_the_call(router: tuple[ScriptedRo
         async with aclosing(client.stream("endless")) as pieces:
             async for _ in pieces:
                 break
-        assert await asyncio.to_thread(router[0].cancelled.wait, 2)
+        assert await asyncio.to_thread(router[0].cancelled.wait, 20)
 
 
 async def test_async_errors_are_the_same(router: tuple[ScriptedRouter, str]) -> None:

@@ -44,7 +44,7 @@ def temporary(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     assert list(short_folder.glob("tandem-*")) == []
 
 
-def gone(pids: list[int], within_s: float = 2.0) -> bool:
+def gone(pids: list[int], within_s: float = 20.0) -> bool:
     deadline_s = time.monotonic() + within_s
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
         if time.monotonic() > deadline_s:

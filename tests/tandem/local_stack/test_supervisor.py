@@ -260,22 +260,6 @@ def test_a_new_instance_that_keeps_exiting_is_dropped_however_long_its_starts_ta
         assert list(stack.instances) == ["decode-0"]
 
 
-@pytest.mark.parametrize(
-    ("role", "size", "allowed"),
-    [
-        ("decode", 0, "decode must be between 1 and 64"),
-        ("decode", 65, "decode must be between 1 and 64"),
-        ("prefill", -1, "prefill must be between 0 and 64"),
-    ],
-)
-def test_invalid_sizes_are_rejected(monkeypatch: pytest.MonkeyPatch, role: Any, size: int, allowed: str) -> None:
-    scripted(monkeypatch, {})
-    with LocalStack(settings()) as stack:
-        with pytest.raises(InvalidSize, match=allowed):
-            stack.resize(role, size)
-        assert list(stack.instances) == ["decode-0"]
-
-
 def test_more_than_the_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {})
     with LocalStack(settings(num_blocks=None, kv_cache_bytes=1 << 30)) as stack:
