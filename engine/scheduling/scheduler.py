@@ -190,8 +190,6 @@ class Scheduler:
         events, self._events = self._events, []
         return events
 
-    # Load report
-
     @property
     def held_ids(self) -> set[int]:
         """Blocks held for finished requests."""
@@ -256,14 +254,13 @@ class Scheduler:
         return step_budget.stretched_tokens(self.step_cost, len(streams), num_prompts, min(stretches))
 
     def _num_able_to_begin(self) -> int:
-        """Waiting prompts that lack neither a place in the batch nor blocks: a longer step computes more of them."""
+        """Waiting prompts that lack neither a place in the batch nor blocks, prefix hits aside."""
         num_places = self.config.max_num_seqs - len(self.running) - len(self.loading)
         able = [request for request in self.waiting[: max(num_places, 0)] if not request.awaits_kv]
         moved = next((request for request in able if request.is_handed_over), None)
         if moved is not None and not self._may_hold(moved, moved.num_initial_tokens):
             able = [request for request in able if not request.is_handed_over]
         most = self.config.max_num_batched_tokens
-        # Without regard to prefix hits, which need blocks as well.
         needed = [one.num_initial_tokens if one.moves_kv else min(one.num_tokens, most) for one in able[:1]]
         return len(able) if needed and self.kv.num_blocks_for(needed[0]) <= self.kv.pool.num_available else 0
 
@@ -320,11 +317,14 @@ class Scheduler:
             self.kv.expect(share.request, share.start + share.num_tokens)
         num_streams = sum(not request.is_handed_over for request in (*self.loading.values(), *self.running))
         num_held_back, is_spent, may_hand_over = 0, False, True
+        has_remote = any(request.awaits_kv for request in self.waiting)
         while len(self.waiting) > num_held_back and len(self.running) + len(self.loading) < self.config.max_num_seqs:
             request = self.waiting[num_held_back]
             is_moved, is_local = request.is_handed_over, not request.awaits_kv
             may_hand_over = may_hand_over and (not is_moved or self._may_hold(request, request.num_initial_tokens))
             is_spent = is_spent or (budget == 0 and is_local and not self._num_external_tokens(request, 0))
+            if is_spent and not has_remote:
+                break
             is_held_back = (is_moved and not may_hand_over) or (is_spent and is_local)
             if is_held_back or not self._may_begin(request, num_streams) or (request.is_late and not may_be_late):
                 num_held_back += 1

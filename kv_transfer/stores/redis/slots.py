@@ -23,12 +23,14 @@ class Slots:
         me = threading.get_ident()
         with self._changed:
             self._waiting[me] = time.monotonic()
-            while self._num_free == 0 or self._impatient() not in (None, me):
-                if self._num_free:
-                    self._changed.notify_all()  # this one was notified before the other became impatient
-                self._changed.wait()
-            del self._waiting[me]
-            self._num_free -= 1
+            try:
+                while self._num_free == 0 or self._impatient() not in (None, me):
+                    if self._num_free:
+                        self._changed.notify_all()  # this one was notified before the other became impatient
+                    self._changed.wait()
+                self._num_free -= 1
+            finally:  # also after Ctrl-C: or it would be the longest for ever
+                del self._waiting[me]
 
     def __exit__(self, *_: object) -> None:
         self.release()
