@@ -80,7 +80,8 @@ class RequestOptions(Sampling, total=False):
     template_variables: Mapping[str, object]
     """The chat template's own switches, such as enable_thinking."""
     timeout_s: float
-    """Limit on the whole time of this request, math.inf for none; absent: the client's."""
+    """Limit on the whole time of this request, math.inf for none; absent: the client's. The router ends a call after
+    `server.max_deadline_s`, 600 s, in any case."""
 
 
 def shows_options(method: F) -> F:
