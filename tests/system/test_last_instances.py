@@ -124,7 +124,7 @@ async def test_the_one_that_is_left_takes_over_every_stream(run: Run) -> None:
 
 
 async def test_with_the_last_decode_instance_dead_streams_wait_a_while_and_new_requests_do_not(run: Run) -> None:
-    wait_s = 1.5
+    wait_s = 5.0
     decode = fakes("decode", 1, token_s=TOKEN_S)
     async with (
         run(prefill=1, decode=decode, failover={"resume_wait_s": wait_s}) as rig,
@@ -296,16 +296,16 @@ async def test_with_all_draining_what_runs_finishes_and_nothing_is_begun(run: Ru
 
 async def test_a_draining_router_reports_it_first_then_rejects_with_a_hint_and_finishes_what_runs(run: Run) -> None:
     decode = fakes("decode", 1, token_s=TOKEN_S)
-    server = {"drain_accept_s": 2.0, "drain_grace_s": 20.0}
+    server = {"drain_accept_s": 4.0, "drain_grace_s": 20.0}
     async with run(prefill=1, decode=decode, server=server) as rig, health_of(rig) as until:
         await until(SERVING)
-        streams = await begun(rig, 2, max_tokens=200)
+        streams = await begun(rig, 2, max_tokens=300)
         draining = asyncio.create_task(rig.app.drain())
         assert await until(NOT_SERVING) < WITHIN_S
         assert (await rig.generate(max_tokens=2)).is_exactly(2), "a client that does not know yet is served"
         await wait_until(lambda: rig.app._server.calls.draining)
         await rejected(rig)
-        assert all(answer.is_exactly(200) for answer in await asyncio.gather(*streams))
+        assert all(answer.is_exactly(300) for answer in await asyncio.gather(*streams))
         assert await draining is True
 
 

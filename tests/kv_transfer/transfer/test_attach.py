@@ -72,7 +72,7 @@ async def test_waiting_for_an_offer_is_bounded(server_end: ServerEndpoint, stub:
     assert server_end.server.num_attached == 0
 
 
-@pytest.mark.parametrize("server_end", [2.0], indirect=True)
+@pytest.mark.parametrize("server_end", [5.0], indirect=True)
 async def test_lease_is_renewed_while_reader_and_producer_have_nothing_to_report(
     server_end: ServerEndpoint, stub: KvTransferServiceStub
 ) -> None:
