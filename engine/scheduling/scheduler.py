@@ -156,12 +156,10 @@ class Scheduler:
         num_left, streams_lack_room = self._schedule_running(streams, num_tokens, scheduled)
         on_time = [request for request in prompts if not request.is_late]
         num_left, prompts_lack_room = self._schedule_running(on_time, min(num_left, budget), scheduled)
-        scheduled = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
         late = [request for request in prompts if request.is_late and request.status is RequestStatus.RUNNING]
         if self.waiting and not (streams_lack_room or prompts_lack_room):
             num_left = self._admit(num_left, scheduled, may_be_late=not late)
         self._schedule_running(late, num_left, scheduled, may_preempt=not scheduled)
-        scheduled = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
         self._is_step_open = bool(scheduled)
         return SchedulerOutput(scheduled)
 
@@ -275,8 +273,8 @@ class Scheduler:
     def _schedule_running(
         self, requests: list[Request], budget: int, scheduled: list[ScheduledRequest], *, may_preempt: bool = True
     ) -> tuple[int, bool]:
-        """Add the shares of running requests. Returns what is left of the budget, and whether blocks were lacking for
-        one. A request that has a share already may be preempted: the caller drops that."""
+        """Add the shares of running requests, and drop those of requests that are preempted for them. Returns what is
+        left of the budget, and whether blocks were lacking for one."""
         lacks_room = False
         for request in requests:
             if budget == 0:
@@ -293,6 +291,7 @@ class Scheduler:
             if request.is_prompt and request.moves_kv:  # it is not preempted, so that others can rely on it
                 self.kv.expect(request, request.num_computed_tokens + num_tokens)
             budget -= num_tokens
+        scheduled[:] = [share for share in scheduled if share.request.status is RequestStatus.RUNNING]
         return budget, lacks_room
 
     def _adopt(self, request: Request) -> None:
