@@ -57,6 +57,8 @@ _PROBLEMS = {
 }
 
 B = TypeVar("B", bound=Body)
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Builder(Protocol):
@@ -138,12 +140,9 @@ class OpenAIApi:
         """The length of a prompt of the Messages API."""
 
         async def handler(exchange: Exchange) -> None:
-            def parsed(data: bytes) -> tuple[CountTokensRequest, generation_pb2.GenerateRequest]:
-                body = CountTokensRequest.parse(data)
-                [request] = body.requests(exchange.request_id)
-                return body, request
-
-            (body, request), limits = await exchange.parsed_body(parsed), self.service.limits()
+            kind = CountTokensRequest
+            body, [request] = await _converted(exchange, kind.parse, lambda body: body.requests(exchange.request_id))
+            limits = self.service.limits()
             check_model(body.model, self.model)
             with service_errors():
                 tools = Tools.of(request.chat, self.model.tool_format)
@@ -156,11 +155,8 @@ class OpenAIApi:
         """The token ids of a text or a chat."""
 
         async def handler(exchange: Exchange) -> None:
-            def parsed(data: bytes) -> tuple[TokenizeBody, generation_pb2.GenerateRequest]:
-                body = TokenizeBody.parse(data)
-                return body, body.request()
-
-            (body, request), limits = await exchange.parsed_body(parsed), self.service.limits()
+            body, request = await _converted(exchange, TokenizeBody.parse, TokenizeBody.request)
+            limits = self.service.limits()
             check_model(body.model, self.model)
             with service_errors():
                 tools = Tools.of(request.chat, self.model.tool_format)
@@ -297,6 +293,16 @@ class OpenAIApi:
             raise problem
 
         return self._exchange(handler)
+
+
+async def _converted(exchange: Exchange, parse: Callable[[bytes], T], convert: Callable[[T], R]) -> tuple[T, R]:
+    """The body and what it becomes, both as `Exchange.parsed_body`: of a large one off the event loop."""
+
+    def both(data: bytes) -> tuple[T, R]:
+        body = parse(data)
+        return body, convert(body)
+
+    return await exchange.parsed_body(both)
 
 
 @functools.cache  # computing a schema takes a tenth of a second

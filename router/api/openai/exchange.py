@@ -81,6 +81,8 @@ class Exchange(Response):
         """The client's names of wire fields, for errors."""
         self._deadline_s = time.monotonic() + limits.max_deadline_s
         self._has_begun = False
+        self.num_events = 0
+        """Sent so far."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -146,6 +148,7 @@ class Exchange(Response):
 
     async def send_event(self, data: bytes, name: str = "") -> None:
         """Returns when the event has been written."""
+        self.num_events += 1
         head = b"event: %s\n" % name.encode() if name else b""
         body = head + b"data: " + data + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": True})

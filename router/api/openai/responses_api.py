@@ -223,17 +223,11 @@ def _text(item: dict[str, Any], name: str, field: str, kinds: Collection[str] = 
 class ResponsesExchange(Exchange):
     """One request of this API."""
 
-    _num_events = 0
-
-    async def send_event(self, data: bytes, name: str = "") -> None:
-        self._num_events += 1
-        await super().send_event(data, name)
-
     async def send_failure(self, body: dict[str, Any]) -> None:
         """OpenAI's event, and `error`, without which its Python client would go on."""
         error = body["error"]
         members = {name: error[name] for name in ("code", "message", "param")}
-        event = {"type": "error", "sequence_number": self._num_events, **members, "error": error}
+        event = {"type": "error", "sequence_number": self.num_events, **members, "error": error}
         await self.send_event(msgspec.json.encode(event), "error")
         await self.end_events(None)
 
@@ -248,7 +242,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         """Of the tokens since the last part of a block; those of the part while it is sent."""
         self._id = f"resp_{exchange.request_id}"
         self._created = int(time.time())
-        self._num_thinking = self._sequence = 0
+        self._num_thinking = 0
 
     async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
         await super().add(prompt_index, call, message)
@@ -279,8 +273,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
     # Events
 
     async def _send(self, kind: str, **members: Any) -> None:
-        event = {"type": kind, "sequence_number": self._sequence, **members}
-        self._sequence += 1
+        event = {"type": kind, "sequence_number": self._exchange.num_events, **members}
         await self._exchange.send_event(msgspec.json.encode(event), kind)
 
     async def _send_begin(self) -> None:
