@@ -85,15 +85,22 @@ def temporary_folder() -> Path:
 
 
 def state_dir() -> Path:
-    """$XDG_RUNTIME_DIR/tandem, or ~/.tandem without one. Raises RuntimeError for a user without a home."""
+    """$XDG_RUNTIME_DIR/tandem, or ~/.tandem without one. Raises OSError for a user without a home."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "tandem" if runtime and os.access(runtime, os.W_OK) else Path.home() / ".tandem"
+    try:
+        return Path(runtime) / "tandem" if runtime and os.access(runtime, os.W_OK) else Path.home() / ".tandem"
+    except RuntimeError:
+        raise OSError("this user has no home: set HOME, or XDG_RUNTIME_DIR to a folder of this user") from None
 
 
 def made_state_dir() -> Path:
-    """`state_dir`, created with mode 0700. Raises OSError too."""
+    """`state_dir`, created with mode 0700. Raises OSError."""
     path = state_dir()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        hint = "remove it, or set XDG_RUNTIME_DIR to a folder of this user"
+        raise OSError(f"{path}, where running stacks are announced, cannot be made: {error.strerror}; {hint}") from None
     return path
 
 
@@ -209,7 +216,7 @@ def _announced() -> Iterator[tuple[Path, RunningStack]]:
     """Of none where this user has no home, or none that can be read, as in a pod of an application."""
     try:
         paths = [*state_dir().glob("stack-*.json")]
-    except (OSError, RuntimeError):
+    except OSError:
         return
     for path in paths:
         try:

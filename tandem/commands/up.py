@@ -237,7 +237,7 @@ def command(
             check_ranks(config, settings.parallelism)
         check_addresses(settings)
         check_gpus(settings)
-    except (EngineError, ValueError, OSError, RuntimeError) as error:
+    except (EngineError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
     if config is not None:
         _check_sizes(settings, config)
@@ -373,7 +373,7 @@ def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
         pass
     except BrokenPipeError:
         raise
-    except (StackFailed, OSError, RuntimeError) as error:
+    except (StackFailed, OSError) as error:
         raise click.ClickException(str(error)) from None
     finally:
         signals.raises = False

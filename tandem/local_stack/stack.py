@@ -261,8 +261,8 @@ class LocalStack:
         self._processes.start(self.processes[name])
 
     def announce(self) -> None:
-        """Lets the commands on this machine find the stack; `supervise` keeps the instances up to date. Raises OSError,
-        and RuntimeError for a user without a home."""
+        """Lets the commands on this machine find the stack; `supervise` keeps the instances up to date. Raises
+        OSError."""
         self._announced = RunningStack(
             address=self.address,
             folder=str(self.folder),

@@ -149,7 +149,8 @@ def test_a_state_folder_that_cannot_be_made_is_an_error_without_a_traceback(
 ) -> None:
     (tmp_path / "tandem").touch()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert run() == f"Error: [Errno 17] File exists: '{tmp_path / 'tandem'}'\n"
+    made = f"{tmp_path / 'tandem'}, where running stacks are announced, cannot be made: File exists"
+    assert run() == f"Error: {made}; remove it, or set XDG_RUNTIME_DIR to a folder of this user\n"
     assert started == []
 
 
