@@ -197,7 +197,9 @@ def test_the_legend_lies_beside_the_panels_and_every_figure_has_a_title() -> Non
         assert all(box is not None and not box.overlaps(legend.get_window_extent()) for box in boxes)
 
 
-def test_the_legend_says_which_load_was_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the runs in a plot that `write_plots` draws."""
     runs: list[str] = []
 
     def latency_cdfs(records: plots.Records) -> Figure:
@@ -205,22 +207,19 @@ def test_the_legend_says_which_load_was_late(tmp_path: Path, monkeypatch: pytest
         return Figure()
 
     monkeypatch.setattr(plots, "latency_cdfs", latency_cdfs)
+    return runs
+
+
+def test_the_legend_says_which_load_was_late(tmp_path: Path, shown: list[str]) -> None:
     late = summarise(run_at(2.0, 0.1), None, [1.0] * 100)
     results = Results("fake", "demo", {}, [Point(1.0, report_at(1.0)), Point(2.0, late)])
     assert plots.write_plots(results, tmp_path)
-    assert runs == ["1/s", "2/s, the load was late"]
+    assert shown == ["1/s", "2/s, the load was late"]
 
 
-def test_runs_at_one_rate_are_all_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[str] = []
-
-    def latency_cdfs(records: plots.Records) -> Figure:
-        runs.extend(records)
-        return Figure()
-
-    monkeypatch.setattr(plots, "latency_cdfs", latency_cdfs)
+def test_runs_at_one_rate_are_all_shown(tmp_path: Path, shown: list[str]) -> None:
     assert plots.write_plots(Results("fake", "demo", {}, [Point(4.0, report_at(4.0))] * 3), tmp_path)
-    assert runs == ["4/s", "4/s #2", "4/s #3"]
+    assert shown == ["4/s", "4/s #2", "4/s #3"]
 
 
 def test_figures_of_nothing_are_drawn_all_the_same() -> None:
