@@ -6,6 +6,7 @@ where tests compare them with the reference.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -113,7 +114,8 @@ class TritonAttention:
         if len(plan.prefill):
             step.attend(plan.prefill, output, plan.tile_tokens)
         if len(plan.decode):
-            step.attend_in_splits(plan.decode, output, plan.num_splits)
+            for tiles in plan.decode.split(step.most_tiles_in_splits(plan.num_splits)):
+                step.attend_in_splits(tiles, output, plan.num_splits)
         return output
 
 
@@ -142,6 +144,11 @@ class _Step:
             *self._strides, self.scale * _LOG2_E, self.window, self._softcap,
             ROWS=max(_MIN_ROWS, _power_of_two(tile_tokens * self.group)), **self._constants(launch),
         )  # fmt: skip
+
+    def most_tiles_in_splits(self, num_splits: int) -> int:
+        """In one launch: what its splits add up to takes memory for each."""
+        heads, head_dim = self.query.shape[1], self.pages.shape[4]
+        return max(1, _most_bytes_of_splits(self.query.device) // (heads * num_splits * (head_dim + 2) * 4))
 
     def attend_in_splits(self, tiles: torch.Tensor, output: torch.Tensor, num_splits: int) -> None:
         """Decode: one token has too few rows to occupy a GPU, so its keys are divided among programs."""
@@ -180,6 +187,13 @@ class _Step:
             "TILE_KEYS": launch.tile_keys, "HAS_WINDOW": self.window > 0, "HAS_SOFTCAP": self.softcap is not None,
             "WIDENS": self.query.device.type == "cpu", "num_warps": launch.num_warps, "num_stages": launch.num_stages,
         }  # fmt: skip
+
+
+@functools.cache
+def _most_bytes_of_splits(device: torch.device) -> int:
+    """That a step may take: a 64th of the GPU. Hundreds of requests of which one has a long context would take GiBs,
+    which the size of the KV memory leaves no room for."""
+    return torch.cuda.get_device_properties(device).total_memory // 64 if device.type == "cuda" else 1 << 28
 
 
 def _make_plan(metadata: AttentionMetadata, tile_tokens: int, device: torch.device) -> _Plan:

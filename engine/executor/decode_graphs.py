@@ -45,10 +45,11 @@ class CudaGraphCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # one: cuBLAS keeps a workspace for each stream that it has seen
 
     def __call__(self, step: Step) -> tuple[Callable[[], object], torch.Tensor]:
         """The step first runs once: what it compiles and allocates at its first call is no part of the graph."""
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        current, side = torch.cuda.current_stream(), self._stream
         side.wait_stream(current)
         with torch.cuda.stream(side):
             step()

@@ -92,19 +92,21 @@ class OneProcessExecutor:
         return bytes_for_kv(torch.cuda, self._config.gpu_memory_utilization, step)
 
     def compute_largest_step(self, layout: KVLayout, max_model_len: int) -> torch.Tensor:
-        """Logits of the largest step that the settings allow, over KV memory that exists for this call alone."""
+        """Logits of the largest step of prompts that the settings allow. All have their KV in one block: the pages of a
+        real step are in the KV memory that this step is to find the size of."""
         config, longest = self._config, max(1, min(max_model_len, self._config.max_num_batched_tokens))
         num_whole, rest = divmod(config.max_num_batched_tokens, longest)
         lens = [*[longest] * num_whole, *([rest] if rest else [])][: config.max_num_seqs]
-        inputs = StepInputs.of_prompts(lens, layout.block_size)
-        num_blocks = int(inputs.block_tables.max()) + 1
-        kv_cache = torch.zeros((num_blocks, *layout.page_shape), dtype=self._dtype, device=self._device)
-        token_ids, positions, metadata = inputs.tensors(self._device)
-        hidden = self._model.forward(token_ids, positions, kv_cache, metadata)
+        token_ids, starts = np.zeros(sum(lens), np.int64), np.zeros(len(lens), np.int64)
+        block_tables = np.zeros((len(lens), -(-longest // layout.block_size)), np.int32)
+        inputs = StepInputs.of(token_ids, starts, np.array(lens), block_tables, layout.block_size)
+        kv_cache = torch.zeros((1, *layout.page_shape), dtype=self._dtype, device=self._device)
+        ids, positions, metadata = inputs.tensors(self._device)
+        hidden = self._model.forward(ids, positions, kv_cache, metadata)
         return self.compute_logits(hidden, np.arange(min(config.max_num_seqs, len(positions))))
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
-        self._kv_cache = _zeroed_memory((num_blocks, *layout.page_shape), self._dtype, self._device)
+        self._kv_cache = zeroed_memory((num_blocks, *layout.page_shape), self._dtype, self._device)
         if self._uses_graphs:
             # Kernels have room for the longest request: of a long context much more than the KV that there is.
             self._model = self._with_graphs(self._model, min(self._max_blocks, num_blocks))
@@ -144,8 +146,9 @@ class DeviceMemory(Protocol):
 
 
 def bytes_for_kv(device: DeviceMemory, utilization: float, largest_step: Callable[[], object]) -> int:
-    """What the engine's part of a GPU's memory leaves beside the weights and the largest step. `utilization`: the part
-    for this engine and all that is there already.
+    """What the engine's part of a GPU's memory leaves beside weights and the largest step of prompts. `utilization`:
+    the part for this engine and all that is there already; the rest is for CUDA graphs and what decoding takes beyond
+    such a step.
 
     Raises CapacityError where weights and a step need all of it."""
     device.empty_cache()
@@ -163,7 +166,7 @@ def bytes_for_kv(device: DeviceMemory, utilization: float, largest_step: Callabl
     return left
 
 
-def _zeroed_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeroed_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On CPU the system zeroes each page at its first touch: writing 2 GiB here would take seconds. Large pages,
     where the system has them, make decoding of long contexts 3 % faster."""
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -1,7 +1,7 @@
 """The executor of several ranks: one in the core's process, a worker process for every other.
 
-    Start ─▶ all load ─▶ Ready of each ─▶ AllocateKV ─▶ steps ─▶ shutdown: the pipes end, the workers exit
-                                            └─ a worker ends or is stopped ─▶ all are killed ─▶ RankLost
+    Start ─▶ all load ─▶ Ready of each ─▶ AllocateKV ─▶ Ready ─▶ steps ─▶ shutdown: the pipes end, the workers exit
+                                                        └─ a worker ends or is stopped ─▶ all are killed ─▶ RankLost
 
 A step goes to all ranks at once. Each stage waits for the hidden states of the one before it, and the core's rank, of
 the last stage, ends the step: then every rank has written its keys and values. A large step is divided into
@@ -138,8 +138,7 @@ class MultiprocessExecutor:
                 self._model = load_part(config, model_config, self._part, self._ends, self._slots_fd)
             else:
                 self._model = load_distributed_part(config, model_config, self._part, self._groups_fd)
-            for worker in self._workers:
-                worker.wait_ready()
+            self._wait_ready()
         except BaseException:
             self.shutdown()
             raise
@@ -160,6 +159,7 @@ class MultiprocessExecutor:
         if self._groups_fd is not None:
             self._send(AllocateKV(num_blocks), self._workers)
             self._kv_cache = own_kv(self._part, layout, num_blocks, self._dtype, self._device)
+            self._wait_ready()  # the first exchange would wait for ever for a rank that never connects
             return self._kv_cache
         num_bytes = num_blocks * layout.bytes_per_block
         num_free = available_bytes()
@@ -169,7 +169,13 @@ class MultiprocessExecutor:
         whole = map_kv(self._kv_fd, layout, num_blocks, self._dtype)
         self._kv_cache = rank_view(whole, self._part)
         self._send(AllocateKV(num_blocks), self._workers)
+        self._wait_ready()
         return whole
+
+    def _wait_ready(self) -> None:
+        """Raises EngineError."""
+        for worker in self._workers:
+            worker.wait_ready()
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         with self._in_step():

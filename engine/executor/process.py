@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import CapacityError, EngineError
 from engine.machine import place_process, set_up_process, start_up_heap
 
 _PR_SET_PDEATHSIG = 1
@@ -43,7 +43,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The answer once the model is loaded, or why it is not."""
+    """The answer once the model is loaded and once its KV memory is allocated, or why it is not."""
 
     error: str | None = None
 
@@ -66,17 +66,25 @@ def main() -> None:
         try:
             worker = Worker(start)
         except (EngineError, OSError) as error:
-            pipe.send_bytes(msgspec.msgpack.encode(Ready(str(error))))
+            _answer(pipe, Ready(str(error)))
             return
-    pipe.send_bytes(msgspec.msgpack.encode(Ready()))
+    _answer(pipe, Ready())
     decoder = msgspec.msgpack.Decoder(Message)
     try:
+        worker.handle(decoder.decode(pipe.recv_bytes()))  # AllocateKV
+        _answer(pipe, Ready())
         while True:
             worker.handle(decoder.decode(pipe.recv_bytes()))
+    except CapacityError as error:
+        _answer(pipe, Ready(str(error)))
     except (EOFError, ConnectionError, RankLost):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # finalising torch takes most of a second
+
+
+def _answer(pipe: Connection, ready: Ready) -> None:
+    pipe.send_bytes(msgspec.msgpack.encode(ready))
 
 
 def _die_with(parent_pid: int) -> None:

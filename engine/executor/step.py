@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -65,16 +64,6 @@ class StepInputs:
             max_seq_len=int(seq_lens.max()),
             needed=needed,
         )
-
-    @classmethod
-    def of_prompts(cls, lens: Sequence[int], block_size: int) -> StepInputs:
-        """The largest step: prompts of these lengths from their beginnings, in blocks one after the other."""
-        blocks = [-(-length // block_size) for length in lens]
-        block_tables = np.zeros((len(lens), max(blocks)), np.int32)
-        for row, (count, last) in enumerate(zip(blocks, np.cumsum(blocks), strict=True)):
-            block_tables[row, :count] = np.arange(last - count, last)
-        token_ids, starts = np.zeros(sum(lens), np.int64), np.zeros(len(lens), np.int64)
-        return cls.of(token_ids, starts, np.array(lens, np.int64), block_tables, block_size)
 
     def micro_batches(self, num_stages: int) -> list[StepInputs]:
         """Parts of the step, one after the other, so that stages compute at the same time: for `num_stages` stages at

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
+from engine.executor.executor import zeroed_memory
 from engine.executor.process import Start
 from engine.executor.step import AllocateKV, Logits, Message, Step, StepInputs
 from engine.kv_layout import KVLayout
@@ -67,9 +68,9 @@ def map_kv(kv_fd: int, layout: KVLayout, num_blocks: int, dtype: torch.dtype) ->
 
 
 def own_kv(part: Part, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The rank's layers and heads of the KV memory, where each rank has memory of its own."""
+    """The rank's layers and heads of the KV memory, where each rank has memory of its own. Raises CapacityError."""
     own = replace(layout, num_layers=len(part.layers), num_kv_heads=len(part.kv_heads))
-    return torch.zeros((num_blocks, *own.page_shape), dtype=dtype, device=device)
+    return zeroed_memory((num_blocks, *own.page_shape), dtype, device)
 
 
 def forward_part(

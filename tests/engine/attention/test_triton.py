@@ -19,6 +19,7 @@ from tests.engine.attention.paged_tensors import paged_tensors, step_behind_wind
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read as triton is imported
 
+from engine.attention import triton_attention
 from engine.attention.triton_attention import SPLIT_KEYS, TritonAttention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -121,6 +122,26 @@ def test_a_window_leaves_out_what_lies_in_the_null_block(requests: Requests) -> 
     ]
     assert outputs[0].isfinite().all()
     assert torch.equal(*outputs)
+
+
+def test_the_memory_of_splits_is_bounded_without_another_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of a long context in a batch of short ones: as many launches as it takes."""
+    metadata, _, num_blocks = paged_step([(1, 3 * SPLIT_KEYS), (1, 5), (1, 300), (4, 9)], block_size=16)
+    sizes: dict[str, Any] = {"block_size": 16, "kv_heads": 1, "group": 2, "head_dim": 64}
+    tensors = paged_tensors(metadata, num_blocks, **sizes, dtype=torch.float32)
+    query, key, value, cache = (tensor.to(DEVICE) for tensor in tensors)
+    options: dict[str, Any] = {"layer": LAYER, "metadata": on_device(metadata), "scale": 0.1, "sliding_window": None}
+    at_once = TritonAttention().forward(query, key, value, cache, **options)
+    launches, attend = [], triton_attention._Step.attend_in_splits
+    monkeypatch.setattr(triton_attention, "_most_bytes_of_splits", lambda device: 2 * (2 * 3 * (64 + 2) * 4))
+
+    def counted(step: triton_attention._Step, tiles: torch.Tensor, *rest: Any) -> None:
+        launches.append(len(tiles))
+        attend(step, tiles, *rest)
+
+    monkeypatch.setattr(triton_attention._Step, "attend_in_splits", counted)
+    assert torch.equal(TritonAttention().forward(query, key, value, cache, **options), at_once)
+    assert launches == [2, 1]
 
 
 def test_a_rank_reads_and_writes_its_slice_of_the_pages() -> None:

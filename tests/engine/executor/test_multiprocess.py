@@ -155,6 +155,21 @@ def test_ranks_with_a_memory_each_answer_as_one_does_until_one_is_killed(
     assert rank_processes() == []
 
 
+@pytest.mark.slow
+def test_a_rank_without_room_for_its_kv_ends_the_start_with_its_error(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own memory, as another GPU's: the core's rank has room. The first exchange would wait for it for ever."""
+    monkeypatch.setattr("engine.executor.multiprocess.shares_memory", lambda config: False)
+    monkeypatch.setattr("engine.executor.multiprocess.own_kv", lambda *args: torch.zeros(0))
+    config = ModelConfig.from_folder(checkpoint)
+    engine_config = EngineConfig(model=str(checkpoint), dtype="float32", tensor_parallel_size=2)
+    executor = make_executor(engine_config, config, lambda: None)
+    with pytest.raises(EngineError, match=r"rank 1: cannot allocate [\d.]+ GiB of KV memory"):
+        executor.allocate_kv(config.kv_layout(dtype="float32", block_size=16), 1 << 40)
+    executor.shutdown()
+
+
 def test_several_gpus_are_rejected_with_a_connector(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     connector = KVConnectorConfig(class_path="kv_transfer.nixl.connector:NixlConnector")
