@@ -27,6 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.shapes import SHAPES, write_config
+from engine.config import Device
 from engine.machine import available_bytes, usable_cores
 from tandem.client.client import Client
 from tandem.local_stack.settings import StackSettings
@@ -65,7 +66,7 @@ def main(
     chunk: int,
     output_len: int,
     touch: bool,
-    device: str,
+    device: Device,
     repeat: int,
 ) -> None:
     if touch and device == "cpu":
@@ -79,7 +80,8 @@ def main(
             kv_cache_bytes=1 << 30,
             max_model_len=4096,
             threads=1,
-            instance_args=("--device", device, "--load-format", "dummy", "--max-num-batched-tokens", str(chunk)),
+            device=device,
+            instance_args=("--load-format", "dummy", "--max-num-batched-tokens", str(chunk)),
         )
         one_core = ("--cpu-cores", f"[{usable_cores()[0]}]") if device == "cpu" else ()
         whole = replace(

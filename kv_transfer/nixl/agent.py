@@ -234,9 +234,12 @@ class UcxSettings:
             "UCX_NET_DEVICES": self.net_devices or os.environ.get("UCX_NET_DEVICES") or net_device_of(self.address),
             "UCX_TCP_KEEPIDLE": f"{keepalive_s}.5s",  # half a second against rounding; the socket has whole ones
         }
-        tls = self.tls or os.environ.get("UCX_TLS", "")
-        if tls:
-            variables["UCX_TLS"] = with_needed(tls, has_gpu=bool(glob.glob("/dev/nvidia[0-9]*")))
+        has_gpu = bool(glob.glob("/dev/nvidia[0-9]*"))
+        if tls := self.tls or os.environ.get("UCX_TLS", ""):
+            variables["UCX_TLS"] = with_needed(tls, has_gpu=has_gpu)
+        if has_gpu:
+            # Else UCX 1.23 reads the memory of GPUs on this machine over TCP where they have no NVLink.
+            variables["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] = os.environ.get("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         return variables
 
 

@@ -160,6 +160,17 @@ def test_ucx_listens_where_peers_reach_this_instance(monkeypatch: pytest.MonkeyP
     assert UcxSettings(net_devices="eth7").environment(20)["UCX_NET_DEVICES"] == "eth7"
 
 
+def test_memory_of_a_gpu_is_read_without_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0"])
+    assert UcxSettings().environment(20)[name] == "on"
+    monkeypatch.setenv(name, "auto")
+    assert UcxSettings().environment(20)[name] == "auto"
+    monkeypatch.setattr("glob.glob", lambda pattern: [])
+    assert name not in UcxSettings().environment(20)
+
+
 def test_a_missing_library_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl._bindings", None)
     connector = NixlConnector(wake=lambda: None, digest=False)
