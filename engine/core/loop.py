@@ -4,7 +4,8 @@
                               └─ commands for the connector ─▶ poll_connector ─▶ events, meanwhile
 
 The loop sleeps while the core is idle and wakes for a command, for finished I/O, for a deadline, and every 250 ms to
-report its load, so that its silence indicates a failure.
+report its load, so that its silence indicates a failure. During a step it sends no heartbeat, so that a hung model is
+detected by the silence; the load sent before a long step says how long the step is predicted to take.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def run_core(core: EngineCore, mailbox: Mailbox) -> None:
             if not core.begin_step():
                 reporter.report(heartbeat=True)
                 continue
-            reporter.report(heartbeat=core.step_time.predicted_s > HEARTBEAT_S)
+            reporter.report(force=core.step_time.predicted_s > HEARTBEAT_S)
             computed = model_thread.submit(core.compute)
             computed.add_done_callback(lambda _: mailbox.wake())
             while not computed.done():
@@ -103,12 +104,12 @@ class _Reporter:
         self._mailbox = mailbox
         self.last_s = 0.0
 
-    def report(self, *, heartbeat: bool = False) -> None:
-        """Send new events; with `heartbeat` the load alone every 250 ms. No heartbeat during a step: a hung model is
-        detected by its core's silence."""
+    def report(self, *, heartbeat: bool = False, force: bool = False) -> None:
+        """Send new events with the load; without events send the load if `force`, or if `heartbeat` and the last report
+        is 250 ms old."""
         events = self._core.take_events()
         now = time.monotonic()
-        if events or (heartbeat and now - self.last_s >= HEARTBEAT_S):
+        if events or force or (heartbeat and now - self.last_s >= HEARTBEAT_S):
             self._mailbox.send(Outputs(events, self._core.load))
             self.last_s = now
 
