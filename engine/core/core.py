@@ -45,7 +45,7 @@ from engine.scheduling.step_cost import StepCostEstimator
 
 _SMOOTHING = 0.2
 _MANY_TOKENS = 64
-"""From here on a step's time depends on its tokens; below on reading the weights once."""
+"""From here on a step measures the seconds per token; a smaller one, mostly of decodes, what any step takes."""
 
 
 class StepTimeEstimator:
@@ -63,8 +63,7 @@ class StepTimeEstimator:
     def predict(self, num_tokens: int) -> None:
         """Predict the next step; without tokens the last prediction stays."""
         if num_tokens:
-            by_tokens_s = num_tokens * self._token_s if num_tokens >= _MANY_TOKENS else 0.0
-            self.predicted_s = max(self._small_step_s, by_tokens_s)
+            self.predicted_s = max(self._small_step_s, num_tokens * self._token_s)
 
     def record(self, seconds: float, num_tokens: int) -> None:
         if num_tokens >= _MANY_TOKENS:

@@ -31,3 +31,15 @@ def test_an_idle_turn_keeps_the_prediction() -> None:
     estimator.predict(100)
     estimator.predict(0)
     assert estimator.predicted_s == pytest.approx(1.0)
+
+
+def test_a_short_prompt_is_predicted_by_its_tokens_too() -> None:
+    estimator = StepTimeEstimator(token_s=0.04)
+    estimator.predict(50)
+    assert estimator.predicted_s == pytest.approx(2.0), "before any step"
+    for _ in range(50):
+        estimator.record(0.4, 1)
+    estimator.predict(50)
+    assert estimator.predicted_s == pytest.approx(2.0), "single tokens say little about it"
+    estimator.predict(1)
+    assert estimator.predicted_s == pytest.approx(0.4, rel=0.01)
