@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -36,6 +37,10 @@ from engine.core.messages import (
     TransferEvent,
 )
 from engine.errors import EngineDeadError, EngineError, InvalidRequest, shown
+
+_TICK_S = 0.25
+_LATE_S = 0.1
+"""A tick that is later than this has been delayed by a pause of this process, or of its machine."""
 
 
 class RequestStream:
@@ -83,10 +88,11 @@ class AsyncEngine:
         """Whether the core ended without being shut down."""
         self._link = link
         self._streams: dict[str, RequestStream] = {}
-        self._last_message_s = time.monotonic()
+        self._last_message_s, self._tick_due_s = time.monotonic(), math.inf
         self._load_changed = asyncio.Event()
         self._dead = asyncio.Event()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self._tick()
 
     @classmethod
     async def start(cls, config: EngineConfig) -> AsyncEngine:
@@ -111,8 +117,10 @@ class AsyncEngine:
 
     @property
     def core_silence_s(self) -> float:
-        """Seconds since the core's last message. It sends one every 250 ms, and during a step only what happens."""
-        return time.monotonic() - self._last_message_s
+        """Seconds since the core's last message, without pauses of this process: they may have been the core's, too. It
+        sends one every 250 ms, and during a step only what happens."""
+        now_s = time.monotonic()
+        return now_s - self._silent_since_s(now_s)
 
     def add_request(self, request: EngineRequest) -> RequestStream:
         """Queue a request. Raises EngineDeadError, or InvalidRequest if its id is running."""
@@ -150,10 +158,21 @@ class AsyncEngine:
     async def shutdown(self) -> None:
         """End the core. Unfinished streams raise EngineDeadError."""
         self._die("the engine core was shut down")
+        self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._link.close()
+
+    def _silent_since_s(self, now_s: float) -> float:
+        """The time of the last message, moved by the delay of the tick that is due."""
+        return min(now_s, self._last_message_s + max(0.0, now_s - self._tick_due_s - _LATE_S))
+
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        self._last_message_s = self._silent_since_s(now_s)
+        self._tick_due_s = now_s + _TICK_S
+        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     async def _receive(self) -> None:
         while True:

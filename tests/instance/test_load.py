@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -47,6 +48,17 @@ async def test_reports_beat_while_nothing_changes_and_the_silence_grows() -> Non
     assert all(report.instance_epoch == "e" for report in reports)
     silences = [report.core_silence_s for report in reports]
     assert silences == sorted(silences)
+
+
+async def test_a_pause_of_this_process_is_not_reported_as_silence_of_the_core() -> None:
+    """All processes of a paused machine run again together, and the core's next message is still to come."""
+    async with reporting(0.03) as (_, engine, reporter), aclosing(reporter.watch()) as watch:
+        first = await anext(watch)
+        time.sleep(2.0)
+        while (report := await anext(watch)).sequence == first.sequence:
+            pass
+        assert report.core_silence_s < 1.5
+        await until(lambda: engine.core_silence_s > 1.5)  # it counts again
 
 
 async def test_a_watcher_gets_reports_as_often_as_it_needs_them() -> None:
