@@ -141,9 +141,11 @@ class Repeats:
 
 
 def escaped(text: str, *, keep_newlines: bool = False) -> str:
-    """`text` with every control and other non-printable character as an escape; cut at 8 KiB."""
+    """`text` with every control and other non-printable character as an escape. Of more than 8192 characters the end is
+    cut off; of a traceback, which keeps its newlines, the middle is: the exception comes last."""
     if len(text) > _MAX_VALUE_CHARS:
-        text = text[:_MAX_VALUE_CHARS] + "...[cut]"
+        num_last = _MAX_VALUE_CHARS // 2 if keep_newlines else 0
+        text = text[: _MAX_VALUE_CHARS - num_last] + "...[cut]" + text[len(text) - num_last :]
     return "".join(
         char if char.isprintable() or (keep_newlines and char == "\n") else char.encode("unicode_escape").decode()
         for char in text

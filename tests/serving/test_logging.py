@@ -89,6 +89,22 @@ def test_a_level_below_the_setting_is_not_written_and_a_long_message_is_cut() ->
     assert len(stream.getvalue()) < 10_000
 
 
+def test_a_long_traceback_keeps_its_start_and_its_exception() -> None:
+    stream = written("json")
+    try:
+        try:
+            raise ValueError("x" * 100_000)
+        except ValueError as error:
+            raise KeyError("the last") from error
+    except KeyError:
+        log.exception("failed")
+    assert len(stream.getvalue()) < 10_000
+    traceback = json.loads(stream.getvalue())["traceback"]
+    assert traceback.startswith("Traceback (most recent call last):\n")
+    assert "ValueError: xxx" in traceback
+    assert traceback.endswith("KeyError: 'the last'")
+
+
 def test_a_timeline_knows_gaps_counts_and_what_has_not_happened() -> None:
     timeline = Timeline()
     timeline.mark(RequestEvent.RECEIVED, 10.0)
