@@ -239,21 +239,23 @@ def listens_privately(host: str) -> bool:
     """Whether a server bound to `host`, an IP or a name, is reachable from private networks alone. Raises OSError."""
     if is_ip(host):
         return is_private(host)
-    with _invalid_as_unknown(host):
+    with _named_errors(host):
         return all(is_private(str(entry[4][0])) for entry in socket.getaddrinfo(host, None))
 
 
 async def resolve(host: str) -> str:
     """One address of a name. Raises OSError."""
-    with _invalid_as_unknown(host):
+    with _named_errors(host):
         entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(entries[0][4][0])
 
 
 @contextmanager
-def _invalid_as_unknown(host: str) -> Iterator[None]:
-    """OSError also for what no name may be: an empty label, or one of more than 63 characters."""
+def _named_errors(host: str) -> Iterator[None]:
+    """OSErrors that name the host, also for what no name may be: an empty label, or one of more than 63 characters."""
     try:
         yield
+    except socket.gaierror as error:
+        raise OSError(f"{host} cannot be resolved: {error.strerror}") from None
     except UnicodeError:
         raise OSError(f"{host} is not a DNS name") from None

@@ -97,11 +97,13 @@ def test_not_private(ip: str) -> None:
     assert not listens_privately(ip)
 
 
-def test_a_name_is_as_private_as_what_it_stands_for() -> None:
+async def test_a_name_is_as_private_as_what_it_stands_for() -> None:
     assert not is_ip("localhost")
     assert listens_privately("localhost")
-    with pytest.raises(OSError, match=r"."):
+    with pytest.raises(OSError, match=r"^no-such-host\.invalid cannot be resolved: \w"):
         listens_privately("no-such-host.invalid")
+    with pytest.raises(OSError, match=r"^no-such-host\.invalid cannot be resolved: \w"):
+        await resolve("no-such-host.invalid")
 
 
 @pytest.mark.parametrize("host", ["prefill..svc", f"{'x' * 64}.svc"])
