@@ -21,7 +21,6 @@ from typing import Self
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 from pydantic import model_validator
@@ -120,9 +119,12 @@ class TlsFiles(FileWatcher[TlsMaterial], Collector):
             return TlsMaterial(ca, None, None)
         chain, key = read_bytes(self._cert_file, "tls.cert_file"), read_bytes(self._key_file, "tls.key_file")
         leaf, *_ = _certificates("cert_file", self._cert_file, chain)
-        if _public_key(self._key_file, key) != leaf.public_key():
+        with _checked("key_file", self._key_file, "contains no complete PEM private key without a passphrase"):
+            public_key = serialization.load_pem_private_key(key, password=None).public_key()
+        with _checked("cert_file", self._cert_file, "contains an invalid or unsupported certificate"):
+            is_its_key, names = public_key == leaf.public_key(), tuple(dict.fromkeys(_names(leaf)))
+        if not is_its_key:
             raise _problem("key_file", self._key_file, f"is not the key of the certificate in {self._cert_file}")
-        names = tuple(dict.fromkeys(_names(leaf)))
         return TlsMaterial(ca, chain, key, names, leaf.not_valid_before_utc, leaf.not_valid_after_utc)
 
     def _log_state(self, material: TlsMaterial) -> None:
@@ -150,20 +152,22 @@ def _is_world_readable(path: Path) -> bool:
 
 def _certificates(name: str, path: Path, pem: bytes) -> list[x509.Certificate]:
     """Every certificate of a PEM file, at least one; a truncated one is an error."""
-    try:
+    problem = "contains no complete PEM certificate"
+    with _checked(name, path, problem):
         found = x509.load_pem_x509_certificates(pem)
-    except ValueError:
-        found = []
-    if not found or len(found) != pem.count(_BEGIN):
-        raise _problem(name, path, "contains no complete PEM certificate")
+    if len(found) != pem.count(_BEGIN):
+        raise _problem(name, path, problem)
     return found
 
 
-def _public_key(path: Path, pem: bytes) -> PublicKeyTypes:
+@contextlib.contextmanager
+def _checked(name: str, path: Path, problem: str) -> Iterator[None]:
+    """Raises SettingsError for every exception of cryptography; their types have no base, and their text may quote the
+    file."""
     try:
-        return serialization.load_pem_private_key(pem, password=None).public_key()
-    except (ValueError, TypeError):  # its text may quote the file
-        raise _problem("key_file", path, "contains no complete PEM private key without a passphrase") from None
+        yield
+    except Exception:
+        raise _problem(name, path, problem) from None
 
 
 def _names(certificate: x509.Certificate) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import random
 import re
@@ -59,6 +60,41 @@ def test_what_cannot_be_used_at_the_start_names_setting_and_file(files: Files, a
     files.tls()
     files.ca.unlink()
     with pytest.raises(SettingsError, match=r"tls\.ca_file: .*cannot be read: No such file"):
+        files.tls()
+
+
+def _patched(pem: bytes, old: str, new: str) -> bytes:
+    """`pem` with other bytes, both in hexadecimal, in its content."""
+    begin, content, end = re.split(rb"(?<=-----)\n|\n(?=-----)", pem.strip())
+    der = base64.b64decode(content)
+    assert bytes.fromhex(old) in der
+    return b"\n".join([begin, base64.b64encode(der.replace(bytes.fromhex(old), bytes.fromhex(new))), end])
+
+
+_CURVE = ("2a8648ce3d030107", "2a8648ce3d03017f")
+"""P-256's object identifier, and an unknown one."""
+_EXTENSION = ("0603551d13", "0603551d11")
+"""The identifiers of two extensions: a certificate with the second twice."""
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("key", _CURVE, r"tls\.key_file: .*service\.key contains no complete PEM private key"),
+        ("certificate", _CURVE, r"tls\.cert_file: .*service\.crt contains an invalid or unsupported certificate"),
+        ("certificate", _EXTENSION, r"tls\.cert_file: .*service\.crt contains an invalid or unsupported certificate"),
+    ],
+)
+def test_what_is_not_supported_is_rejected_like_what_is_incomplete(
+    files: Files, name: str, change: tuple[str, str], problem: str
+) -> None:
+    path = getattr(files, name)
+    watched, patched = files.tls(), _patched(path.read_bytes(), *change)
+    first = watched.current()
+    replace(path, patched)
+    assert watched.current() is first
+    assert watched.num_rejected == 1
+    with pytest.raises(SettingsError, match=problem):
         files.tls()
 
 
