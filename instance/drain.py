@@ -37,7 +37,7 @@ class DrainController:
 
     @property
     def num_pending(self) -> int:
-        """Running calls, and transfers whose KV may still be fetched; a dead core has none."""
+        """Running calls, and transfers whose KV may still be fetched; a dead core has no transfers."""
         return self._calls.num_awaited + self._num_transfers
 
     async def drain(self, publish: Callable[[], None], *, accept_s: float, grace_s: float, move_s: float) -> bool:

@@ -189,7 +189,7 @@ def _engine(load: EngineLoad, core_silence_s: float) -> Iterator[Metric]:
     yield gauge("tandem_engine_requests", "Requests in the engine, by state.", requests, "state")
     for name, documentation, value in (
         ("waiting_tokens", "Tokens that waiting requests have yet to compute.", load.num_waiting_tokens),
-        ("step_seconds", "Duration of a step, smoothed.", load.step_s),
+        ("step_seconds", "Predicted duration of the current or last step.", load.step_s),
         ("silence_seconds", "Time since the engine core's last report.", core_silence_s),
     ):
         yield gauge(f"tandem_engine_{name}", documentation, value)

@@ -6,8 +6,8 @@ kernel's death signal (Linux; it also ends a child whose interpreter hangs, but 
 child ends, so only for the main thread), and a pipe whose write end only the parent holds (everywhere, any thread).
 
 **Stops on signals.** The first SIGTERM or SIGINT drains, or leaves a drain that has begun as it is; the second stops
-now. The exit status of a stopped process
-says whether that cut off any work, not how often it was signalled: a second signal to an idle process cuts off nothing.
+now. The exit status of a stopped process says whether that cut off any work, not how often it was signalled: a second
+signal to an idle process cuts off nothing.
 """
 
 from __future__ import annotations
