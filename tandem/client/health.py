@@ -47,14 +47,14 @@ def wait_serving(address: str, service: str, timeout_s: float, *, credentials: C
             call.cancel()
 
 
-def instances_out(admin_address: str, *, credentials: Credentials = PLAINTEXT) -> list[str]:
-    """The instances that the router does not pick, each as `host:port is why`; raises grpc.RpcError."""
+def instances_out(admin_address: str, *, credentials: Credentials = PLAINTEXT) -> dict[str, str]:
+    """The addresses of the instances that the router does not pick, with why; raises grpc.RpcError."""
     with open_blocking_channel(admin_address, _OPTIONS, credentials) as channel:
         stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)  # type: ignore[arg-type]  # typed for asyncio alone
         listed = stub.ListPools(
             pools_pb2.ListPoolsRequest(), timeout=_LIST_TIMEOUT_S, metadata=credentials.metadata(), wait_for_ready=True
         )
-    return [f"{instance.address} is {instance.out}" for instance in listed.instances if instance.out]
+    return {instance.address: instance.out for instance in listed.instances if instance.out}
 
 
 def dtype(address: str, *, credentials: Credentials = PLAINTEXT) -> str:

@@ -69,11 +69,13 @@ class _StartUp:
 
 
 def _check_running(processes: Iterable[ManagedProcess]) -> None:
-    """Raises StackFailed for one that has exited, also if it was ready before."""
+    """Raises StackFailed for one that has exited, also if it was ready before; but not for a drained instance, which
+    `serve` starts again."""
     for process in processes:
-        if not process.running:
-            when = "before it was ready" if process.ready_s is None else "before the stack was ready"
-            raise StackFailed(exit_report(process, when))
+        was_ready = process.ready_s is not None
+        is_drained = was_ready and process.name != ROUTER and process.exit_status == 0
+        if not process.running and not is_drained:
+            raise StackFailed(exit_report(process, f"before {'the stack' if was_ready else 'it'} was ready"))
 
 
 class LocalStack:
@@ -214,13 +216,20 @@ class LocalStack:
         time.sleep(_POLL_S)
 
     def _instances_out(self) -> str:
-        """The instances that the router does not pick, and why; nothing if it answers to operators' tokens only."""
+        """The instances that the router does not pick, and why; nothing if it answers to operators' tokens only.
+
+        Not those that drain, or that `serve` is yet to start.
+        """
         import grpc
 
         from tandem.client.health import instances_out
 
+        running = {process.spec.address for process in self.processes.values() if process.running}
         try:
-            return ", ".join(instances_out(self.admin_address, credentials=self.credentials))
+            out = instances_out(self.admin_address, credentials=self.credentials)
+            return ", ".join(
+                f"{address} is {why}" for address, why in out.items() if address in running and why != "draining"
+            )
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 return ""

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,12 +28,15 @@ from tandem.local_stack.supervisor import StackFailed
 from tests.tandem.local_stack.scripted_stack import (
     BECOMES_READY,
     DIES,
+    DRAINS,
     HAS_A_CHILD,
     IGNORES_SIGTERM,
+    let_go,
     scripted,
     settings,
+    until,
 )
-from tests.waiting import Stopwatch
+from tests.waiting import Stopwatch, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +165,64 @@ def test_a_router_that_does_not_answer_operators_is_named(monkeypatch: pytest.Mo
         problem = re.escape(f"does not answer at {stack.admin_address} (DEADLINE_EXCEEDED)")
         with pytest.raises(StackFailed, match=rf"(?s){problem}.*log of router"):
             wait_serving(stack)
+
+
+Started = Callable[[LocalStack, Callable[[str], None]], None]
+
+
+@pytest.fixture
+def started_with_a_router(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """Starts a stack of scripts whose router knows no instance but those that run."""
+    wait_serving = LocalStack._wait_serving
+    scripted(monkeypatch, {}, others=DRAINS)
+    monkeypatch.setattr(LocalStack, "_wait_serving", wait_serving)
+    monkeypatch.setattr(stack_module, "_SERVING_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(health, "wait_serving", lambda *args, **named: True)
+
+    def start(stack: LocalStack, progress: Callable[[str], None]) -> None:
+        def instances_out(*args: object, **named: object) -> dict[str, str]:
+            running = {name for name, process in stack.processes.items() if process.running}
+            return {address: "connecting" for name, address in stack.instances.items() if name not in running}
+
+        monkeypatch.setattr(health, "instances_out", instances_out)
+        stack.start(progress)
+
+    return start
+
+
+def test_a_pool_resized_while_the_stack_starts_gets_its_size_afterwards(started_with_a_router: Started) -> None:
+    stack, sizes = LocalStack(settings(num_prefill=2)), [2]
+
+    def resize(line: str) -> None:
+        if sizes:
+            stack.resize("decode", sizes.pop())
+            stack.resize("prefill", 1)
+
+    started_with_a_router(stack, resize)
+    try:
+        until(stack, lambda: "decode-1" in stack.processes and stack.processes["decode-1"].ready)
+        let_go(stack, "prefill-1")
+        until(stack, lambda: "prefill-1" not in stack.processes)
+    finally:
+        stack.stop()
+
+
+def test_an_instance_drained_while_the_stack_starts_is_started_again(started_with_a_router: Started) -> None:
+    stack, drained = LocalStack(settings(num_decode=2)), []
+
+    def drain(line: str) -> None:
+        if line.startswith("decode-1 is ready") and not drained:
+            drained.append(stack.processes["decode-1"].pid)
+            let_go(stack, "decode-1")
+            stack.processes["decode-1"].send_signal(signal.SIGTERM)
+            wait_until(lambda: not stack.processes["decode-1"].running)
+
+    started_with_a_router(stack, drain)
+    try:
+        until(stack, lambda: stack.processes["decode-1"].ready)
+        assert stack.processes["decode-1"].pid not in drained
+    finally:
+        stack.stop()
 
 
 def test_a_start_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
