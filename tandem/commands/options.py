@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +85,12 @@ class OutputFile(click.Path):
         if not path.exists() and not os.access(path.parent, os.W_OK):
             self.fail(f"{str(path)!r}: there is no folder {path.parent} that can be written", param, ctx)
         return path
+
+
+def end_signals() -> list[signal.Signals]:
+    """Those that end a command; not a SIGHUP that is ignored, as under nohup."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignores_hangup else [signal.SIGHUP])]
 
 
 @contextmanager

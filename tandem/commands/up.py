@@ -20,7 +20,7 @@ import click
 
 from engine.checkpoint import check_checkpoint, display_name, resolve
 from tandem.client.registry import made_state_dir
-from tandem.commands.options import Choice, FloatRange, IntRange
+from tandem.commands.options import Choice, FloatRange, IntRange, end_signals
 from tandem.connectors import ConnectorChoice
 from tandem.local_stack.addresses import check_addresses
 from tandem.local_stack.desired_state import MAX_SIZE
@@ -337,7 +337,7 @@ class StopSignals:
 
     def install(self) -> None:
         """Handles the signals of this process from now on."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in end_signals():
             signal.signal(number, self)
         sys.unraisablehook = _show_unraisable
 
@@ -379,13 +379,21 @@ def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
         signals.raises = False
         stopping_s = time.monotonic()
         stack.stop()
-        click.echo(f"stopped in {time.monotonic() - stopping_s:.1f} s; all processes and files are removed")
+        _echo(f"stopped in {time.monotonic() - stopping_s:.1f} s; all processes and files are removed")
 
 
 def _echo_event(event: StackEvent) -> None:
-    click.echo(event.text)
-    for line in event.lines:
-        click.echo(f"  | {line}")
+    _echo("\n  | ".join([event.text, *event.lines]))
+
+
+def _echo(text: str) -> None:
+    """Ignores a full disk and a terminal that is gone: the stack goes on. Raises BrokenPipeError."""
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 def _show_first_text(address: str, credentials: Credentials) -> None:

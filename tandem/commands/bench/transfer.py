@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from engine.errors import to_install
-from tandem.commands.options import INTERRUPTED, Choice, IntRange, OutputFile, kv_options, write_errors
+from tandem.commands.options import INTERRUPTED, Choice, IntRange, OutputFile, end_signals, kv_options, write_errors
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options
 
 if TYPE_CHECKING:
@@ -203,8 +203,7 @@ def _interruptible() -> Iterator[None]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, on_signal) for number in numbers}
+        before = {number: signal.signal(number, on_signal) for number in end_signals()}
     try:
         yield
     except KeyboardInterrupt:

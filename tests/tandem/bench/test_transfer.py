@@ -28,6 +28,7 @@ from tandem.bench.transfer.endpoint import Shape, TransferEndpoint, TransferFail
 from tandem.bench.transfer.measure import Figures, Result, measure, table
 from tandem.bench.transfer.media import Medium, SharedStorageMedium, file_system, medium_of, transport
 from tandem.cli import main
+from tandem.commands.bench.transfer import _interruptible
 from tandem.connectors import ConnectorChoice
 from tests.kv_transfer.stores.redis.redis_server import redis_server
 
@@ -182,6 +183,12 @@ def test_whatever_ends_it_leaves_no_process_and_ctrl_c_no_file_either(tmp_path: 
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(ignored_hangup: signal.Handlers) -> None:
+    with _interruptible():
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) is ignored_hangup
 
 
 def test_other_bytes_than_were_lent_are_noticed_without_any_digest(

@@ -6,11 +6,15 @@ import asyncio
 import errno
 import hashlib
 import json
+import os
 import shutil
 import signal
 import sys
+import tempfile
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import click
@@ -24,9 +28,11 @@ from tandem.commands import up
 from tandem.demo import MODEL_DIR
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.stack import LocalStack
-from tandem.local_stack.supervisor import StackFailed
+from tandem.local_stack.supervisor import StackEvent, StackFailed
 from tests.fakes.model_folder import write_model_folder
 from tests.router.rig import running
+from tests.tandem.local_stack.scripted_stack import scripted
+from tests.tandem.local_stack.scripted_stack import settings as scripted_settings
 
 TOKEN = "a" * 32
 SETTINGS = StackSettings(model=MODEL_DIR, model_name="demo")
@@ -275,6 +281,44 @@ def test_a_signal_while_a_failed_start_is_cleaned_up_hides_nothing(monkeypatch: 
     monkeypatch.setattr(up, "LocalStack", Failing)
     with pytest.raises(click.ClickException, match="decode-0 exited"):
         up._run_stack(SETTINGS, "demo", False)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(
+    ignored_hangup: signal.Handlers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)  # restored afterwards
+    signals = up.StopSignals(LocalStack(SETTINGS))
+    signals.install()
+    assert signal.getsignal(signal.SIGTERM) is signals
+    assert signal.getsignal(signal.SIGHUP) is ignored_hangup
+
+
+@pytest.mark.usefixtures("no_other_stack")
+@pytest.mark.parametrize("pipe", [False, True])
+def test_a_full_disk_behind_standard_output_does_not_end_a_stack_and_a_closed_pipe_does(
+    pipe: bool, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    scripted(monkeypatch, {})
+
+    class Stack(LocalStack):
+        def serve(self, stop: threading.Event, on_event: Callable[[StackEvent], None]) -> None:
+            monkeypatch.setattr(sys, "stdout", output)
+            on_event(StackEvent("decode-0 exited", ("the end of its log",)))
+            on_event(StackEvent("decode-0 was restarted"))
+            served.append(self)
+
+    served: list[LocalStack] = []
+    reader, writer = os.pipe()
+    os.close(reader)
+    output = os.fdopen(writer if pipe else os.open("/dev/full", os.O_WRONLY), "w")
+    monkeypatch.setattr(up, "LocalStack", Stack)
+    monkeypatch.setattr(up.StopSignals, "install", lambda signals: None)
+    with pytest.raises(BrokenPipeError) if pipe else nullcontext():
+        up._run_stack(scripted_settings(), "demo", False)
+    assert len(served) == (not pipe)
+    with suppress(OSError):
+        output.close()
 
 
 def test_the_commands_to_try_are_those_that_the_shell_finds(monkeypatch: pytest.MonkeyPatch) -> None:
