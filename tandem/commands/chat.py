@@ -267,7 +267,7 @@ class _Chat:
         """Writes OpenAI's form of the conversation. Never replaces a file."""
         if not name:
             raise click.UsageError("/save: give a file, such as /save chat.json")
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))  # Path's raises for unknown users
         content = json.dumps({"model": self._model, "messages": self._messages}, ensure_ascii=False, indent=2)
         try:
             path.touch(exist_ok=False)

@@ -82,7 +82,7 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if not path.exists() and not os.access(path.parent, os.W_OK):
+        if not os.path.exists(path) and not os.access(path.parent, os.W_OK):
             self.fail(f"{str(path)!r}: there is no folder {path.parent} that can be written", param, ctx)
         return path
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -68,6 +71,20 @@ def test_a_mistake_is_answered_with_what_to_type(args: tuple[str, ...], hint: st
     assert status != 0
     assert hint in output
     assert "Traceback" not in output
+
+
+def test_a_file_in_a_folder_that_may_not_be_entered_is_one_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def denied(path: str | os.PathLike[str], **how: Any) -> os.stat_result:
+        if "nowhere" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **how)
+
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", denied)  # root may enter each folder
+    status, output = run("bench", "serve", "--json", "/nowhere/j")
+    assert (status, "there is no folder /nowhere that can be written" in output) == (2, True), output
 
 
 def test_a_taken_port_is_named_before_anything_starts() -> None:

@@ -108,6 +108,7 @@ def test_an_invalid_value_on_a_terminal_does_not_end_the_conversation(capsys: py
         ("/quux\n", "/help lists the commands"),
         ("/save\n", "/save chat.json"),
         ("/save /nowhere/chat.json\n", "give another name"),
+        ("/save ~nowhere/chat.json\n", "~nowhere/chat.json cannot be written: No such file or directory"),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_type(stack: Background, text: str | bytes, hint: str) -> None:
