@@ -178,7 +178,9 @@ def _titled(figure: Figure, title: str) -> Figure:
 def _both_percentiles(
     axis: Axes, index: int, name: str, placed: Sequence[tuple[float, Distribution]], *, is_joined: bool = True
 ) -> None:
-    median, high = [(place, one.p50) for place, one in placed], [(place, one.p99) for place, one in placed]
+    """Leaves a gap in the lines where there was nothing to measure."""
+    median = [(place, one.p50 if one.count else math.nan) for place, one in placed]
+    high = [(place, one.p99 if one.count else math.nan) for place, one in placed]
     _line(axis, index, f"{name} p50", median, "-" if is_joined else "")
     _line(axis, index, f"{name} p99", high, "--" if is_joined else "", hollow=True)
 

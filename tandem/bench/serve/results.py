@@ -176,16 +176,22 @@ def sweep_table(points: Sequence[Point]) -> list[str]:
 def _sweep_row(point: Point) -> list[str]:
     one = point.report
     late = "" if one.kept_schedule else " late"
-    latencies = [getattr(distribution, p) for distribution in (one.ttft, one.itl, one.e2e) for p in ("p50", "p99")]
     return [
         f"{format_rate(point.rate)}{late}",
         f"{one.num_succeeded}/{one.num_requests}",
         f"{one.requests_per_s:.2f}",
         f"{one.output_tokens_per_s:.0f}",
-        *(f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in latencies),
+        *(_latency(distribution, p) for distribution in (one.ttft, one.itl, one.e2e) for p in ("p50", "p99")),
         f"{one.goodput_per_s or 0:.2f}",
         _percent(one.attainment),
     ]
+
+
+def _latency(distribution: Distribution, percentile: str) -> str:
+    value_ms: float = getattr(distribution, percentile)
+    if not distribution.count:
+        return "-"
+    return f"{value_ms:.0f}" if value_ms >= 100 else f"{value_ms:.3g}"
 
 
 def late_warning(points: Sequence[Point]) -> list[str]:

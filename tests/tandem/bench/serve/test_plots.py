@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,19 @@ def test_an_outage_is_a_gap_in_the_line() -> None:
     moments, medians = line(axis, "run p50")
     assert moments == [0.5, 1.5, 2.5, 3.5, 4.5]
     assert medians == pytest.approx([200, math.nan, math.nan, math.nan, 300], nan_ok=True)
+
+
+def test_a_run_without_an_answer_or_a_gap_is_a_gap_in_the_line() -> None:
+    failed = RequestRecord(0.0, 0.0, 10, 5, ended_s=9.5, error="UNAVAILABLE: gone", status="UNAVAILABLE")
+    late = replace(failed, due_s=0.5, sent_s=0.5)
+    one_token = [record(0.0, 0.1, ()), record(0.25, 0.1, ())]
+    points = [Point(2.0, summarise([failed, late])), Point(1.0, report_at(1.0)), Point(4.0, summarise(one_token))]
+    ttft, itl = plots.latency_over_rate({"run": points}).axes
+    assert line(ttft, "run p50") == ([1.0, 2.0, 4.0], pytest.approx([200, math.nan, 100], nan_ok=True))
+    assert line(itl, "run p99")[1][1:] == pytest.approx([math.nan, math.nan], nan_ok=True)
+    sizes, _ = plots.latency_over_sizes({"run": {"1P1D": points[0].report}}).axes
+    assert line(sizes, "run p50") == ([0], pytest.approx([math.nan], nan_ok=True))
+    plots.png(plots.latency_over_rate({"run": points[:1]}))
 
 
 def test_tokens_that_came_together_leave_the_axis_logarithmic() -> None:

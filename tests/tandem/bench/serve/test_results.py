@@ -95,6 +95,13 @@ def test_a_sweep_has_a_line_for_each_rate_and_goodput_only_with_objectives() -> 
     assert "GOODPUT" not in sweep_table([Point(1.0, summarise([GOOD]))])[0]
 
 
+def test_a_run_without_an_answer_or_a_gap_has_no_latency_in_a_sweep() -> None:
+    one_token = RequestRecord(0.0, 0.0, 10, 1, [0.1], 0.1, "length")
+    _, refused, short = sweep_table([Point(1.0, summarise([REFUSED])), Point(2.0, summarise([one_token]))])
+    assert refused.split()[4:] == ["-"] * 6
+    assert short.split()[4:] == ["100", "100", "-", "-", "100", "100"]
+
+
 def test_rates_are_formatted() -> None:
     assert [format_rate(rate) for rate in (2.5, float("inf"), None)] == ["2.5/s", "all at once", "as in the trace"]
 
