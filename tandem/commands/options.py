@@ -87,6 +87,20 @@ class OutputFile(click.Path):
         return path
 
 
+class OutputFolder(click.Path):
+    """A folder to write files to, and to make if there is none; OutputFile's counterpart."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        there = next(one for one in (path, *path.absolute().parents) if os.path.exists(one))
+        if not os.path.isdir(there) or not os.access(there, os.W_OK):
+            self.fail(f"{str(path)!r}: {there} is no folder that can be written", param, ctx)
+        return path
+
+
 def end_signals() -> list[signal.Signals]:
     """Those that end a command; not a SIGHUP that is ignored, as under nohup."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

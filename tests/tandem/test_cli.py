@@ -44,6 +44,7 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("generate", "hi", "--timeout", "nan"), "'--timeout': 'nan' is not finite"),
         (("bench", "serve", "--seed", "-1"), "'--seed': '-1'; allowed: an integer, at least 0\n"),
         (("bench", "serve", "--json", "/nowhere/j"), "'/nowhere/j': there is no folder /nowhere that can be written"),
+        (("bench", "serve", "--plots", "/dev/null/p"), "'/dev/null/p': /dev/null is no folder that can be written"),
         (("bench", "latency", "--json", "/nowhere/j"), "there is no folder /nowhere that can be written"),
         (("bench", "transfer", "--json", "/nowhere/j"), "there is no folder /nowhere that can be written"),
         (("up", "--model", "./nowhere"), "Qwen/Qwen3-0.6B"),

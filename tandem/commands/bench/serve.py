@@ -21,6 +21,7 @@ from tandem.commands.options import (
     FloatRange,
     IntRange,
     OutputFile,
+    OutputFolder,
     credential_options,
     given_credentials,
     given_options,
@@ -167,7 +168,7 @@ _output_options = option_group(
     ),
     click.option("--save-requests", is_flag=True, help="With --json: also every request with the times of its tokens."),
     click.option(
-        "--plots", "plots_folder", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+        "--plots", "plots_folder", type=OutputFolder(), metavar="FOLDER",
         help="Write PNG plots there: latency and goodput over rate, ITL over time, CDFs.",
     ),
 )  # fmt: skip
