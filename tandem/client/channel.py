@@ -45,6 +45,8 @@ KEEPALIVE: Options = (
 )
 """A frozen router, whose kernel still acknowledges, is noticed after 15 s. Without the third a ping may take 60 s, and
 without the fourth the pings of a call that receives nothing are minutes apart."""
+ADMIN_OPTIONS: Options = (*KEEPALIVE, ("grpc.use_local_subchannel_pool", 1))
+"""Of a channel to a router's admin listener."""
 _OPTIONS: Options = (
     *KEEPALIVE,
     ("grpc.max_receive_message_length", 16 << 20),

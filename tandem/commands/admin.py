@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 ROLES = {"prefill": instance_pb2.ROLE_PREFILL, "decode": instance_pb2.ROLE_DECODE}
 CALL_TIMEOUT_S = 10.0
-OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
-"""Of a channel to it."""
 _ADMIN = "tandem.commands.admin"
 _PORT_HINT = (
     "give the router's admin address, which is not its clients' port: `tandem up` prints it, and "
@@ -77,13 +75,13 @@ def admin_calls() -> Iterator[Callable[..., Any]]:
     import grpc
 
     from protos.tandem.v1 import pools_pb2_grpc
-    from tandem.client.channel import open_blocking_channel
+    from tandem.client.channel import ADMIN_OPTIONS, open_blocking_channel
     from tandem.client.errors import TandemError, explain
 
     address = ""
     try:
         address, credentials = admin_target()
-        with open_blocking_channel(address, OPTIONS, credentials) as channel:
+        with open_blocking_channel(address, ADMIN_OPTIONS, credentials) as channel:
             stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)  # type: ignore[arg-type]  # typed for asyncio alone
             try:
                 yield lambda method, request, **named: getattr(stub, method)(

@@ -25,9 +25,9 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Header, Label, RichLog, Sparkline, Static
 
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
-from tandem.client.channel import is_here, open_async_channel
+from tandem.client.channel import ADMIN_OPTIONS, is_here, open_async_channel
 from tandem.client.errors import explain
-from tandem.commands.admin import CALL_TIMEOUT_S, OPTIONS, admin_problem, pool_name
+from tandem.commands.admin import CALL_TIMEOUT_S, admin_problem, pool_name
 from tandem.commands.pools import InstanceChanges, change_text, instance_row, pool_lines, restart_hint
 from tandem.commands.top.rates import TPOT, TTFT, Latencies, TokenRates
 
@@ -140,7 +140,7 @@ class TopApp(App[None]):
             self.table.add_column(Text(name), key=name)
         self.events.border_title = "events"
         self.table.focus()
-        channel = open_async_channel(self._address, OPTIONS, self._credentials)
+        channel = open_async_channel(self._address, ADMIN_OPTIONS, self._credentials)
         self._stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)
         self._channel = channel
         self._show(self._last)

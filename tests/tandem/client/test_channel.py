@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -176,10 +177,15 @@ def frozen_server(num_pings: int) -> Iterator[str]:
     thread.join()
 
 
+def notice_soon(monkeypatch: pytest.MonkeyPatch, module: ModuleType, options: str) -> None:
+    """Shortens the keepalive in that module's options."""
+    soon = {name: 300 for name, value in channel.KEEPALIVE if value}
+    monkeypatch.setattr(module, options, [(name, soon.get(name, value)) for name, value in getattr(module, options)])
+
+
 @pytest.mark.parametrize("num_pings", [1, 5])
 def test_a_router_that_freezes_is_noticed(monkeypatch: pytest.MonkeyPatch, num_pings: int) -> None:
-    soon = {name: 300 for name, value in channel.KEEPALIVE if value}
-    monkeypatch.setattr(channel, "_OPTIONS", [(name, soon.get(name, value)) for name, value in channel._OPTIONS])
+    notice_soon(monkeypatch, channel, "_OPTIONS")
     with (
         frozen_server(num_pings) as address,
         Client(address, timeout_s=30.0, max_resumptions=0) as client,

@@ -11,10 +11,11 @@ from click.testing import CliRunner
 from protos.tandem.v1 import instance_pb2, pools_pb2
 from router.pools.instance import LEFT
 from tandem.cli import main
-from tandem.client import registry
+from tandem.client import channel, registry
 from tandem.client.registry import RunningStack, StackFolder
 from tandem.commands import pools
 from tandem.commands.pools import _pick_text, _pools_table
+from tests.tandem.client.test_channel import frozen_server, notice_soon
 from tests.tandem.commands.background import WEIGHTS, Background
 
 pytestmark = pytest.mark.usefixtures("no_other_stack")
@@ -55,6 +56,13 @@ def test_programs_get_json(stack: Background) -> None:
     assert (last["pool"], last["instance"], last["out"]) == ("decode", "decode-1", None)
     assert (last["weights"], last["dtype"]) == (WEIGHTS, "bfloat16+int8")
     assert (last["load"]["num_waiting"], last["load"]["draining"]) == (1, False)
+
+
+def test_a_router_that_freezes_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    notice_soon(monkeypatch, channel, "ADMIN_OPTIONS")
+    with frozen_server(1) as address:
+        status, output = run("--watch", "--admin", address)
+    assert (status, "ping timeout" in output) == (1, True), output
 
 
 def test_instances_with_several_weights_show_them() -> None:

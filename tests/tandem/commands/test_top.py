@@ -19,11 +19,13 @@ from protos.tandem.v1 import instance_pb2, pools_pb2
 from router.request.validation import ServedModel
 from tandem.cli import main
 from tandem.client.credentials import PLAINTEXT, Credentials
+from tandem.commands.top import screen
 from tandem.commands.top.rates import SPAN_S, TPOT, TTFT, Latencies, TokenRates
 from tandem.commands.top.screen import Confirm, TopApp
 from tests.fakes.model_folder import write_model_folder
 from tests.router.pools.owned import Owned, owned
 from tests.router.rig import running
+from tests.tandem.client.test_channel import frozen_server, notice_soon
 from tests.tandem.commands.background import Background
 from tests.waiting import until
 
@@ -174,6 +176,15 @@ async def test_a_router_that_stops_is_named_and_its_last_message_stays(tmp_path:
         await until(lambda: "no answer" in app.sub_title)
         await until(lambda: "--admin-listen" in events(app))
         assert column(app, "INSTANCE") == ["prefill-0", "decode-0"]
+
+
+async def test_a_router_that_freezes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    notice_soon(monkeypatch, screen, "ADMIN_OPTIONS")
+    with frozen_server(1) as address:
+        app = TopApp(address, PLAINTEXT, pools_pb2.ListPoolsResponse(), interval_s=0.3, metrics=None)
+        async with app.run_test(size=(110, 32)):
+            await until(lambda: "ping timeout" in events(app))
+            assert "no answer" in app.sub_title
 
 
 async def test_a_token_that_cannot_be_read_is_an_event_and_not_the_end(tmp_path: Path) -> None:
